@@ -1,16 +1,16 @@
 """TransferEngine: pages between a GPU and registered host memory, asynchronously.
 
-Three ways, chosen for each transfer ("auto") or named:
+Three modes, chosen for each transfer ("auto") or by name:
 
 - staged: a kernel gathers scattered rows into a slot of a ring on the device, the copy engine moves
-  whole pages from there; loading the other way round. Full speed beside a busy model.
+  whole pages from there; loading reverses this. Full speed beside a busy model.
 - direct: the kernel reads or writes host memory itself. Lowest latency, and the fastest for small
-  pages, but its programs stay on the multiprocessors as long as the bus takes.
-- copies: where device bytes lie as page bytes do, the copy engine alone.
+    pages, but its programs occupy multiprocessors until the bus is done.
+- copies: the copy engine alone, if bytes have the same order on the device as in the page.
 
-Each direction has streams of its own. Staged transfers of one direction run one after the other,
-direct ones may overlap; otherwise order is the caller's: `streams` and `after` say what must be
-over before a transfer reads or writes anything.
+Each direction has its own streams. Staged transfers of one direction run one after another; direct
+ones may overlap. The caller orders everything else: `streams` and `after` say what must finish
+before a transfer reads or writes anything.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ holds all multiprocessors, so that it never waits for a gather (measured: docs/b
 class TransferEngine:
     """Moves pages between registered host memory and the planes of one rank on a GPU.
 
-    Thread-safe. Calls enqueue work and return; nothing is allocated and nothing waits for the
-    device once the sizes in use have been seen (`warm` sees to that beforehand).
+    Thread-safe. Calls enqueue work and return. Once a size has been used, or after `warm`, they
+    neither allocate nor wait for the device.
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class TransferEngine:
             memory: registered pages, `lightcache.kernels.pinned.PinnedPages`.
             share: what this rank moves; None: everything. See `PageGeometry.share`.
             mode: "auto", or always "staged", "direct" or "copies".
-            staging_bytes: of device memory, for each direction that is used.
-            rate: bytes a second that transfers take together at most; None: no limit.
-            programs: of a kernel that accesses host memory directly, at most.
+            staging_bytes: device memory, for each direction in use.
+            rate: most bytes a second of all transfers together; None: no limit.
+            programs: most programs of a kernel that accesses host memory directly.
             calibration: thresholds of "auto"; None: those of `calibration.DEFAULTS`.
             device: for tests; None: the GPU that the planes are on.
 
         Raises:
             ConfigError: sizes or geometries that do not fit, planes that are missing or not on a
-                GPU, memory that is not registered, no such mode, numbers out of range.
+                GPU, memory that is not registered, an unknown mode, numbers out of range.
             Detached: the memory is closed.
         """
         check_mode(mode)
@@ -112,8 +112,8 @@ class TransferEngine:
             in_flight = InFlight(self.device, copier, memory, rate)
         try:
             self._in_flight = in_flight
-            # Also when this engine is dropped or Python ends: what is enqueued continues, in
-            # buffers that only `in_flight` keeps.
+            # Also when this engine is dropped or Python ends: enqueued copies continue, in buffers
+            # that only `in_flight` keeps.
             self._ending = weakref.finalize(self, _end, in_flight)
             self._parts = EngineParts(
                 in_flight,
@@ -156,12 +156,12 @@ class TransferEngine:
 
         Args:
             moves: pages and slots; several requests share launches.
-            streams: whose work so far must be over first, because it produces the source; None:
-                the current stream.
+            streams: that produce the source: their work so far must finish first; None: the current
+                stream.
             after: events (as torch.cuda.Event) to wait for as well.
-            window: layers that are told of apart, see `Transfer.wait_layer`; None: all at once.
-            planes: where the tensors are now, if they move. Their tables go to the device first,
-                which blocks for a moment.
+            window: layers of a window, see `Transfer.wait_layer`; None: all layers.
+            planes: where the tensors are now, if they moved. Their tables are copied to the device
+                first, which blocks for a moment.
             when_done: see `Engine.offload`.
 
         Raises:
@@ -185,7 +185,7 @@ class TransferEngine:
         when_done: Callable[[bool], None] | None = None,
     ) -> DeviceTransfer:
         """Copy pages to device slots. Does not block. Arguments and errors as `offload`; `streams`
-        and `after` are those that may still touch the slots."""
+        and `after` name work that may still touch the slots."""
         lane = self._in_flight.load
         return self._submit(lane, moves, streams, after, window, planes, when_done)
 
@@ -250,13 +250,13 @@ class TransferEngine:
 
         Raises:
             Detached: in a forked child.
-            Otherwise what a `when_done` call raised; all others were made.
+            Otherwise what a `when_done` call raised; all other calls were made.
         """
         return self._in_flight.poll()
 
     def warm(self) -> None:
         """Compile every kernel and allocate the rings and index buffers now, so that no transfer
-        has to. Blocks for seconds the first time on a machine.
+        does. Blocks for seconds the first time on a machine.
 
         Raises:
             Detached: the engine is closed.
@@ -275,12 +275,12 @@ class TransferEngine:
                 blocks.give(block)
 
     def close(self) -> None:
-        """Wait for what goes on, tell those who wait, let the memory go. Again: nothing, but what
-        an interrupt left undone. In a forked child: nothing. An engine that is dropped is closed,
-        and so is one that is left when Python ends.
+        """Wait for transfers in flight, make their calls, release the memory. A second call does
+        only what an interrupt left undone. Does nothing in a forked child. An engine that is
+        dropped, or still open when Python ends, is closed.
 
         Raises:
-            What a `when_done` call raised; it is closed all the same.
+            What a `when_done` call raised; the engine is closed all the same.
         """
         self._in_flight.close()
 
@@ -298,7 +298,7 @@ def _show_memory(copier: Any, memory: HostPages) -> None:
 
 
 def _end(in_flight: InFlight) -> None:
-    with contextlib.suppress(Exception):  # the engine is gone: there is no one to tell
+    with contextlib.suppress(Exception):  # the engine is gone: no caller is left to tell
         in_flight.close()
 
 

@@ -3,11 +3,10 @@
     kv = KVGroup.attention("kv", layers=32, heads=8, head_dim=128, dtype_bytes=2, page_tokens=64)
     geometry = PageGeometry([kv])           # geometry.page_bytes == 8 MiB
 
-A page is `[head_group][group][layer][plane][unit][row][head][bytes]`. A group of fewer head groups
-than the others has each of its own in front of the first of theirs that it goes with; so replicated
-groups (one head: latent attention, opaque caches) stand in front of all. Nothing here imports
-torch: a router can compute with it. dtypes are only widths; what a row means is the engine's
-affair.
+A page is `[head_group][group][layer][plane][unit][row][head][bytes]`. If a group has fewer head
+groups than the others, each of its head groups precedes the first of theirs that it goes with; so
+replicated groups (one head: latent attention, opaque caches) precede all. Nothing here imports
+torch, so a router can use it. dtypes are only widths; the engine gives rows their meaning.
 """
 
 from __future__ import annotations
@@ -29,13 +28,12 @@ from lightcache.kernels.groups import (
 )
 from lightcache.shm.errors import ConfigError
 
-# ---- Parts of a page: what a tensor-parallel rank, a pipeline stage, a window of layers has of
-# it.
+# ---- Parts of a page: for a tensor-parallel rank, a pipeline stage, a window of layers
 
 
 @dataclass(frozen=True)
 class HeldHeads:
-    """The heads of a plane that one rank holds, and who else holds the same."""
+    """The heads of a plane that one rank holds, and the ranks that hold the same heads."""
 
     first: int
     count: int
@@ -53,11 +51,12 @@ def check_rank(rank: int, ranks: int) -> None:
 
 
 def held_heads(plane: Plane, rank: int, ranks: int) -> HeldHeads:
-    """How tensor parallelism divides a plane: contiguous runs of heads; fewer heads than ranks are
-    held by several neighbouring ranks each.
+    """How tensor parallelism divides a plane: into contiguous runs of heads. With fewer heads than
+    ranks, several neighbouring ranks hold each head.
 
     Raises:
-        ConfigError: a rank outside its group, or neither number is a multiple of the other.
+        ConfigError: a rank outside its group, or numbers of heads and ranks neither of which is a
+            multiple of the other.
     """
     check_rank(rank, ranks)
     if plane.heads % ranks == 0:
@@ -74,8 +73,8 @@ def held_heads(plane: Plane, rank: int, ranks: int) -> HeldHeads:
 
 @dataclass(frozen=True)
 class Cell:
-    """The smallest piece that has an address of its own on both sides: one row number of one plane
-    of one layer of one head group, all units of it.
+    """The smallest piece with its own address on both sides: one row number of one plane of one
+    layer of one head group, in all units.
 
     Byte `b` of the `h`-th of its `heads` heads of unit `u` is in the page at
     `offset + u * unit_stride + h * row_bytes + b`.
@@ -98,18 +97,18 @@ class Cell:
 
     @property
     def contiguous(self) -> bool:
-        """Whether its bytes in the page touch each other."""
+        """Whether its bytes in the page are contiguous."""
         return self.units == 1 or self.unit_stride == self.heads * self.plane.row_bytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it moves."""
+        """Bytes of the cell."""
         return self.units * self.heads * self.plane.row_bytes
 
 
 class Share:
-    """A part of every page: the cells that one rank reads or writes, in the order of the page.
-    It may be empty: a rank then has nothing to move."""
+    """A part of every page: the cells that one rank reads or writes, in the order of the page. It
+    may be empty: the rank then moves nothing."""
 
     def __init__(self, geometry: PageGeometry, cells: tuple[Cell, ...]) -> None:
         """For `PageGeometry.share`."""
@@ -128,7 +127,7 @@ class Share:
 
     @cached_property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """(offset, length) of each contiguous piece of a page that belongs to it, ascending."""
+        """(offset, length) of each contiguous piece of the share in a page, ascending."""
         pieces: list[tuple[int, int]] = []
         for start, length in sorted(self._pieces()):
             if pieces and sum(pieces[-1]) == start:
@@ -147,12 +146,12 @@ class Share:
                     yield cell.offset + unit * cell.unit_stride, row
 
     def window(self, layers: Sequence[int]) -> Share:
-        """The part of it that belongs to some layers; numbers that it does not have are ignored."""
+        """The part of the share that belongs to some layers; other numbers are ignored."""
         wanted = set(layer_numbers(layers, "window"))
         return Share(self.geometry, tuple(cell for cell in self.cells if cell.layer in wanted))
 
     def windows(self, layers: int) -> list[Share]:
-        """Consecutive windows of so many layers, the last of them perhaps smaller."""
+        """Consecutive windows of `layers` layers; the last may be smaller."""
         whole(layers, "layers of a window")
         own = self.layers
         return [self.window(own[at : at + layers]) for at in range(0, len(own), layers)]
@@ -161,35 +160,26 @@ class Share:
         return f"<Share of {len(self.cells)} cells, {self.nbytes} bytes of {self.geometry!r}>"
 
 
-# ---- The format of a page: where each row of bytes lies.
-#
-#     kv = KVGroup.attention("kv", layers=32, heads=8, head_dim=128, dtype_bytes=2, page_tokens=64)
-#     geometry = PageGeometry([kv])           # geometry.page_bytes == 8 MiB
-#
-# A page is `[head_group][group][layer][plane][unit][row][head][bytes]`. A group of fewer head
-# groups than the others has each of its own in front of the first of theirs that it goes with; so
-# replicated groups (one head: latent attention, opaque caches) stand in front of all. Nothing
-# here imports torch: a router can compute with it. dtypes are only widths; what a row means is
-# the engine's affair.
+# ---- The format
 
 MAX_PAGE_BYTES = 1 << 40
 _OS_PAGE = 4096
 
 
 class PageGeometry:
-    """The format of the pages of one index: groups of one rule and one page size in tokens.
-    Geometries are equal where their pages are, byte for byte."""
+    """The format of the pages of one index: groups with one rule and one page size in tokens.
+    Geometries are equal if their pages are, byte for byte."""
 
     def __init__(self, groups: Sequence[KVGroup], *, align: int | None = None) -> None:
         """Lay the groups out.
 
         Args:
-            align: what page_bytes is a multiple of; None: 4096, so that no page shares an OS page
-                with its neighbour, or 16 where 4096 would waste more than a sixteenth.
+            align: page_bytes is a multiple of it; None: 4096, so that no page shares an OS page
+                with its neighbour, or 16 if 4096 would waste more than a sixteenth.
 
         Raises:
-            ConfigError: no groups, a name twice, different rules or page sizes, or numbers of head
-                groups that do not divide the largest one.
+            ConfigError: no groups, a duplicate name, different rules or page sizes, or numbers of
+                head groups that do not divide the largest one.
         """
         self.groups = distinct(groups, KVGroup, "groups of a page")
         kinds = {(group.rule.kind, group.rule.tokens, group.page_tokens) for group in self.groups}
@@ -217,7 +207,7 @@ class PageGeometry:
         """Bytes of a page in the pool: used_bytes, and padding that is never read or written."""
 
     def _lay_out(self) -> tuple[dict[tuple[int, int], int], int]:
-        """Where each (group, head group) begins, and where the last one ends."""
+        """The offset of each (group, head group), and the end of the last."""
         starts, at = {}, 0
         order = sorted(
             enumerate(self.groups), key=lambda one: (one[1].head_groups, not one[1].replicated)
@@ -236,7 +226,7 @@ class PageGeometry:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """All layers that these pages speak of, ascending."""
+        """All layers of these pages, ascending."""
         return tuple(sorted({layer for group in self.groups for layer in group.layers}))
 
     def group(self, name: str) -> KVGroup:
@@ -252,9 +242,9 @@ class PageGeometry:
         raise ConfigError(f"expected a group among {names}, found {name!r}")
 
     def fingerprint(self) -> str:
-        """Names the format: equal for equal formats. Belongs in a cache's fingerprint, so that no
-        page is read with another geometry than it was written with. It knows widths, not dtypes:
-        name the model and its KV dtype beside it."""
+        """Names the format: equal for equal formats. Put it into a cache's fingerprint, so that no
+        page is read with another geometry than it was written with. It covers widths, not dtypes:
+        name the model and its KV dtype as well."""
         parts = []
         for group in self.groups:
             planes = ",".join(
@@ -282,17 +272,17 @@ class PageGeometry:
         layers: Sequence[int] | None = None,
         writing: bool = False,
     ) -> Share:
-        """What one tensor-parallel rank holds of a page.
+        """The part of a page that one tensor-parallel rank holds.
 
         Args:
             rank, ranks: of the tensor-parallel group.
-            layers: of this pipeline stage, or of a window; None: all. Numbers that no group here
-                has are ignored, so a stage's layers serve every geometry of a model.
-            writing: divide what several ranks hold alike among them, by layer, so that every byte
+            layers: of this pipeline stage, or of a window; None: all. Numbers that no group has are
+                ignored, so a stage's layers serve every geometry of a model.
+            writing: divide parts that several ranks hold among them, by layer, so that every byte
                 is written once; a rank may then have nothing to write.
 
         Raises:
-            ConfigError: a rank outside its group, or heads that cannot be divided so.
+            ConfigError: a rank outside its group, or heads that the ranks cannot divide.
         """
         check_rank(rank, ranks)
         stage = set(self.layers if layers is None else layer_numbers(layers, "layers of a share"))
@@ -343,8 +333,8 @@ class PageGeometry:
 
 
 def split(groups: Sequence[KVGroup]) -> list[PageGeometry]:
-    """A geometry for each rule and page size among a model's groups: each has its own index, and
-    the usable prefix is the longest that all rules accept. In the order in which they appear."""
+    """A geometry for each rule and page size among a model's groups, in order of appearance. Each
+    has its own index; the usable prefix is the longest that all rules accept."""
     kinds: dict[tuple[Rule, int], list[KVGroup]] = {}
     for group in distinct(groups, KVGroup, "groups of a model"):
         kinds.setdefault((group.rule, group.page_tokens), []).append(group)

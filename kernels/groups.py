@@ -1,6 +1,6 @@
-"""What a model keeps: groups of layers of one shape and one match rule, and the planes of a layer.
+"""KV formats of a model: groups of layers with one shape and one match rule, and their planes.
 
-Nothing here knows where a byte lies; that is `lightcache.kernels.geometry`.
+`lightcache.kernels.geometry` lays out the bytes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 def whole(value: object, name: str, least: int = 1) -> int:
-    """A whole number as it is.
+    """Check a whole number and return it.
 
     Raises:
-        ConfigError: something else, or less than `least`.
+        ConfigError: not a whole number, or less than `least`.
     """
     if type(value) is not int or value < least:
         raise ConfigError(f"{name}: expected a whole number >= {least}, found {value!r}")
@@ -31,7 +31,7 @@ def layer_numbers(layers: object, name: str) -> tuple[int, ...]:
     """Numbers of layers as a tuple, in their order.
 
     Raises:
-        ConfigError: something else than several whole numbers >= 0.
+        ConfigError: not a series of whole numbers >= 0.
     """
     if isinstance(layers, (str, bytes)) or not isinstance(layers, Iterable):
         raise ConfigError(f"{name}: expected numbers of layers, found {layers!r}")
@@ -39,7 +39,7 @@ def layer_numbers(layers: object, name: str) -> tuple[int, ...]:
 
 
 def _checked_name(value: object, what: str) -> str:
-    # Names stand in fingerprints, whose separators they must not contain.
+    # Names are part of fingerprints, so they must not contain the separators.
     if not isinstance(value, str) or not 0 < len(value) <= _MAX_NAME:
         raise ConfigError(
             f"{what}: expected a name of 1 to {_MAX_NAME} characters, found {value!r}"
@@ -50,7 +50,7 @@ def _checked_name(value: object, what: str) -> str:
 
 
 def _members(values: object, kind: type[T], what: str) -> tuple[T, ...]:
-    """Several things of one kind, in a tuple. Raises ConfigError where they are not."""
+    """Objects of one type, in a tuple. Raises ConfigError: objects of another type."""
     found = tuple(values) if isinstance(values, Iterable) else (values,)
     for value in found:
         if not isinstance(value, kind):
@@ -59,10 +59,10 @@ def _members(values: object, kind: type[T], what: str) -> tuple[T, ...]:
 
 
 def distinct(values: object, kind: type[T], what: str) -> tuple[T, ...]:
-    """Several planes or groups, with names of their own.
+    """One or more planes or groups, with distinct names.
 
     Raises:
-        ConfigError: none, something else, or a name twice.
+        ConfigError: none, objects of another type, or a duplicate name.
     """
     found: tuple[Any, ...] = _members(values, kind, what)
     names = [value.name for value in found]
@@ -98,7 +98,7 @@ def window(tokens: int) -> Rule:
 
 
 def point() -> Rule:
-    """Recurrent state: one page says everything about the tokens before it."""
+    """Recurrent state: one page covers all tokens before it."""
     return Rule("point")
 
 
@@ -125,10 +125,10 @@ class Plane:
 
 @dataclass(frozen=True)
 class KVGroup:
-    """Layers of one shape and one match rule.
+    """Layers with one shape and one match rule.
 
     Raises:
-        ConfigError: no layers or planes, a layer twice, or heads or tokens that do not divide.
+        ConfigError: no layers or planes, a duplicate layer, or heads or tokens that do not divide.
     """
 
     name: str
@@ -146,7 +146,7 @@ class KVGroup:
         where = f"group {_checked_name(self.name, 'group')!r}"
         whole(self.page_tokens, f"{where}: page_tokens")
         whole(self.head_groups, f"{where}: head_groups")
-        # Lists are welcome, but what is frozen holds tuples.
+        # Lists are accepted; the frozen object holds tuples.
         object.__setattr__(self, "layers", layer_numbers(self.layers, f"{where}: layers"))
         object.__setattr__(self, "planes", distinct(self.planes, Plane, f"{where}: planes"))
         if not self.layers or list(self.layers) != sorted(set(self.layers)):
@@ -180,7 +180,7 @@ class KVGroup:
 
     @property
     def replicated(self) -> bool:
-        """Whether every tensor-parallel rank has all of it."""
+        """Whether every tensor-parallel rank holds the whole group."""
         return all(plane.heads == 1 for plane in self.planes)
 
     @cached_property
@@ -225,17 +225,17 @@ class KVGroup:
         rule: Rule | None = None,
         head_groups: int = 1,
     ) -> KVGroup:
-        """The usual attention layers.
+        """Attention layers.
 
         Args:
             layers: how many (numbered from 0), or their numbers.
             heads: KV heads of the whole model; 1 for latent attention.
             head_dim, value_dim: elements of a key and a value (None: the same).
-            content: planes `k` and `v`, or one plane `kv` with both in each row ("packed"), or
-                with one row that is neither, such as a latent ("single").
+            content: "separate": planes `k` and `v`; "packed": one plane `kv` with both in each row;
+                "single": one plane `kv` with another row, such as a latent.
             scale_bytes: of one head of one token of K, and of V, for quantised caches; each plane
-                gets a second one, such as `k_scale`, beside it. Scales that all heads share are a
-                group of their own.
+                gets a second plane, such as `k_scale`. Scales that all heads share are a separate
+                group.
         """
         where = f"group {name!r}"
         width = whole(dtype_bytes, f"{where}: dtype_bytes")
@@ -270,8 +270,7 @@ class KVGroup:
         unit_tokens: int = 1,
         rule: Rule | None = None,
     ) -> KVGroup:
-        """Bytes whose inside is not ours to know: `row_bytes` for every `unit_tokens` tokens. Its
-        plane is called `opaque`."""
+        """Opaque bytes: `row_bytes` for every `unit_tokens` tokens, in one plane named `opaque`."""
         plane = Plane("opaque", row_bytes, 1, unit_tokens)
         return cls(name, _layers(layers), (plane,), page_tokens, rule or prefix())
 
@@ -279,8 +278,8 @@ class KVGroup:
     def state(
         cls, name: str, *, layers: int | Sequence[int], parts: Sequence[Plane], head_groups: int = 1
     ) -> KVGroup:
-        """Recurrent state: named parts, one page for one state. A part that is sharded in sections
-        (the q, k and v channels of a convolution) is given as one part for each section."""
+        """Recurrent state: named parts, one page for one state. Give a part that is sharded in
+        sections (the q, k and v channels of a convolution) as one part for each section."""
         return cls(name, _layers(layers), tuple(parts), 1, point(), head_groups)
 
 

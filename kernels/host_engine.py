@@ -1,4 +1,4 @@
-"""The transfer engine of machines without an accelerator, and the oracle of the one for devices."""
+"""The transfer engine for machines without an accelerator, and the oracle for the device engine."""
 
 from __future__ import annotations
 
@@ -34,13 +34,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 
-# ---- Host memory and device planes as numpy views, and copying between them.
-#
-# A lane is a series of rows of one width that are evenly addressable on both sides: a cell of the
-# page with the plane it belongs to, or one head of it where the device keeps heads apart. Its
-# rows are numpy items (void of the row's width), so an indexed copy moves each with memcpy and
-# lets other threads run meanwhile; runs of rows that follow each other on both sides move as
-# slices.
+# ---- Host memory and device planes as numpy views
 
 Bytes = npt.NDArray[np.uint8]
 Copy = Callable[[], None]
@@ -48,14 +42,18 @@ Copy = Callable[[], None]
 # An indexed copy costs about 0.1 us a row beside its bytes, a slice about 2 us.
 _RUN_BYTES = 8 << 10
 
-# Of one piece of work. numpy lets other threads run only where an indexed copy has 500 items.
+# Of one piece of work. numpy releases the GIL only for indexed copies of 500 items or more.
 _PIECE_BYTES = 512 << 10
 _PIECE_ROWS = 512
 
 
 @dataclass(frozen=True)
 class Lane:
-    """Rows with one address for each (page, unit) and each slot."""
+    """A series of rows of one width that are evenly addressable on both sides: a cell of the page
+    and its plane, or one head of the cell if the device keeps heads apart. Rows are numpy void
+    items of the row's width, so an indexed copy moves each with memcpy and releases the GIL; runs
+    of rows that are contiguous on both sides move as slices. Besides its bytes an indexed copy
+    costs about 0.1 us a row, a slice about 2 us."""
 
     layer: int
     unit_tokens: int
@@ -88,7 +86,7 @@ def _items(rows: Bytes) -> npt.NDArray[np.void]:
 
 
 class _Foreign:
-    """Memory at an address, for numpy, with whoever owns it kept alive."""
+    """Memory at an address, for numpy; keeps the owner of the memory alive."""
 
     def __init__(
         self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], owner: object
@@ -153,7 +151,7 @@ def _device_view(
 
 
 class Index:
-    """Rows of a batch as the lanes of one unit size and block size take them."""
+    """Row numbers of a batch, for the lanes of one unit size and block size."""
 
     def __init__(self, batch: Batch, unit_tokens: int, block_units: int) -> None:
         """Computed once for a transfer and shared by its lanes; O(rows)."""
@@ -167,7 +165,7 @@ class Index:
 
     @cached_property
     def runs(self) -> Ints:
-        """Where each run of neighbours begins, and the number of rows."""
+        """The start of each run of neighbours, then the number of rows."""
         if not len(self):
             return np.zeros(1, np.int64)
         breaks = (np.diff(self.page) != 0) | (np.diff(self.unit) != 1)
@@ -212,13 +210,13 @@ class Index:
                 device[...] = host
 
 
-# ---- A transfer of the host engine: copies by threads, over when the last of them is.
+# ---- One transfer
 
-HELP_BYTES = 256 << 10  # waking another thread takes as long as copying about so much
+HELP_BYTES = 256 << 10  # waking another thread takes about as long as copying this much
 
 
 class Pace:
-    """No more than so many bytes a second, by the time at which each piece may begin."""
+    """A rate limit in bytes a second: decides when each piece may begin."""
 
     def __init__(self, rate: float) -> None:
         """In bytes a second."""
@@ -227,7 +225,7 @@ class Pace:
         self._lock = threading.Lock()
 
     def wait(self, nbytes: int) -> None:
-        """Sleep until so many bytes may move."""
+        """Sleep until `nbytes` bytes may move."""
         with self._lock:
             now = time.monotonic()
             begin = max(now, self._next)
@@ -237,7 +235,7 @@ class Pace:
 
 
 class Window:
-    """Layers that are waited for together."""
+    """Layers that `wait_layer` waits for together."""
 
     def __init__(self, layers: Sequence[int], pieces: list[tuple[int, Copy]]) -> None:
         """Pieces as `Index.pieces` gives them."""
@@ -250,7 +248,8 @@ class Window:
 
 
 class HostTransfer:
-    """See `Transfer`. Whoever runs it holds it, and with it all that `when_done` calls hold."""
+    """See `Transfer`. The thread that runs it refers to it, and so to all that its `when_done`
+    calls hold."""
 
     def __init__(
         self,
@@ -284,11 +283,11 @@ class HostTransfer:
         if when_done is not None:
             self._calls.append(when_done)
 
-    # ---- for whoever waits
+    # ---- for callers that wait
 
     @property
     def over(self) -> bool:
-        """Whether it is over, failed or not. Does not block, calls nothing, raises nothing."""
+        """Whether it has finished, failed or not. Does not block, calls nothing, raises nothing."""
         return self._over.is_set()
 
     def done(self) -> bool:
@@ -309,7 +308,8 @@ class HostTransfer:
         self._check()
 
     def synchronize(self) -> None:
-        """Block until it is over, and make no `when_done` calls: for `after=` of another transfer.
+        """Block until it has finished, without making `when_done` calls: for another transfer's
+        `after=`.
 
         Raises:
             TransferFailed: it failed.
@@ -318,7 +318,7 @@ class HostTransfer:
         self._check()
 
     def wait_on(self, stream: Any = None) -> None:
-        """Block until it is over: a processor has no streams.
+        """Block until it has finished: a CPU has no streams.
 
         Raises:
             TransferFailed: it failed.
@@ -347,8 +347,8 @@ class HostTransfer:
             self.notice()
 
     def notice(self) -> None:
-        """Make the calls that wait for the end. Each is made once, by one thread; those behind one
-        that raises are made all the same, then its error is raised."""
+        """Make the pending `when_done` calls. Each is made once, by one thread. If one raises, the
+        rest are still made, then its error is raised."""
         first: BaseException | None = None
         while True:
             try:
@@ -363,12 +363,12 @@ class HostTransfer:
             raise first
 
     def tells(self, call: Callable[[bool], None]) -> bool:
-        """Whether this call waits for its end."""
+        """Whether this call is pending."""
         return call in self._calls
 
     @property
     def waited_for(self) -> bool:
-        """Whether calls wait for its end."""
+        """Whether any call is pending."""
         return bool(self._calls)
 
     def _check(self) -> None:
@@ -381,8 +381,8 @@ class HostTransfer:
     # ---- for the threads that run it
 
     def run(self, submit: Callable[[Copy], Future[None]], threads: int) -> None:
-        """Do all of it in this thread and up to `threads` - 1 others, and return when it is over.
-        Never raises: what goes wrong is told by `done`."""
+        """Run the transfer in this thread and up to `threads` - 1 others; return when it has
+        finished. Never raises: `done` raises the error."""
         helpers = []
         try:
             for before in self._befores:
@@ -394,13 +394,13 @@ class HostTransfer:
             self._copy()
         except BaseException as error:
             self._cause = self._cause or error
-        for helper in helpers:  # one that has not begun may stand behind another transfer's
+        for helper in helpers:  # one that has not begun may be queued after another transfer's
             if not helper.cancel():
                 helper.result()
         self._finish()
 
     def _copy(self) -> None:
-        """Take pieces until there are none."""
+        """Copy pieces until none is left."""
         while self._cause is None:
             try:
                 window, size, copy = self._work.popleft()
@@ -432,19 +432,19 @@ def _await(before: Any) -> None:
     wait()
 
 
-# ---- Which transfer runs next.
+# ---- The queue of transfers
 
 
 class TransferQueue:
     """Runs transfers of one direction one after another, and keeps each until its end is noticed.
 
-    Appending to `open` is all that it takes to begin one: a thread that is interrupted right behind
-    that leaves a transfer that the next `begin`, `poll` or `close` sets going. The threads hold
-    this queue and not the engine, so an engine that is dropped still finishes what it began.
+    A transfer has begun once it is in `open`: if an interrupt follows at once, the next `begin`,
+    `poll` or `close` starts it. The threads refer to this queue and not to the engine, so an engine
+    that is dropped still finishes its transfers.
     """
 
     def __init__(self, threads: int) -> None:
-        """With so many helpers, shared by both directions; each has a thread of its own as well."""
+        """Both directions share `threads` helpers; each has a thread of its own as well."""
         from concurrent.futures import (
             ThreadPoolExecutor,  # 20 ms, which most programs can do without
         )
@@ -458,10 +458,10 @@ class TransferQueue:
         self._last: list[Future[None] | None] = [None, None]
 
     def begin(self, transfer: HostTransfer) -> None:
-        """Run it behind those before it. Does not block.
+        """Queue a transfer after those before it. Does not block.
 
         Raises:
-            Detached: closed meanwhile; it does not run.
+            Detached: closed meanwhile; the transfer does not run.
         """
         with self._lock:
             self.open[:] = [each for each in self.open if not each.over or each.waited_for]
@@ -492,7 +492,7 @@ class TransferQueue:
         return None
 
     def poll(self) -> int:
-        """Make the calls that wait for transfers that are over; how many are not."""
+        """Make the pending calls of finished transfers; returns the number in flight."""
         for transfer in list(self.open):
             if transfer.over:
                 transfer.notice()
@@ -505,7 +505,7 @@ class TransferQueue:
         return len(self.open)
 
     def close(self) -> None:
-        """Wait for all of them, and end the threads. May be called again."""
+        """Wait for all transfers, and end the threads. May be called again."""
         for transfer in list(self.open):
             if not transfer.claimed:
                 self._go_on(transfer.to_host)
@@ -515,8 +515,7 @@ class TransferQueue:
         self.poll()
 
 
-# ---- The transfer engine of machines without an accelerator, and the oracle of the one for
-# devices.
+# ---- The engine
 
 MAX_THREADS = 64
 
@@ -530,13 +529,13 @@ class HostEngine:
         transfer.wait()
 
     Transfers of one direction run one after another, in the order of their calls, each by all
-    threads: two that touch the same page or slot leave what they would have left one by one.
-    Between offloading and loading there is no order, so that loads do not queue behind offloads:
-    where one needs the other, give its transfer as `after=`.
+    threads: two that touch the same page or slot have the same result as if run one by one. Loads
+    and offloads are not ordered, so that loads do not queue behind offloads: to order two of them,
+    pass the first transfer as `after=`.
 
-    Calls return at once; `when_done` calls are made by whoever asks (`done`, `wait`, `poll`), never
-    by the engine's threads. The memory and the planes are kept alive; close the engine before the
-    cache.
+    Calls return at once. The caller's thread makes `when_done` calls, within `done`, `wait` or
+    `poll`; the engine's threads never do. The engine keeps the memory and the planes alive; close
+    it before the cache.
     """
 
     def __init__(
@@ -555,12 +554,12 @@ class HostEngine:
             geometry: of the pages; `page_bytes` at most the memory's.
             planes: in CPU memory.
             share: what this rank moves; None: everything.
-            threads: that copy a transfer side by side. With transfers of both directions under way
-                two more than these at most.
-            rate: bytes a second, at most, in each direction; None: no limit.
+            threads: that copy one transfer in parallel. With transfers of both directions in
+                flight, at most two more.
+            rate: most bytes a second in each direction; None: no limit.
 
         Raises:
-            ConfigError: sides that do not fit, planes of a device or a layer without one, or
+            ConfigError: sides that do not fit, planes of a device, a layer without planes, or
                 numbers out of range.
         """
         self.geometry = geometry
@@ -589,11 +588,11 @@ class HostEngine:
         """Copy device planes to pages.
 
         Args:
-            moves: what goes where; arrays may be changed when this returns.
+            moves: pages and slots; the arrays may be changed once this returns.
             streams: that produce the source: each is waited for with `synchronize()`. None: the
-                source is there.
-            after: whoever may still touch the destination: anything with `synchronize()` or
-                `wait()`, waited for before the first byte moves.
+                source is ready.
+            after: events of work that may still touch the destination: objects with `synchronize()`
+                or `wait()`, waited for before the first byte moves.
             window: layers that `wait_layer` waits for together; None: all.
             planes: other planes of the same shape, for this call.
             when_done: see `Engine.offload`.
@@ -673,7 +672,7 @@ class HostEngine:
 
 
 class _Plan:
-    """Both sides as views, and how many tokens there are on the device."""
+    """Both sides as views, and the number of tokens on the device."""
 
     def __init__(
         self, geometry: PageGeometry, share: Share, memory: HostPages, planes: Any
@@ -716,7 +715,7 @@ class _Plan:
 
 
 def _all(streams: Sequence[Any], after: Sequence[Any]) -> tuple[Any, ...]:
-    """What must be over before the first byte moves."""
+    """Events to wait for before the first byte moves."""
     try:
         found = (*streams, *after)
     except TypeError:

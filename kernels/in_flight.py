@@ -1,8 +1,8 @@
-"""What is in flight on a device engine: transfers, and the buffers and streams that they use.
+"""Transfers in flight on a device engine, and the buffers and streams that they use.
 
-An `InFlight` knows nothing of its engine: transfers refer to it, and an engine that is dropped
-leaves it behind until the last copy has finished. Staging memory, index buffers and the pages
-themselves must not be given to anyone else before that.
+An `InFlight` does not refer to its engine. Transfers refer to it, so it outlives a dropped engine
+until the last copy has finished. Staging memory, index buffers and the pages themselves must not be
+reused before that.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import torch
 from lightcache.shm.errors import ConfigError, Detached, TransferFailed, WaitTimeout
 from lightcache.shm.waiting import Event
 
-# ---- Buffers of the transfer engine: the staging ring, and index buffers that are used again.
+# ---- Staging ring, index buffers, events
 
 _FIRST_WORDS = 1 << 13  # 64 KiB: 1 GiB in pages of 8 MiB needs half of it
 
 
 class Ring:
-    """Slots of device memory through which pages pass, one after the other, in order."""
+    """Slots of device memory that pages pass through, in order."""
 
     def __init__(self, device: Any, slots: int, slot_bytes: int) -> None:
         """Allocates at once."""
@@ -44,14 +44,14 @@ class Ring:
         self._next = 0
 
     def take(self, count: int) -> npt.NDArray[np.int64]:
-        """The next slots, in turn. Whoever fills one waits for `free` first."""
+        """The next slots, in turn. Wait for `free` before filling one."""
         slots = (self._next + np.arange(count)) % self.slots
         self._next = (self._next + count) % self.slots
         return slots
 
 
 class IndexBlock:
-    """One pair of buffers: jobs and slots of a transfer, in pinned memory and on the device."""
+    """Buffers for the jobs and slots of one transfer: one in pinned memory, one on the device."""
 
     def __init__(self, device: Any, words: int) -> None:
         """Allocates at once."""
@@ -64,7 +64,7 @@ class IndexBlock:
 
 
 class IndexBlocks:
-    """Blocks that are not in use, by size. Steady state allocates nothing."""
+    """Free index blocks, by size. Steady state allocates nothing."""
 
     def __init__(self, device: Any, copier: Any) -> None:
         """Nothing is allocated yet."""
@@ -75,7 +75,7 @@ class IndexBlocks:
         """Blocks there are in all."""
 
     def take(self, words: int) -> IndexBlock:
-        """A block of at least so many words."""
+        """A block of at least `words` words."""
         size = max(_FIRST_WORDS, 1 << (words - 1).bit_length())
         spare = self._spare.setdefault(size, [])
         if spare:
@@ -86,19 +86,19 @@ class IndexBlocks:
         return block
 
     def give(self, block: IndexBlock) -> None:
-        """Give one back that no kernel reads any more."""
+        """Give a block back. No kernel may read it any more."""
         self._spare.setdefault(block.words, []).append(block)
 
     def clear(self) -> None:
-        """Let go of those that are not in use."""
+        """Drop the free blocks."""
         self._spare.clear()
 
 
 class Events:
-    """Events that are not in use."""
+    """Free events."""
 
     def __init__(self, device: Any) -> None:
-        """Nothing is made yet."""
+        """No events yet."""
         self._device = device
         self._spare: list[Any] = []
         self.made = 0
@@ -110,15 +110,15 @@ class Events:
             self._spare.append(self._device.event())
             self.made += 1
         event = self._spare[-1]
-        event.record(stream)  # it stays spare if this fails
+        event.record(stream)  # stays spare if this fails
         return self._spare.pop()
 
     def give(self, events: list[Any]) -> None:
-        """Give back events that nobody waits for any more."""
+        """Give back events that are not waited for any more."""
         self._spare += events
 
 
-# ---- The streams of one direction.
+# ---- The streams of one direction
 
 
 class Lane:
@@ -132,8 +132,8 @@ class Lane:
         """
         self.to_page = to_page
         self.kernel, self.copy = device.stream(), device.stream()
-        # The index of a load goes with its first pages: on another stream it would wait for those
-        # of the transfers before it.
+        # The index of a load travels with its first pages: on another stream it would wait for the
+        # pages of earlier transfers.
         self.upload = device.stream() if to_page else self.copy
         self.kernel_handle = int(self.kernel.cuda_stream)
         self.directs = deque((device.stream(), device.stream()))
@@ -153,9 +153,9 @@ class Lane:
         return self.copy if self.to_page else self.kernel
 
 
-# ---- The `Transfer` of a device engine: events that say when its copies are over.
+# ---- The transfer of a device engine
 
-_SPIN = 300e-6  # seconds of asking before sleeping: small transfers are over by then
+_SPIN = 300e-6  # seconds of polling before sleeping: small transfers have finished by then
 _NAP = 100e-6
 
 
@@ -180,7 +180,7 @@ class DeviceTransfer:
     def __init__(
         self, in_flight: InFlight, nbytes: int, when_done: Callable[[bool], None] | None = None
     ) -> None:
-        """Nothing is enqueued yet: were it over now, it would have failed."""
+        """Nothing is enqueued yet: a transfer that ends now has failed."""
         self.nbytes = nbytes
         self._in_flight = in_flight
         self._going_out = False
@@ -197,46 +197,46 @@ class DeviceTransfer:
 
     @property
     def error(self) -> BaseException | None:
-        """Why it failed; None: it did not."""
+        """Why it failed; None: it has not failed."""
         return self._error
 
     # ---- for the engine, which holds its lock
 
     def uses(self, block: IndexBlock | None, other: object) -> None:
-        """What must stay until it is over."""
+        """Keep these until the transfer has finished."""
         self._uses = block, other
 
     def mark(self, event: Any) -> None:
-        """An event behind copies of this transfer."""
+        """Add an event recorded after copies of this transfer."""
         self._marks.append(event)
 
     def mark_layers(self, events: list[Any], layers: Sequence[int]) -> None:
-        """Which of its events are behind all copies of some layers."""
+        """Note the events that follow all copies of some layers."""
         self._windows.append((frozenset(layers), events))
 
     def fail(self, error: BaseException) -> None:
-        """It did not all go; over when what has been enqueued is."""
+        """Mark it failed: it finishes once all that was enqueued has finished."""
         self._error = self._error or error
 
     def begin(self, *, later: bool = False) -> None:
-        """From now on something may have been enqueued that no event tells of yet.
+        """From now on copies may be enqueued that no event covers yet.
 
         Args:
-            later: by another thread, that others will wait for.
+            later: another thread enqueues them, and callers wait for it.
         """
         if later:
             self._enqueued = Event()
         self._going_out = True
 
     def enqueued(self) -> None:
-        """Nothing more will be enqueued, and events tell of all that was."""
+        """Enqueuing has ended, and events cover all that was enqueued."""
         self._complete = True
         self._going_out = False
         if self._enqueued is not None:
             self._enqueued.set()
 
     def settle(self) -> bool:
-        """Whether it is over, without raising or calling anybody; gives its buffers back."""
+        """Whether it has finished; gives its buffers back. Raises nothing and makes no calls."""
         if self._over:
             return True
         if self._going_out:
@@ -247,7 +247,7 @@ class DeviceTransfer:
         except Exception as error:
             if not self._in_flight.device.lost(error):
                 return False
-            self.fail(error)  # and whatever it was copying is lost as well
+            self.fail(error)  # and the copies are lost as well
         self._over = True
         marks, self._marks, self._windows = self._marks, [], []
         uses, self._uses = self._uses, (None, None)
@@ -255,17 +255,17 @@ class DeviceTransfer:
         return True
 
     def tells(self, call: Callable[[bool], None]) -> bool:
-        """Whether this call is still to be made."""
+        """Whether this call is pending."""
         return call in self._calls
 
     @property
     def waited_for(self) -> bool:
-        """Whether somebody is still to be told."""
+        """Whether any call is pending."""
         return bool(self._calls)
 
     def run_calls(self) -> None:
-        """Tell those who asked to be told. Each call is made once, by one thread; those behind one
-        that raises are made all the same, then its error is raised."""
+        """Make the pending `when_done` calls. Each is made once, by one thread. If one raises, the
+        rest are still made, then its error is raised."""
         first: Exception | None = None
         while self._calls:
             try:
@@ -279,7 +279,7 @@ class DeviceTransfer:
         if first is not None:
             raise first
 
-    # ---- for everybody
+    # ---- for callers
 
     def done(self) -> bool:
         """See `Transfer.done`."""
@@ -298,7 +298,7 @@ class DeviceTransfer:
             ) from self._error
 
     def wait(self, timeout: float | None = None) -> None:
-        """See `Transfer.wait`. Asks for 0.3 ms, then sleeps."""
+        """See `Transfer.wait`. Polls for 0.3 ms, then sleeps."""
         start = time.monotonic()
         while not self.done():
             passed = time.monotonic() - start
@@ -315,10 +315,10 @@ class DeviceTransfer:
                 time.sleep(min(_NAP, max(0.0, timeout - passed)))
 
     def sleep(self) -> None:
-        """Block until it is over, as far as can be told; `settle` tells for sure.
+        """Block until it has finished; only `settle` is certain.
 
-        Another thread may see it over meanwhile and use its events again: then this waits for
-        more than it must, once.
+        If another thread settles it meanwhile and its events are reused, this waits longer than
+        needed, once.
         """
         if self._enqueued is not None:
             self._enqueued.wait()
@@ -327,7 +327,7 @@ class DeviceTransfer:
         try:
             for mark in marks:
                 mark.synchronize()
-        except Exception:  # whether the device is lost, `settle` finds out
+        except Exception:  # `settle` finds out whether the device is lost
             time.sleep(_NAP)
 
     def wait_on(self, stream: Any = None) -> None:
@@ -338,7 +338,7 @@ class DeviceTransfer:
         """See `Transfer.wait_layer`.
 
         Raises:
-            ConfigError: a layer that is in none of its windows, while it goes on.
+            ConfigError: a layer in none of its windows, while it is in flight.
             TransferFailed: see `Transfer.wait_layer`.
         """
         self._wait_events(lambda: self._window(layer), stream)
@@ -377,11 +377,11 @@ class DeviceTransfer:
         return f"<Transfer {self.nbytes} bytes, {state}>"
 
 
-# ---- A rate limit: a thread that enqueues pieces of transfers when they are due.
+# ---- The rate limit
 
 
 class Pacer:
-    """Runs what it is given in order, so that the bytes of it keep to a rate."""
+    """Runs what it is given in order, so that the bytes keep to a rate."""
 
     def __init__(self, rate: float) -> None:
         """Starts its thread.
@@ -395,7 +395,8 @@ class Pacer:
         self._thread.start()
 
     def put(self, run: Callable[[], None], nbytes: int) -> None:
-        """Run this when what was put before has had its time. `run` must not raise."""
+        """Queue a call: it runs once the time for the bytes put before has passed. `run` must not
+        raise."""
         self._queue.put((run, nbytes))
 
     def _work(self) -> None:
@@ -407,16 +408,17 @@ class Pacer:
                 time.sleep(due - now)
             run()
             due = max(due, now) + nbytes / self._rate
-            del item, run  # they hold an engine: not until there is more to do
+            del item, run  # they refer to an engine, which must not be kept while this waits
 
     def close(self) -> None:
-        """Run what is left, at its rate, and end. From its own thread: end after this."""
+        """Run what is left, at its rate, and end. From its own thread: end after the current
+        item."""
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
 
-# ---- All of it, for one engine.
+# ---- All state of one engine
 
 
 class InFlight:
@@ -452,7 +454,7 @@ class InFlight:
                 raise
 
     def check_open(self) -> None:
-        """Raise Detached: closed, or a forked child, which has nothing of the device."""
+        """Raise Detached: closed, or in a forked child, which cannot use the device."""
         if self.closed:
             raise Detached("this transfer engine is closed; make another one")
         if os.getpid() != self._pid:
@@ -461,33 +463,34 @@ class InFlight:
     # ---- with the lock held
 
     def recycle(self, lane: Lane) -> None:
-        """Take buffers back from what is over, without telling anybody yet."""
+        """Take buffers back from finished transfers, without making calls yet."""
         while lane.going and lane.going[0].settle():
             self._finish(lane.going.popleft())
 
     def _finish(self, transfer: DeviceTransfer) -> None:
-        while self.finished and not self.finished[0].waited_for:  # told by `done` or `wait`
+        while self.finished and not self.finished[0].waited_for:  # `done` or `wait` made its calls
             self.finished.popleft()
         if transfer.waited_for:
             self.finished.append(transfer)
 
     def failed(self, transfer: DeviceTransfer, error: BaseException, streams: list[Any]) -> None:
-        """Not all of it went. What did must still be waited for: on these streams."""
+        """A transfer was enqueued in part only. That part must still be waited for, on these
+        streams."""
         transfer.fail(error)
         for stream in streams:
             try:
                 transfer.mark(self.events.recorded(stream))
             except Exception:
-                with contextlib.suppress(Exception):  # the device is lost, and nothing in flight
+                with contextlib.suppress(Exception):  # the device is lost, and nothing is in flight
                     stream.synchronize()
 
     def settled(self, marks: list[Any], block: IndexBlock | None) -> None:
-        """Nobody uses these any more."""
+        """Take back events and a block that are not in use any more."""
         self.events.give(marks)
         if block is not None:
             self.blocks.give(block)
 
-    # ---- without it
+    # ---- without the lock
 
     def will_tell(self, call: Callable[[bool], None]) -> bool:
         """See `Engine.will_tell`."""
@@ -511,8 +514,8 @@ class InFlight:
         return going
 
     def _tell(self) -> None:
-        """Make the calls of what is over. One that raises holds back none of the others; an
-        interrupt leaves those to the next poll."""
+        """Make the calls of finished transfers. If one raises, the others are still made; after an
+        interrupt the next poll makes them."""
         first: Exception | None = None
         while self.finished:
             try:
@@ -527,8 +530,9 @@ class InFlight:
             raise first
 
     def close(self) -> None:
-        """Wait for what goes on, tell those who wait, let the memory go. After an interrupt a
-        second call does the rest; then nothing, and nothing in a forked child."""
+        """Wait for transfers in flight, make their calls, release the memory. After an interrupt a
+        second call does the rest. Otherwise a second call does nothing, nor does one in a forked
+        child."""
         if os.getpid() != self._pid:
             return
         with self.lock:
@@ -547,7 +551,7 @@ class InFlight:
         while going:
             try:
                 going = self.poll()
-            except Exception as error:  # of a call, which is not made again
+            except Exception as error:  # from a call, which is not made again
                 first = first or error
                 continue
             with self.lock:

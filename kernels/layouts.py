@@ -6,10 +6,10 @@
         plane(mine, "indexer", "opaque", indexer_caches, axes="bnc"),
     )
 
-Tensors are given for each layer that the shard has of the group: a list in the order of the layers,
-or a mapping from layer numbers; one tensor where the axes have an `l`. Letters of axes are those of
-`lightcache.kernels.planes`. Heads are the rank's own. Engines that agree with a layout here but
-have another name are welcome to it; what fits none is described by `attention` or `plane`.
+Tensors are given for each of the shard's layers in the group: a list in layer order, or a mapping
+from layer numbers; one tensor if the axes have an `l`. `lightcache.kernels.planes` defines the
+letters of axes. Heads are the rank's own. An engine with another name may use a layout that matches
+its own; `attention` and `plane` describe any other layout.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ from lightcache.kernels.groups import layer_numbers
 from lightcache.kernels.planes import DevicePlane, DevicePlanes, View, check_axes, join, view
 from lightcache.shm.errors import ConfigError
 
-# ---- From tensors to `DevicePlanes`: what a process has of the model, and the letters of its
-# axes.
-#
-# `lightcache.kernels.layouts` names the layouts of the engines we know.
+# ---- From tensors to `DevicePlanes`
 
 Tensors = Any
 """A tensor, a sequence of tensors, or a mapping from layer numbers to tensors. In CPU memory an
@@ -37,8 +34,8 @@ array of numpy is a tensor too."""
 
 @dataclass(frozen=True)
 class Shard:
-    """What one process has of the model: a rank of the tensor-parallel group, and the layers of a
-    pipeline stage. Heads of its tensors are the rank's own.
+    """One process's part of the model: a tensor-parallel rank, and the layers of a pipeline stage.
+    Heads of its tensors are the rank's own.
 
     Raises:
         ConfigError: a rank outside its group, or no geometry.
@@ -48,7 +45,7 @@ class Shard:
     rank: int = 0
     ranks: int = 1
     layers: Sequence[int] | None = None
-    """None: all. Numbers that the geometry does not have are ignored, as in its `share`."""
+    """None: all. Numbers that the geometry lacks are ignored, as in `PageGeometry.share`."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.geometry, PageGeometry):
@@ -58,11 +55,11 @@ class Shard:
             object.__setattr__(self, "layers", layer_numbers(self.layers, "layers of a shard"))
 
     def share(self, *, writing: bool = False) -> Share:
-        """The part of a page that belongs to it: see `PageGeometry.share`."""
+        """This shard's part of a page: see `PageGeometry.share`."""
         return self.geometry.share(self.rank, self.ranks, layers=self.layers, writing=writing)
 
     def layers_of(self, group: KVGroup) -> tuple[int, ...]:
-        """The layers of a group that are here, ascending."""
+        """The shard's layers of a group, ascending."""
         if self.layers is None:
             return group.layers
         return tuple(layer for layer in group.layers if layer in self.layers)
@@ -71,7 +68,7 @@ class Shard:
         """A view of each layer's tensor.
 
         Raises:
-            ConfigError: tensors of other layers than the shard has, or none that `view` takes.
+            ConfigError: tensors of other layers than the shard's, or tensors that `view` refuses.
         """
         what, layers = f"group {group.name!r}", self.layers_of(group)
         check_axes(axes, what)
@@ -104,10 +101,10 @@ class Shard:
 
 
 def by_layer(tensors: Tensors, layers: Sequence[int], what: str) -> Mapping[int, Any]:
-    """One thing for each layer.
+    """Map each layer to its tensor.
 
     Raises:
-        ConfigError: one tensor, or things for other layers.
+        ConfigError: a single tensor, or tensors of other layers.
     """
     whole = hasattr(tensors, "data_ptr") or isinstance(tensors, np.ndarray)
     if whole or not isinstance(tensors, Iterable):
@@ -131,7 +128,7 @@ def by_layer(tensors: Tensors, layers: Sequence[int], what: str) -> Mapping[int,
 
 
 def plane(shard: Shard, group: str, name: str, tensors: Tensors, *, axes: str) -> DevicePlanes:
-    """One plane of a group, from any tensors. Besides what the named layouts are made of:
+    """One plane of a group, from any tensors. Axes of tensors that the named layouts do not cover:
 
     - scales beside a cache: "th" for `[tokens, heads]`, "bnh" for `[blocks, block, heads]`
     - opaque rows: "tc" for `[tokens, 132]`, "bnc" for `[blocks, block, 132]`
@@ -149,17 +146,17 @@ def plane(shard: Shard, group: str, name: str, tensors: Tensors, *, axes: str) -
 def attention(
     shard: Shard, group: str, tensors: Tensors, *, axes: str, suffix: str = ""
 ) -> DevicePlanes:
-    """K and V, or the packed or single plane, of one tensor for each layer or of one for all.
+    """K and V, or the packed or single plane, from one tensor for each layer or one for all layers.
 
-    Planes `k` and `v` are the two places of axis `k`; without one, they are the two parts of the
-    contents, K first. Plane `kv` has no axis `k`.
+    Planes `k` and `v` are the two places of axis `k`; without that axis they are the two parts of
+    the contents, K first. Plane `kv` has no axis `k`.
 
     Args:
-        suffix: "_scale" for the scales of these planes, where they are laid out in the same way.
+        suffix: "_scale" for the scales of these planes, if they have the same layout.
 
     Raises:
-        ConfigError: as `Shard.views` and `Shard.describe`; K and V apart for a group that packs
-            them, contents that cannot be parted.
+        ConfigError: as `Shard.views` and `Shard.describe`; separate K and V for a group that packs
+            them, or contents that cannot be split.
     """
     found = shard.geometry.group(group)
     names = [name + suffix for name in kv_names(found)]
@@ -196,27 +193,15 @@ def _part(group: KVGroup, found: View, names: list[str]) -> dict[str, View]:
     return dict(zip(names, parts, strict=True))
 
 
-# ---- How engines lay their KV out on the device, as `DevicePlanes`; nothing is copied.
-#
-#     mine = Shard(geometry, rank=3, ranks=8)              # layers=range(16, 32) for a stage
-#     planes = join(
-#         vllm(mine, "kv", kv_caches, axes="kbnhc"),
-#         plane(mine, "indexer", "opaque", indexer_caches, axes="bnc"),
-#     )
-#
-# Tensors are given for each layer that the shard has of the group: a list in the order of the
-# layers, or a mapping from layer numbers; one tensor where the axes have an `l`. Letters of axes
-# are those of `lightcache.kernels.planes`. Heads are the rank's own. Engines that agree with a
-# layout here but have another name are welcome to it; what fits none is described by `attention`
-# or `plane`.
+# ---- Layouts of known engines
 
 
 def vllm(shard: Shard, group: str, kv_caches: Tensors, *, axes: str = "kbnhc") -> DevicePlanes:
     """vLLM's `kv_caches`, of the V1 engine.
 
     Args:
-        axes: of the shape that the backend's `get_kv_cache_shape` names. The order in memory (HND,
-            or one of the permutations) is in the strides, which are honoured, not in the axes:
+        axes: of the shape that the backend's `get_kv_cache_shape` returns. Strides give the order
+            in memory (HND, or another permutation) and are honoured; axes do not:
 
             - "kbnhc": FlashAttention `[2, blocks, block, heads, dim]`
             - "bknhc": FlashInfer, Triton, later FlashAttention `[blocks, 2, block, heads, dim]`
@@ -327,13 +312,13 @@ def dynamic_cache(shard: Shard, group: str, cache: Any, *, row: int = 0) -> Devi
     """One row of the batch of a transformers `DynamicCache` (or `StaticCache`): `[batch, heads,
     seq, dim]` for each layer, `cache.layers[i].keys` of 4.54 and newer, or `cache.key_cache[i]`.
 
-    A `DynamicCache` makes new tensors whenever it grows, so describe it again for each transfer;
-    these planes keep the tensors alive that they describe. That takes about 0.1 ms for each layer.
-    Slots are positions, 0 to seq - 1.
+    A `DynamicCache` makes new tensors whenever it grows, so describe it again for each transfer,
+    which takes about 0.1 ms for each layer. The planes keep their tensors alive. Slots are
+    positions, 0 to seq - 1.
 
     Raises:
-        ConfigError: a row or layers that the cache does not have, a layer that is empty yet, or one
-            that does not keep every position (a sliding window that has slid, quantised layers).
+        ConfigError: a row or layer that the cache lacks, an empty layer, or a layer that does not
+            keep every position (a sliding window that has slid, quantised layers).
     """
     found = shard.geometry.group(group)
     views: dict[tuple[int, str], View] = {}
@@ -381,14 +366,15 @@ def _keys_and_values(cache: Any, layer: int, what: str) -> tuple[Any, Any]:
 def convolution(
     shard: Shard, group: str, sections: Sequence[str], tensors: Tensors, *, axes: str
 ) -> DevicePlanes:
-    """Convolution states of linear attention, sharded in sections (such as the channels of q, k
-    and v), each of them a plane. A slot is a state; the other states are `plane`s.
+    """Convolution states of linear attention, sharded in sections (such as the channels of q, k and
+    v), each a plane. A slot is a state. `plane` describes the other states.
 
     Args:
-        sections: planes in the order of the rank's channels; together they are all of them.
+        sections: planes in the order of the rank's channels; together they cover all channels.
         axes: "tcr" for `[slots, channels, width]`, "trc" for `[slots, width, channels]`, as shaped;
-            memory may be permuted. Planes with `rows` equal to the width have channels that touch;
-            planes with one row have all of a head's channels, each with its width, in one piece.
+            memory may be permuted. In planes with `rows` equal to the width, channels are
+            contiguous; in planes with one row, all of a head's channels, each with its width, are
+            contiguous.
 
     Raises:
         ConfigError: channels that are not those of the sections, or as `plane`.

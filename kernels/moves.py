@@ -13,7 +13,7 @@ from lightcache.kernels.geometry import PageGeometry, Share
 from lightcache.kernels.planes import DevicePlanes
 from lightcache.shm.errors import ConfigError
 
-# ---- What a transfer is asked for (`Move`) and how it is waited for (`Transfer`), on any device.
+# ---- The interface of engines: `Move`, `Transfer`, `Engine`
 
 Pages = npt.NDArray[np.int64]
 
@@ -24,9 +24,9 @@ class Move:
 
     `slots[i]` is the place of token `first + i`, counted from the first token of `pages[0]`. So a
     request that begins or ends within a page has `first > 0` or fewer slots than its pages have
-    tokens: only the rows of its own tokens are touched. For a group whose units are several tokens
-    the slots still are tokens' slots, of which each unit takes its first one's, divided by the
-    tokens of a unit. For recurrent states a slot is a state.
+    tokens: only the rows of its own tokens are touched. For a group with units of several tokens
+        the slots are still those of tokens: a unit's slot is the slot of its first token, divided
+        by the tokens of a unit. For recurrent states a slot is a state.
     """
 
     pages: Sequence[int] | npt.NDArray[Any]
@@ -39,31 +39,31 @@ class Move:
 
 
 class Transfer(Protocol):
-    """One call's copies. It is over when they all are; nothing cancels one."""
+    """The copies of one call. It has finished when all copies have; it cannot be cancelled."""
 
     nbytes: int
     """Bytes that move; from and to a device, those of tokens with a negative slot included."""
 
     def done(self) -> bool:
-        """Whether it is over. Does not block.
+        """Whether it has finished. Does not block.
 
         Raises:
-            TransferFailed: it is over, and failed.
+            TransferFailed: it failed.
         """
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until it is over.
+        """Block until it has finished.
 
         Args:
             timeout: seconds; None: as long as it takes.
 
         Raises:
-            WaitTimeout: it goes on; wait again.
-            TransferFailed: it is over, and failed: nothing that it should have written counts.
+            WaitTimeout: it is still in flight; wait again.
+            TransferFailed: it failed: treat its destination as undefined.
         """
 
     def wait_on(self, stream: Any = None) -> None:
-        """Let a stream of the device wait for it (None: the current one), not this thread. Under a
+        """Let a device stream (None: the current one) wait for it instead of this thread. Under a
         rate limit, and without a device, this thread waits.
 
         Raises:
@@ -71,8 +71,8 @@ class Transfer(Protocol):
         """
 
     def wait_layer(self, layer: int, stream: Any = None) -> None:
-        """Let a stream wait for the window that holds a layer, as `wait_on` does for all. Without
-        windows: for all of it.
+        """Let a stream wait for the window that holds a layer, as `wait_on` does for all layers.
+        Without windows it waits for the whole transfer.
 
         Raises:
             ConfigError: a layer that is in none of its windows.
@@ -80,8 +80,8 @@ class Transfer(Protocol):
         """
 
     def when_done(self, call: Callable[[bool], None]) -> None:
-        """Call `call(ok)` once when it is over: from `done`, `wait`, or the engine's `poll` or
-        `close`, or at once if it is over already."""
+        """Call `call(ok)` once when it has finished: from `done`, `wait`, or the engine's `poll` or
+        `close`, or at once if it has finished already."""
 
 
 class Engine(Protocol):
@@ -106,11 +106,11 @@ class Engine(Protocol):
 
         Args:
             streams: that produce the source; None: the current one.
-            after: events of whoever may still touch the destination.
+            after: events of work that may still touch the destination.
             window: layers that `wait_layer` waits for together.
             planes: other DevicePlanes, for this call.
-            when_done: see `Transfer.when_done`. The engine has it before anything is copied, so
-                that it is called also if an interrupt comes out of this call; see `will_tell`.
+            when_done: see `Transfer.when_done`. The engine registers it before anything is copied,
+                so it is called even if an interrupt ends this call; see `will_tell`.
         """
 
     def load(
@@ -126,17 +126,18 @@ class Engine(Protocol):
         """Pages to device."""
 
     def will_tell(self, call: Callable[[bool], None]) -> bool:
-        """Whether a transfer that was given this as `when_done` was begun and is still to make the
-        call: what to ask when `offload` or `load` has raised."""
+        """Whether a transfer with this `when_done` has begun and has yet to make the call. Ask this
+        after `offload` or `load` has raised."""
 
     def poll(self) -> int:
-        """Notice transfers that are over, run their `when_done` calls; how many go on."""
+        """Notice finished transfers and make their `when_done` calls; returns the number in
+        flight."""
 
     def close(self) -> None:
-        """Wait for what goes on, give everything back."""
+        """Wait for transfers in flight, give everything back."""
 
 
-# ---- Block tables as slots.
+# ---- Block tables as slots
 
 
 def slots_of_blocks(
@@ -150,19 +151,20 @@ def slots_of_blocks(
 
         Move(pages, slots_of_blocks(block_table, 16, first=n), first=n)
 
-    Block `blocks[i]` holds tokens `i * block_tokens` on, as slots `blocks[i] * block_tokens` on.
+    Block `blocks[i]` holds the tokens from `i * block_tokens` on, in the slots from `blocks[i] *
+    block_tokens` on.
 
     Args:
-        blocks: numbers of device blocks, of shape (blocks,); all tokens of a negative one get -1,
-            which leaves them out.
-        block_tokens: of a device block; pages may have more tokens or fewer.
-        first, tokens: only so many tokens, from this one on; None: to the end of the blocks.
+        blocks: numbers of device blocks, of shape (blocks,); all tokens of a negative one get slot
+            -1, so they are skipped.
+        block_tokens: tokens of a device block; pages may have more or fewer.
+        first, tokens: only `tokens` tokens, from token `first` on; None: to the end of the blocks.
 
     Returns:
         int64 of shape (tokens,).
 
     Raises:
-        ConfigError: no whole numbers, or tokens that the blocks do not have.
+        ConfigError: not whole numbers, or tokens outside of the blocks.
     """
     table = np.asarray(blocks)
     if table.ndim != 1 or (table.size and table.dtype.kind not in "iu"):
@@ -184,7 +186,7 @@ def slots_of_blocks(
     return found
 
 
-# ---- Moves, checked and flattened into arrays: what both engines do before anything is touched.
+# ---- Checking and flattening
 
 Ints = npt.NDArray[np.int64]
 Slots = npt.NDArray[Any]  # int32 or int64
@@ -193,7 +195,7 @@ _NOTHING = np.zeros(0, np.int64)
 
 
 class PageMemory(Protocol):
-    """What is asked of the host side: `HostPages` and its registered sister."""
+    """The interface of the host side: `HostPages` and `PinnedPages`."""
 
     page_bytes: int
 
@@ -202,7 +204,7 @@ class PageMemory(Protocol):
 
 
 class Rows(NamedTuple):
-    """Units to be moved, one entry each, all int64 of shape (k,)."""
+    """Units to move, one entry each, all int64 of shape (k,)."""
 
     page: Ints
     unit: Ints
@@ -213,8 +215,8 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """What one call moves. Pages that are skipped, or of which no token has a slot, are not
-    in it. Token `t` of `pages[i]`, `first[i] <= t < end[i]`, belongs to `slots[start[i] + t]`."""
+    """The pages that one call moves, without skipped ones and those without any slot. Token `t` of
+    `pages[i]`, `first[i] <= t < end[i]`, belongs to `slots[start[i] + t]`."""
 
     pages: Ints
     """Numbers of host pages, int64 of shape (n,)."""
@@ -235,7 +237,7 @@ class Batch:
         return int(self.end.sum()) - int(self.first.sum())
 
     def rows(self, unit_tokens: int = 1) -> Rows:
-        """Every unit that moves, in order, negative slots left out. Copies; O(tokens)."""
+        """Every unit that moves, in order, without negative slots. Copies; O(tokens)."""
         low = self.first.astype(np.int64) // unit_tokens
         counts = -(-self.end.astype(np.int64) // unit_tokens) - low
         ends = np.cumsum(counts)
@@ -250,13 +252,13 @@ class Batch:
 
 
 def flatten(moves: Move | Sequence[Move], geometry: PageGeometry, memory: PageMemory) -> Batch:
-    """All pages of some Moves, checked: everything but the upper end of the slots, which depends
-    on the planes (`check_slots`). About 10 us for one page of 16 tokens, 20 ns a page of many.
+    """All pages of some Moves, checked, except for the upper end of slots, which depends on the
+    planes (`check_slots`). About 10 us for one page of 16 tokens, 20 ns a page for many.
 
     Raises:
-        ConfigError: pages or slots that are no whole numbers or not in host memory, pages outside
-            of the memory, slots that the pages have no room for, `skip` of another shape, or slots
-            that do not begin at a unit of a plane with units of several tokens.
+        ConfigError: pages or slots that are not whole numbers or not in host memory, pages outside
+            of the memory, more slots than the pages have room for, `skip` of another shape, or
+            slots that do not begin at a unit of a plane with units of several tokens.
     """
     if isinstance(moves, Move):
         moves = (moves,)
@@ -276,7 +278,7 @@ def flatten(moves: Move | Sequence[Move], geometry: PageGeometry, memory: PageMe
 def _single(
     pages: npt.NDArray[Any], slots: Slots, first: int, tokens: int, memory: PageMemory
 ) -> Batch:
-    """The commonest call, without the arithmetic of many."""
+    """One page: the most common call, without the arithmetic for many."""
     end = first + len(slots)
     if not len(slots):
         return Batch(_NOTHING, _NOTHING, _i32([]), _i32([]), slots, (0,), tokens)
@@ -285,7 +287,7 @@ def _single(
 
 
 def _whole(pages: npt.NDArray[Any], slots: Slots, tokens: int, memory: PageMemory) -> Batch:
-    """The next commonest: one request, all tokens of all its pages."""
+    """The second most common call: one request, all tokens of all its pages."""
     count = len(pages)
     start = np.arange(0, count * tokens, tokens)
     first, end = np.zeros(count, np.int32), np.full(count, tokens, np.int32)
@@ -336,7 +338,7 @@ def _skipped(move: Move, pages: int) -> npt.NDArray[np.bool_]:
 
 
 def _unit_sizes(geometry: PageGeometry) -> list[int]:
-    """Sizes of units of several tokens among the planes; nearly always none."""
+    """Sizes of units of several tokens among the planes; usually none."""
     sizes = {plane.unit_tokens for group in geometry.groups for plane in group.planes}
     return sorted(sizes - {1})
 
@@ -345,7 +347,7 @@ def _checked(move: Move, tokens: int, units: list[int]) -> tuple[npt.NDArray[Any
     if not isinstance(move, Move):
         raise ConfigError(f"moves: expected a Move or a sequence of them, found {move!r}")
     pages, slots = integers(move.pages, "pages"), integers(move.slots, "slots")
-    if pages.dtype.kind == "u":  # beside signed ones they would become floats
+    if pages.dtype.kind == "u":  # together with signed ones they would become floats
         pages = pages.astype(np.int64)
     if slots.dtype not in _SLOT_TYPES:
         raise ConfigError(
@@ -367,10 +369,10 @@ def _checked(move: Move, tokens: int, units: list[int]) -> tuple[npt.NDArray[Any
 
 
 def integers(given: Any, what: str) -> npt.NDArray[Any]:
-    """An array of whole numbers in host memory, of one dimension; not copied if it is one.
+    """A one-dimensional array of whole numbers in host memory; an array is not copied.
 
     Raises:
-        ConfigError: it is something else; `what` names it.
+        ConfigError: anything else; `what` names it.
     """
     if type(given) is not np.ndarray:
         try:
@@ -415,10 +417,10 @@ def _check_unit(unit: int, first: int, slots: Slots) -> None:
 
 
 def check_slots(batch: Batch, limit: int) -> None:
-    """Whether all slots that are used exist. 1 us and 0.2 ns a slot.
+    """Check that all slots in use exist. 1 us and 0.2 ns a slot.
 
     Args:
-        limit: tokens there are on the device, see `token_limit`.
+        limit: tokens on the device, see `token_limit`.
 
     Raises:
         ConfigError: a slot of limit or more.
@@ -426,7 +428,7 @@ def check_slots(batch: Batch, limit: int) -> None:
     slots = batch.slots
     if not len(slots) or int(slots.max()) < limit:
         return
-    used = batch.rows().slot  # those of pages that are left out may be anything
+    used = batch.rows().slot  # slots of skipped pages may be anything
     if len(used) and int(used.max()) >= limit:
         raise ConfigError(
             f"slots: expected 0 to {limit - 1} (or negative: left out), found {int(used.max())}; "
@@ -435,7 +437,7 @@ def check_slots(batch: Batch, limit: int) -> None:
 
 
 def token_limit(geometry: PageGeometry, planes: DevicePlanes, share: Share) -> int:
-    """Tokens that every plane of a share has room for; no limit where a share is empty.
+    """Tokens that every plane of a share has room for; an empty share has no limit.
 
     Raises:
         ConfigError: a plane of the share was not described.
@@ -447,7 +449,7 @@ def token_limit(geometry: PageGeometry, planes: DevicePlanes, share: Share) -> i
 
 
 def check_sides(geometry: PageGeometry, memory: PageMemory, share: Share) -> None:
-    """Whether pages, their memory and a share are of one geometry.
+    """Check that pages, their memory and a share have one geometry.
 
     Raises:
         ConfigError: pages of the memory are too small, or the share is of other pages.

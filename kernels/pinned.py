@@ -5,8 +5,8 @@
     pinned.wait()                                # all of them
 
 A piece never cuts a page (a copy across two registrations is an invalid argument) and never shares
-an OS page with the next (the driver would refuse it). It knows nothing of caches: whoever makes one
-says how many pages have memory, and memory that is not there yet is not touched.
+an OS page with the next (the driver would refuse it). It does not know caches: its maker says how
+many pages have memory, and pages without memory are not touched.
 """
 
 from __future__ import annotations
@@ -40,18 +40,14 @@ from lightcache.shm.errors import (
 )
 from lightcache.shm.waiting import Condition
 
-# ---- How page memory is cut into pieces for registration, and how far they are done.
-#
-# A piece begins and ends where pages and OS pages both do; only the last ends with the memory.
-# Pages are cut from the first on and may be done in any order. Plain arithmetic: whoever shares
-# it locks.
+# ---- Pieces for registration
 
 OS_PAGE = max(4096, mmap.PAGESIZE)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Memory to be registered by one call: the pages `first` to `last` - 1, where it has pages."""
+    """Memory that one call registers: the pages `first` to `last` - 1, if it holds pages."""
 
     address: int
     nbytes: int
@@ -61,7 +57,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class PinStatistics:
-    """What has been registered until now."""
+    """Progress of the registration."""
 
     nbytes: int
     pieces: int
@@ -72,14 +68,16 @@ class PinStatistics:
 
 
 class Pieces:
-    """The pieces of some page memory."""
+    """The pieces of some page memory, not locked: callers that share it lock. A piece begins and
+    ends where a page and an OS page both do; only the last ends with the memory. Pieces are cut
+    from the first page on and may finish in any order."""
 
     def __init__(self, address: int, pages: int, page_bytes: int, steps: tuple[int, int]) -> None:
         """Nothing is cut yet.
 
         Args:
             address: a multiple of `OS_PAGE`.
-            steps: bytes of the first piece, and of those behind it, more or less: whole units of
+            steps: approximate bytes of the first piece, and of each later one: whole units of
                 lcm(page_bytes, OS_PAGE) bytes, at least one.
         """
         unit = math.lcm(page_bytes, OS_PAGE)
@@ -90,18 +88,19 @@ class Pieces:
         self._address, self._pages, self._page_bytes = address, pages, page_bytes
         self._steps = [max(1, size // unit) * self.unit for size in steps]
         self._cut = 0
-        self._apart: dict[int, int] = {}  # done before one in front of them
+        self._apart: dict[int, int] = {}  # done before a piece in front of them
         self._began = self._first = self._last = time.monotonic()
         self._count = self._nbytes = 0
 
     @property
     def all_cut(self) -> bool:
-        """Whether there are no more."""
+        """Whether no piece is left to cut."""
         return self._cut == self._pages
 
     def cut(self, have: int) -> Piece | None:
-        """The next piece, when `have` pages have memory; None: not enough of them. While the first
-        is being registered there is no second: they would delay each other, and somebody waits."""
+        """The next piece, when `have` pages have memory; None: too few have memory. While the first
+        is being registered no second is cut: they would delay each other, and a caller waits for
+        the first."""
         if self._cut and not self.ready:
             return None
         have = min(have, self._pages)
@@ -115,7 +114,7 @@ class Pieces:
         return Piece(self._address + offset, last * self._page_bytes - offset, first, last)
 
     def done(self, piece: Piece) -> int:
-        """A piece is registered; how many pages are, in all."""
+        """Note that a piece is registered; returns the pages registered in all."""
         self._apart[piece.first] = piece.last
         while self.ready in self._apart:
             self.ready = self._apart.pop(self.ready)
@@ -134,21 +133,21 @@ class Pieces:
         )
 
 
-# ---- The host side of transfers: pages of one size in one stretch of memory.
+# ---- Host pages
 
 
 class HostPages:
-    """Pages in ordinary host memory: all that an engine without a device needs. For a device the
-    memory must be registered with its driver: see `lightcache.kernels.pinned`."""
+    """Pages in ordinary host memory, for an engine without a device. For a device use
+    `PinnedPages`, which registers the memory with its driver."""
 
     def __init__(self, array: npt.NDArray[np.uint8]) -> None:
         """Use an array, such as `cache.pool.array`, which is kept alive.
 
         Args:
-            array: uint8 of shape (pages, page_bytes), rows that touch.
+            array: uint8 of shape (pages, page_bytes), contiguous rows.
 
         Raises:
-            ConfigError: another dtype or shape, or rows apart.
+            ConfigError: another dtype or shape, or rows that are not contiguous.
         """
         if array.dtype != np.uint8 or array.ndim != 2 or not array.flags.c_contiguous:
             raise ConfigError(
@@ -180,10 +179,10 @@ class HostPages:
         return numbers
 
 
-# ---- Registering host memory with a GPU's driver, and what the driver's refusals mean.
+# ---- The driver's calls
 #
-# All driver calls are made by threads of ours that end: a refusal stays pending in the thread
-# that met it, and torch would report it to whoever launches the next kernel there.
+# Short-lived threads make all driver calls: a refusal stays pending in the thread that met it, and
+# torch would report it at the next kernel launch in that thread.
 
 PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped; the same in HIP
 CHUNK_BYTES = 256 << 20
@@ -207,20 +206,20 @@ class Driver(Protocol):
         """Undo `register`, of the same address. Blocks."""
 
     def device_address(self, address: int) -> int:
-        """Where the device finds registered memory; -1: it does not say."""
+        """Address of registered memory on the device; -1: unknown."""
 
 
 class TorchDriver:
     """The driver that torch has loaded: CUDA, or HIP under the same names."""
 
     def __init__(self, device: str | int | None = None) -> None:
-        """Loads the driver and makes the device's context; attach to a cache before.
+        """Loads the driver and makes the device's context; attach to a cache first.
 
         Args:
             device: "cuda:0", or its number; None: the current one.
 
         Raises:
-            ConfigError: torch finds no such device.
+            ConfigError: torch does not find the device.
             NotInstalled: there is no torch.
         """
         require("torch", "kernels", "registering memory with a GPU's driver")
@@ -248,11 +247,12 @@ class TorchDriver:
         self._address_of = _address_call(torch.version.hip is not None)
 
     def enter(self) -> None:
-        """Without it a thread's calls would make a context on the first GPU, in every rank."""
+        """Choose the device: otherwise a thread's calls make a context on the first GPU, in every
+        rank."""
         self._select(self.index)
 
     def register(self, address: int, nbytes: int) -> int:
-        """Through torch, which lets the GIL go meanwhile."""
+        """Through torch, which releases the GIL meanwhile."""
         return int(self._runtime.cudaHostRegister(address, nbytes, PORTABLE_AND_MAPPED))
 
     def unregister(self, address: int) -> int:
@@ -260,7 +260,7 @@ class TorchDriver:
         return int(self._runtime.cudaHostUnregister(address))
 
     def device_address(self, address: int) -> int:
-        """From the driver's library itself: torch does not wrap this call."""
+        """From the driver's own library: torch does not wrap this call."""
         found = ctypes.c_uint64()
         code = self._address_of(ctypes.byref(found), ctypes.c_void_p(address), 0)
         return found.value if code == 0 else -1
@@ -316,7 +316,7 @@ _OTHER: _Refusal = (TransferFailed, "see the driver's list of errors, and `light
 
 
 def refusal(code: int, what: str) -> LightcacheError:
-    """The exception for a driver's code other than 0; `what` was asked for, in our words."""
+    """The exception for a driver's code other than 0; `what` names the request."""
     kind, remedy = _REFUSALS.get(code, _OTHER)
     return kind(f"{what}: the GPU driver refused it with code {code}: {remedy}")
 
@@ -325,7 +325,7 @@ def refusal(code: int, what: str) -> LightcacheError:
 
 
 class Registrations:
-    """What is registered of some memory, to be given back together. Threads may share it."""
+    """Registrations of some memory, which are undone together. Threads may share it."""
 
     def __init__(self, driver: Driver) -> None:
         """Nothing is registered yet."""
@@ -354,10 +354,11 @@ class Registrations:
             self._addresses.append(piece.address)
 
     def clear(self, threads: int = THREADS) -> None:
-        """Unregister everything, all of it tried. Blocks. A second call does nothing.
+        """Unregister everything; one failure does not stop the others. Blocks. A second call does
+        nothing.
 
         Raises:
-            TransferFailed: refused for some, which stay pinned until the process ends.
+            TransferFailed: the driver refused some, which stay pinned until the process ends.
         """
         refused: list[int] = []
 
@@ -379,7 +380,7 @@ class Registrations:
 
 
 def run_all(work: Callable[[], None], threads: int, name: str) -> None:
-    """Run `work` in so many threads and wait for them; the first exception of any is raised."""
+    """Run `work` in several threads and wait for them; raises the first exception."""
     failed: list[BaseException] = []
 
     def guarded() -> None:
@@ -409,16 +410,16 @@ def registered_ranges(
     threads: int = THREADS,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Iterator[int]:
-    """Register some byte ranges for the body of a with statement: for measuring, and for layouts
-    of which a rank needs a part only. Blocks until all are registered; all must have memory.
+    """Register some byte ranges for the body of a with statement: for measuring, and for ranks that
+    need only a part of a layout. Blocks until all are registered; all must have memory.
 
     Args:
         address: that offsets count from.
-        ranges: (offset, length); those that share an OS page are refused by the driver.
+        ranges: (offset, length); the driver refuses ranges that share an OS page.
 
     Raises:
         TransferFailed, NoSpace: refused; nothing stays registered.
-        ConfigError: chunk_bytes is no multiple of 4096.
+        ConfigError: chunk_bytes is not a multiple of 4096.
     """
     if chunk_bytes <= 0 or chunk_bytes % 4096:
         raise ConfigError(f"chunk_bytes: expected a multiple of 4096, found {chunk_bytes}")
@@ -446,26 +447,17 @@ def registered_ranges(
         held.clear(threads)
 
 
-# ---- Pages that a GPU's driver knows: registered piece by piece, in the background, by threads.
-#
-#     pinned = cache.pin(device="cuda:0")          # PinnedPages over the cache's pool
-#     pinned.wait([0])                             # the first pages can be copied
-#     pinned.wait()                                # all of them
-#
-# A piece never cuts a page (a copy across two registrations is an invalid argument) and never
-# shares an OS page with the next (the driver would refuse it). It knows nothing of caches:
-# whoever makes one says how many pages have memory, and memory that is not there yet is not
-# touched.
+# ---- Pinned pages
 
 FIRST_BYTES = 32 << 20
 """Of the first registration: a few milliseconds, then pages can be used."""
-_LOOK = 0.02  # seconds between two looks at how far the memory has grown
+_LOOK = 0.02  # seconds between two checks of how far the memory has grown
 
 
 class PinnedPages(HostPages):
-    """Host pages that a device may copy from and to, and that kernels may touch at their host
-    addresses. Page i can be used once `ready` is beyond it. Threads may share it; a forked child
-    has nothing of it."""
+    """Host pages that a device may copy from and to, and that kernels may access at their host
+    addresses. Page i can be used once `ready` > i. Threads may share it; a forked child cannot use
+    it."""
 
     def __init__(
         self,
@@ -483,19 +475,19 @@ class PinnedPages(HostPages):
         """Begin to register. Returns at once; loads the GPU driver.
 
         Args:
-            array: see `HostPages`; begins at an OS page, and can be written.
-            grown: how many pages have memory, from the first on; None: all of them.
-            grow: gives memory to more of them, blocking for a moment; called by a thread of its
-                own until all have. None: others do it.
+            array: see `HostPages`; begins at an OS page and is writable.
+            grown: returns how many pages have memory, from the first on; None: all of them.
+            grow: gives memory to more pages, blocking for a moment; one thread calls it until all
+                have memory. None: another owner grows the pool.
             device: "cuda:0", or its number; None: the current one.
             driver: instead of the device's; for tests.
-            threads: that register side by side.
-            chunk_bytes, first_bytes: of a registration, and of the first, more or less: rounded
+            threads: that register in parallel.
+            chunk_bytes, first_bytes: approximate size of a registration, and of the first: rounded
                 to whole pages that end with an OS page.
-            progress: called with (pages registered, pages) after each piece, by any thread.
+            progress: any thread calls it with (pages registered, pages) after each piece.
 
         Raises:
-            ConfigError: memory that cannot be pinned so, or counts below one, or no such device.
+            ConfigError: memory that cannot be pinned, counts below one, or an unknown device.
         """
         super().__init__(array)
         for name, number in (("threads", threads), ("chunk_bytes", chunk_bytes)):
@@ -541,7 +533,7 @@ class PinnedPages(HostPages):
                 self._changed.notify_all()
 
     def _next(self) -> Piece | None:
-        """The next piece that has memory, waiting for one; None: there is nothing left to do."""
+        """The next piece that has memory; waits for one. None: nothing is left to do."""
         with self._changed:
             while not (self._closing or self._error or self._pieces.all_cut):
                 piece = self._pieces.cut(self._grown())
@@ -569,11 +561,11 @@ class PinnedPages(HostPages):
                 self._no_memory = error
                 self._changed.notify_all()
 
-    # ---- how far it is
+    # ---- progress
 
     @property
     def ready(self) -> int:
-        """Pages that can be used, from the first on."""
+        """Number of pages that can be used, from the first on."""
         return 0 if self._closed else self._pieces.ready
 
     @property
@@ -610,8 +602,8 @@ class PinnedPages(HostPages):
         """Block until pages can be used.
 
         Args:
-            pages: numbers; None: all there are.
-            timeout: seconds; None: as long as it takes, and the pool grows.
+            pages: numbers; None: all pages.
+            timeout: seconds; None: no limit, also while the pool grows.
 
         Raises:
             WaitTimeout: not in the time allowed.
@@ -646,7 +638,7 @@ class PinnedPages(HostPages):
     # ---- the end
 
     def acquire(self) -> None:
-        """An engine uses it from now on: `close` refuses until `release`.
+        """Register an engine as a user: `close` refuses until `release`.
 
         Raises:
             Detached: closed.
@@ -675,13 +667,13 @@ class PinnedPages(HostPages):
             )
 
     def close(self) -> None:
-        """Stop registering, unregister everything, and let go of the memory. Blocks: registrations
-        under way are waited for. A second call does nothing; a forked child's does nothing.
+        """Stop registering, unregister everything, and release the memory. Blocks: waits for
+        registrations in progress. A second call does nothing, nor does one in a forked child.
 
         Raises:
             InUse: engines use it; nothing was changed.
             TransferFailed: the driver refused, and some memory stays pinned until this process
-                ends. It is closed all the same.
+                ends. The pages are closed all the same.
         """
         if self._closed or os.getpid() != self._pid:
             return

@@ -1,7 +1,8 @@
 """Where an engine keeps its KV: base address and strides of each plane of each layer.
 
-The engine's tensors stay as they are. `lightcache.kernels.layouts` describes those of the engines
-we know and, by the letters of its axes, any other tensor; what is no tensor, plane by plane.
+The engine's tensors stay as they are. `lightcache.kernels.layouts` describes the tensors of known
+engines and, by the letters of its axes, any other tensor. Memory that is not in a tensor is
+described plane by plane.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from lightcache.kernels.geometry import Cell, PageGeometry
 from lightcache.kernels.groups import Plane, whole
 from lightcache.shm.errors import ConfigError
 
-# ---- What a device is called: one name for each, so that names can be compared.
+# ---- Device names
 
 _NAME = re.compile(r"(cpu|cuda)(?::(0|[1-9][0-9]{0,3}))?", re.ASCII)
 
 
 def device_name(device: object) -> str:
-    """The one name of a device: "cpu", or "cuda:0" with its number. Does not block, and loads
+    """The canonical name of a device: "cpu", or "cuda:0" with its number. Does not block, and loads
     neither torch nor a driver.
 
     Args:
         device: "cpu", "cuda" or "cuda:0", a torch.device, or the number of a GPU. A GPU without a
-            number is the current one of this thread; GPU 0 where torch has not used any so far.
-            Asking torch then would make a context, which a process must not have before it is
-            attached to a cache (docs/design.md, section 12).
+            number is this thread's current GPU, or GPU 0 if torch has not used any yet: asking
+            torch then would make a context, which a process must not have before it is attached to
+            a cache (docs/design.md, section 12).
 
     Raises:
-        ConfigError: something else.
+        ConfigError: not a device.
     """
     text = f"cuda:{device}" if type(device) is int else str(device)
     found = _NAME.fullmatch(text)
@@ -61,8 +62,8 @@ class DevicePlane:
 
     Byte `b` of row `r` of head `h` (the rank's own, from 0) of slot `s` is at
     `address + s // block_units * block_stride + s % block_units * unit_stride + h * head_stride
-    + r * row_stride + b`. A slot is what the engine numbers: a token, or a unit of several tokens
-    for opaque planes, or the state of a request.
+    + r * row_stride + b`. The engine numbers slots: a slot is a token, a unit of several tokens for
+    opaque planes, or the state of a request.
     """
 
     address: int
@@ -85,9 +86,9 @@ class DevicePlane:
 
     @property
     def spacing(self) -> tuple[int, int, int]:
-        """(block_units, block_stride, unit_stride), with blocks that touch taken as one: then
-        block_units is 1 and both strides are the distance of neighbouring slots."""
-        if self.block_units == 1:  # a stride within blocks of one slot means nothing
+        """(block_units, block_stride, unit_stride). Contiguous blocks are merged: then block_units
+        is 1 and both strides are the distance between neighbouring slots."""
+        if self.block_units == 1:  # a stride within blocks of one slot has no meaning
             step = self.block_stride or self.unit_stride
             return 1, step, step
         if self.block_stride == self.block_units * self.unit_stride:
@@ -96,7 +97,7 @@ class DevicePlane:
 
 
 class DevicePlanes:
-    """All planes of one rank: made once for an engine, or for each transfer where tensors move."""
+    """All planes of one rank: made once for an engine, or for each transfer if tensors move."""
 
     def __init__(
         self,
@@ -109,11 +110,11 @@ class DevicePlanes:
 
         Args:
             device: "cpu" or "cuda:0", as torch writes it, or the number of a GPU. "cuda" is the
-                current one, or 0 where torch has not used any so far.
-            keep: whatever owns the memory; kept alive as long as this.
+                current GPU, or GPU 0 if torch has not used any yet.
+            keep: owner of the memory; kept alive as long as this object.
 
         Raises:
-            ConfigError: no name of a device.
+            ConfigError: not a device name.
         """
         self.planes = dict(planes)
         self.device = device_name(device)
@@ -124,7 +125,7 @@ class DevicePlanes:
         """The plane that a cell of a page belongs to.
 
         Raises:
-            ConfigError: it was not described.
+            ConfigError: the plane was not described.
         """
         name = geometry.groups[cell.group].name
         found = self.planes.get((name, cell.layer, cell.plane.name))
@@ -137,10 +138,10 @@ class DevicePlanes:
 
 
 def join(*parts: DevicePlanes) -> DevicePlanes:
-    """Everything that one rank has, described part by part: groups, and planes of a group.
+    """All planes of one rank, from parts: groups, and planes of a group.
 
     Raises:
-        ConfigError: nothing, parts on several devices, or a plane described twice.
+        ConfigError: no parts, parts on several devices, or a plane described twice.
     """
     devices = sorted({part.device for part in parts})
     if len(devices) != 1:
@@ -156,16 +157,15 @@ def join(*parts: DevicePlanes) -> DevicePlanes:
     return DevicePlanes(planes, device=devices[0], keep=[part.keep for part in parts])
 
 
-# ---- Tensors whose axes have letters: the one way from an engine's tensor to a `DevicePlane`.
+# ---- Tensors whose axes have letters: from an engine's tensor to a `DevicePlane`.
 #
 #     view(tensor, "kbnhc", "layer 3").take("k", 0).plane(plane, heads=2, page_units=64)
 #
 # The letters: `l` layer, `k` K and V, `t` slot, or `b` block and `n` slot of a block, `h` head of
-# the rank, `r` row of a unit, `c` contents (several of them together make one row). They stand in
-# the order of the tensor's axes; strides are honoured, so views and permutations are as good as
-# what the allocator made. Nothing is copied and torch is not imported: a tensor is whatever
-# answers `data_ptr()`, `shape`, `stride()`, `element_size()`, `dtype` and `device` as torch's do,
-# or an array of numpy.
+# the rank, `r` row of a unit, `c` contents (several of them together make one row). They follow the
+# order of the tensor's axes. Strides are honoured, so views and permutations work. Nothing is
+# copied and torch is not imported: a tensor is an object with torch's `data_ptr()`, `shape`,
+# `stride()`, `element_size()`, `dtype` and `device`, or a numpy array.
 
 _LETTERS = {
     "l": "layers",
@@ -192,7 +192,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class View:
-    """Where the elements of a tensor, or of a part of it, lie."""
+    """Addresses of the elements of a tensor, or of a part of it."""
 
     what: str
     """What it is and how it looks, for errors."""
@@ -202,7 +202,7 @@ class View:
     device: str
 
     def axis(self, letter: str) -> Axis:
-        """The axis of a letter; where there is none, one of size 1."""
+        """The axis of a letter; an axis of size 1 if there is none."""
         for axis in self.axes:
             if axis.letter == letter:
                 return axis
@@ -224,21 +224,22 @@ class View:
         return self
 
     def take(self, letter: str, index: int) -> View:
-        """One place of an axis; the axis is gone."""
+        """One place of an axis; removes the axis."""
         axis = self.axis(letter)
         rest = tuple(other for other in self.axes if other is not axis)
         return replace(self, address=self.address + index * axis.stride, axes=rest)
 
     def cut(self, letter: str, first: int, size: int) -> View:
-        """A run of an axis."""
+        """A range of an axis."""
         start = self.address + first * self.axis(letter).stride
         return self._swap(letter, lambda axis: (replace(axis, size=size),), start)
 
     def unfold(self, letter: str, outer: str, count: int) -> View:
-        """An axis as two: `count` of the outer one, each with its part of the inner one.
+        """Split an axis in two: `count` places of the outer axis, each with its part of the inner
+        axis.
 
         Raises:
-            ConfigError: its size is no multiple of the count.
+            ConfigError: its size is not a multiple of the count.
         """
         size = self.axis(letter).size
         if size % count:
@@ -255,7 +256,7 @@ class View:
         return self._swap(letter, lambda axis: (replace(axis, letter=to),))
 
     def last(self, letter: str) -> View:
-        """The same axes, this one behind all others: the order of contents."""
+        """The same axes with this one last: the order of contents."""
         rest = tuple(axis for axis in self.axes if axis.letter != letter)
         return replace(self, axes=(*rest, *(one for one in self.axes if one.letter == letter)))
 
@@ -269,10 +270,10 @@ class View:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row: all of its contents, or one element where no axis has them.
+        """Bytes of one row: all of its contents, or one element if no axis is contents.
 
         Raises:
-            ConfigError: they do not touch each other.
+            ConfigError: the contents are not contiguous.
         """
         size = self.element_bytes
         for axis in reversed([axis for axis in self.axes if axis.letter == "c"]):
@@ -287,15 +288,15 @@ class View:
         return size
 
     def plane(self, plane: Plane, heads: int, page_units: int) -> DevicePlane:
-        """Its rows as those of a plane.
+        """The view as the rows of a plane.
 
         Args:
             heads: that this rank holds.
             page_units: units of the plane in a page.
 
         Raises:
-            ConfigError: other heads, rows or row bytes, contents apart, no slots, or blocks that
-                neither divide a page nor are divided by it.
+            ConfigError: other heads, rows or row bytes, contents that are not contiguous, no slots,
+                or blocks that neither divide a page nor are multiples of it.
         """
         self._check_rows(plane, heads)
         block, unit = self.axis("b"), self.axis("n" if self.has("b") else "t")
@@ -339,9 +340,9 @@ def view(tensor: Any, axes: str, what: str) -> View:
         what: names it in errors.
 
     Raises:
-        ConfigError: no tensor of CPU or GPU memory, an array that is read only, other axes than
-            letters, letters that are unknown, twice, or do not say where slots are, or elements
-            that share memory.
+        ConfigError: not a tensor in CPU or GPU memory, a read-only array, numbers of axes and
+            letters that differ, letters that are unknown, duplicate, or do not name slots, or
+            elements that share memory.
     """
     if isinstance(tensor, np.ndarray):
         return _of_array(tensor, axes, what)
@@ -380,7 +381,7 @@ def _axes_of(
 
 
 def check_axes(axes: object, what: str) -> None:
-    """Raises ConfigError: letters that are unknown, twice, or do not say where slots are."""
+    """Raises ConfigError: letters that are unknown, duplicate, or do not name slots."""
     if not isinstance(axes, str) or set(axes) - set(_LETTERS):
         _refuse(what, f"axes of the letters {''.join(_LETTERS)}", repr(axes))
     if any(axes.count(letter) > 1 for letter in axes if letter != "c"):

@@ -1,7 +1,7 @@
-"""How a share of a page meets an engine's planes: tables of addresses that kernels copy by.
+"""Tables of addresses that join a share of a page with an engine's planes, for the copy kernels.
 
-Built once for an engine (or for one transfer, where tensors move), of plain numbers: no device is
-needed, so it is tested everywhere.
+Built once for an engine (or for one transfer, if tensors move), of plain numbers: no device is
+needed, so tests run everywhere.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightcache.kernels.geometry import Cell, Share
 from lightcache.kernels.planes import DevicePlane, DevicePlanes
 from lightcache.shm.errors import ConfigError, TransferFailed
 
-# ---- Many copies between addresses, in one driver call where the driver can.
+# ---- Copiers: many copies between addresses, in one driver call where possible
 
 Addresses = npt.NDArray[np.int64]
 CopyLists = list[int]
@@ -28,10 +28,10 @@ CopyLists = list[int]
 def merged(
     targets: Addresses, sources: Addresses, sizes: Addresses, group: Addresses | None = None
 ) -> tuple[Addresses, Addresses, Addresses, Addresses]:
-    """The same copies, those of one group that touch on both sides taken as one. Keeps their order.
+    """Merge copies of one group that are contiguous on both sides. Keeps their order.
 
     Args:
-        group: a number for each copy; None: all are of one.
+        group: a number for each copy; None: all are in one group.
     """
     if group is None:
         group = np.zeros(len(sizes), np.int64)
@@ -69,8 +69,9 @@ _TOO_OLD = (
 class BatchCopier:
     """Through cuda-bindings: one call for all copies (CUDA 12.8 and newer).
 
-    Where the driver is older than the bindings it refuses the first such call. From then on this
-    copier makes one call a copy, and says nothing of it: only the time that enqueuing takes tells.
+    A driver that is older than the bindings refuses the first such call. From then on this copier
+    makes one call for each copy, without a message: only enqueuing takes longer.
+
     Not thread-safe: an engine calls it under its lock.
     """
 
@@ -78,10 +79,10 @@ class BatchCopier:
     """Whether addresses may lie in memory that was never shown to it."""
 
     def add(self, *tensors: Any) -> None:
-        """Tensors that addresses will lie in: not needed here."""
+        """Register tensors that addresses lie in: not needed here."""
 
     def __init__(self) -> None:
-        """Raises ImportError or AttributeError where there is no such call."""
+        """Raises ImportError or AttributeError if the bindings lack the call."""
         from cuda.bindings import runtime
 
         self._runtime: Any = runtime
@@ -103,7 +104,7 @@ class BatchCopier:
         if len(sizes) > 1 and self._batch is not None:
             if self._in_one_call(targets, sources, sizes, handle):
                 return
-            # The driver lacks the call, so none of them is enqueued; and one that were would only
+            # The driver lacks the call, so no copy is enqueued. A copy that was enqueued would only
             # be made twice, with the same bytes.
             self._batch = None
         for target, source, size in zip(targets, sources, sizes, strict=True):
@@ -114,19 +115,21 @@ class BatchCopier:
     def _in_one_call(
         self, targets: CopyLists, sources: CopyLists, sizes: CopyLists, handle: int
     ) -> bool:
-        """Whether they are enqueued; False: the driver does not have such a call."""
+        """Enqueue all copies; returns False if the driver lacks the call."""
         count = len(sizes)
         try:
-            # In C, CUDA 12 has an argument for the place of failure and 13 has none. Bindings of 12
-            # return it as a second result: arguments and first result are the same in both.
+            # In C, CUDA 12 has an argument for the index of the failed copy and CUDA 13 has none.
+            # Bindings of 12 return it as a second result: arguments and first result are the same
+            # in both.
             error = self._batch(targets, sources, sizes, count, self._attributes, [0], 1, handle)[0]
         except RuntimeError as failure:
-            # Bindings of 12.8 look the driver's function up by themselves, and say so by this.
+            # Bindings of 12.8 look up the driver's function themselves, and raise this if it is
+            # missing.
             if "cuMemcpyBatchAsync" in str(failure) and "not found" in str(failure):
                 return False
             raise
         if error in self._too_old:
-            self._runtime.cudaGetLastError()  # else it stays pending, for whoever asks next
+            self._runtime.cudaGetLastError()  # else it stays pending for the next caller
             return False
         if error != self._success:
             raise self._refused(f"{count} copies of {sum(sizes)} bytes", error)
@@ -141,19 +144,19 @@ class BatchCopier:
 
 
 class TorchCopier:
-    """Through torch alone, one call a copy: any device that torch calls "cuda"."""
+    """Through torch alone, one call for each copy: for any device that torch calls "cuda"."""
 
     anywhere = False
 
     def __init__(self, tensors: list[Any]) -> None:
         """Args:
-        tensors: contiguous tensors that addresses lie in; `add` names more.
+        tensors: contiguous tensors that addresses lie in; `add` registers more.
         """
         self._tensors: list[tuple[int, int, Any]] = []
         self.add(*tensors)
 
     def add(self, *tensors: Any) -> None:
-        """Tensors that addresses will lie in."""
+        """Register tensors that addresses lie in."""
         import torch
 
         for tensor in tensors:
@@ -193,20 +196,17 @@ class HostCopier:
             ctypes.memmove(target, source, size)
 
 
-# ---- How a share of a page meets an engine's planes: tables of addresses that kernels copy by.
-#
-# Built once for an engine (or for one transfer, where tensors move), of plain numbers: no device
-# is needed, so it is tested everywhere.
+# ---- Plans
 
 Table = npt.NDArray[np.int64]
 TABLE_COLUMNS = 3
-MOST_SLOTS = (1 << 31) - 1  # their numbers are int32 on the device
-WIDEST = 16  # bytes of the widest access of a processor of a GPU
+MOST_SLOTS = (1 << 31) - 1  # slot numbers are int32 on the device
+WIDEST = 16  # bytes of a GPU's widest memory access
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a kernel is compiled for: equal for all cells of a class."""
+    """Compile-time parameters of a kernel: equal for all cells of a class."""
 
     units: int
     heads: int
@@ -227,7 +227,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Strides:
-    """What a kernel is told when it is launched: may change as tensors grow."""
+    """Launch-time parameters of a kernel: may change as tensors grow."""
 
     block: int
     unit: int
@@ -236,7 +236,7 @@ class Strides:
 
 @dataclass(frozen=True)
 class RowClass:
-    """Cells that one launch can copy: same shape and strides, other addresses."""
+    """Cells that one launch can copy: same shape and strides, different addresses."""
 
     shape: Shape
     strides: Strides
@@ -325,7 +325,8 @@ class Plan:
         return RowClass(shape, strides, cells, table)
 
     def _runs(self) -> int:
-        """Copies for one page whose slots are neighbours, cells that touch on both sides joined."""
+        """Number of copies for one page with neighbouring slots, with cells that are contiguous on
+        both sides merged."""
         tables = [each.table for each in self.classes]
         if not tables:
             return 0
@@ -341,7 +342,8 @@ class Plan:
         return shape.heads == 1 and (shape.units == 1 or strides.unit == row == shape.page_unit)
 
     def ranges(self, first: int, end: int) -> list[tuple[int, int, int]]:
-        """(offset in the page, offset packed, length) of the contiguous pieces of some cells."""
+        """(offset in the page, offset when packed, length) of the contiguous pieces of some
+        cells."""
         pieces: list[list[int]] = []
         for number in range(first, end):
             cell, packed = self.cells[number], int(self.packed[number])
@@ -366,7 +368,7 @@ class Plan:
 
 
 def _shape(cell: Cell, plane: DevicePlane) -> tuple[Shape, Strides]:
-    """A cell's rows, joined where heads lie together on the device as they do in the page."""
+    """A cell's rows, merged if heads are contiguous on the device as in the page."""
     block_units, block, unit = plane.spacing
     heads, row, head = cell.heads, cell.plane.row_bytes, plane.head_stride
     if heads == 1 or head == row:

@@ -5,8 +5,8 @@
     ...
     if copy.done(): ...                     # now the sources may change
 
-A checkpoint never changes: a request that continues from one gets a copy of it in a slot of its
-own, in front of the step that reads it and on the same stream, so that nothing waits.
+A checkpoint never changes: a request that continues from one gets a copy in its own slot, on the
+stream of the step that reads it and before that step, so that nothing waits.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from lightcache.kernels.planes import DevicePlane, DevicePlanes
 from lightcache.kernels.rows import WIDEST
 from lightcache.shm.errors import ConfigError, TransferFailed, require
 
-# ---- Where the bytes of a state are: contiguous runs, each the same distance from slot to slot.
+# ---- Runs: contiguous bytes of a state, evenly spaced from slot to slot
 
 Table = npt.NDArray[np.int64]
 
 
 def state_runs(share: Share, planes: DevicePlanes) -> Table:
     """Runs of one state of a rank, int64 of shape (n, 3): address in slot 0, bytes between slots,
-    bytes. Runs that touch in every slot are one.
+    bytes. Runs that are contiguous in every slot are merged.
 
     Raises:
-        ConfigError: pages that are no states, planes that are missing, or slots in blocks.
+        ConfigError: pages that are not states, missing planes, or slots in blocks.
     """
     rule = share.geometry.rule.kind
     if rule != "point":
@@ -93,16 +93,7 @@ def word_of(runs: Table) -> int:
     return math.gcd(WIDEST, *(int(value) for value in runs.ravel()))
 
 
-# ---- StateCopier: recurrent states from slot to slot of one device, all requests of a step at
-# once.
-#
-#     copier = StateCopier(geometry, planes)
-#     copy = copier.copy(sources, targets)    # a source of -1 sets to zero
-#     ...
-#     if copy.done(): ...                     # now the sources may change
-#
-# A checkpoint never changes: a request that continues from one gets a copy of it in a slot of its
-# own, in front of the step that reads it and on the same stream, so that nothing waits.
+# ---- The copier
 
 Slots = Sequence[int] | npt.NDArray[np.integer[Any]]
 Pairs = npt.NDArray[np.int64]
@@ -110,20 +101,20 @@ ZERO = -1
 """As a source: the target is set to zero."""
 TILE = 1024  # 16 KiB of 16-byte accesses for 256 threads: four in flight for each
 WARPS = 8
-_ROOM = 256  # pairs of a buffer at first
-_MOST_ITEMS = (1 << 31) - 1  # tiles of a launch: counted in 32 bits
+_ROOM = 256  # initial pairs of a buffer
+_MOST_ITEMS = (1 << 31) - 1  # tiles of a launch, counted in 32 bits
 
 
 class StateCopy:
-    """Copies that were enqueued. What they read must stay as it is until they are over."""
+    """Enqueued copies. Their sources must not change until they have finished."""
 
     def __init__(self, device: Any = None, event: Any = None) -> None:
-        """For `StateCopier`: an event of a device behind them; None: they are over."""
+        """For `StateCopier`: a device event recorded after them; None: they have finished."""
         self._device, self._event = device, event
 
     def done(self) -> bool:
-        """Whether they are over, as far as the device can be asked: not while a thread captures a
-        graph. Does not block.
+        """Whether they have finished; False while a thread captures a graph, since the device
+        cannot be asked then. Does not block.
 
         Raises:
             TransferFailed: the device has failed.
@@ -137,7 +128,7 @@ class StateCopy:
         return self._event is None
 
     def wait(self) -> None:
-        """Until they are over. Blocks.
+        """Block until they have finished.
 
         Raises:
             TransferFailed: the device has failed.
@@ -169,19 +160,19 @@ class StateCopier:
         programs: int | None = None,
         device: Any = None,
     ) -> None:
-        """Find where a state's bytes are.
+        """Find the bytes of a state.
 
         Args:
             geometry: of `KVGroup.state` groups.
-            planes: where the engine keeps its states: on a GPU, or on the CPU, where copies are
-                over when `copy` returns.
-            share: what this rank holds; None: everything. See `PageGeometry.share`.
-            programs: of the kernel, at most. None: one for each 16 KiB, which is fastest; fewer
-                leave multiprocessors to others.
+            planes: where the engine keeps its states: on a GPU, or on the CPU, where copies have
+                finished when `copy` returns.
+            share: this rank's part; None: everything. See `PageGeometry.share`.
+            programs: most programs of the kernel. None: one for each 16 KiB, which is fastest;
+                fewer leave multiprocessors to other kernels.
             device: for tests; None: the GPU that the planes are on.
 
         Raises:
-            ConfigError: no states, planes that are missing, or a device there is none of.
+            ConfigError: no states, missing planes, or an unknown device.
         """
         check_planes(planes)
         share = geometry.share() if share is None else share
@@ -198,18 +189,18 @@ class StateCopier:
             self._side = _Kernel(self._runs, used, size_of(programs, "programs", _MOST_ITEMS))
 
     def copy(self, sources: Slots, targets: Slots, stream: Any = None) -> StateCopy:
-        """Copy state `sources[i]` to slot `targets[i]`, for all i in one launch. Reads what is
-        there when the stream gets to it. Without any pair the result says when the stream has got
-        there.
+        """Copy state `sources[i]` to slot `targets[i]`, for all i in one launch. Reads the sources
+        when the stream reaches the launch. Without any pair the result tells when the stream has
+        reached this point.
 
         Args:
-            sources: slots; `ZERO` (-1): zeros. One may be read several times.
-            targets: slots, each once, and none that is read in the same call.
+            sources: slots; `ZERO` (-1): zeros. A slot may occur several times.
+            targets: distinct slots, none of which is a source of the same call.
             stream: of the device; None: the current one.
 
         Raises:
-            ConfigError: slots out of range, not as many of both, a target twice or read as well; or
-                the stream is being captured.
+            ConfigError: slots out of range, different numbers of sources and targets, a target
+                twice or also a source; or a stream that is being captured.
         """
         return self._side.copy(self._checked(sources, targets), stream)
 
@@ -291,7 +282,7 @@ class _Kernel:
             buffer.event = event
             try:
                 self._launch(buffer, pairs, items)
-            finally:  # also when the launch was refused: the buffer may be on its way
+            finally:  # also if the launch was refused: the buffer's copy may be in flight
                 event.record(stream)
             return StateCopy(device, event)
 
@@ -313,7 +304,7 @@ class _Kernel:
         )
 
     def _buffer(self, pairs: int) -> _Buffer:
-        """One that no copy reads any more; a new one rather than wait."""
+        """A buffer that no copy reads any more, or a new one rather than waiting."""
         for buffer in self._buffers:
             if buffer.room >= pairs and buffer.free():
                 return buffer

@@ -19,9 +19,7 @@ from lightcache.kernels.pinned import HostPages
 from lightcache.kernels.rows import Addresses, CopyLists, Plan, RowClass, merged
 from lightcache.shm.errors import ConfigError
 
-# ---- Dividing a transfer: index rows, chunks that pass through the ring, copies of whole ranges.
-#
-# Everything for all pages at once, in numpy: what is left for each chunk is a handful of calls.
+# ---- Dividing a transfer: index rows, chunks of the ring, copies of whole ranges
 
 _LEFT_OUT = np.array(-1)  # numpy takes an array faster than a number
 
@@ -37,8 +35,8 @@ def index_rows(batch: Batch, addresses: Addresses, times: int = 1) -> Addresses:
 
 
 def store_slots(slots: npt.NDArray[Any], room: npt.NDArray[np.int32]) -> None:
-    """Slots, int32 or int64, as the kernel reads them. Checked to be below 2**31; what is far below
-    zero must stay negative, not become some slot."""
+    """Write int32 or int64 slots as the kernel reads them. They are below 2**31; a value below the
+    int32 range must stay negative, not wrap around to a slot."""
     if slots.dtype == np.int32:
         room[:] = slots
     else:
@@ -46,8 +44,8 @@ def store_slots(slots: npt.NDArray[Any], room: npt.NDArray[np.int32]) -> None:
 
 
 class Cuts:
-    """How pages of one plan pass through slots of some size: several pages to a slot, or a page
-    to several, cut between cells."""
+    """How pages of one plan pass through ring slots of one size: several pages to a slot, or one
+    page to several slots, cut between cells."""
 
     def __init__(self, plan: Plan, slot_bytes: int) -> None:
         """Computed once for a plan and a ring."""
@@ -65,7 +63,7 @@ class Cuts:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What passes through one slot of the ring."""
+    """The bytes that pass through one slot of the ring."""
 
     slot: int
     cut: int
@@ -120,7 +118,7 @@ def stage(cuts: Cuts, pages: Addresses, ring: Ring) -> Staged:
 
 
 def whole_pages(batch: Batch) -> npt.NDArray[np.bool_]:
-    """Which pages of a batch are given with a slot for every token."""
+    """Which pages of a batch have a slot for every token."""
     whole: npt.NDArray[np.bool_] = (batch.first == 0) & (batch.end == batch.page_tokens)
     if whole.any() and int(batch.slots.min()) < 0:
         found = batch.slots[batch.start[whole][:, None] + np.arange(batch.page_tokens)]
@@ -144,10 +142,10 @@ def select(batch: Batch, chosen: npt.NDArray[np.bool_]) -> Batch:
 def run_copies(
     plan: Plan, batch: Batch, pages: Addresses
 ) -> tuple[Addresses, Addresses, Addresses] | None:
-    """(page addresses, device addresses, sizes) where every page's bytes lie on the device in
-    runs as they do in the page, so that no kernel is needed; None where they do not.
+    """(page addresses, device addresses, sizes) if every page's bytes lie in the same runs on the
+    device as in the page, so that no kernel is needed; else None.
 
-    Whole pages only (`whole_pages`). No copy spans pages: they may be registered apart.
+    Whole pages only (`whole_pages`). No copy spans pages: they may be in separate registrations.
     """
     if not plan.runnable or _scattered(plan, batch):
         return None
@@ -185,17 +183,18 @@ def run_copies(
 
 
 def _scattered(plan: Plan, batch: Batch) -> bool:
-    """Whether a look at the first page shows it: what most transfers are, found out at once."""
+    """Whether the first page alone shows that rows are scattered: a quick answer for most
+    transfers."""
     unit = plan.classes[0].shape.unit_tokens
     head = batch.slots[int(batch.start[0]) :][: batch.page_tokens : unit]
     return len(head) > 1 and plan.classes[0].shape.block_units == 1 and head[1] != head[0] + unit
 
 
-# ---- A plan on its device.
+# ---- A plan on its device
 
 RING_SLOTS = 4
 PACKED_PROGRAMS = 2  # for each multiprocessor, of a kernel that only moves bytes on the device
-SLOT_ALIGN = 256  # what the copy engine likes, and a multiple of every word
+SLOT_ALIGN = 256  # fast for the copy engine, and a multiple of every word
 
 
 class Joined:
@@ -211,7 +210,7 @@ class Joined:
         self._cuts: dict[int, Cuts] = {}
 
     def launches(self, packed: bool, to_page: bool) -> list[tuple[RowClass, Any]]:
-        """A launch for each class. Compiles what was not asked for before."""
+        """A launch for each class. Compiles each kernel on first use."""
         found = self._launches.get((packed, to_page))
         if found is None:
             found = [
@@ -222,24 +221,24 @@ class Joined:
         return found
 
     def parts(self, cells: tuple[int, int]) -> list[slice]:
-        """For each class, which of its cells are among `cells[0]` to `cells[1] - 1`."""
+        """For each class, its cells among `cells[0]` to `cells[1] - 1`."""
         found = self._parts.get(cells)
         if found is None:
             found = self._parts[cells] = [each.part(*cells) for each in self.plan.classes]
         return found
 
     def cuts(self, slot_bytes: int) -> Cuts:
-        """How its pages pass through slots of a size."""
+        """How its pages pass through slots of `slot_bytes`."""
         if slot_bytes not in self._cuts:
             self._cuts[slot_bytes] = Cuts(self.plan, slot_bytes)
         return self._cuts[slot_bytes]
 
 
-# ---- What submissions of one engine share.
+# ---- State shared by the submissions of one engine
 
 
 class EngineParts:
-    """What an engine and its submissions work with: made once, by the engine."""
+    """State that an engine and its submissions share; the engine makes it once."""
 
     def __init__(
         self,
@@ -257,8 +256,8 @@ class EngineParts:
 
         Args:
             joined: the engine's share and planes.
-            programs: of a kernel that accesses host memory directly, at most.
-            staging_bytes: of device memory, for each direction that is used.
+            programs: most programs of a kernel that accesses host memory directly.
+            staging_bytes: device memory, for each direction in use.
         """
         self.in_flight, self.memory, self.copier, self.joined = in_flight, memory, copier, joined
         self.device = in_flight.device
@@ -273,8 +272,8 @@ class EngineParts:
         """Whether a request of one page always goes directly, token by token: `submit_page`."""
 
     def ring(self, lane: Lane) -> Ring:
-        """The lane's ring, whose slots have room for every cell of the share. It stays as it is:
-        steps that wait for the pacer use it, as well as what is enqueued."""
+        """The lane's ring, whose slots have room for every cell of the share. It never changes:
+        steps that wait for the pacer use it, and so do enqueued ones."""
         if lane.ring is None:
             largest = max((cell.nbytes for cell in self.joined.plan.cells), default=1)
             each = -(-max(self._staging_bytes // RING_SLOTS, largest) // SLOT_ALIGN) * SLOT_ALIGN
@@ -285,17 +284,17 @@ class EngineParts:
         return lane.ring
 
 
-# ---- What a transfer enqueues, step by step: launches, copies, and what they wait for.
+# ---- Steps: launches, copies, and the events they wait for
 
 
 class Steps:
-    """Steps of one transfer, which are run in order, with the engine's lock held."""
+    """Steps of one transfer, run in order with the engine's lock held."""
 
     def __init__(self, parts: EngineParts, lane: Lane, after: list[Any]) -> None:
         """Nothing is enqueued yet.
 
         Args:
-            after: events to wait for, beside `sources`.
+            after: events to wait for, besides `sources`.
         """
         self.parts, self.lane, self.after = parts, lane, after
         self.direct_stream = lane.next_direct()
@@ -311,7 +310,7 @@ class Steps:
         self._uploaded = False
 
     def _wait(self, stream: Any) -> None:
-        """Let a stream of ours wait for what this transfer waits for, once."""
+        """Let one of the engine's streams wait for this transfer's events, once."""
         if id(stream) not in self._waited:
             self._waited.add(id(stream))
             for event in [*self.sources, *self.after]:
@@ -371,12 +370,12 @@ class Steps:
     ) -> None:
         """A chunk from its pages to the ring, then to device slots."""
         kernel, copy = self.lane.kernel, self.lane.copy
-        self._wait(copy)  # for who writes the pages; whoever uses the slots is behind it as well
+        self._wait(copy)  # for writers of the pages; users of the slots come after it as well
         copy.wait_event(ring.free[chunk.slot])
         own = slice(*chunk.copies)
         targets, sources, sizes = staged.staged[own], staged.host[own], staged.sizes[own]
-        # On a stream of its own the index would wait for copies already enqueued; in a call of its
-        # own it would cost the copy engine a pause.
+        # On its own stream the index would wait for copies already enqueued; in its own call it
+        # would make the copy engine pause.
         if not self._uploaded:
             for each, value in zip((targets, sources, sizes), self._index_copy(), strict=True):
                 each.insert(0, value)
@@ -392,15 +391,15 @@ class Steps:
         self.parts.copier(targets, sources, sizes, self.lane.copy)
 
     def _index_copy(self) -> tuple[int, int, int]:
-        """Target, source and bytes of the one copy of the index, which its caller now makes: over
-        the bus once, not once for each row of cells."""
+        """Target, source and bytes of the one copy of the index, which the caller makes now: it
+        crosses the bus once, not once for each row of cells."""
         assert self.block is not None
         self._uploaded = True
         nbytes = (self.words + self.slot_words) * 8
         return self.block.device_address, self.block.host_address, nbytes
 
     def _upload(self) -> None:
-        """The index of an offload, on a stream of its own: nothing is ahead of it there."""
+        """Copy the index of an offload, on its own stream, where nothing is queued before it."""
         if not self._uploaded:
             target, source, nbytes = self._index_copy()
             self.parts.copier([target], [source], [nbytes], self.lane.upload)
@@ -409,16 +408,16 @@ class Steps:
             self.lane.kernel.wait_event(event)
 
 
-# ---- One transfer on its way to the device: divided into steps, which are then enqueued.
+# ---- One submission
 
-PIECE_BYTES = 8 << 20  # of a paced transfer
-CALL_BYTES = 32 << 20  # copied in one call: the copy engine works while the next is prepared
+PIECE_BYTES = 8 << 20  # a piece of a paced transfer
+CALL_BYTES = 32 << 20  # of one call: the copy engine works while the next call is prepared
 Step = tuple[Callable[[], None], int]
 """Something to enqueue, and the bytes that it moves."""
 
 
 class Submission:
-    """One transfer on its way to the device: first all of it is prepared, then enqueued."""
+    """One transfer: first all of it is prepared, then enqueued."""
 
     def __init__(
         self,
@@ -438,7 +437,7 @@ class Submission:
 
     @property
     def block(self) -> IndexBlock | None:
-        """What must stay until it is over, once it is prepared."""
+        """The index block to keep until the transfer has finished, once it is prepared."""
         return self._run.block
 
     # ---- preparing: nothing reaches the device
@@ -455,7 +454,7 @@ class Submission:
             self._write_index()
 
     def _divide(self, part: Joined) -> list[Any]:
-        """Steps of one part; the streams that end them."""
+        """Add the steps of one part; returns the streams that end them."""
         shared, batch = self.parts, self.batch
         pages = shared.memory.address + batch.pages * shared.memory.page_bytes
         nbytes = part.plan.nbytes * len(pages)
@@ -477,7 +476,7 @@ class Submission:
         return self.parts.mode == "auto" and nbytes < self.parts.thresholds.direct_total
 
     def _try_copies(self, part: Joined, pages: Addresses, nbytes: int) -> list[Any]:
-        """Copies without a kernel, where they are possible and wanted."""
+        """Add copies without a kernel, if possible and wanted."""
         shared = self.parts
         least = shared.thresholds.copy_bytes if shared.mode == "auto" else 1
         if shared.mode == "staged" or not shared.copier.anywhere or part.plan.mean_run < least:
@@ -500,7 +499,7 @@ class Submission:
         if not self.lane.to_page or whole.all():
             self._staged(part, batch, pages)
             return [self.lane.last]
-        # Parts of pages are written by rows: a whole copy would overwrite their other tokens.
+        # Partial pages are written row by row: a whole copy would overwrite their other tokens.
         self._direct(part, select(batch, ~whole), pages[~whole])
         if not whole.any():
             return [self._run.direct_stream]
@@ -508,14 +507,14 @@ class Submission:
         return [self._run.direct_stream, self.lane.last]
 
     def _reserve_rows(self, rows: Addresses) -> int:
-        """Room for index rows; the word they begin at."""
+        """Reserve room for index rows; returns the word at which they begin."""
         at = self._run.words
         self._rows.append(rows)
         self._run.words += rows.size
         return at
 
     def _pieces(self, number: int, nbytes: int) -> range:
-        """Where pieces of a paced transfer begin; all is one piece without a rate."""
+        """Where pieces of a paced transfer begin; without a rate there is one piece."""
         if self.parts.in_flight.pacer is None:
             return range(0, number, number)
         return range(0, number, max(1, PIECE_BYTES * number // nbytes))
@@ -561,7 +560,7 @@ class Submission:
         store_slots(slots, block.slots[at * 2 : at * 2 + len(slots)])
 
     def drop(self) -> None:
-        """It will not be enqueued."""
+        """Drop a submission that will not be enqueued."""
         self._steps = []
         block, self._run.block = self._run.block, None
         if block is not None:
@@ -570,8 +569,9 @@ class Submission:
     # ---- enqueuing
 
     def start(self) -> None:
-        """Enqueue now, or as fast as the rate allows. What fails is told by the transfer; after
-        an interrupt it counts as failed, and stays in flight until what was enqueued is over."""
+        """Enqueue now, or as fast as the rate allows. The transfer reports failures. After an
+        interrupt it counts as failed, and stays in flight until all that was enqueued has
+        finished."""
         pacer = self.parts.in_flight.pacer
         try:
             self.transfer.begin(later=pacer is not None)
@@ -586,7 +586,7 @@ class Submission:
             self.transfer.fail(error)
             if pacer is None:
                 self._end()
-            else:  # steps that it has already are left out
+            else:  # steps handed over already are left out
                 pacer.put(self._end_locked, 0)
             raise
 
@@ -611,7 +611,7 @@ class Submission:
                 self.transfer.fail(error)
 
     def _run_locked(self, step: Step) -> None:
-        """In the pacer's thread, which nothing must end."""
+        """Run a step in the pacer's thread, which no error may end."""
         with self.parts.in_flight.lock:
             try:
                 with self.parts.device.guard():
@@ -620,7 +620,7 @@ class Submission:
                 self.transfer.fail(error)
 
     def _end(self) -> None:
-        """All is enqueued. After a failure what was enqueued must still be waited for."""
+        """Enqueuing has ended. After a failure, enqueued copies must still be waited for."""
         if self.transfer.error is not None:
             lane = self.lane
             streams = [lane.upload, lane.kernel, lane.copy, self._run.direct_stream]
@@ -648,8 +648,7 @@ class Submission:
             self.transfer.mark_layers(events, layers)
 
 
-# ---- A request of one small page, by the shortest way: what most requests of a decoding model
-# are.
+# ---- One small page: the most common request while decoding
 
 _SLOT_TYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
@@ -662,8 +661,8 @@ def submit_page(
     after: list[Any],
     when_done: Callable[[bool], None] | None,
 ) -> DeviceTransfer | None:
-    """What a `Submission` does, in a third of the time: the page is read or written directly.
-    None: it is more than a page, or something is wrong with it, which the long way tells."""
+    """Do the work of a `Submission` in a third of the time: read or write the page directly. None:
+    the transfer is more than one page, or has an error that a `Submission` reports."""
     page = _page_of(move, parts)
     if page is None:
         return None

@@ -29,7 +29,7 @@ PIN_INVARIANTS = frozenset({26, 27, 28, 43, 44, 50})
 
 @dataclass(frozen=True)
 class Result:
-    """What came of it."""
+    """The result of a check."""
 
     status: int
     """OK, BROKEN or FAILED: the exit status."""

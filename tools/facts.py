@@ -272,8 +272,8 @@ def _listed(image: Image, head: layout.PageList) -> npt.NDArray[np.int64]:
 
 
 def lock(image: Copy, operations: Mapping[int, str] = _OPERATIONS) -> Facts:
-    """Who holds the lock, and what was counted around it. `operations` names what a holder says
-    that it does."""
+    """The holder of the lock, and its counters. `operations` names the holder's current
+    operation."""
     found = image.lock
     return {
         "holder": _holder(image, operations),
@@ -335,7 +335,7 @@ def name_of(enum: Callable[[int], Any], value: int) -> str:
 
 
 def clients(image: Image) -> list[Facts]:
-    """Everybody who has a slot."""
+    """All clients with a slot."""
     sums = rows(image).sum(axis=1, dtype=np.int64)
     distinct = np.count_nonzero(rows(image), axis=1)
     return [_client(c, int(sums[c.slot]), int(distinct[c.slot])) for c in image.clients]

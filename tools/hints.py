@@ -1,5 +1,5 @@
-"""What a cache does not do just now, and what else is out of the ordinary: one line each that says
-why and what to do. This is the one place that collects it; `dump` prints it."""
+"""Hints: what a cache does not do now, and other anomalies, one line each with the cause and the
+remedy. Collected here alone; `dump` prints them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Seen:
 
     @property
     def waits(self) -> str:
-        """What is held up by a holder of the lock that does not give it back."""
+        """Calls that wait while a holder does not release the lock."""
         return "changes wait"
 
     @property
@@ -93,7 +93,7 @@ def sections(hints: list[Hint]) -> facts.Facts:
 
 
 def _full(content: facts.Facts) -> Iterator[Hint]:
-    """Who is waited for in a ring or a log."""
+    """The client that a ring or a log waits for."""
     capacity = content.get("capacity")
     for reader in content.get("readers", ()):
         if reader["behind"] >= (capacity or 1):
@@ -226,7 +226,7 @@ def _managers(seen: SeenCache) -> Iterator[Hint]:
 
 
 def _storage(seen: SeenCache) -> Iterator[Hint]:
-    """What the storage service of this cache says of itself, and whether it is there at all."""
+    """The storage service of this cache: its own report, and whether it exists."""
     with contextlib.suppress(LightcacheError, OSError, ValueError):
         found = read_any(board_name(seen.name, seen.image.info.uuid), layout_facts=LAYOUT)
         board = board_copy(found.data.data[shm_layout.PAYLOAD_OFFSET :], found.clients)

@@ -78,7 +78,7 @@ class Copy:
 
     @property
     def held(self) -> bool:
-        """Somebody, alive or dead, holds the lock."""
+        """Whether a client, alive or dead, holds the lock."""
         return bool(self.lock.word & shm_layout.LOCK_SLOT_MASK or self.lock.log_count)
 
 

@@ -85,7 +85,7 @@ def reap(
 
 
 def _ours(info: SegmentInfo) -> str | None:
-    """Somebody else's, an unready and a retired one are passed over."""
+    """Skips segments of other users, unready and retired ones."""
     usable = info.ready and not info.retired and info.problem is None
     return info.name if usable and info.uid == os.geteuid() else None
 
@@ -211,7 +211,7 @@ def _list_leftovers(found: list[Leftover], prefix: str) -> None:
 
 
 def _agreed(count: int) -> bool:
-    """False where nobody can answer."""
+    """False without a terminal to answer."""
     if not sys.stdin.isatty():
         return False
     what = "this object" if count == 1 else f"these {count} objects"

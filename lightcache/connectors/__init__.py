@@ -1,4 +1,4 @@
-"""Bindings for libraries that run models: each a module of its own, which imports its library.
+"""Bindings for libraries that run models: one module for each, which imports its library.
 
 `lightcache.connectors.transformers` is the one for Hugging Face transformers.
 """

@@ -18,7 +18,7 @@ except ImportError as error:
 
 
 def _known(*names: str) -> tuple[Any, ...]:
-    """Those of these classes that this release of transformers has."""
+    """The classes of these names that this release of transformers has."""
     return tuple(getattr(cache_utils, name) for name in names if hasattr(cache_utils, name))
 
 

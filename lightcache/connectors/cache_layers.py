@@ -1,4 +1,4 @@
-"""Which layers of a transformers cache keep what, and the parts of a recurrent state by name."""
+"""Layers of a transformers cache that keep keys or states, and the named parts of a state."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def attention_layers(past: Any) -> tuple[int, ...]:
 
 
 def state_layers(past: Any) -> tuple[int, ...]:
-    """Numbers of the layers that keep a state, ascending; some of them may keep keys as well."""
+    """Numbers of the layers that keep a state, ascending; some may keep keys as well."""
     return tuple(at for at, layer in enumerate(past.layers) if isinstance(layer, STATEFUL))
 
 
 def parts_of(layer: Any) -> dict[str, Any]:
-    """The tensors that make a layer's state: "conv" and "recurrent", as far as it has them; a
-    layer with several of a kind calls the second "conv1", and so on.
+    """The tensors of a layer's state: "conv" and "recurrent", if it has them; the second of a kind
+    is "conv1", and so on.
 
     Raises:
         ConfigError: a release of transformers that keeps them in another way.
@@ -42,12 +42,12 @@ def parts_of(layer: Any) -> dict[str, Any]:
 
 
 def set_parts(layer: Any, parts: dict[str, Any]) -> None:
-    """Give a layer a state: a copy of these tensors, into those that it has, if it has some."""
+    """Give a layer a state: a copy of these tensors, into its own tensors if it has any."""
     for name, tensor in parts.items():
         kind = next(kind for kind in _KINDS if name.startswith(kind))
         number = int(name.removeprefix(kind) or 0)
         if kind == "conv":
-            # It appends to a former state, and takes a first one as it is.
+            # It appends to an earlier state, and takes a first one as it is.
             layer.has_previous_state[number] = False
             layer.update_conv_state(tensor, number)
         else:
@@ -55,7 +55,8 @@ def set_parts(layer: Any, parts: dict[str, Any]) -> None:
 
 
 def drop_parts(layer: Any) -> None:
-    """Leave a layer without a state. Its tensors are let go, since a copy may still read them."""
+    """Remove a layer's state. Its tensors are dropped, not cleared, since a copy may still read
+    them."""
     for states, known in (
         (layer.conv_states, layer.is_conv_states_initialized),
         (layer.recurrent_states, layer.is_recurrent_states_initialized),

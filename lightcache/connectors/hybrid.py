@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 # ---- Checkpoints: states that were copied while a model computed, and the cache that keeps them.
 #
-# A checkpoint behind n tokens has the key of the page of keys and values that ends there, in a
-# cache of its own, whose pages are one state each. There it is found, evicted and counted apart
-# from keys and values; what joins the two is a match, see `Connector.prefix`.
+# A checkpoint after n tokens has the key of the page of keys and values that ends there. It is in
+# its own cache, where a page is one state, and is found, evicted and counted separately from keys
+# and values. A match joins the two, see `Connector.prefix`.
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """The state behind the first tokens of a sequence; nothing changes it."""
+    """The state after the first tokens of a sequence; it never changes."""
 
     tokens: int
     """How many it knows: everything about them, and of nothing else."""
@@ -58,7 +58,7 @@ class Checkpoint:
 
 
 def copied(past: PrefixCache, layers: tuple[int, ...], named: int) -> Checkpoint:
-    """A checkpoint of what these layers keep now. On a GPU the copies are enqueued."""
+    """A checkpoint of the current state of these layers. On a GPU the copies are enqueued."""
     states = {
         at: {name: one.clone() for name, one in parts_of(past.layers[at]).items()} for at in layers
     }
@@ -67,7 +67,7 @@ def copied(past: PrefixCache, layers: tuple[int, ...], named: int) -> Checkpoint
 
 class Checkpoints:
     """The checkpoints of one model in one cache: `lightcache.hybrid.Checkpoints` with a host and no
-    slots, for here every state is in tensors of its own."""
+    slots, since every state has its own tensors here."""
 
     def __init__(
         self,
@@ -79,13 +79,13 @@ class Checkpoints:
         most: int | None,
     ) -> None:
         """Args:
-        kv, states: of keys and values, and of the states.
+        kv, states: the caches of keys and values, and of states.
         config: of the model.
         pinned: see `Connector`.
-        most: on one path; None: any number.
+        most: bound on checkpoints of one path; None: no bound.
         """
         self.pages = pages
-        seen = PrefixCache(config)  # every transfer brings planes of its own
+        seen = PrefixCache(config)  # every transfer brings its own planes
         prepare(pages, seen)
         self.cache = states
         self._kv = kv.index
@@ -101,11 +101,10 @@ class Checkpoints:
         return {at: parts_of(past.layers[at]) for at in self.pages.geometry.layers}
 
     def path(self, keys: Keys, namespace: Namespace | None = None) -> Path | None:
-        """The positions of a prompt: of keys and values, and in their namespace. None: that was
-        cleared.
+        """The positions of a prompt: keys, and their namespace. None: the namespace was cleared.
 
         Raises:
-            OutOfPages, LockTimeout: as `Cache.namespace`, of the states' cache.
+            OutOfPages, LockTimeout: as `Cache.namespace`, for the cache of states.
         """
         kv = self._kv.default_namespace if namespace is None else namespace
 
@@ -117,14 +116,14 @@ class Checkpoints:
         return None if space is None else Path(keys, space, namespace)
 
     def last_ready(self, path: Path, most: int | None = None) -> int:
-        """How many of a prompt's first pages the deepest checkpoint of it knows, by looking only;
-        0: there is none. Looks from the last of them, or of the first `most`, to the front: a few
-        ns a page."""
+        """Number of leading pages that the prompt's deepest checkpoint covers; 0: there is none.
+        Pins nothing. Looks from the last page, or from page `most`, to the front: a few ns a
+        page."""
         found = self._all.last_ready(path, most)
         return 0 if found is None else found[1]
 
     def match(self, path: Path, count: int) -> Lease:
-        """The checkpoint behind so many pages, pinned and marked as used; an empty lease: it is
+        """The checkpoint after `count` pages, pinned and marked as used; an empty lease if it is
         gone."""
         return self.cache.match(path.key(count), namespace=path.space.of(Tier.HOST))
 
@@ -133,7 +132,7 @@ class Checkpoints:
         the CPU; on a GPU the current stream waits.
 
         Raises:
-            TransferFailed: the copy failed; or what it raised, if that is none of our errors.
+            TransferFailed: the copy failed. Any other exception of the copy is raised as is.
         """
         self._all.poll()
         prepare(self.pages, past)
@@ -145,16 +144,16 @@ class Checkpoints:
                 movement.done()
 
     def save(self, path: Path, count: int, found: Checkpoint, *, fork: bool = False) -> None:
-        """Copy a checkpoint into the cache, behind the deepest one before it, unless it is there or
-        somebody writes it just now. Blocks until it is published. Without room, or in a namespace
+        """Copy a checkpoint into the cache, after the deepest one before it, unless it is there or
+        another process is writing it. Blocks until it is published. Without room, or in a namespace
         that was cleared meanwhile, it is not saved.
 
         Args:
-            count: pages of the path that it knows.
+            count: pages of the path that it covers.
             fork: prompts part there.
 
         Raises:
-            TransferFailed: the copy failed; or what it raised, if that is none of our errors.
+            TransferFailed: the copy failed. Any other exception of the copy is raised as is.
         """
         self._all.poll()
         with self._mover.lent(found.states) as slot:
@@ -170,8 +169,8 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _told(self, movement: BlockTransfer) -> Iterator[None]:
-        """An exception that is none of our errors is for whoever waits for the copy, here and now,
-        and not for the next call, which polls."""
+        """Raise an exception other than a LightcacheError here, where the caller waits for the
+        copy, and not in the next call, which polls."""
         foreign = self._all.traffic.moves.foreign
         try:
             yield
@@ -180,9 +179,9 @@ class Checkpoints:
             raise
         except LightcacheError:
             raise
-        except Exception:  # of the wait itself, which fails the copy as well
+        except Exception:  # from the wait itself, which fails the copy as well
             with contextlib.suppress(Exception):
-                movement.wait()  # else it fails behind us, and the next call is told
+                movement.wait()  # else it fails later, and the next call raises
             try:
                 foreign.tell()
             except Exception as other:
@@ -191,7 +190,8 @@ class Checkpoints:
             raise
 
     def count(self, kv: int, used: int) -> None:
-        """A request, whose first `kv` tokens had keys and values, and `used` of them a state."""
+        """Count a request: keys and values were found for its first `kv` tokens, and used for
+        `used` of them, up to a state."""
         self._all.counts.add(
             requests=1,
             host_hits=int(used > 0),
@@ -204,11 +204,11 @@ class Checkpoints:
         return self._all.stats()
 
     def close(self) -> None:
-        """Wait for copies, and let go of the cache."""
-        self._pool.close()  # which ends every copy; nothing else is held between calls
+        """Wait for copies, and release the cache."""
+        self._pool.close()  # waits for every copy; nothing else is held between calls
 
 
-# ---- The PrefixCache of a hybrid model: it also takes checkpoints of its state while it grows.
+# ---- The PrefixCache of a hybrid model, which also takes checkpoints of its state
 
 _DECODED = 2
 """Checkpoints kept of what was generated: the newest, and one before it, which is of use when the
@@ -218,9 +218,9 @@ newest is beyond what is kept."""
 class HybridPrefixCache(PrefixCache):
     """Keys, values and recurrent states of one sequence, for `past_key_values=`.
 
-    A state is of all tokens at once, so it cannot be cropped: `checkpoint` before tokens that may
-    be rejected, and `rewind` to it. Between two forward passes the state may be copied, to be saved
-    under the tokens that it knows: at the positions that `save_at` named, and while decoding at
+    A state covers all tokens at once, so it cannot be cropped: `checkpoint` before tokens that may
+    be rejected, and `rewind` to it. Between two forward passes the state may be copied, and saved
+    under the tokens that it covers: at the positions given to `save_at`, and while decoding at
     multiples of an interval.
     """
 
@@ -254,10 +254,10 @@ class HybridPrefixCache(PrefixCache):
         return self._pages.continues
 
     def name(self, tokens: TokenIds | None) -> TokenIds:
-        """The tokens of the whole prompt; given some, these are named from now on.
+        """The tokens of the whole prompt; `tokens`, if given, replace them.
 
         Raises:
-            ConfigError: none are known, or these do not begin with those that are held.
+            ConfigError: no tokens are known, or these do not begin with the tokens held.
         """
         if tokens is not None and not self._cropped:
             known = self.tokens
@@ -276,18 +276,17 @@ class HybridPrefixCache(PrefixCache):
     # ---- checkpoints
 
     def checkpoint(self) -> Checkpoint:
-        """A copy of the state as it is now, to come back to."""
+        """A copy of the current state, to rewind to."""
         named = 0 if self._tokens is None else len(self._tokens)
         made = copied(self, self._states, named)
         self._valid.add(made)
         return made
 
     def rewind(self, checkpoint: Checkpoint) -> None:
-        """Back to where a checkpoint of this cache was taken: what was computed or named since is
-        dropped, as if it had not been.
+        """Return to a checkpoint of this cache: drops all that was computed or named since.
 
         Raises:
-            ConfigError: it is of another cache, or of tokens that were dropped since.
+            ConfigError: a checkpoint of another cache, or of tokens that were dropped since.
         """
         if checkpoint not in self._valid:
             raise ConfigError(
@@ -306,12 +305,12 @@ class HybridPrefixCache(PrefixCache):
         self._void(checkpoint.tokens)
 
     def save_at(self, positions: set[int]) -> None:
-        """Take a checkpoint when a forward pass ends at one of these numbers of tokens."""
+        """Take a checkpoint when a forward pass ends at one of these positions."""
         self._wanted |= positions
 
     def look(self) -> None:
-        """Take a checkpoint if one is wanted of what is held now. Between forward passes only; the
-        connector does it when the next one begins."""
+        """Take a checkpoint if one is wanted at the current position. Between forward passes only;
+        the connector calls it when the next pass begins."""
         held = self.held
         if held in (self._seen, self.reused):
             return
@@ -325,11 +324,11 @@ class HybridPrefixCache(PrefixCache):
 
     @property
     def taken(self) -> list[Checkpoint]:
-        """Checkpoints that were taken, the shallowest first."""
+        """Checkpoints taken so far, the shallowest first."""
         return [one for _, one in sorted((self._prompt | self._decoded).items())]
 
     def _void(self, held: int) -> None:
-        """Forget checkpoints that know more than so many tokens."""
+        """Drop checkpoints that cover more than `held` tokens."""
         for one in [each for each in self._valid if each.tokens > held]:
             self._valid.discard(one)
         for taken in (self._prompt, self._decoded):
@@ -340,10 +339,10 @@ class HybridPrefixCache(PrefixCache):
     # ---- forward passes
 
     def begin(self) -> None:
-        """A forward pass begins: states are those of all tokens held, and may be copied.
+        """Note that a forward pass begins: states cover all tokens held, and may be copied.
 
         Raises:
-            ConfigError: there are keys and values, but no state that belongs to them.
+            ConfigError: there are keys and values, but no matching state.
         """
         if self.held and not self.has_previous_state(self._states[0]):
             raise ConfigError(
@@ -358,8 +357,8 @@ class HybridPrefixCache(PrefixCache):
         """See `DynamicCache.update_conv_state`.
 
         Raises:
-            ConfigError: several rows; or several tokens behind a state, for a model that continues
-                with one at a time only.
+            ConfigError: several rows; or several tokens after a state, for a model that can
+                continue with only one at a time.
         """
         one_row(int(conv_states.shape[0]))
         several = int(conv_states.shape[-1]) > 1
@@ -371,10 +370,10 @@ class HybridPrefixCache(PrefixCache):
             )
         return super().update_conv_state(conv_states, layer_idx, *arguments, **more)
 
-    # ---- what would make them untrue
+    # ---- changes that checkpoints do not allow
 
     def crop(self, *arguments: Any, **more: Any) -> None:
-        """Not for recurrent states.
+        """Not supported for recurrent states.
 
         Raises:
             ConfigError: always.
@@ -393,16 +392,16 @@ class HybridPrefixCache(PrefixCache):
         self._void(0)
 
 
-# ---- Prefill of a hybrid model: forward passes that end where a state is to be saved.
+# ---- Prefill of a hybrid model: forward passes end where a state is saved
 
 
 def prefill(model: Any, past: Any, tokens: Any, *, grid: Grid, at_most: int | None) -> None:
     """See `Connector.prefill`.
 
-    Transformers gives a state at the end of a forward pass only, so each position at which one is
-    saved ends a pass. A prompt that ends on the grid leaves two: its last one is for longer
-    prompts, the one before it for itself, which must leave something to compute: two tokens, since
-    some models compute a pass of one token in another way than the same token in a longer pass
+    Transformers exposes a state only at the end of a forward pass, so a pass ends at each position
+    that is saved. A prompt that ends on the grid saves two states: the last for longer prompts, and
+    the one before it for the same prompt, which must leave something to compute: two tokens, since
+    some models compute a pass of one token differently from the same token in a longer pass
     (Nemotron-H, Zamba2, and Granite in bfloat16, in transformers 5.23).
     """
     if not isinstance(past, HybridPrefixCache):
@@ -412,7 +411,7 @@ def prefill(model: Any, past: Any, tokens: Any, *, grid: Grid, at_most: int | No
     if at_most is not None:
         whole(at_most, "at_most")
     prompt = past.name(None if tokens is None else token_ids(tokens))
-    most = len(prompt) - 1  # the last token is the caller's: only its logits say what follows
+    most = len(prompt) - 1  # the caller computes the last token: its logits give the next one
     bound = most - 1 if past.several else most
     positions = {each for each in (past.branching, grid.floor(bound)) if each and each <= bound}
     past.save_at(positions)
@@ -426,8 +425,8 @@ def prefill(model: Any, past: Any, tokens: Any, *, grid: Grid, at_most: int | No
 
 
 def _compute(model: Any, past: HybridPrefixCache, prompt: TokenIds, at_most: int | None) -> None:
-    """Compute what of a prompt is not held."""
-    body = getattr(model, "base_model", model)  # no logits are asked for
+    """Compute the part of a prompt that is not held."""
+    body = getattr(model, "base_model", model)  # no logits are needed
     with torch.no_grad():
         while past.held < len(prompt):
             left = len(prompt) - past.held
@@ -444,7 +443,7 @@ def _compute(model: Any, past: HybridPrefixCache, prompt: TokenIds, at_most: int
 
 
 def check_states(states: Any, model: Any, pages: ModelPages) -> None:
-    """Whether a connector was given a cache of states exactly if its model has any.
+    """Check that a connector has a cache of states if and only if its model has states.
 
     Raises:
         LayoutMismatch: it is of another model.
@@ -476,7 +475,7 @@ def check_states(states: Any, model: Any, pages: ModelPages) -> None:
 
 
 class HybridPrefixes:
-    """What a connector does for one hybrid model besides moving keys and values."""
+    """The parts of a connector that only hybrid models need."""
 
     def __init__(
         self,
@@ -492,13 +491,13 @@ class HybridPrefixes:
         figures: Counters,
     ) -> None:
         """Args:
-        cache, states: of the keys and values, and of the states.
+        cache, states: of keys and values, and of states.
         pinned: the pool of `states`, see `Connector`.
         chunk, every, path_limit: see `Connector`.
         figures: of the connector.
 
         Raises:
-            ConfigError: sizes out of range, or settings that do not go together: all of them.
+            ConfigError: sizes out of range, or settings that conflict, all in one message.
         """
         assert pages.states is not None
         self._cache, self._model = cache, model
@@ -514,7 +513,7 @@ class HybridPrefixes:
                 f"the least common multiple of page_tokens={tokens} and chunk={chunk}; shorter "
                 "prompts save none. Choose one a multiple of the other",
             )
-        Features(  # one sequence at a time, in tensors of its own; what is saved is on the host
+        Features(  # one sequence at a time, in its own tensors; saved states are on the host
             self.grid,
             Saves.END_ONLY,
             running=1,
@@ -528,7 +527,7 @@ class HybridPrefixes:
         )
 
     def empty(self, ids: TokenIds | None) -> HybridPrefixCache:
-        """A cache with nothing in it, for these tokens."""
+        """An empty cache for these tokens."""
         return HybridPrefixCache(self._model.config, self._pages, self.grid.interval, ids)
 
     def found(
@@ -538,8 +537,8 @@ class HybridPrefixes:
         namespace: Namespace | None,
         load: Callable[[PrefixCache, Lease], None],
     ) -> HybridPrefixCache:
-        """The longest prefix that has both: keys and values up to a checkpoint, and its state. Keys
-        and values behind it are not loaded.
+        """The longest prefix with both a checkpoint, and keys and values up to it. Keys and values
+        after the checkpoint are not loaded.
 
         Args:
             load: loads keys and values, and takes the lease over.
@@ -560,7 +559,8 @@ class HybridPrefixes:
                     load(past, lease)
                     self.checkpoints.load(past, state)
                     break
-                # Evicted between the look and the match. Each turn looks at fewer: this ends.
+                # Evicted between the look and the match. Each turn looks at fewer pages, so this
+                # ends.
                 reach = len(lease.pages) if len(state.pages) else at - 1
         tokens = kv * self.grid.page_tokens
         self.checkpoints.count(tokens, past.held)
@@ -573,11 +573,11 @@ class HybridPrefixes:
         prefill(self._model, past, tokens, grid=self.grid, at_most=at_most)
 
     def save(self, past: HybridPrefixCache, keys: Keys, namespace: Namespace | None) -> None:
-        """Save the checkpoints that were taken, of tokens whose keys and values are stored: nobody
-        could use another.
+        """Save the taken checkpoints whose tokens have stored keys and values; others would be of
+        no use.
 
         Args:
-            keys: of the tokens that are held and known.
+            keys: of the tokens held and known.
         """
         past.look()
         if past.held < self.grid.grid:
@@ -599,7 +599,7 @@ class HybridPrefixes:
                 self.checkpoints.save(path, pages, one, fork=fork)
 
     def close(self) -> None:
-        """Wait for copies, and let go of the cache of states."""
+        """Wait for copies, and release the cache of states."""
         self.checkpoints.close()
 
 

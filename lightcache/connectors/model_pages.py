@@ -1,4 +1,4 @@
-"""What a model keeps for each token, as pages of a cache: their format, and whose they are."""
+"""A model's pages: their format, and the fingerprint of the model."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ GROUP = "kv"
 SAMPLES = 64
 """Values of each tensor that the fingerprint looks at."""
 _NAMED = "name:"
-# Where a model came from, what callers want of it, and what stands elsewhere in the fingerprint;
-# never what decides keys and values.
+# Fields about a model's origin, its use by callers, or facts that the fingerprint has elsewhere;
+# never fields that affect keys and values.
 _IRRELEVANT = {
     "_name_or_path",
     "architectures",
@@ -70,19 +70,19 @@ class ModelPages:
 
 
 def describe(model: Any, *, page_tokens: int = 16, name: str | None = None) -> ModelPages:
-    """What pages of this model hold, and a fingerprint that keeps other models away.
+    """The page format of this model, and a fingerprint that keeps other models out.
 
-    Computes one token, and looks at the shapes that the model caches: these differ between releases
-    of transformers for the same configuration (latent attention), so nothing is guessed. Then
+    Computes one token, and reads the shapes that the model caches; nothing is guessed, since shapes
+    differ between releases of transformers for the same configuration (latent attention). Then
     computes four tokens in one pass and in two, and compares: pages can be shared only if keys and
-    values of a token depend on the tokens before it alone, and are one row.
+    values of a token depend only on the tokens before it, and are one row.
 
     The fingerprint is a digest of the configuration and of 64 evenly spaced values of each weight.
-    It tells apart models that differ in architecture, in KV dtype, or in more than a few weights:
-    fine-tuned, merged or quantised ones. It cannot tell that a handful of single weights was
-    edited, nor which LoRA adapter is active if an application switches them (put the adapter's name
-    into `salt`). Releases of transformers whose configurations have other fields give other
-    fingerprints. With `name`, that name stands for configuration and weights, and is believed.
+    It distinguishes models that differ in architecture, in KV dtype, or in more than a few weights:
+    fine-tuned, merged or quantised ones. It does not detect edits of a few single weights, nor
+    which LoRA adapter is active if an application switches them (put the adapter's name into
+    `salt`). Releases of transformers whose configurations have other fields give other
+    fingerprints. `name` replaces the digest of configuration and weights, and is not verified.
 
     Args:
         model: a `transformers` model for causal language modelling, in evaluation mode, whole on
@@ -94,13 +94,13 @@ def describe(model: Any, *, page_tokens: int = 16, name: str | None = None) -> M
     Cost: some eight small forward passes, and with a digest about 20 us for each tensor (on a CPU).
 
     Raises:
-        ConfigError: no such model; one in training mode with dropout, one that is not causal, adds
-            rows of its own or does not continue from what it keeps; layers that keep something else
-            than keys and values of every token or a recurrent state (sliding windows, chunks,
-            indexers), layers that share them, no layer that keeps keys, or layers of several
+        ConfigError: not a causal language model; a model in training mode with dropout, one that is
+            not causal, adds rows or cannot continue from its cache; layers that keep anything but
+            keys and values of every token or a recurrent state (sliding windows, chunks, indexers),
+            layers that share keys and values, no layer that keeps keys, or layers of several
             shapes; rotary positions that depend on the length of the prompt; an encoder; several
-            devices, tensor parallelism, or weights that are not loaded; a name or page_tokens that
-            cannot be meant.
+            devices, tensor parallelism, or weights that are not loaded; an invalid name or
+            page_tokens.
     """
     _check_kind(model)
     _check_name(name)
@@ -129,8 +129,8 @@ def describe(model: Any, *, page_tokens: int = 16, name: str | None = None) -> M
 
 
 def describe_for(cache: Any, model: Any) -> ModelPages:
-    """`describe`, for a cache that must be of this model. A cache that was created with a `name`
-    is believed to be of these weights; format and dtype are compared nevertheless.
+    """`describe`, for a cache that must be of this model. The weights of a cache that was created
+    with a `name` are not verified; format and dtype are still compared.
 
     Raises:
         LayoutMismatch: it is of another model; says what differs.
@@ -144,7 +144,7 @@ def describe_for(cache: Any, model: Any) -> ModelPages:
 
 
 def check_model(cache: Any, pages: ModelPages | StatePages) -> None:
-    """Whether a cache is for these pages.
+    """Check that a cache is for these pages.
 
     Raises:
         LayoutMismatch: it is of another model; says what differs.
@@ -159,7 +159,7 @@ def check_model(cache: Any, pages: ModelPages | StatePages) -> None:
 
 
 def _difference(cache: Any, pages: ModelPages | StatePages) -> str:
-    """What tells most: weights of another dtype are always other weights."""
+    """The most telling difference: weights of another dtype are always different weights."""
     found, wanted = cache.fingerprint.split(" "), pages.fingerprint.split(" ")
     if len(found) != len(wanted):
         return "fingerprints"
@@ -186,7 +186,7 @@ def _check_kind(model: Any) -> None:
     empty = DynamicCache(config=config)
     known = (*KEEP_EVERY_TOKEN, *STATEFUL)
     if state_layers(empty) and not getattr(_text_config(model), "kv_sharing_modes", None):
-        known += EMPTY  # of experts alone: a dense model has such layers only where keys are shared
+        known += EMPTY  # of experts alone: a dense model has such layers only if keys are shared
     wrong = sorted({type(layer).__name__ for layer in empty.layers if type(layer) not in known})
     if wrong or not attention_layers(empty):
         raise ConfigError(
@@ -198,7 +198,7 @@ def _check_kind(model: Any) -> None:
 
 
 def _check_positions(model: Any) -> None:
-    """Keys are stored with their rotation: it must be the same in every longer prompt."""
+    """Keys are stored rotated, so the rotation must be the same in every longer prompt."""
     found = getattr(_text_config(model), "rope_parameters", None) or {}
     kinds = [found, *(each for each in found.values() if isinstance(each, dict))]
     for kind in {str(each.get("rope_type", "default")) for each in kinds}:
@@ -241,7 +241,7 @@ def _device_of(model: Any) -> str:
 
 
 def _kept_of(model: Any, past: DynamicCache) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of one token, which are of the same shapes in all layers that keep them."""
+    """Keys and values of one token, which have the same shapes in all layers that keep them."""
     layers = [past.layers[at] for at in attention_layers(past)]
     kept = [(layer.keys, layer.values) for layer in layers]
     if not kept or any(one is None or one.dim() != 4 for pair in kept for one in pair):
@@ -278,8 +278,8 @@ def _digest(model: Any) -> str:
 
 
 def _sampled(tensors: Iterable[torch.Tensor]) -> bytes:
-    """Evenly spaced values, first and last among them. Gathered first, so that a device is waited
-    for once."""
+    """Evenly spaced values, including the first and the last. Gathered first, so that a device is
+    waited for once."""
     parts = []
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)

@@ -1,9 +1,8 @@
-"""What a model is given and what it is made of, looked at while a connector is open.
+"""Checks on a model's inputs and weights while a connector is open.
 
-Pages are found by token ids alone. So whatever else decides keys and values must be as `describe`
-found it: the weights, no dropout, positions from 0 on, a causal mask, one row for each token.
-Hooks on the model look at each forward pass that has a `PrefixCache`; `check_weights` looks at the
-weights.
+Pages are found by token ids alone, so all else that affects keys and values must be as `describe`
+found it: the weights, no dropout, positions from 0 on, a causal mask, one row for each token. Hooks
+on the model check each forward pass that has a `PrefixCache`; `check_weights` checks the weights.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _MASK = "attention_mask"
 
 
 class ModelWatch:
-    """Looks at one model for one connector, until `close`. For several threads."""
+    """Watches one model for one connector, until `close`. Thread-safe."""
 
     def __init__(
         self, model: Any = None, version: str = "", *, needs_positions: bool = False
@@ -34,8 +33,8 @@ class ModelWatch:
 
         Args:
             model: None: a copy of a hooked model was made or loaded; its hooks do nothing.
-            version: of the weights that it has now; see `Namespace`.
-            needs_positions: whether it counts positions from 0 in each pass unless it is told.
+            version: of the current weights; see `Namespace`.
+            needs_positions: whether it counts positions from 0 in each pass unless they are given.
         """
         self._model, self._needs_positions = model, needs_positions
         self._parameters: dict[Any, tuple[str, ...]] = {}
@@ -50,12 +49,12 @@ class ModelWatch:
             ]
 
     def __reduce__(self) -> tuple[type[ModelWatch], tuple[()]]:
-        """Hooks travel with copies of the model; those of a copy look at nothing."""
+        """Hooks travel with copies of the model; the hooks of a copy do nothing."""
         return ModelWatch, ()
 
     def check_weights(self, version: str) -> None:
-        """Whether the weights are those that were first used under this name of a version, and no
-        part of the model drops values. On a GPU the current stream is waited for.
+        """Check that the weights are those first used under this version, and that no part of the
+        model drops values. On a GPU this waits for the current stream.
 
         Raises:
             LayoutMismatch: they changed since.
@@ -65,7 +64,7 @@ class ModelWatch:
             self._weights.check(version)
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -82,10 +81,10 @@ class ModelWatch:
         if past is None or past.watch is not self:
             return
         if past.passing and past.passing[0] is not module:
-            return  # a part of the model, within a pass that was looked at
+            return  # a part of the model, within a pass that was checked
         ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
         if ids is None and embeds is None:
-            return  # a wrapper with other names; the model in it is looked at
+            return  # a wrapper with other names; the model in it is checked
         past.check_sound()
         if module.training:
             try:
@@ -105,7 +104,7 @@ class ModelWatch:
                 "token ids, which do not say what these are"
             )
         if ids.dim() != 2:
-            return  # the model says what it expects
+            return  # the model itself raises
         rows, count = ids.shape
         one_row(rows)
         held = past.held
@@ -139,8 +138,8 @@ class ModelWatch:
                 )
 
     def _check_autocast(self, past: PrefixCache, given: Any) -> None:
-        """Keys and values would be of the dtype that the fingerprint names, and rounded to another
-        one: 0.5 % of a key in bfloat16."""
+        """Keys and values would have the dtype of the fingerprint, but be rounded to another dtype:
+        0.5 % of a key in bfloat16."""
         device, own = given.device.type, getattr(self._model, "dtype", None)
         if not torch.is_autocast_enabled(device):
             return
@@ -175,13 +174,13 @@ class ModelWatch:
 
 
 def _takers(model: Any) -> list[Any]:
-    """The model, and what of it may be called with token ids instead of it."""
+    """The model, and its parts that may be called with token ids in its place."""
     found = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
     return found if model in found else [model, *found]
 
 
 def _check_alone(past: PrefixCache, given: Mapping[str, Any]) -> None:
-    """Token ids are all that the model is given: what else it computes from is in no key."""
+    """Check that the model gets token ids only: keys cover no other inputs."""
     for name, one in given.items():
         other = torch.is_tensor(one) and one.is_floating_point() and name != _MASK
         if one is not None and (other or name.endswith("token_type_ids")):
@@ -192,7 +191,7 @@ def _check_alone(past: PrefixCache, given: Mapping[str, Any]) -> None:
 
 
 def _check_mask(past: PrefixCache, mask: Any, held: int, count: int) -> None:
-    """A mask that hides nothing of the past from any token, and is as long as it must be."""
+    """Check that a mask hides no earlier token, and has the right length."""
     if mask is None:
         return
     if isinstance(mask, Mapping):
@@ -234,12 +233,12 @@ class Weights:
 
     By the address and the version counter of each tensor, which see a tensor that was replaced and
     every change in place that torch counts; and by `SAMPLE` values in the middle of each, for
-    changes that go past the counters (`.data`, other libraries). What neither sees: a change past
-    the counters of none of these values.
+    changes that go past the counters (`.data`, other libraries). A change that bypasses the
+    counters and touches none of these values goes unnoticed.
     """
 
     def __init__(self, model: Any, version: str) -> None:
-        """Those that there are now are this version's."""
+        """The current weights are this version's."""
         self._model = model
         self._lock = threading.Lock()
         self._places: list[tuple[int, int]] = []
@@ -293,7 +292,7 @@ def _saved(model: Any) -> Iterator[Any]:
 def _place(tensor: Any) -> tuple[int, int]:
     try:
         return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
-    except (RuntimeError, NotImplementedError):  # of a kind that has no memory of its own
+    except (RuntimeError, NotImplementedError):  # a kind without memory of its own
         return id(tensor), 0
 
 
@@ -301,7 +300,7 @@ def _windows(tensors: list[Any]) -> dict[Any, list[Any]]:
     """Views of the middle of each tensor, by dtype and device: joined in one call each."""
     found: dict[Any, list[Any]] = {}
     for tensor in tensors:
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # of a packed kind
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # a packed kind
             one = tensor.detach()
             one = one.reshape(1) if one.dim() == 0 else one
             while one.dim() > 1:

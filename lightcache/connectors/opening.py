@@ -36,17 +36,17 @@ def open_cache(
     """`Cache.open` for the pages of a model: with the page_bytes, fingerprint and device that
     `describe` finds.
 
-    The cache stays in shared memory when this process ends, so that the next one finds what it
-    computed. The last one that leaves it logs its size and how to remove it. When it was not used
+    The cache stays in shared memory when this process ends, so that the next process reuses its
+    pages. The last process to leave it logs its size and how to remove it. Once it has been unused
     for `idle_limit` seconds, the next `open` or `sweep` that needs its room removes it.
 
     Args:
         name: of the cache.
         model: as `describe`; one without recurrent states.
         page_tokens: tokens of a page.
-        lifetime: "attached": it goes with its last client. "persistent": it stays. None: whatever
-            it has, "persistent" for a new one.
-        idle_limit: of a new one; None: it stays until it is removed, and must be persistent.
+        lifetime: "attached": removed with its last client. "persistent": it stays. None: the
+            existing cache's lifetime, "persistent" for a new one.
+        idle_limit: of a new cache; None: it stays until it is removed, and must be persistent.
         options: of `Cache.open`; `size` or `pages` is needed.
 
     Raises:
@@ -65,7 +65,7 @@ def open_cache(
 
 @dataclass(frozen=True)
 class Caches:
-    """What a model's prefixes are kept in. As a context manager: leaving closes both."""
+    """The caches of a model's prefixes. As a context manager: leaving closes both."""
 
     kv: Cache
     """Keys and values."""
@@ -73,8 +73,8 @@ class Caches:
     """One page a state; None for a model without recurrent states."""
 
     def clear(self, namespace: Namespace | None = None) -> None:
-        """Forget a namespace in both, see `Cache.clear`: of the states that of the same weights
-        version and tenant.
+        """Clear a namespace in both, see `Cache.clear`; in the cache of states, the one of the same
+        weights version and tenant.
 
         Args:
             namespace: of `kv`; None: its default one.
@@ -85,7 +85,7 @@ class Caches:
             clear_states(self.states, cleared.weights, cleared.tenant)
 
     def close(self) -> None:
-        """Let go of both; connectors before."""
+        """Close both; close connectors first."""
         with ExitStack() as stack:
             stack.callback(self.kv.close)
             if self.states is not None:
@@ -112,7 +112,7 @@ def open_caches(
     """Open what a model needs, hybrid or not. How long it lasts: see `open_cache`.
 
     Args:
-        name: of the cache of keys and values; that of the states is called `f"{name}-states"`.
+        name: of the cache of keys and values; the cache of states is named `f"{name}-states"`.
         model: as `describe`.
         size: bytes for keys and values, or as "32GiB".
         states: bytes for states; None: an eighth of `size`. Not used for a model without any.
@@ -140,8 +140,8 @@ def open_caches(
 
 
 def _undo(name: str) -> Callable[..., None]:
-    """What removes a cache that was not there when this was called, if what follows fails: one
-    without the other is of no use, and would stay."""
+    """A callback that removes a cache that did not exist when this was called, if a later step
+    fails: one cache without the other is of no use, and would stay."""
     there = read_segment(name) is not None
 
     def undo(kind: type[BaseException] | None, *_: object) -> None:

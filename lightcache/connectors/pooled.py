@@ -1,4 +1,4 @@
-"""A cache, the engine that moves its pages, and its pool as the model's device sees it."""
+"""A cache, the engine that moves its pages, and its pinned pool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Pooled:
-    """What a connector needs to move pages of one cache."""
+    """Moves pages of one cache for a connector."""
 
     def __init__(
         self,
@@ -27,15 +27,15 @@ class Pooled:
         device: str,
         pinned: PinnedPages | None,
     ) -> None:
-        """Pin the pool where that is needed, and make the engine.
+        """Pin the pool if needed, and make the engine.
 
         Args:
-            planes: any: every transfer brings planes of its own.
+            planes: any; every transfer brings its own planes.
             device: of the model: "cpu", or as "cuda:0".
-            pinned: of the caller, who also closes it; None: on a GPU, pinned here.
+            pinned: the caller's pinned pool, which the caller closes; None: on a GPU, pinned here.
 
         Raises:
-            InUse: the pool is pinned already by this process.
+            InUse: this process has pinned the pool already.
         """
         self.cache = cache
         self.pinned = pinned
@@ -50,12 +50,12 @@ class Pooled:
             raise
 
     def wait_for(self, pages: npt.NDArray[np.int32]) -> None:
-        """Until these are pinned; they have memory, so that is soon."""
+        """Wait until these pages are pinned; they have memory, so that is soon."""
         if self.pinned is not None:
             self.pinned.wait(pages)
 
     def close(self) -> None:
-        """Wait for copies, publish what they saved, and let go of the cache."""
+        """Wait for copies, publish saved pages, and release the cache."""
         self.engine.close()
         self._unpin()
 
@@ -65,11 +65,11 @@ class Pooled:
 
 
 def check_device(cache: Cache, device: str) -> None:
-    """Whether a cache was opened as a model on this device needs it: without device=True nobody
-    would wait for copies that outlive this process when it is killed.
+    """Check that a cache was opened for a model on this device: without device=True, no process
+    waits for device copies that outlive this process when it is killed.
 
     Raises:
-        ConfigError: it was not.
+        ConfigError: a GPU, and a cache opened without device=True.
     """
     if device == "cpu":
         return

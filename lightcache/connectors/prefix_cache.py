@@ -19,7 +19,7 @@ from lightcache.hybrid.checkpoints import CheckpointStats
 from lightcache.kernels import layouts
 from lightcache.kernels.planes import DevicePlanes
 
-# ---- What a connector counts, and what it says once.
+# ---- Statistics, and warnings that are logged once
 
 log = logging.getLogger("lightcache.connectors")
 
@@ -71,7 +71,7 @@ class Counters:
             self._counts.update(counts)
 
     def say_once(self, reason: str, message: str) -> None:
-        """A warning on the log, the first time that this reason is given."""
+        """Log a warning, the first time that this reason occurs."""
         with self._lock:
             if reason in self._said:
                 return
@@ -84,19 +84,19 @@ class Counters:
             return ConnectorStats(**self._counts, states=states)
 
 
-# ---- A DynamicCache that knows which tokens it holds, and how its tensors meet pages.
+# ---- The cache of one sequence
 
 TokenIds = npt.NDArray[np.int64]
 
 
 def token_ids(tokens: Any) -> TokenIds:
-    """Ids of one row as an int64 array of its own; a tensor of a device is waited for.
+    """Ids of one row as a new int64 array; waits for a tensor on a device.
 
     Args:
         tokens: a list, an array or a tensor, of shape (n,) or (1, n).
 
     Raises:
-        ConfigError: several rows, or no whole numbers.
+        ConfigError: several rows, or not whole numbers.
     """
     if isinstance(tokens, torch.Tensor):
         tokens = tokens.detach().cpu().numpy()
@@ -117,7 +117,7 @@ def token_ids(tokens: Any) -> TokenIds:
 
 
 class Given:
-    """What a model was given, position by position, as far as a connector saw it."""
+    """The token ids that a connector saw the model get, by position."""
 
     def __init__(self) -> None:
         """Nothing yet."""
@@ -125,7 +125,7 @@ class Given:
         """First position, the one behind the last, and ids; None: they were restored."""
 
     def add(self, first: int, count: int, ids: Any) -> None:
-        """Tokens from this position on: a tensor of any device, which is copied, or None."""
+        """Note tokens from this position on: a tensor of any device, which is copied, or None."""
         self.cut(first)
         if count:
             copied = None if ids is None else ids.detach().clone()
@@ -139,7 +139,7 @@ class Given:
                 self._pieces.append((first, length, None if ids is None else ids[: length - first]))
 
     def unseen(self, length: int) -> int | None:
-        """The first of so many positions of which nothing is known."""
+        """The first of `length` positions whose ids are unknown."""
         end = 0
         for first, behind, _ in self._pieces:
             if first != end:
@@ -148,7 +148,7 @@ class Given:
         return end if end < length else None
 
     def _join(self) -> None:
-        """Ids of adjacent pieces together, on the CPU: a device is waited for once."""
+        """Join the ids of adjacent pieces, on the CPU; waits for a device once."""
         runs: list[list[tuple[int, int, Any]]] = []
         for piece in self._pieces:
             before = runs[-1][-1] if runs else None
@@ -162,7 +162,7 @@ class Given:
         ]
 
     def other(self, tokens: TokenIds, first: int) -> tuple[int, int] | None:
-        """Where from `first` on other ids were computed than these, and which one first."""
+        """The first position from `first` on where another id was computed, and that id."""
         self._join()
         for at, behind, ids in self._pieces:
             low, high = max(at, first), min(behind, len(tokens))
@@ -176,7 +176,7 @@ class Given:
 
 
 def _on_cpu(pieces: list[Any]) -> Any:
-    here = [one for one in pieces if one.device.type == "cpu"]  # those that were joined before
+    here = [one for one in pieces if one.device.type == "cpu"]  # joined before
     there = [one for one in pieces if one.device.type != "cpu"]
     return torch.cat([*here, *([torch.cat(there).cpu()] if there else [])])
 
@@ -184,10 +184,10 @@ def _on_cpu(pieces: list[Any]) -> Any:
 class PrefixCache(DynamicCache):
     """The keys and values of one sequence, for `past_key_values=`.
 
-    `reused` of its tokens came from the cache. Everything of `DynamicCache` works, but for batches
-    of several rows. What is in it is saved under the ids that were named: those of `prefix`, and of
-    `extend`. The connector compares them with what its model is given: from position 0 on, without
-    padding, without a mask. Anything else is a ConfigError, and nothing is saved any more.
+    `reused` of its tokens came from the cache. All of `DynamicCache` works, except for batches of
+    several rows. Its content is saved under the ids given to `prefix` and `extend`. The connector
+    compares them with the model's inputs: from position 0 on, without padding, without a mask. Any
+    other input raises ConfigError, and nothing is saved any more.
     """
 
     def __init__(self, config: Any, tokens: TokenIds | None = None) -> None:
@@ -195,7 +195,7 @@ class PrefixCache(DynamicCache):
 
         Args:
             config: of the model.
-            tokens: which it is going to hold; None: it is never saved under its tokens.
+            tokens: the tokens it is going to hold; None: it is never saved under its tokens.
         """
         super().__init__(config=config)
         self._attention = attention_layers(self)
@@ -224,7 +224,7 @@ class PrefixCache(DynamicCache):
 
     @property
     def tokens(self) -> TokenIds:
-        """Ids of the tokens that it holds, as far as they are known: int64 of shape (n,)."""
+        """Known ids of the tokens that it holds: int64 of shape (n,)."""
         known = np.empty(0, np.int64) if self._tokens is None else self._tokens
         return known[: self.held]
 
@@ -235,21 +235,21 @@ class PrefixCache(DynamicCache):
 
     @property
     def rows(self) -> set[int]:
-        """How many tokens layers hold: between two passes one number."""
+        """Numbers of tokens that layers hold: between two passes they are all equal."""
         return {int(self.layers[at].get_seq_length()) for at in self._attention}
 
     def extend(self, tokens: Any) -> None:
-        """Name the tokens behind those known, so that they are saved as well: usually what was
-        generated, `output[:, prompt:]`. Call it when they have been computed. The last one may be
-        without keys and values, as `generate` leaves it.
+        """Name the tokens after the known ones, so that they are saved as well: usually the
+        generated tokens, `output[:, prompt:]`. Call it when they have been computed. The last one
+        may lack keys and values, as `generate` leaves it.
 
         Args:
             tokens: as `prefix`: ids of shape (n,) or (1, n).
 
         Raises:
-            ConfigError: no ids of one row, more than have been computed (perhaps the prompt is
-                among them again), or others; or the cache was cropped into the known tokens, or
-                made by `restore`, which knows none; or what it holds is not to be saved.
+            ConfigError: not ids of one row, more than have been computed (perhaps they include the
+                prompt again), or other ids than computed; or the cache was cropped into the known
+                tokens, was made by `restore`, which knows none, or may not be saved.
         """
         more = token_ids(tokens)
         if self._tokens is None:
@@ -273,16 +273,16 @@ class PrefixCache(DynamicCache):
         self.check_given(tokens, len(self._tokens), "extend")
         self._tokens = tokens
 
-    # ---- what a connector sees of a pass
+    # ---- one forward pass, for the connector
 
     def begin(self) -> None:
-        """A forward pass begins; what is held is complete."""
+        """Note that a forward pass begins; all tokens held are complete."""
 
     def given(self, ids: Any) -> None:
-        """The model computes these behind what is held: one row of a tensor.
+        """Note that the model computes these ids after the tokens held: one row of a tensor.
 
         Raises:
-            ConfigError: the tokens that are known are others.
+            ConfigError: the known tokens differ.
         """
         held = self.held
         self._given.add(held, len(ids), ids)
@@ -296,15 +296,14 @@ class PrefixCache(DynamicCache):
                 )
 
     def forget_given(self, length: int) -> None:
-        """Nothing from this position on was computed."""
+        """Note that nothing from this position on was computed."""
         self._given.cut(length)
 
     def check_given(self, tokens: TokenIds, first: int, who: str) -> None:
-        """Whether these names from `first` on are of what was computed. A tensor of a device is
-        waited for.
+        """Check that these ids, from `first` on, were computed. Waits for a tensor on a device.
 
         Raises:
-            ConfigError: they are not.
+            ConfigError: other ids were computed.
         """
         wrong = self._given.other(tokens, first)
         if wrong is not None:
@@ -315,11 +314,11 @@ class PrefixCache(DynamicCache):
             )
 
     def doubt(self, flag: Any, reason: str, *, soon: bool) -> None:
-        """Something was given that spoils the cache if a flag says so: a tensor. That of a device
-        is looked at when the tokens are saved, unless `soon`.
+        """Note an input that spoils the cache if the tensor `flag` is true. A flag on a device is
+        read when the tokens are saved, unless `soon`.
 
         Raises:
-            ConfigError: it does.
+            ConfigError: the flag is true.
         """
         if flag.device.type == "cpu" or soon:
             if bool(flag):
@@ -329,7 +328,7 @@ class PrefixCache(DynamicCache):
             self._doubts[reason] = flag if former is None else former | flag
 
     def spoil(self, reason: str) -> ConfigError:
-        """Save nothing of it any more; the error to raise."""
+        """Never save this cache any more; returns the error to raise."""
         self.spoilt = reason
         return ConfigError(f"past_key_values: {reason}. Nothing of it is saved")
 
@@ -349,10 +348,10 @@ class PrefixCache(DynamicCache):
             raise self.spoil(self.spoilt)
 
     def check_known(self) -> None:
-        """Whether the tokens that are held and known were all seen by the connector.
+        """Check that the connector saw all tokens held and known.
 
         Raises:
-            ConfigError: some were not, or the cache may not be saved.
+            ConfigError: it did not see some, or the cache may not be saved.
         """
         self.check_sound()
         unseen = self._given.unseen(len(self.tokens))
@@ -363,7 +362,7 @@ class PrefixCache(DynamicCache):
                 "Connector was given, which is compiled, if at all, behind that"
             )
 
-    # ---- what would make known tokens untrue
+    # ---- changes of the tokens held
 
     def update(
         self, key_states: Any, value_states: Any, layer_idx: int, *arguments: Any, **more: Any
@@ -372,14 +371,14 @@ class PrefixCache(DynamicCache):
 
         Raises:
             ConfigError: several rows.
-            TransferFailed: what was being restored by layers did not arrive.
+            TransferFailed: a restore by layers failed.
         """
         one_row(int(key_states.shape[0]))
         if layer_idx in self._awaited:
             self._load.transfer.wait_layer(layer_idx)
             self._awaited.discard(layer_idx)
             if not self._awaited:
-                self._load.done()  # gives the lease back, if it is over; else a later call does
+                self._load.done()  # gives the lease back if it has finished; else a later call does
                 self._load = None
         return super().update(key_states, value_states, layer_idx, *arguments, **more)
 
@@ -393,8 +392,8 @@ class PrefixCache(DynamicCache):
         super().batch_select_indices(indices)
 
     def crop(self, *arguments: Any, **more: Any) -> None:
-        """See `DynamicCache.crop`. Known tokens that are cropped are not saved, nor is anything
-        computed behind them later: it may be of other tokens."""
+        """See `DynamicCache.crop`. Cropped tokens are not saved, nor is anything computed after
+        them later: it may be of other tokens."""
         before = self.held
         super().crop(*arguments, **more)
         if self.held < before:
@@ -425,23 +424,24 @@ class PrefixCache(DynamicCache):
         self._load, self._awaited = load, set(self._attention)
 
     def settle(self) -> None:
-        """Let the current stream wait for all that `expect` left: the tensors are about to be read.
+        """Let the current stream wait for the rest of the load given to `expect`, before the
+        tensors are read.
 
         Raises:
-            TransferFailed: it did not arrive.
+            TransferFailed: the load failed.
         """
         if self._awaited:
             self._load.transfer.wait_on()
             self._load, self._awaited = None, set()
 
     def allocate(self, pages: ModelPages, tokens: int) -> None:
-        """Give every layer tensors for so many restored tokens more, with nothing in these yet."""
+        """Give every layer tensors with room for `tokens` more restored tokens, not filled yet."""
         planes = pages.geometry.group(GROUP).planes
         self.settle()
         before = self.held
         for layer in map(self.layers.__getitem__, self._attention):
-            # Heads of a token together, as in a page: copies of whole pages instead of rows. The
-            # first `update` joins them with new tokens into tensors of the usual order anyway.
+            # Heads of a token are contiguous, as in a page: whole pages are copied instead of rows.
+            # The first `update` joins them with new tokens into tensors of the usual order anyway.
             keys, values = (
                 torch.empty(
                     (1, before + tokens, plane.heads, plane.row_bytes // pages.dtype.itemsize),
@@ -453,14 +453,14 @@ class PrefixCache(DynamicCache):
             if before:
                 keys[:, :, :before], values[:, :, :before] = layer.keys, layer.values
             else:
-                # Initialised with no tokens, then given the tensors themselves: nothing is copied.
+                # Initialised without tokens, then given the tensors themselves: nothing is copied.
                 layer.update(keys[:, :, :0], values[:, :, :0])
             layer.keys, layer.values = keys, values
         self._given.add(before, tokens, None)
         self._reused += tokens
 
     def withdraw(self, tokens: int) -> None:
-        """Undo `allocate`: nothing is going to be loaded there."""
+        """Undo `allocate`: nothing will be loaded there."""
         self._shorten(tokens)
         self._reused -= tokens
 
@@ -480,10 +480,10 @@ def one_row(rows: int) -> None:
 
 
 def planes_of(pages: ModelPages, past: Any) -> DevicePlanes:
-    """Where a cache has its keys and values now; keeps the tensors alive.
+    """The planes of a cache's current keys and values; keeps the tensors alive.
 
     Raises:
-        ConfigError: no DynamicCache of this model that keeps every token of one row.
+        ConfigError: not a DynamicCache of this model that keeps every token of one row.
     """
     if not isinstance(past, DynamicCache):
         raise ConfigError(f"past: expected a DynamicCache, found {type(past).__name__}")

@@ -1,4 +1,4 @@
-"""Keys and values between pages and a transformers cache, for those who hold leases and
+"""Keys and values between pages and a transformers cache, for callers that manage leases and
 reservations themselves."""
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ class Transfers:
     _closed: bool
 
     def restore(self, lease: Lease, *, window: int | None = None) -> PrefixCache:
-        """Load the pages of a lease, and take the lease over as `Load` does: it is released when
+        """Load the pages of a lease, and take over the lease as `Load` does: it is released when
         they have been copied.
 
-        On the CPU this blocks until then. On a GPU the current stream waits and this thread does
-        not, but for pages that are not pinned yet: use the result on that stream.
+        On the CPU this blocks until then. On a GPU the current stream waits; this thread waits only
+        for pages that are not pinned yet. Use the result on that stream.
 
         Args:
             lease: of this cache; it may be empty.
-            window: layers that arrive together. The model begins when the first have arrived, and
-                each layer waits, in `PrefixCache.update`, for its own. Until the model has used
-                the result once, nothing else may read its tensors. None: all before anything.
+            window: layers that are loaded together. The model begins when the first window has
+                arrived; each layer waits for its own in `PrefixCache.update`. Until the model has
+                used the result once, nothing else may read its tensors. None: the model waits for
+                all layers.
 
         Raises:
             ConfigError: no lease, or not from this cache object; a window below 1.
@@ -74,24 +75,24 @@ class Transfers:
 
     def _load_all(self, past: PrefixCache, lease: Lease) -> None:
         load = self.load(past, lease)
-        with contextlib.suppress(TransferFailed):  # `done` says it, and gives the lease back
+        with contextlib.suppress(TransferFailed):  # `done` raises it, and gives the lease back
             load.transfer.wait_on()
         load.done()
 
     def empty(self) -> PrefixCache:
-        """A cache with nothing in it, to `load` into or to begin with. Its tokens are not known:
-        save it with `offload`."""
+        """An empty cache, to `load` into or to begin with. Its tokens are not known: save it with
+        `offload`."""
         past = PrefixCache(self._config) if self.hybrid is None else self.hybrid.empty(None)
         past.watch = self._watch
         return past
 
     def load(self, past: PrefixCache, lease: Lease, *, window: int | None = None) -> Load:
-        """Begin to load the pages of a lease behind what a cache holds, and take the lease over as
-        `Load` does. Blocks for pages that are not pinned yet, and copies what `past` holds to where
-        there is room for all.
+        """Begin to load the pages of a lease after the tokens that a cache holds, and take over the
+        lease as `Load` does. Blocks for pages that are not pinned yet, and copies the content of
+        `past` to larger tensors.
 
-        With `window` the layers wait by themselves, as in `restore`. Without, it is for the caller
-        to wait (`done`, `wait`, `transfer.wait_on`) before anything reads the tensors.
+        With `window` the layers wait by themselves, as in `restore`. Without it the caller waits
+        (`done`, `wait`, `transfer.wait_on`) before anything reads the tensors.
 
         Args:
             past: of `empty`, `restore` or `prefix`, with the tokens before the lease's pages.
@@ -134,11 +135,11 @@ class Transfers:
         *,
         positions: Sequence[int] | npt.NDArray[np.int64] | None = None,
     ) -> Offload:
-        """Begin to save pages of a cache, and take the reservation or shard over as `Offload` does:
-        they are published when the copy is over and somebody asks for it (`done`, `wait`, or the
-        next call here).
+        """Begin to save pages of a cache, and take over the reservation or shard as `Offload` does:
+        the first call after the copy has finished (`done`, `wait`, or any call here) publishes
+        them.
 
-        The tensors that `past` has now are read; it may grow, be cropped or dropped meanwhile. Keep
+        Reads the current tensors of `past`, which may grow, be cropped or dropped meanwhile. Keep
         the result until it is done: a dropped one is aborted.
 
         Args:
@@ -147,10 +148,10 @@ class Transfers:
             positions: of the pages in the prompt's keys, needed for a shard; see `Offload`.
 
         Raises:
-            ConfigError: a cache of another model, of several rows, or with fewer tokens than the
-                pages, one of which a pass was refused, or pages that are not from this cache
-                object; `held` is the caller's still.
-            LeaseLost: `held` has ended before.
+            ConfigError: a cache of another model, of several rows, with fewer tokens than the
+                pages, or with a refused pass; or pages that are not from this cache object. The
+                caller still owns `held`.
+            LeaseLost: `held` had ended before.
             Detached: closed.
         """
         self._check_open()
@@ -170,16 +171,16 @@ class Transfers:
         return Offload(self.engine, held, np.arange(length), positions=positions, planes=planes)
 
     def planes(self, past: Any) -> DevicePlanes:
-        """Where a cache has its keys and values now, for calls of `engine` that go page by page;
-        slots are positions. Keeps the tensors alive.
+        """The planes of a cache's current keys and values, for calls of `engine`; slots are
+        positions. Keeps the tensors alive.
 
         Raises:
-            ConfigError: no DynamicCache of this model that keeps every token of one row.
+            ConfigError: not a DynamicCache of this model that keeps every token of one row.
         """
         return planes_of(self.pages, past)
 
     def _check_ours(self, held: Reservation | ReservationShard | Lease) -> None:
-        """Page numbers of another cache would be taken for our own."""
+        """Check the cache object: page numbers of another cache would be mistaken for its own."""
         core = held.hold().core
         if core is not self.cache.index.core:
             raise ConfigError(

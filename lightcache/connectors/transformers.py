@@ -9,7 +9,7 @@
             past.extend(output[:, input_ids.shape[1]:])  # to save what was generated as well
 
 `prefix` restores the longest stored prefix, so the model computes only the rest; leaving its `with`
-saves the pages that are new. Hybrid models need a second cache, of states: `open_caches`, and
+saves the new pages. Hybrid models need a second cache, of states: `open_caches`, and
 `Connector.prefill`. Needs transformers 5.0 or later.
 """
 
@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 class Connector(Transfers):
     """One model and one cache, with the engine that moves pages between them.
 
-    For many requests, also by several threads: one thread to a request. Close it before the cache.
+    Serves many requests, from several threads: one thread for each request. Close it before the
+    cache.
     """
 
     def __init__(
@@ -62,29 +63,31 @@ class Connector(Transfers):
         every: int = 256,
         path_limit: int = PATH_LIMIT,
     ) -> None:
-        """Join them. Computes one token, see `describe`, and a few more with a hybrid model.
+        """Join a cache and a model. Computes one token, see `describe`, and a few more with a
+        hybrid model.
 
         Args:
             cache: made by `open_cache` or `open_caches`, or with `describe(model).options`.
             model: as `describe`.
             states: for a hybrid model, made by `open_caches`, or with
                 `describe(model).states.options`.
-            pinned, pinned_states: for a model on a GPU, what `pin` of these caches returned; None:
-                pinned here, which takes seconds for a large pool and goes on in the background, and
-                unpinned by `close`.
-            chunk, every: of a hybrid model's `Grid`: prefills save states at multiples of chunk and
-                page_tokens, and decoding at those of `every` as well. Processes may differ in them.
-            path_limit: states of a hybrid model on one path, at least 2; with more the shallowest
-                go, but not where prompts part, and none that is in use. 0: any number. The default
-                is that of `lightcache.hybrid.Checkpoints`.
+            pinned, pinned_states: for a model on a GPU, the result of `pin` of these caches; None:
+                pinned here, in the background, which takes seconds for a large pool, and unpinned
+                by `close`.
+            chunk, every: of a hybrid model's `Grid`: prefill saves states at multiples of chunk and
+                page_tokens, and decoding at those of `every` as well. Processes may use different
+                values.
+            path_limit: bound on states of a hybrid model on one path, at least 2; the shallowest
+                beyond it are evicted, except where prompts diverge, and those in use. 0: no bound.
+                The default is that of `lightcache.hybrid.Checkpoints`.
 
         Raises:
             LayoutMismatch: a cache is of another model; says what differs.
-            ConfigError: as `describe`, or no cache, one without page_tokens, none of states for a
-                hybrid model, one for another, or one that is not independent, or for a model on a
-                GPU one that was opened without device=True; or settings of a hybrid model that do
-                not go together, all of them in one message.
-            InUse: a pool is pinned already by this process; give `pinned`.
+            ConfigError: as `describe`; or not a cache, a cache without page_tokens, a hybrid model
+                without a cache of states, another model with one, a cache of states that is not
+                independent, or for a model on a GPU a cache opened without device=True; or
+                conflicting settings of a hybrid model, all in one message.
+            InUse: this process has pinned a pool already; pass `pinned`.
             Detached: a cache is closed.
         """
         if not isinstance(cache, Cache):
@@ -100,7 +103,7 @@ class Connector(Transfers):
         self._figures = Counters()
         self._closed = False
         with contextlib.ExitStack() as stack:
-            seen = PrefixCache(self._config)  # every transfer brings planes of its own
+            seen = PrefixCache(self._config)  # every transfer brings its own planes
             seen.allocate(self.pages, 1)
             planes = planes_of(self.pages, seen)
             self._pool = Pooled(cache, self.pages.geometry, planes, self.pages.device, pinned)
@@ -137,32 +140,32 @@ class Connector(Transfers):
     def prefix(
         self, tokens: Any, *, salt: str | bytes | None = None, namespace: Namespace | None = None
     ) -> Iterator[PrefixCache]:
-        """The longest stored prefix of a prompt, as `past_key_values`; at the end of the `with`,
-        what was computed is saved.
+        """The longest stored prefix of a prompt, as `past_key_values`; the end of the `with` saves
+        new pages.
 
         At least one token is left to compute. Leaving blocks until the new full pages are copied
-        and published, or at once if there are none: those that are stored already are not written
-        again, those that another process is writing just now are left to it, and those for which
-        there is no room are not saved. Leaving by an exception saves nothing.
+        and published. Pages that are stored already are not written again, pages that another
+        process is writing are left to it, and pages without room are not saved. Leaving by an
+        exception saves nothing.
 
         Args:
             tokens: ids of the prompt: a list, an array or a tensor (also of a device), of shape
                 (n,) or (1, n).
-            salt: keeps tenants or adapters apart, see `Cache.hash_pages`.
+            salt: separates tenants or adapters, see `Cache.hash_pages`.
             namespace: see `Cache.namespace`; None: the cache's.
 
-        Pages are found by tokens alone, so the model's passes are looked at. What was computed is
-        saved only if it is of these tokens, of `model`, from position 0 on, by weights that are as
-        they were, without dropout, and no mask hid anything.
+        Pages are found by tokens alone, so the model's passes are checked. Pages are saved only if
+        `model` computed them from these tokens, from position 0 on, with unchanged weights, without
+        dropout, and without a mask that hid anything.
 
         Raises:
-            ConfigError: several rows, or tokens that are no ids; a model that drops out. Also by
-                the model's call: it was given something else than these tokens; and at the end of
-                the `with`: what is held was not computed by this model. Nothing is saved then.
-            LayoutMismatch: the weights changed behind the open connector; nothing is saved.
-            TransferFailed: a copy failed; on entering, nothing is held.
+            ConfigError: several rows, tokens that are not ids, or a model with dropout. The model's
+                call also raises it, for inputs other than these tokens, and so does the end of the
+                `with`, if this model did not compute the tokens held. Nothing is saved then.
+            LayoutMismatch: the weights changed while the connector was open; nothing is saved.
+            TransferFailed: a copy failed; on entry, nothing is held.
             LockTimeout, Detached, PermissionDenied: as `Cache.match` and `Cache.reserve`.
-            OutOfPages: a hybrid model's cache of states has all the namespaces that it can.
+            OutOfPages: a hybrid model's cache of states has no room for another namespace.
         """
         self._check_open()
         ids = token_ids(tokens)
@@ -193,7 +196,7 @@ class Connector(Transfers):
         return self._figures.snapshot(states)
 
     def _check_use(self, namespace: Namespace | None) -> None:
-        """The caches are in use, with the weights that they are for."""
+        """Check that the caches are open, and their weights current."""
         for one in self._caches:
             one.index.segment.mark_used()
         space = self.cache.index.default_namespace if namespace is None else namespace
@@ -207,28 +210,29 @@ class Connector(Transfers):
             return self._restore(lease, ids)
 
     def prefill(self, past: Any, tokens: Any = None, *, at_most: int | None = None) -> None:
-        """Of a hybrid model: compute a prompt up to the last position at which a state is to be
-        saved, in passes that end where one is. Nothing to do for other models.
+        """For a hybrid model: compute a prompt up to the last position at which a state is saved,
+        in passes that end where one is saved. Does nothing for other models.
 
-        That is where the prompt leaves what others computed without leaving a state there, and the
-        last multiple of the grid. At least one token is left, for `generate`, unless it was
-        computed before. Without this call only states of what is generated are saved. Blocks.
+        States are saved where the prompt diverges from stored keys and values that have no state
+        there, and at the last multiple of the grid. At least one token is left for `generate`,
+        unless it was computed before. Without this call, only states of generated tokens are saved.
+        Blocks.
 
         Args:
             past: of `prefix`.
-            tokens: the whole prompt, if it is longer than what was given to `prefix`: the next turn
-                of a conversation in one `past`. It begins with the tokens that are held.
+            tokens: the whole prompt, if it is longer than the one given to `prefix`: the next turn
+                of a conversation in one `past`. It begins with the tokens held.
             at_most: tokens of a forward pass, to bound its memory; None: any number.
 
         Raises:
-            ConfigError: no cache of `prefix`, or tokens that do not begin with those it holds.
+            ConfigError: not a cache of `prefix`, or tokens that do not begin with those it holds.
         """
         self._check_open()
         if self.hybrid is not None:
             self.hybrid.prefill(past, tokens, at_most)
 
     def _save(self, past: PrefixCache, how: dict[str, Any]) -> None:
-        self.engine.poll()  # gives back what was pinned for the load
+        self.engine.poll()  # releases the pages pinned for the load
         keys = self.cache.hash_pages(past.tokens, **how)
         if len(keys) * self.pages.geometry.page_tokens > past.reused:
             self._save_pages(past, keys, how["namespace"])
@@ -236,10 +240,11 @@ class Connector(Transfers):
             self.hybrid.save(past, keys, how["namespace"])
 
     def _save_pages(self, past: PrefixCache, keys: Keys, namespace: Namespace | None) -> None:
-        # Without room, or in a namespace that was cleared meanwhile, it is not saved: a later miss.
+        # Without room, or in a namespace that was cleared meanwhile, pages are not saved: a later
+        # miss.
         try:
-            # From the first page on: what was restored may have been evicted since, and would leave
-            # a hole in front of the new pages.
+            # From the first page on: restored pages may have been evicted since, which would leave
+            # a gap before the new pages.
             with self.cache.reserve(keys, namespace=namespace) as held:
                 new, missing, why = len(held.new), len(held.missing), held.why
                 present, busy = len(held.present), len(held.busy)
@@ -264,8 +269,8 @@ class Connector(Transfers):
     # ---- the end
 
     def close(self) -> None:
-        """Wait for copies, publish what they saved, and let go of the caches, which can then be
-        closed. A second call does nothing."""
+        """Wait for copies, publish saved pages, and release the caches, which can then be closed. A
+        second call does nothing."""
         if self._closed:
             return
         if self.hybrid is not None:
@@ -293,7 +298,7 @@ def prefix(
     pinned: PinnedPages | None = None,
 ) -> Iterator[PrefixCache]:
     """`Connector.prefix`, with a connector for this call alone. That costs a decoding step, threads
-    and, on a GPU without `pinned`, registering the pool: for many calls make a `Connector`."""
+    and, on a GPU without `pinned`, registration of the pool: for many calls make a `Connector`."""
     with Connector(cache, model, states=states, pinned=pinned) as connector:
         with connector.prefix(tokens, salt=salt, namespace=namespace) as past:
             yield past

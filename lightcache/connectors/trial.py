@@ -1,4 +1,5 @@
-"""A few tokens computed, to see what a model keeps: nothing is guessed from configurations."""
+"""Trial passes of a few tokens that show what a model keeps; nothing is guessed from
+configurations."""
 
 from __future__ import annotations
 
@@ -21,16 +22,16 @@ _SIGNS = {"is_causal": False, "is_decoder": False, "use_bidirectional_attention"
 def computed(
     model: Any, device: str, *pieces: Sequence[int], positions: bool = True
 ) -> DynamicCache:
-    """What a model keeps of some tokens, after one forward pass for each piece.
+    """The model's cache of some tokens, after one forward pass for each piece.
 
     Args:
-        positions: tell it the positions of tokens behind others.
+        positions: pass the positions of tokens after the first piece.
 
     Raises:
-        ConfigError: it cannot compute them with a DynamicCache.
+        ConfigError: the model cannot compute them with a DynamicCache.
     """
     past = DynamicCache(config=model.config)
-    # Eagerly: a model that is compiled need not be for this.
+    # Eagerly, also for a compiled model.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         try:
             for piece in pieces:
@@ -45,25 +46,25 @@ def computed(
 
 
 def forward(model: Any, past: DynamicCache, ids: Any, *, positions: bool = True) -> Any:
-    """One forward pass of tokens behind those that a cache holds: ids of shape (1, n)."""
-    # Of the first layer that keeps keys: some classes of transformers ask the first layer of all.
+    """One forward pass of tokens after those that a cache holds: ids of shape (1, n)."""
+    # From the first layer that keeps keys: some classes of transformers use the first layer of all.
     attention = attention_layers(past)
     held = past.get_seq_length(attention[0]) if attention else 0
     if not held or not positions or not takes_positions(model):
         return model(input_ids=ids, past_key_values=past, use_cache=True)
-    # Bamba, for one, counts positions from zero in every pass if nobody tells it.
+    # Bamba, for example, counts positions from zero in every pass unless they are given.
     where = torch.arange(held, held + ids.shape[1], device=ids.device)[None]
     return model(input_ids=ids, position_ids=where, past_key_values=past, use_cache=True)
 
 
 def takes_positions(model: Any) -> bool:
-    """Whether a model may be given `position_ids`."""
+    """Whether a model accepts `position_ids`."""
     known = inspect.signature(model.forward).parameters
     return "position_ids" in known or any(one.kind is one.VAR_KEYWORD for one in known.values())
 
 
 def parts_of_model(model: Any) -> list[Any]:
-    """`model.modules()`, in another order and five times as fast: this is asked at each request."""
+    """`model.modules()`, in another order and five times as fast: each request calls this."""
     found: dict[int, Any] = {}
     open_ = [model]
     while open_:
@@ -75,10 +76,10 @@ def parts_of_model(model: Any) -> list[Any]:
 
 
 def check_evaluated(model: Any) -> None:
-    """Whether what it computes is no matter of chance.
+    """Check that the model computes without randomness.
 
     Raises:
-        ConfigError: some part is in training mode and drops values, or adds noise.
+        ConfigError: a part is in training mode and drops values or adds noise.
     """
     for part in parts_of_model(model):
         if part.training and (found := _chance(part)):
@@ -100,19 +101,19 @@ def _chance(part: Any) -> str:
 
 
 def check_passes(model: Any, device: str, vocabulary: int, *, several: bool = True) -> bool:
-    """Whether what a model keeps of a token depends on the tokens before it alone, and is one row:
-    the keys and values of one pass are compared with those of two.
+    """Check that a token's keys and values depend only on the tokens before it, and are one row:
+    compares the keys and values of one pass with those of two.
 
     Args:
-        vocabulary: ids that there are.
-        several: whether it may continue with several tokens in one pass.
+        vocabulary: number of ids.
+        several: whether the model may continue with several tokens in one pass.
 
     Returns:
-        Whether it must be told the positions of tokens that continue others.
+        Whether the model needs the positions of tokens that continue others.
 
     Raises:
-        ConfigError: it adds rows of its own; it is not causal; or it does not continue from what it
-            keeps. Says which, and why if the configuration tells.
+        ConfigError: the model adds rows, is not causal, or cannot continue from its cache. Names
+            which, and the cause if the configuration shows it.
     """
     rows = {int(keys.shape[2]) for keys, _ in _kept(computed(model, device, (0,)))}
     if rows - {1}:
@@ -133,12 +134,12 @@ def check_passes(model: Any, device: str, vocabulary: int, *, several: bool = Tr
 def _wrong(
     model: Any, device: str, tokens: list[int], *, several: bool, positions: bool = True
 ) -> str:
-    """What is wrong with the keys and values of some tokens; empty: nothing."""
+    """The error in the keys and values of some tokens; empty: none."""
     one, other = tokens[:_TOKENS], tokens[_TOKENS:]
     behind = [one[2:]] if several else [[each] for each in one[2:]]
     whole = _kept(computed(model, device, one))
     parts = _kept(computed(model, device, one[:2], *behind, positions=positions))
-    # Of the same last token behind others: how much it depends on what is before it.
+    # Of the same last token after other tokens: how much it depends on those before it.
     fresh = _kept(computed(model, device, [*other[:-1], one[-1]]))
     name = type(model).__name__
     for layer, (all_, split, far) in enumerate(zip(whole, parts, fresh, strict=True)):
@@ -177,7 +178,7 @@ def _said(model: Any, layer: int, distance: float, *, late: bool) -> str:
 
 
 def _bound(dtype: torch.dtype, context: float) -> float:
-    """How far equal keys may be apart by rounding.
+    """How far equal keys may differ by rounding.
 
     Measured with random weights: 90 tiny models on a CPU were off by 1e-6 at most in float32, and
     by nothing in bfloat16; 32 layers on an H200 by 0.017 of what other tokens before it change of a

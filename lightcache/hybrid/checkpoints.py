@@ -1,4 +1,4 @@
-"""Checkpoints: saved states of recurrent layers, found by the keys of KV, in tiers of their own."""
+"""Checkpoints: saved states of recurrent layers, found by the keys of KV, in separate tiers."""
 
 from __future__ import annotations
 
@@ -33,12 +33,11 @@ if TYPE_CHECKING:
     from lightcache.storage.tier import BaseTier
 
 
-# ---- Where states are: tiers, namespaces by weights version and tenant, and the keys of a
-# prompt.
+# ---- Tiers, namespaces by weights version and tenant, and keys of a prompt
 
 
 class Tier(Enum):
-    """Where a checkpoint is."""
+    """The tier of a checkpoint."""
 
     DEVICE = "device"
     HOST = "host"
@@ -46,7 +45,8 @@ class Tier(Enum):
 
 @dataclass(frozen=True, eq=False)
 class StateSpace:
-    """A weights version and a tenant, on the device and the host; None: there is no such tier."""
+    """The namespaces of one weights version and tenant, on the device and the host; None: no such
+    tier."""
 
     kv: Namespace
     """Of the host's KV, beside which it was opened: says whose states these are."""
@@ -54,7 +54,7 @@ class StateSpace:
     host: Namespace | None
 
     def of(self, tier: Tier) -> Namespace:
-        """In a tier that there is."""
+        """The namespace in an existing tier."""
         found = self.device if tier is Tier.DEVICE else self.host
         assert found is not None
         return found
@@ -62,8 +62,8 @@ class StateSpace:
 
 @dataclass(frozen=True, eq=False)
 class Path:
-    """The positions of a prompt at which checkpoints may be, as keys. The first `count` of them end
-    with a position; so 0 is none."""
+    """The positions of a prompt at which checkpoints may be, as keys. A position is given as the
+    `count` of keys up to it; 0 is none."""
 
     keys: Keys
     """uint64 of shape (n, 2)."""
@@ -72,12 +72,12 @@ class Path:
     """Where KV has these keys; None: in its default namespace."""
 
     def key(self, count: int) -> Keys:
-        """Of the position that `count` of them end with, alone."""
+        """The one key of the position that ends the first `count` keys."""
         return self.keys[count - 1 : count]
 
 
 class StateSpaces:
-    """Those that were opened here, one for each weights version and tenant."""
+    """State spaces that this process opened, one for each weights version and tenant."""
 
     def __init__(self, slots: PageIndex | None, host: Cache | None) -> None:
         """None yet."""
@@ -85,23 +85,24 @@ class StateSpaces:
         self._known: dict[tuple[str, str], StateSpace] = {}
 
     def beside(self, kv: Namespace, good: Callable[[], bool]) -> StateSpace | None:
-        """Of the weights and the tenant of a namespace of KV, made if need be. None: that was
-        cleared, and its states with it.
+        """The state space for the weights and tenant of a KV namespace, made if needed. None: the
+        namespace was cleared, and its states with it.
 
-        Who clears KV alone, by whatever call, clears its states as well: the first request behind
-        that brings another namespace of the same name, and what was beside the former one goes.
+        Clearing KV alone, by any call, clears its states as well: the next request brings a new
+        namespace of the same name, and the states of the old one are dropped.
 
-        Who forgets a namespace clears KV's first, and then those of states that it sees. Who opens
-        one of these looks at KV's behind that: so one of the two sees the other.
+        Clearing a tenant or version clears the KV namespace first, and then the state namespaces it
+        sees. A process that opens a state namespace re-reads the KV namespace afterwards, so either
+        the opener or the clearer sees the other.
 
         Args:
-            good: whether KV's is in use still.
+            good: whether the KV namespace is still in use.
 
         Raises:
             OutOfPages, LockTimeout: as `PageIndex.namespace`.
         """
         found = self._usable(kv)
-        if found is None and good():  # a request of before the clear must not clear what came after
+        if found is None and good():  # a request from before the clear must not clear newer states
             self.clear(kv.weights, kv.tenant)
             found = self._open(kv)
             if not good():
@@ -110,7 +111,7 @@ class StateSpaces:
         return found
 
     def _usable(self, kv: Namespace) -> StateSpace | None:
-        """One that was opened here beside this very namespace, and that nobody has cleared."""
+        """The state space opened here for this very KV namespace, unless it was cleared."""
         found = self._known.get((kv.weights, kv.tenant))
         if found is None or found.kv != kv:
             return None
@@ -118,7 +119,7 @@ class StateSpaces:
             return found
         if self._host.index.namespace_state(found.host) is NamespaceState.NORMAL:
             return found
-        self.clear(kv.weights, kv.tenant)  # of the device, too
+        self.clear(kv.weights, kv.tenant)  # on the device, too
         return None
 
     def _open(self, kv: Namespace) -> StateSpace:
@@ -131,12 +132,12 @@ class StateSpaces:
         return made
 
     def live(self, space: StateSpace) -> bool:
-        """Whether nobody has forgotten it here."""
+        """Whether this process has not cleared it."""
         return self._known.get((space.kv.weights, space.kv.tenant)) is space
 
     def clear(self, weights: str, tenant: str | None = None) -> None:
-        """Forget what was opened here of a version, or of one of its tenants: nothing of it is
-        found or accepted any more, in no process."""
+        """Clear the spaces that this process opened for a version, or one of its tenants: no
+        process finds or accepts their states any more."""
         for key, space in list(self._known.items()):
             if not _is_of(space.kv, weights, tenant):
                 continue
@@ -144,18 +145,18 @@ class StateSpaces:
                 self._host.clear(space.host)
             if self._slots is not None and space.device is not None:
                 self._slots.clear(space.device)
-            del self._known[key]  # behind it: what failed is cleared again
+            del self._known[key]  # last: after a failure it is cleared again
 
     def clear_everywhere(self, weights: str, tenant: str | None = None) -> None:
-        """The same, whoever has opened it."""
+        """Clear a version or a tenant, also spaces that other processes opened."""
         if self._host is not None:
             clear_states(self._host, weights, tenant)
         self.clear(weights, tenant)
 
 
 def clear_states(states: Cache, weights: str, tenant: str | None = None) -> None:
-    """Forget what a host cache has of a version, or of one of its tenants, whoever opened it. KV's
-    is cleared before: see `StateSpaces.beside`."""
+    """Clear a version, or one of its tenants, in a host cache, whichever process opened it. KV must
+    be cleared first: see `StateSpaces.beside`."""
     for space in states.index.namespaces():
         if _is_of(space, weights, tenant):
             states.clear(space)
@@ -165,13 +166,12 @@ def _is_of(space: Namespace, weights: str, tenant: str | None) -> bool:
     return space.weights == weights and tenant in (None, space.tenant)
 
 
-# ---- Copies of states: from slot to slot, to the host and back, and what they hold until they
-# are over.
+# ---- Copies: between slots, to the host and back, and their pins
 
 
 @dataclass(frozen=True, eq=False)
 class _Origin:
-    """Of which checkpoint a slot is."""
+    """The checkpoint that a slot holds."""
 
     path: Path
     count: int
@@ -179,7 +179,7 @@ class _Origin:
 
 @dataclass(eq=False)
 class _Group:
-    """Slots on their way out, pinned until their copies are over."""
+    """Slots being written back, pinned until their copies have finished."""
 
     lease: Lease
     transfers: list[BlockTransfer]
@@ -189,7 +189,7 @@ class _Group:
 
 @dataclass(eq=False)
 class Copied:
-    """A launch from slot to slot: which slots it writes, and what it reads from."""
+    """A launch from slot to slot: the slots it writes, and the leases it reads from."""
 
     copying: Copying
     slots: Pages
@@ -198,13 +198,13 @@ class Copied:
 
 
 class StateTraffic:
-    """All copies of some `Checkpoints`, whose lock is around every call. What begins a copy, and
-    `close`, take it themselves."""
+    """All copies of one `Checkpoints`, whose lock is held around every call. Calls that begin a
+    copy, and `close`, take it themselves."""
 
     def __init__(
         self, owner: Checkpoints, backend: TransferBackend | None, time_limit: float
     ) -> None:
-        """Nothing moves yet."""
+        """No copy is in flight yet."""
         self._owner, self._backend, self._time_limit = owner, backend, time_limit
         self.moves = TransferTracker(owner.lock, time_limit)
         """Between slots and host pages."""
@@ -215,7 +215,7 @@ class StateTraffic:
     # ---- from slot to slot
 
     def copied(self, copying: Copying, slots: Pages, leases: list[Lease]) -> Copied:
-        """A launch writes these slots. The leases are released when it has been executed."""
+        """Note a launch that writes these slots. Releases the leases once it has been executed."""
         made = Copied(copying, slots, leases)
         with self._owner.lock:
             self._copies.append(made)
@@ -227,9 +227,9 @@ class StateTraffic:
             try:
                 if not one.copying.done():
                     continue
-            except Exception as error:  # a device that failed copies nothing more
+            except Exception as error:  # a failed device copies nothing more
                 if goes_on(one.copying):
-                    raise  # it was not the copy's: as in `BlockTransfer.block`
+                    raise  # not an error of the copy: as in `BlockTransfer.block`
                 self.moves.foreign.note(error)
             self._copies.remove(one)
             one.over = True
@@ -240,7 +240,7 @@ class StateTraffic:
     # ---- to the host
 
     def note(self, slot: int, path: Path, count: int) -> None:
-        """A slot holds a checkpoint that the host is to have when its room is needed."""
+        """Note a slot whose checkpoint goes to the host before its slot is reused."""
         if self._owner.host is not None:
             self._origins[slot] = _Origin(path, count)
 
@@ -254,11 +254,11 @@ class StateTraffic:
         of: list[BlockTransfer] | None = None,
         ends: Ends | None = None,
     ) -> BlockTransfer | None:
-        """Write a slot's state to the host, under the key at the last of the first `count`
-        positions. None: the host has it, or no room for it.
+        """Write a slot's state to the host, under the key of position `count`. None: the host has
+        it already, or has no room.
 
         Args:
-            pins: the slot's, for this: released when it is over, or not begun.
+            pins: pins of the slot for this copy: released when it has finished or did not begin.
             of, ends: as for `TransferTracker.begin`.
         """
 
@@ -326,7 +326,7 @@ class StateTraffic:
     # ---- from the host
 
     def load(self, lease: Lease, slot: int, of: list[BlockTransfer] | None = None) -> BlockTransfer:
-        """Bring a host page's state to a slot. The lease is the movement's from then on.
+        """Load a host page's state into a slot. The transfer takes over the lease.
 
         Args:
             of: as for `TransferTracker.begin`.
@@ -344,9 +344,9 @@ class StateTraffic:
     # ---- making room
 
     def demote(self, n: int) -> int:
-        """Begin to write back up to n checkpoints, those that eviction would take next. Their slots
-        are free when that is over, but for those that somebody came for, and those that should be
-        on the host and are not. Returns how many are on their way."""
+        """Begin to write back up to n checkpoints, in the order of eviction. Their slots are freed
+        when the copies have finished, except slots that are in use by then and slots whose host
+        copy failed. Returns the number being written back."""
         slots = self._owner.slots
         if slots is None or n < 1:
             return 0
@@ -357,14 +357,14 @@ class StateTraffic:
         for slot, key in zip(oldest.pages.tolist(), oldest.keys, strict=True):
             origin = self._origins.get(slot)
             if origin is None or (origin.path.key(origin.count)[0] != key).any():
-                continue  # evicted and written anew
+                continue  # evicted and reused
             group.origins[slot] = origin
             self.offload(slot, origin.path, origin.count, of=group.transfers)
         self._look_at_groups()
         return count
 
     def overwritten(self, slots: Pages) -> None:
-        """These were evicted if they held anything."""
+        """Note that the checkpoints in these slots, if any, were evicted."""
         lost = 0
         for slot in slots.tolist():
             origin = self._origins.pop(slot, None)
@@ -375,7 +375,7 @@ class StateTraffic:
 
     @property
     def going(self) -> int:
-        """Slots on their way out."""
+        """Number of slots being written back."""
         return sum(len(group.lease) for group in self._groups)
 
     def _look_at_groups(self) -> None:
@@ -383,14 +383,14 @@ class StateTraffic:
         self._groups = [group for group in self._groups if group not in over]
         for group in over:
             try:
-                with contextlib.suppress(LightcacheError):  # who does not answer keeps what it has
+                with contextlib.suppress(LightcacheError):  # if unanswered, slots are kept
                     self._give_up(group)
             finally:
                 group.lease.close()
 
     def _give_up(self, group: _Group) -> None:
-        """The slots of a group, but for those that should be on the host and are not: these are
-        pinned once more meanwhile, which counts as a use, so that others are tried next."""
+        """Free the slots of a group, except those whose host copy is missing: these are pinned
+        again meanwhile, which counts as a use, so that others are tried next."""
         slots = self._owner.slots
         assert slots is not None
         written = {at: one for at, one in group.origins.items() if self._there(one, Tier.HOST)}
@@ -410,7 +410,7 @@ class StateTraffic:
         )
 
     def _there(self, origin: _Origin, tier: Tier) -> bool:
-        """Whether a tier has that checkpoint, and says so."""
+        """Whether a tier has that checkpoint; False if it does not answer."""
         index = self._owner.slots if tier is Tier.DEVICE else self._owner.host
         path, key = origin.path, np.ascontiguousarray(origin.path.key(origin.count))
         with contextlib.suppress(LightcacheError):
@@ -446,12 +446,13 @@ class StateTraffic:
             self._origins.clear()
 
 
-# ---- What checkpoints count.
+# ---- Statistics
 
 
 @dataclass(frozen=True)
 class CheckpointStats:
-    """Since the checkpoints began, in this process. Checkpoints unless said otherwise."""
+    """Figures of this process since the checkpoints were made, in checkpoints unless stated
+    otherwise."""
 
     requests: int = 0
     """Taken."""
@@ -493,7 +494,7 @@ class CheckpointStats:
 
     @property
     def request_ratio(self) -> float:
-        """Requests that went on from a checkpoint, of all, 0 to 1."""
+        """Share of requests that continued from a checkpoint, 0 to 1."""
         hits = self.device_hits + self.host_hits
         return hits / self.requests if self.requests else 0.0
 
@@ -515,18 +516,19 @@ class Counts(Counter[str]):
         return CheckpointStats(**self)
 
 
-# ---- The bound on checkpoints of one path: the shallowest go, but no forks.
+# ---- The bound on checkpoints of one path
 
 PATH_LIMIT = 2
 """Checkpoints on one path, where nothing else is said: a conversation goes on from its last one,
 and others make more of the room of those before it (docs/benchmarks.md)."""
-_PARTED = 1 << 12  # forks that are remembered
+_PARTED = 1 << 12  # most remembered forks
 
 
 class PathBound:
-    """With more than so many on a path the shallowest go, but no forks, not the deepest, and none
-    in use; the one that was added goes last. Whoever adds one enforces it, as far as it knows the
-    path: what hangs on the new one by other keys is seen by whoever adds one there."""
+    """Bounds the checkpoints of one path: evicts the shallowest beyond it, but never forks, the
+    deepest, or checkpoints in use, and the newest last. The process that adds a checkpoint enforces
+    the bound on the path it knows; continuations by other keys are bounded when a checkpoint is
+    added there."""
 
     def __init__(
         self, most: int | None, counts: Counts, parting: Callable[[Path], Pages] | None = None
@@ -547,15 +549,16 @@ class PathBound:
         """Keys at which prompts part."""
 
     def parts(self, key: Keys) -> None:
-        """Prompts part there, though nothing hangs on it yet."""
+        """Note that prompts diverge here, though no checkpoint follows yet."""
         self._parted[key.tobytes()] = None
         if len(self._parted) > _PARTED:
             self._parted.popitem(last=False)
 
     def enforce(self, index: PageIndex, path: Path, tier: Tier, count: int) -> None:
-        """One was added at the last of the first `count` positions of a path, which may go on."""
+        """Enforce the bound after a checkpoint was added at position `count` of a path, which may
+        continue."""
         if self._most is not None:
-            with contextlib.suppress(LightcacheError):  # then whoever adds the next one looks
+            with contextlib.suppress(LightcacheError):  # the next addition enforces it
                 self._enforce(index, path, tier, count, self._most)
 
     def _enforce(self, index: PageIndex, path: Path, tier: Tier, count: int, most: int) -> None:
@@ -574,15 +577,15 @@ class PathBound:
                 excess -= 1
 
     def _parting_behind(self, path: Path, there: Positions) -> Pages:
-        """How many ways KV goes on, at most, between each checkpoint and the next one: whichever
-        process saved it, and though the checkpoints of the other way may have gone."""
+        """The most continuations of KV between each checkpoint and the next, from any process, even
+        if the checkpoints of other branches have been evicted."""
         if self._parting is None:
             return np.zeros(len(there), np.int32)
         return np.maximum.reduceat(self._parting(path), there)
 
     def _forks(self, children: Pages, keys: Keys) -> list[bool]:
-        """Which of these are forks, or were: if what hangs on one has gone by the bound, prompts
-        still part there, and nothing but this tells."""
+        """Which of these are forks, or were: prompts still diverge at a fork whose branches the
+        bound has evicted, and only this record shows it."""
         found = []
         for count, key in zip(children.tolist(), keys, strict=True):
             if count > 1:
@@ -592,8 +595,8 @@ class PathBound:
 
 
 def _standing(index: PageIndex, keys: Keys, space: Namespace | None) -> Positions:
-    """Where checkpoints stand on a path, the shallowest first: few among thousands of keys, so
-    `last_ready` goes from one to the next, 5 ns a key in all."""
+    """Positions of checkpoints on a path, the shallowest first. They are few among thousands of
+    keys, so `last_ready` steps from one to the next, 5 ns a key in all."""
     found, behind = [], len(keys)
     while behind := index.last_ready(keys[:behind], namespace=space):
         behind -= 1
@@ -610,13 +613,12 @@ Found = tuple[Tier, int]
 
 
 class Checkpoints:
-    """Device slots and host pages of states, each with an index of its own, its own order of
-    eviction and its own capacity; either may be missing. Nothing of KV's indexes refers to them,
-    nor the reverse.
+    """Device slots and host pages of states, each tier with its own index, order of eviction and
+    capacity; either may be missing. They and the KV indexes do not refer to each other.
 
-    A slot is HELD by this process while a request writes it. `donate` gives it a key: a checkpoint,
-    which never changes again, and is evicted when nobody uses it and room is needed, the one unused
-    for longest first. No call but `close` waits for bytes.
+    A slot is HELD by this process while a request writes it. `donate` gives it a key and so makes
+    it a checkpoint, which never changes again. Unused checkpoints are evicted when room is needed,
+    least recently used first. Only `close` waits for bytes.
     """
 
     def __init__(
@@ -633,31 +635,30 @@ class Checkpoints:
         time_limit: float = 0.02,
         parting: Callable[[Path], Pages] | None = None,
     ) -> None:
-        """Everything stays the caller's to close, behind this.
+        """The caller closes all arguments, after this object.
 
         Args:
             slots: an independent index whose pages are the device's slots, for checkpoints and for
-                what running requests write; None: the engine has slots for running requests and no
-                others, and numbers them itself.
+                running requests; None: the engine has and numbers slots for running requests only.
             host: an independent cache whose pages are states; None: none.
-            backend: who moves bytes between slots and host pages: a page holds one token, the slot.
-            copier: who copies from slot to slot.
-            write: THROUGH: a checkpoint goes to the host at once; BACK: when the device needs its
-                room. Without a device, and with a storage, which is written from there, always at
-                once.
-            most: checkpoints on one path of either tier; with more the shallowest go, but no forks.
-                A conversation goes on from its last one, and others make more of the room of those
-                before it (docs/benchmarks.md). None: no bound.
-            low_water: slots that are kept free by writing back ahead of need. None: with BACK a
-                fiftieth of them, 1 at least; else none.
+            backend: moves bytes between slots and host pages; a page holds one token, the slot.
+            copier: copies from slot to slot.
+            write: THROUGH: write a checkpoint to the host at once; BACK: when the device needs its
+                slot. Always at once without a device, or with a storage, which is written from the
+                host.
+            most: most checkpoints on one path of either tier; beyond it the shallowest are evicted,
+                except forks. A conversation continues from its last checkpoint, so the room of
+                earlier ones serves other conversations better (docs/benchmarks.md). None: no bound.
+            low_water: slots to keep free by writing back early. None: with BACK a fiftieth of all,
+                at least 1; else none.
             storage: a `StorageTier` or `StorageClient` of the host cache; None: none.
-            time_limit: seconds that a call may wait for a lock.
-            parting: how many pages of KV hang on that of each position of a path, as
-                `PageIndex.children` of KV's index says: where two do, prompts part, also those that
-                other processes saved. None: only what hangs on checkpoints tells.
+            time_limit: most seconds that a call waits for a lock.
+            parting: the number of KV pages that continue each position of a path, as
+                `PageIndex.children` of the KV index: prompts of any process diverge where it is two
+                or more. None: only children of checkpoints count.
 
         Raises:
-            ConfigError: what does not go together, or an index that is not independent.
+            ConfigError: arguments that conflict, or an index that is not independent.
         """
         for index in (slots, None if host is None else host.index):
             if index is not None and not index.independent:
@@ -697,7 +698,7 @@ class Checkpoints:
         return None if self.host is None else self.host.index
 
     def tiers(self) -> list[tuple[Tier, PageIndex]]:
-        """Those that there are, with their indexes; the device first."""
+        """The existing tiers with their indexes; the device first."""
         return self._tiers
 
     # ---- finding
@@ -706,11 +707,11 @@ class Checkpoints:
         self, path: Path, most: int | None = None, *, tiers: frozenset[str] | None = None
     ) -> Found | None:
         """The deepest checkpoint among the first `most` positions of a path, on the device, or on
-        the host if that is deeper; None: there is none. Pins nothing, counts as no use. No lock;
-        some 5 ns a position.
+        the host if deeper there; None: there is none. Pins nothing, and is not a use. No lock;
+        about 5 ns a position.
 
         Args:
-            tiers: "device", "host": where to look; None: in both.
+            tiers: "device", "host": the tiers to look in; None: both.
         """
         best: Found | None = None
         keys, first = path.keys[:most], 0
@@ -724,8 +725,8 @@ class Checkpoints:
         return best
 
     def last_ready_many(self, parts: list[Keys], space: StateSpace, tier: Tier) -> list[int]:
-        """For many prompts in one call, in one tier: how many keys of each part there are up to the
-        last that is a checkpoint, as `PageIndex.last_ready_many`."""
+        """For many prompts in one call, in one tier: the number of keys of each part up to its last
+        checkpoint, as `PageIndex.last_ready_many`."""
         index = self._index(tier)
         assert index is not None
         if len(parts) == 1:
@@ -735,9 +736,9 @@ class Checkpoints:
         return found
 
     def plan(self, request: Hashable, path: Path, found: Found, ttl: float) -> bool:
-        """Pin this checkpoint tentatively, and let go of what was planned for the request before:
-        False where it has gone meanwhile. `take` gives it as a lease; the plan ends `ttl` seconds
-        behind the last call for it."""
+        """Pin a checkpoint tentatively, and drop the request's earlier plan; returns False if the
+        checkpoint is gone. `take` returns it as a lease; the plan expires `ttl` seconds after the
+        last call for it."""
         tier, count = found
         if self._planned.get(request, tier) is not tier:
             self.cancel(request)
@@ -748,10 +749,10 @@ class Checkpoints:
         return bool(index.plan(request, key, namespace=space, timeout=ttl, frozen=True))
 
     def take(self, request: Hashable) -> tuple[Tier, Lease] | None:
-        """What was planned, as a lease; None: nothing was, or it was cleared meanwhile.
+        """The planned checkpoint, as a lease; None: there is no plan, or it was cleared meanwhile.
 
         Raises:
-            LeaseLost: the plan's time is over.
+            LeaseLost: the plan has expired.
         """
         tier = self._planned.pop(request, None)
         if tier is None:
@@ -765,7 +766,7 @@ class Checkpoints:
         return None
 
     def cancel(self, request: Hashable) -> None:
-        """Nothing is wanted of a plan any more. Harmless if there is none."""
+        """Drop a plan. Harmless if there is none."""
         tier = self._planned.pop(request, None)
         index = None if tier is None else self._index(tier)
         if index is not None:
@@ -774,12 +775,12 @@ class Checkpoints:
     # ---- slots
 
     def acquire(self, n: int) -> Pages:
-        """n slots for a running request to write, int32; evicts checkpoints if need be. With
-        write-back those that eviction would take next are written to the host first, where that
-        takes no time; if it does, others go without, and are counted as `demotions_lost`.
+        """n slots for a running request to write, int32; evicts checkpoints if needed. With
+        write-back the next ones to evict are written to the host first, if that takes no time;
+        otherwise others are evicted without a host copy, and counted as `demotions_lost`.
 
         Raises:
-            OutOfPages: so many cannot be had; nothing was taken.
+            OutOfPages: fewer than n are free; none was taken.
             ConfigError: the engine has its own slots.
         """
         if self.slots is None:
@@ -794,17 +795,17 @@ class Checkpoints:
             return found
 
     def _make_room(self, n: int, slots: PageIndex) -> None:
-        """What is on its way out is pinned: so only where there is as much beside it."""
+        """Slots being written back are pinned, so write back only if enough other slots remain."""
         missing = n - slots.stats().free
         if missing > 0 and slots.can_allocate(n + missing):
-            with contextlib.suppress(LightcacheError):  # then they go without
+            with contextlib.suppress(LightcacheError):  # then they are evicted without a host copy
                 self.traffic.demote(missing)
 
     def free(self, slots: Pages) -> None:
         """Give back slots that were acquired and not donated. No copy may touch them.
 
         Raises:
-            LeaseLost: some are not ours, or were given back before; none was given back.
+            LeaseLost: this process does not hold some of them; none was given back.
         """
         if len(slots) and self.slots is not None:
             self.slots.free(slots)
@@ -822,21 +823,21 @@ class Checkpoints:
         of: list[BlockTransfer] | None = None,
         ends: Ends | None = None,
     ) -> BlockTransfer | None:
-        """A slot's state becomes the checkpoint at the last of the first `count` positions; nothing
-        is copied. The slot is the cache's from then on: not to be written, read or freed by whom
-        had it. If another slot holds that state already, this one is free.
+        """Turn a slot's state into the checkpoint at position `count`; nothing is copied. The cache
+        owns the slot from then on: the caller must not write, read or free it. If another slot
+        holds that state already, this one is freed.
 
-        Its content must be complete for whoever reads it behind this call on the computing stream.
+        Its content must be complete for work launched after this call on the computing stream.
 
-        Without device slots it goes to the host, and the slot stays the caller's, not to be written
-        until the movement is over.
+        Without device slots the state is copied to the host. The caller keeps the slot, and must
+        not write it until the copy has finished.
 
         Args:
             host: whether it may go to the host.
-            fork: prompts part there, though nothing hangs on it yet: the bound spares it.
-            of: without device slots: of whoever has the slot; the copy is appended before it
-                begins, so that no interrupt hides it.
-            ends: called when that is over, perhaps twice.
+            fork: prompts diverge here, though no checkpoint follows yet: the bound spares it.
+            of: without device slots: the slot owner's list of copies; the copy is appended before
+                it begins, so that no interrupt hides it.
+            ends: called when the copy has finished, perhaps twice.
 
         Returns:
             The copy to the host that reads the slot, if one was begun.
@@ -866,22 +867,23 @@ class Checkpoints:
             return transfer
 
     def _name(self, slot: int, path: Path, count: int) -> int | None:
-        """The slot that stands under the key, pinned once; None: ours could not, and is held."""
+        """The slot under the key, pinned once; None: the slot could not be named, and is still
+        held."""
         assert self.slots is not None
         space, named = path.space.device, NamingResult(1)
         try:
             chain = self.chain(Tier.DEVICE, path, count)
-            if len(chain) > 1:  # what it hangs on counts as used, and before it
+            if len(chain) > 1:  # its parent counts as used, and before it
                 self.slots.reserve(chain[:1], 1, namespace=space).release()
             self.slots.name_pages(
                 np.array([slot], np.int32), chain, len(chain) - 1, namespace=space, into=named
             )
-        except LightcacheError:  # the weights have gone, the lock did not come, or it is disabled
+        except LightcacheError:  # weights cleared, lock timeout, or disabled
             pass
         return int(named.pages[0]) if named.status[0] in (_NEW, _PRESENT) else None
 
     def give_back(self, slots: Sequence[int]) -> None:
-        """As `free`, at once or as soon as the lock comes."""
+        """As `free`, at once or as soon as the lock is available."""
         if self.slots is None or not len(slots):
             return
         try:
@@ -892,7 +894,7 @@ class Checkpoints:
             self._later += slots
 
     def chain(self, tier: Tier, path: Path, count: int) -> Keys:
-        """The key of a new checkpoint, behind that of the deepest one before it."""
+        """The key of a new checkpoint, preceded by that of the deepest checkpoint before it."""
         index = self._index(tier)
         assert index is not None
         before = index.last_ready(path.keys[: count - 1], namespace=path.space.of(tier))
@@ -901,40 +903,40 @@ class Checkpoints:
         return np.concatenate([path.key(before), path.key(count)])
 
     def demote(self, n: int) -> int:
-        """Begin to write back up to n checkpoints of the device, those unused for longest, and free
-        their slots. Those that were to be written and are not on the host then stay, and count as
-        just used. Returns how many are on their way."""
+        """Begin to write back up to n device checkpoints, least recently used first, and free their
+        slots. Checkpoints whose host copy fails stay, and count as just used. Returns the number
+        being written back."""
         with self.lock:
             return self.traffic.demote(n)
 
     # ---- upkeep
 
     def in_flight(self, slots: Pages | Sequence[int]) -> npt.NDArray[np.bool_]:
-        """Which of these slots a copy reads or writes, or will when transfers are resumed."""
+        """Which of these slots a copy reads or writes, or will once transfers are resumed."""
         with self.lock:
             self.traffic.poll()
             return self.traffic.busy(np.ascontiguousarray(slots, np.int32))
 
     def pause(self, timeout: float | None = None) -> None:
-        """No copy between slots and host pages begins until `resume`; those that go on are waited
-        for.
+        """Hold back new copies between slots and host pages until `resume`; waits for those in
+        flight.
 
         Raises:
-            WaitTimeout: some go on still; all is paused.
+            WaitTimeout: some are still in flight; all is paused.
         """
         with self.lock:
             self.traffic.moves.paused = True
         self.traffic.moves.wait(None, timeout)
 
     def resume(self) -> None:
-        """They begin again, those first that were asked for meanwhile."""
+        """Let copies begin again, those requested meanwhile first."""
         with self.lock:
             self.traffic.moves.paused = False
             self.traffic.poll()
 
     def clear_weights(self, weights: str, *, everywhere: bool) -> None:
-        """Forget a version on the device and, if `everywhere`, whatever of it is on the host; else
-        only what was opened here."""
+        """Clear a version on the device and, if `everywhere`, all of it on the host; else only the
+        spaces opened here."""
         with self.lock:
             if everywhere:
                 self.spaces.clear_everywhere(weights)
@@ -942,28 +944,29 @@ class Checkpoints:
                 self.spaces.clear(weights)
 
     def clear_tenant(self, weights: str, tenant: str) -> None:
-        """Forget one tenant of a version, here and on the host, whoever opened it."""
+        """Clear one tenant of a version, here and on the host, whichever process opened it."""
         with self.lock:
             self.spaces.clear_everywhere(weights, tenant)
 
     def poll(self) -> int:
-        """Each step: notice what is over, begin what waits. Returns copies that go on. Raises what
-        is none of our errors, of a transfer backend, a copier or a storage, as
-        `KVCacheManager.poll` does."""
+        """Call in each step: notices finished copies, begins waiting ones. Returns the number in
+        flight. Raises exceptions of a transfer backend, copier or storage that are not
+        LightcacheErrors, as `KVCacheManager.poll` does."""
         with self.lock:
             later, self._later = self._later, []
             self.give_back(later)
             if self.slots is not None and self.low_water and self.host is not None:
                 missing = self.low_water - self.slots.stats().free - self.traffic.going
-                with contextlib.suppress(LightcacheError):  # later, when they answer
+                with contextlib.suppress(LightcacheError):  # later, when the indexes answer
                     self.traffic.demote(missing)
             going = self.traffic.poll()
             self.traffic.moves.foreign.tell()
             return going
 
     def reached_host(self, path: Path, count: int) -> None:
-        """A checkpoint is on the host. What a storage raises that is none of our errors is for
-        `poll`: this is asked in the middle of any call that looks for copies that are over."""
+        """Note that a checkpoint is on the host. Exceptions of a storage that are not
+        LightcacheErrors are raised by `poll`, since this may run within any call that looks for
+        finished copies."""
         if self.storage is not None:
             key = np.ascontiguousarray(path.key(count))
             try:
@@ -980,14 +983,14 @@ class Checkpoints:
             return self.counts.snapshot()
 
     def room(self) -> dict[str, TierCapacity]:
-        """Slots and host pages that there are, that are free, and that could be had."""
+        """Slots and host pages: total, free, and available."""
         return {"device": capacity_of(self.slots), "host": capacity_of(self._index(Tier.HOST))}
 
     def close(self, timeout: float | None = 10.0) -> None:
-        """Wait for the copies, give back everything.
+        """Wait for copies, give everything back.
 
         Raises:
-            WaitTimeout: a copy goes on; call again.
+            WaitTimeout: a copy is still in flight; call again.
             As `poll`, when all of this is done.
         """
         with self.lock:

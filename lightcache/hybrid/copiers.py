@@ -14,8 +14,7 @@ from lightcache._arguments import Pages, count
 from lightcache.errors import ConfigError
 from lightcache.kernels.geometry import KVGroup, Plane, held_heads
 
-# ---- What a model's recurrent state is made of: parts, their bytes, and where they lie in a
-# page.
+# ---- Parts of a recurrent state, their bytes and their place in a page
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,7 @@ class Copying(Protocol):
     """Copies that were launched."""
 
     def done(self) -> bool:
-        """Whether they have been executed: whoever reads on whatever stream finds them. Does not
+        """Whether they have been executed, so that reads on any stream see the result. Does not
         block.
 
         Raises:
@@ -213,7 +212,7 @@ class StateCopier(Protocol):
 
 
 class _Done:
-    """Nothing goes on."""
+    """No copy is in flight."""
 
     def done(self) -> bool:
         return True

@@ -41,7 +41,7 @@ from lightcache.manager.request import ANY, PrefixMatch, Prompt, Request, Reques
 from lightcache.manager.transfers import BlockTransfer, Ends, State
 from lightcache.plans import TIMEOUT
 
-# ---- What a hybrid manager knows of a running request.
+# ---- A running request
 
 Taken = tuple[Tier, Lease]
 """A checkpoint in use: where it is, and its pin."""
@@ -49,7 +49,7 @@ Taken = tuple[Tier, Lease]
 
 @dataclass(eq=False)
 class HybridRequest:
-    """One request, from `take` until no copy touches its slots any more."""
+    """One request, from `take` until no copy uses its slots any more."""
 
     id: Hashable
     prompt: Prompt
@@ -77,27 +77,27 @@ class HybridRequest:
 
     @property
     def busy(self) -> bool:
-        """Whether a copy touches its slots, as far as was looked."""
+        """Whether a copy used its slots at the last look."""
         self.transfers = [each for each in self.transfers if not each.over]
         self.copies = [each for each in self.copies if not each.over]
         return bool(self.transfers or self.copies)
 
     @property
     def lost(self) -> bool:
-        """Whether its state did not come from the host."""
+        """Whether the load of its state from the host failed."""
         return self.loading is not None and self.loading.state in (State.FAILED, State.CANCELLED)
 
     def sound(self) -> bool:
-        """Whether all that it begins with has come: both loads are over, and went well. Until then
-        nothing that was computed behind them is anybody's to find. Looks, and does not block."""
+        """Whether both of its loads have finished and succeeded. Until then no other request may
+        find what it computes after them. Does not block."""
         if self.running.match.load > 0 and self.running.loading is None:
-            return False  # not fetched yet, or the manager had disabled itself
+            return False  # not loaded yet, or the manager had disabled itself
         return all(
             _went_well(load) for load in (self.loading, self.running.loading) if load is not None
         )
 
     def let_go(self) -> None:
-        """Of a checkpoint that was not restored."""
+        """Release a checkpoint that was not restored."""
         found, self.found = self.found, None
         if found is not None:
             found[1].release()
@@ -110,12 +110,12 @@ def _went_well(load: BlockTransfer) -> bool:
     return load.state is State.DONE
 
 
-# ---- Restoring: the state that a request begins with gets into its working slot.
+# ---- Restoring: a request's initial state in its working slot
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What was launched for some requests, in their order where it says so."""
+    """Loads and copies that `restore` launched."""
 
     working: Pages
     """The working slot of each, int32."""
@@ -129,19 +129,19 @@ class Restored:
     """Of those whose state comes from the host."""
 
     def wait_on(self, stream: Any = None) -> None:
-        """Let a stream of the device wait for the loads (None: the current one). The copies need no
-        wait: they are launched on the stream that computes.
+        """Let a device stream (None: the current one) wait for the loads. Copies need no wait: they
+        are launched on the computing stream.
 
         Raises:
-            TransferFailed: one is over already, and failed. `HybridLoadHandle.failed` says whose.
+            TransferFailed: a load has failed already; `HybridLoadHandle.failed` tells whose.
         """
         for transfer in self.loads.values():
             wait_on(transfer, stream)
 
 
 class HybridLoadHandle:
-    """The loads of one request: its KV's, and its state's. If either fails nothing of the match can
-    be used: `HybridManager.restart` it."""
+    """The loads of one request: of its KV and of its state. If either fails, the whole match is
+    unusable: call `HybridManager.restart`."""
 
     def __init__(self, request: HybridRequest, kv: LoadHandle) -> None:
         """For `HybridManager.load`."""
@@ -149,16 +149,16 @@ class HybridLoadHandle:
 
     @property
     def tokens(self) -> int:
-        """Leading tokens that need not be computed, as far as is known: all usable ones, or 0."""
+        """Leading tokens that need not be computed, as known now: all usable ones, or 0."""
         return 0 if self.failed else self._request.match.usable
 
     @property
     def failed(self) -> bool:
-        """Whether either is over, and failed."""
+        """Whether either has failed."""
         return self._kv.tokens < self._request.match.usable or self._request.lost
 
     def done(self) -> bool:
-        """Whether both are over. Does not block.
+        """Whether both have finished. Does not block.
 
         Raises:
             TransferFailed: either failed.
@@ -168,10 +168,10 @@ class HybridLoadHandle:
         return self._kv.done() and state
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until both are over. Blocks.
+        """Block until both have finished.
 
         Raises:
-            WaitTimeout: they go on.
+            WaitTimeout: they are still in flight.
             TransferFailed: as `done`.
         """
         end = None if timeout is None else time.monotonic() + timeout
@@ -180,10 +180,10 @@ class HybridLoadHandle:
             self._request.loading.wait(None if end is None else max(0.0, end - time.monotonic()))
 
     def wait_on(self, stream: Any = None) -> None:
-        """Let a stream of the device wait for both (None: the current one), not this thread.
+        """Let a device stream (None: the current one) wait for both, instead of this thread.
 
         Raises:
-            TransferFailed: either is over already, and failed.
+            TransferFailed: either has failed already.
         """
         self._kv.wait_on(stream)
         if self._request.loading is not None:
@@ -211,7 +211,7 @@ def restore(
 
 
 def _acquired(owner: HybridManager, requests: int) -> list[list[int]]:
-    """Slots for each: if there are not as many, those that it cannot do without."""
+    """Slots for each request: only a working slot if there are too few."""
     beside = RequestSlots.needed(owner.config.ahead) if owner.config.alternating else 0
     try:
         every = owner.checkpoints.acquire(requests * (1 + beside))
@@ -253,7 +253,7 @@ def _launch(
 
 
 def zero(running: list[HybridRequest], slots: Pages, owner: HybridManager, stream: Any) -> None:
-    """Set working slots to zero, on the stream that computes."""
+    """Set working slots to zero, on the computing stream."""
     if not len(slots):
         return
     copied = owner.checkpoints.traffic.copied(owner.copier.zero(slots, stream), slots, [])
@@ -265,20 +265,19 @@ def _slots(numbers: list[int]) -> Pages:
     return np.array(numbers, np.int32)
 
 
-# ---- KV behind the deepest checkpoint of a path: a policy lets it go first.
+# ---- KV after the deepest checkpoint of a path, evicted first
 
 
 @dataclass(eq=False)
 class _Tail:
-    """Of a request that ends."""
+    """The tail of a request that ended."""
 
     running: Request
     path: Path
 
 
 class Tails:
-    """Evicts KV of requests that have ended, behind the last position from which anybody could go
-    on."""
+    """Evicts KV of ended requests after the last position from which a request could continue."""
 
     def __init__(self, owner: HybridManager) -> None:
         """None."""
@@ -286,7 +285,7 @@ class Tails:
         self._waiting: list[_Tail] = []
 
     def note(self, one: HybridRequest) -> None:
-        """A request ends, and the manager does not know yet."""
+        """Note a request that ends, before the KV manager releases it."""
         owner, running = self._owner, self._owner.inner.requests.get(one.id)
         if not owner.config.drop_tails or one.states is None or running is None:
             return
@@ -295,11 +294,11 @@ class Tails:
             self._waiting.append(_Tail(running, Path(owner.parts.strided(chain.keys), one.states)))
 
     def poll(self) -> None:
-        """Evict what no copy touches any more."""
+        """Evict tails that no copy uses any more."""
         still = []
         for tail in self._waiting:
             if self._owner.manager.has_ended(tail.running):
-                with contextlib.suppress(LightcacheError):  # then it goes in its turn
+                with contextlib.suppress(LightcacheError):  # then eviction takes it in its order
                     self._drop(tail)
             else:
                 still.append(tail)
@@ -329,19 +328,20 @@ class Tails:
         owner.checkpoints.counts.add(dropped_tokens=gone)
 
 
-# ---- Donating: saved states of requests become checkpoints, and slots of ended ones go back.
+# ---- Donating: saved states become checkpoints, and slots of ended requests go back
 
 
 class Donor:
-    """Saves and endings of one `HybridManager`. Its lock is around every call."""
+    """Saves and ends of requests for one `HybridManager`, which holds its lock around every
+    call."""
 
     def __init__(self, owner: HybridManager) -> None:
-        """Nobody saves yet."""
+        """No request saves yet."""
         self._owner = owner
         self._going: list[HybridRequest] = []
         self._tails = Tails(owner)
 
-    # ---- while it runs
+    # ---- while a request runs
 
     def saving(self, one: HybridRequest, position: int) -> int | None:
         """See `HybridManager.saving`."""
@@ -353,7 +353,7 @@ class Donor:
             )
         if one.states is None:
             return None
-        self._exchange(one, slots)  # what found no slot in exchange, or waited for a load
+        self._exchange(one, slots)  # states that found no replacement slot, or waited for a load
         return slots.begin_save(position)
 
     def save(self, running: list[HybridRequest], positions: list[int], stream: Any) -> list[bool]:
@@ -384,14 +384,14 @@ class Donor:
         slots.confirm(position)
         newest = slots.newest
         if newest is None or newest.position != position or position > len(one.prompt):
-            return False  # rejected; or of decoding, of which the last is donated at the end
+            return False  # rejected, or from decoding, whose last state is donated at the end
         if self._owner.checkpoints.slots is None:
             return self._lend(one, slots, newest)
         return position in self._exchange(one, slots)
 
     def _exchange(self, one: HybridRequest, slots: RequestSlots) -> list[int]:
-        """Saved states of the prompt become checkpoints, if another slot can be had for each; that
-        to keep first. Returns the positions of those that did."""
+        """Saved states of the prompt become checkpoints, if a replacement slot is free for each;
+        the state to keep comes first. Returns the positions of the new checkpoints."""
         checkpoints = self._owner.checkpoints
         waiting = [state for state in slots.confirmed if state.position <= len(one.prompt)]
         if checkpoints.slots is None or not waiting or not one.sound():
@@ -411,10 +411,11 @@ class Donor:
         return made
 
     def _lend(self, one: HybridRequest, slots: RequestSlots, newest: Saved) -> bool:
-        """Without device slots for checkpoints: the host gets a copy, the slot stays."""
+        """Without device slots for checkpoints: the host gets a copy, the request keeps the
+        slot."""
         if not one.sound():
             return False
-        slots.begin_read(newest.slot)  # before there is a copy, which says when it ends
+        slots.begin_read(newest.slot)  # before the copy begins, which reports its end
         known = len(one.transfers)
         try:
             given = self._give(one, newest, lambda _: slots.end_read(newest.slot))
@@ -426,7 +427,7 @@ class Donor:
         return given
 
     def _give(self, one: HybridRequest, state: Saved, ends: Ends | None = None) -> bool:
-        """A slot becomes a checkpoint. It is not the request's any more."""
+        """Turn a slot into a checkpoint. The request no longer owns it."""
         owner = self._owner
         path = self._path(one, state.position)
         if path is None:
@@ -444,7 +445,8 @@ class Donor:
         return owner.checkpoints.slots is not None or transfer is not None
 
     def _path(self, one: HybridRequest, position: int) -> Path | None:
-        """None: it may not be saved, or its keys are not known: its tokens were not reported."""
+        """None: the request may not save, or its keys are unknown since its tokens were not
+        reported."""
         owner, running = self._owner, self._owner.inner.requests.get(one.id)
         if one.states is None or running is None or running.space is None:
             return None
@@ -452,7 +454,7 @@ class Donor:
         keys = owner.parts.strided(every.keys)
         return Path(keys, one.states) if len(keys) >= position // owner.parts.step else None
 
-    # ---- when it ends
+    # ---- when a request ends
 
     def end(
         self, one: HybridRequest, kept: int | None, at: int | None, publish: bool, stream: Any
@@ -461,7 +463,7 @@ class Donor:
         one.let_go()
         if one.loading is not None and one.loading.state is State.QUEUED:
             one.loading.cancel()
-        self._going.append(one)  # first: whatever is raised behind this, its slots go back
+        self._going.append(one)  # first: its slots go back whatever is raised below
         position, left = 0, []
         try:
             left = self._last(one, kept, at) if publish else []
@@ -476,47 +478,47 @@ class Donor:
         return position
 
     def _take_back(self, states: list[Saved]) -> None:
-        """States that were to be given, when giving one has failed. Nobody else can have got its
-        slot meanwhile, under the manager's lock."""
+        """Take back states after donating one failed. No other request can have taken the slot
+        meanwhile, under the manager's lock."""
         for state in states:
-            with contextlib.suppress(LeaseLost):  # it has a key already, or went back
+            with contextlib.suppress(LeaseLost):  # it has a key already, or was given back
                 self._owner.checkpoints.give_back([state.slot])
 
     def _leave(self, one: HybridRequest, at: int | None, stream: Any) -> None:
-        """What a request still has goes back when no copy touches it."""
+        """Give back a request's remaining slots once no copy uses them."""
         if one.slots is None:
             return
         rest = one.slots.rest(idle=at is not None)
         one.leaving = [*rest.free]
-        if rest.busy:  # a step that was launched may write them still
+        if rest.busy:  # a launched step may still write them
             self._mark(one, np.array(rest.busy, np.int32), stream)
-            one.leaving += rest.busy  # not behind an interrupt: nobody knows how long it does
+            one.leaving += rest.busy  # not after an interrupt: the end of the step is unknown
 
     def _mark(self, one: HybridRequest, busy: Pages, stream: Any) -> None:
-        """Notice when all that was launched before has been executed."""
+        """Note when all work launched before has been executed."""
         nothing = np.zeros(0, np.int32)
         try:
             mark = self._owner.copier.copy(nothing, nothing, stream)
-        except Exception as error:  # a device that failed writes nothing more
+        except Exception as error:  # a failed device writes nothing more
             self._owner.checkpoints.traffic.moves.foreign.note(error)
         else:
             one.copies.append(self._owner.checkpoints.traffic.copied(mark, busy, []))
 
     def _last(self, one: HybridRequest, kept: int | None, at: int | None) -> list[Saved]:
-        """The saved states that are donated: the newest, and before it the one to keep."""
+        """The saved states to donate: the newest, preceded by the one to keep."""
         running, slots = self._owner.inner.requests.get(one.id), one.slots
         if slots is None or running is None or one.states is None or not one.sound():
             return []
         most = running.publishable()
         if kept is not None:
             most = min(most, kept)
-        # At the checkpoint itself nothing was computed, and the copy may still be on its way.
+        # At the checkpoint itself nothing was computed, and its copy may still be in flight.
         fits = at is not None and at % self._owner.parts.step == 0 and at > one.match.checkpoint
         newest = slots.donate(most, working_at=at if fits else None)
         return [state for state in (slots.donate_kept(most), newest) if state is not None]
 
     def poll(self) -> None:
-        """Give back what no copy touches."""
+        """Give back slots that no copy uses."""
         still, checkpoints = [], self._owner.checkpoints
         for one in self._going:
             if one.busy:
@@ -528,7 +530,7 @@ class Donor:
 
     @property
     def going(self) -> int:
-        """Requests that have ended and hold slots still."""
+        """Number of ended requests that still hold slots."""
         return len(self._going)
 
 
@@ -538,15 +540,15 @@ def _slots_of(one: HybridRequest) -> RequestSlots:
     return one.slots
 
 
-# ---- HybridManager: KV and recurrent states as one prefix cache, for a scheduler.
+# ---- The manager
 
 
 class HybridManager:
-    """A `KVCacheManager` and `Checkpoints`, joined: what the scheduler of a hybrid model holds.
+    """Joins a `KVCacheManager` and `Checkpoints` for the scheduler of a hybrid model.
 
-    A request's way is that of a dense one, through this object: `plan`, `take`, `allocate`,
-    `restore` and `load`, `commit`, `release`. A prompt hits as deep as both its KV and a
-    checkpoint go. Calls share the manager's lock; none waits for bytes unless it says so.
+    A request makes the same calls as a dense one, on this object: `plan`, `take`, `allocate`,
+    `restore` and `load`, `commit`, `release`. A hit is as long as both the prompt's KV and a
+    checkpoint reach. Calls share the manager's lock; none waits for bytes unless documented.
     """
 
     def __init__(
@@ -557,15 +559,15 @@ class HybridManager:
         *,
         config: HybridConfig | None = None,
     ) -> None:
-        """Both stay the caller's to close, behind this.
+        """The caller closes both, after this object.
 
         Args:
             checkpoints: with a copier.
-            grid: positions at which states are saved; for the manager's blocks and pages.
+            grid: positions at which states are saved, made for the manager's blocks and pages.
 
         Raises:
-            ConfigError: a grid of other blocks or pages, no copier, or, if the config says how many
-                requests run, settings that do not go together, all of them in one message.
+            ConfigError: a grid of other blocks or pages, no copier, or, if the config gives the
+                number of running requests, conflicting settings, all in one message.
         """
         found = manager.device.block_tokens, manager.page_tokens
         if (grid.block_tokens, grid.page_tokens) != found:
@@ -588,8 +590,8 @@ class HybridManager:
         self._lock = self.inner.lock
         self._planner = HybridPlanner(self.parts)
         self._donor = Donor(self)
-        # Of our own: calls of the manager within ours go well while states fail, and would prove to
-        # a guard of both that the cache is well.
+        # A separate guard: the KV manager's calls within these succeed while states fail, and would
+        # tell a shared guard that the cache works.
         self._guard = self.inner.new_guard(self._planner.let_go, "HybridManager")
         self._requests: dict[Hashable, HybridRequest] = {}
 
@@ -604,8 +606,8 @@ class HybridManager:
         limit: int | None = None,
         device_tokens: int | None = None,
     ) -> HybridMatch:
-        """The deepest position that both KV and a checkpoint reach, over all tiers, and both pinned
-        tentatively that far. As `KVCacheManager.plan` otherwise: cheap when repeated."""
+        """Find the deepest position that both KV and a checkpoint reach, over all tiers, and pin
+        both tentatively up to it. Otherwise as `KVCacheManager.plan`: cheap when repeated."""
         with self._lock:
             batch = self.manager.lookup.single(request, prompt, options, limit, device_tokens)
             asked = LookupRequest(prompt, batch.options[0], limit)
@@ -634,14 +636,14 @@ class HybridManager:
             )
 
     def _missed(self, request: Hashable, asked: LookupRequest) -> HybridMatch:
-        """Nothing is found: it runs without the cache."""
+        """An empty match: the request runs without the cache."""
         self._planner.forget(request)
-        with contextlib.suppress(LightcacheError):  # else its plan ends by itself
+        with contextlib.suppress(LightcacheError):  # else its plan expires
             self.checkpoints.cancel(request)
         return HybridMatch(self.manager.plan(request, asked.prompt, options=asked.options, limit=0))
 
     def cancel(self, request: Hashable) -> None:
-        """Nothing is wanted of a plan any more. Harmless if there is none."""
+        """Drop a plan. Harmless if there is none."""
         with self._lock:
             self._planner.cancel(request)
 
@@ -652,16 +654,15 @@ class HybridManager:
     def take(self, request: Hashable, *, wait: bool = False) -> HybridMatch | None: ...
 
     def take(self, request: Hashable, *, wait: bool = False) -> HybridMatch | None:
-        """Begin a request: what was planned is its own from now on. While storage is being read for
-        it, KV or a checkpoint, the answer is None, as of `KVCacheManager.take`: ask again in the
-        next step.
+        """Begin a request, which takes over its plan. Returns None, as `KVCacheManager.take` does,
+        while its KV or checkpoint is being read from storage: call again in the next step.
 
         Args:
-            wait: block until nothing is being read any more, or its time is up.
+            wait: block until reading has finished or timed out.
 
         Raises:
-            LeaseLost: it was not planned, or was cancelled; plan it first.
-            ConfigError: it runs already.
+            LeaseLost: not planned, or cancelled; plan it first.
+            ConfigError: the request is running already.
         """
         broken = False
         while True:
@@ -677,11 +678,11 @@ class HybridManager:
                     return self._begin(request)
             if not wait:
                 return None
-            broken = not wait_for_read(*reading)  # others go on meanwhile
+            broken = not wait_for_read(*reading)  # other requests continue meanwhile
 
     def _begin(self, request: Hashable) -> HybridMatch:
-        """Begin a request with what there is now. What was pinned for it and let go, since the
-        plan's time was up, is looked for once more."""
+        """Begin a request with the pages present now. If its plan expired and its pins were
+        released, look for them once more."""
         plan = self._planner.taken(request)
         try:
             made = self._taken(request, plan)
@@ -700,13 +701,13 @@ class HybridManager:
         return made.match
 
     def _taken(self, request: Hashable, plan: HybridPlan | None) -> HybridRequest:
-        """The checkpoint first: without it no KV is taken."""
+        """Take the checkpoint first: without it no KV is taken."""
         manager, found = self.manager, None
         position = 0 if plan is None else self._planner.position(plan)
         try:
             if position:
                 found = self._guard.run(lambda: self.checkpoints.take(request), lambda: None)
-            if found is None and plan is not None and position:  # it was cleared meanwhile
+            if found is None and plan is not None and position:  # cleared meanwhile
                 manager.plan(request, plan.asked.prompt, options=plan.asked.options, limit=0)
             kv = self.manager.begin(request)
             if kv.usable and (found is None or kv.usable != position):
@@ -722,7 +723,7 @@ class HybridManager:
         return self._made(request, plan, kv, found)
 
     def _take_nothing(self, request: Hashable) -> PrefixMatch:
-        """A request that was taken begins anew, from its first token."""
+        """A taken request restarts from its first token."""
         one = self.manager.untake(request)
         self.manager.plan(request, one.prompt, options=one.options, limit=0)
         return self.manager.begin(request)
@@ -765,29 +766,28 @@ class HybridManager:
         slots: Sequence[Sequence[int]] | None = None,
         stream: Any = None,
     ) -> Restored:
-        """Give requests that were taken their slots, and begin to bring the state that each begins
-        with to its working slot: copied from a checkpoint of the device, loaded from the host, or
-        zero. One launch for all copies. A checkpoint stays pinned until the copy from it has been
-        executed. Returns at once.
+        """Give taken requests their slots, and begin to bring each initial state to the working
+        slot: copied from a device checkpoint, loaded from the host, or zero. One launch makes all
+        copies. A checkpoint stays pinned until its copy has been executed. Returns at once.
 
         Args:
-            slots: of the engine, where checkpoints have none on the device: for each request the
-                working one, and `RequestSlots.needed` to save in, or none. No step that uses them
-                may be in flight on any but the current stream.
-            stream: that computes, for copies and zeros; None: the current one. Loads from the host
-                begin behind the current one, whatever this is: no step uses a free slot of ours.
+            slots: the engine's, if checkpoints have no device slots: for each request a working
+                slot, and `RequestSlots.needed` slots to save in, or none of these. Steps that use
+                them may be in flight on the current stream only.
+            stream: the computing stream, for copies and zeros; None: the current one. Loads from
+                the host always wait for the current stream: no step uses a free slot of the cache.
 
         Raises:
-            OutOfPages: not even a working slot for each. Nothing changed; release somebody.
-            ConfigError: slots that are none, or a request that was restored before.
+            OutOfPages: fewer working slots than requests. Nothing changed; release a request.
+            ConfigError: invalid slots, or a request that was restored before.
             LeaseLost: no such request.
         """
         with self._lock:
             return restore(self, [self._request(each) for each in requests], slots, stream)
 
     def load(self, request: Hashable, table: Pages | None = None) -> HybridLoadHandle:
-        """Bring KV that was found on the host to the device; see `KVCacheManager.load`. Its result
-        tells of the state's load, too, so `restore` first.
+        """Load KV found on the host to the device; see `KVCacheManager.load`. The result covers the
+        state's load as well, so call `restore` first.
 
         Raises:
             ConfigError: it was not restored.
@@ -801,11 +801,11 @@ class HybridManager:
             return HybridLoadHandle(one, self.manager.load(request, table))
 
     def skip_load(self, request: Hashable) -> HybridMatch:
-        """Instead of `restore` and `load`, when there is no room for the KV that would be loaded:
-        the deepest checkpoint within the device's part is taken instead. What is usable now.
+        """Call instead of `restore` and `load` if there is no room for the KV to load: takes the
+        deepest checkpoint within the KV on the device instead. Returns the new match.
 
         Raises:
-            ConfigError: it was restored already.
+            ConfigError: the request was restored already.
         """
         with self._lock:
             one = self._request(request)
@@ -817,11 +817,11 @@ class HybridManager:
             return self._request(request).match
 
     def restart(self, request: Hashable, stream: Any = None) -> HybridMatch:
-        """A load failed: the request begins anew from its first token, in the same slots, with
+        """Restart a request after a failed load: from its first token, in the same slots, with
         empty tables; `allocate` again.
 
         Raises:
-            ConfigError: it was not restored, or its state's load goes on; wait for it.
+            ConfigError: it was not restored, or its state's load is in flight; wait for it.
         """
         with self._lock:
             one = self._request(request)
@@ -837,7 +837,7 @@ class HybridManager:
             return made.match
 
     def _begin_anew(self, one: HybridRequest, limit: int) -> None:
-        """Plan and take again, no deeper than that."""
+        """Plan and take again, no deeper than `limit`."""
         del self._requests[one.id]
         one.let_go()
         self.checkpoints.counts.subtract(one.counted)
@@ -846,18 +846,18 @@ class HybridManager:
         self._begin(one.id)
 
     def commit(self, request: Hashable, total: int, **how: Any) -> Mapping[int, int]:
-        """See `KVCacheManager.commit`. Until its loads are over and went well nothing that it has
-        computed is found by others; a later call, or its end, makes up for that."""
+        """See `KVCacheManager.commit`. Until the request's loads have succeeded, other requests
+        find nothing that it computes; a later commit, or its release, makes up for that."""
         return self.manager.commit(request, total, **how)
 
     # ---- saving
 
     def save_plan(self, request: Hashable, begin: int, end: int) -> SavePlan:
-        """What a forward pass over tokens [begin, end) of the prompt saves, and where it must end
-        for that.
+        """The state that a forward pass over tokens [begin, end) of the prompt saves, and the
+        position at which the pass must end for that.
 
         Raises:
-            ConfigError: tokens that the prompt does not have.
+            ConfigError: tokens outside of the prompt.
             LeaseLost: no such request.
         """
         with self._lock:
@@ -870,11 +870,12 @@ class HybridManager:
             return self._policy.plan(stretch)
 
     def saving(self, request: Hashable, position: int) -> int | None:
-        """The slot to which the pass being launched writes the state behind `position` tokens:
-        for states inside of a pass, and for engines that write two at once. None: it saves nothing.
+        """The slot to which the pass being launched writes the state after `position` tokens: for
+        states inside of a pass, and for engines that write two states at once. None: save nothing.
 
         Raises:
-            ConfigError: not a position where one is looked for, or not behind those saved before.
+            ConfigError: not a position at which checkpoints are looked up, or not after those saved
+                before.
         """
         with self._lock:
             return self._donor.saving(self._request(request), position)
@@ -882,27 +883,28 @@ class HybridManager:
     def save(
         self, requests: Sequence[Hashable], positions: Sequence[int], stream: Any = None
     ) -> list[bool]:
-        """The pass that was launched ends at these positions: copy each working slot beside, in one
-        launch behind it. Returns which are saved. `saved` tells when the results have arrived."""
+        """Copy each request's working slot to its save slot, in one launch after the forward pass
+        that ends at these positions. Returns which are saved. Call `saved` when the results have
+        arrived."""
         with self._lock:
             running = [self._request(each) for each in requests]
             return self._donor.save(running, list(positions), stream)
 
     def saved(self, request: Hashable, position: int) -> bool:
-        """The results of the pass that saved this have arrived: its write is over. A state of the
-        prompt becomes a checkpoint at once, if another slot can be had in exchange and what the
-        request began with has come: while a load goes on it waits for the end, and if one failed
-        it never is one. One of what was generated becomes one when the request ends. Returns
-        whether it is one now.
+        """Confirm a save: the results of its pass have arrived. A state of the prompt becomes a
+        checkpoint at once if a replacement slot is free and the request's loads have succeeded;
+        while a load is in flight it waits for the end, and after a failed load it never becomes
+        one. A state of generated tokens becomes a checkpoint when the request ends. Returns whether
+        it is one now.
 
         Raises:
-            ConfigError: not the oldest that is being saved.
+            ConfigError: not the oldest save in flight.
         """
         with self._lock:
             return self._donor.saved(self._request(request), position)
 
     def reject(self, request: Hashable, accepted: int) -> Saved | None:
-        """Speculation went wrong, only the first `accepted` tokens count: see
+        """Speculation failed and only the first `accepted` tokens count: see
         `RequestSlots.reject`."""
         with self._lock:
             slots = self._request(request).slots
@@ -919,19 +921,19 @@ class HybridManager:
         publish: bool = True,
         stream: Any = None,
     ) -> int:
-        """End a request, or preempt it: the newest saved state becomes a checkpoint, and that of
-        the branching point if it is none yet; its slots go back when nothing touches them. Harmless
-        if there is no such request.
+        """End or preempt a request: its newest saved state becomes a checkpoint, and so does the
+        state of the branching point if it is not one yet; its slots go back when no copy uses them.
+        Harmless if there is no such request.
 
         Args:
-            at: tokens behind which the working slot's state stands, when no step of it is in
-                flight: it is as good as a saved one. None: a step may still write its slots.
-            kept: tokens that are kept at most; None: all that are committed.
-            publish: False: an abort; no checkpoint is made.
-            stream: on which its last step was launched; None: the current one.
+            at: position of the working slot's state, if no step of the request is in flight: it can
+                be donated like a saved state. None: a step may still write its slots.
+            kept: most tokens to keep; None: all committed ones.
+            publish: False: abort; make no checkpoint.
+            stream: of its last step; None: the current one.
 
         Returns:
-            Position of the deepest state that was donated now; 0: none was.
+            Position of the deepest state donated now; 0: none.
         """
         with self._lock:
             self._planner.cancel(request)
@@ -946,11 +948,12 @@ class HybridManager:
             return position
 
     def poll(self) -> int:
-        """Each step: as `KVCacheManager.poll`, for KV and states. Returns copies that go on."""
+        """Call in each step: `KVCacheManager.poll` for KV and states. Returns the number of copies
+        in flight."""
         with self._lock:
             try:
                 going = self.manager.poll()
-            finally:  # an error of one's transfer backend does not stop the other
+            finally:  # an error of one transfer backend does not stop the other
                 try:
                     states = self.checkpoints.poll()
                 finally:
@@ -959,14 +962,14 @@ class HybridManager:
 
     @property
     def leaving(self) -> int:
-        """Requests that have ended, and whose slots a copy touches still."""
+        """Number of ended requests whose slots a copy still uses."""
         return self._donor.going
 
     def close(self, timeout: float | None = 10.0) -> None:
-        """End what runs, wait for copies of states.
+        """End running requests, wait for copies of states.
 
         Raises:
-            WaitTimeout: a copy goes on; call again.
+            WaitTimeout: a copy is still in flight; call again.
             As `poll`, when all of this is done.
         """
         with self._lock:
@@ -975,7 +978,7 @@ class HybridManager:
                 self.release(request, publish=False)
         try:
             self.checkpoints.close(timeout)
-        finally:  # slots go back whose copies are over, whatever the others do
+        finally:  # slots with finished copies go back, whatever the others do
             self.poll()
 
     # ---- for the parts
@@ -989,10 +992,10 @@ class HybridManager:
     # ---- transfers and weights
 
     def pause(self, timeout: float | None = None) -> None:
-        """No transfer of KV or states begins until `resume`. Those that go on are waited for.
+        """Hold back new transfers of KV or states until `resume`. Waits for transfers in flight.
 
         Raises:
-            WaitTimeout: some go on still; all is paused.
+            WaitTimeout: some are still in flight; all is paused.
         """
         with self._lock:
             self.inner.traffic.paused = True
@@ -1001,7 +1004,7 @@ class HybridManager:
         self.checkpoints.pause(timeout)
 
     def resume(self) -> None:
-        """Transfers begin again."""
+        """Let transfers begin again."""
         self.manager.resume()
         self.checkpoints.resume()
 
@@ -1032,17 +1035,17 @@ class HybridManager:
 
     @property
     def disabled(self) -> bool:
-        """Whether nothing is asked of the cache of KV, or of both, any more, after too many
-        errors: then nothing is usable."""
+        """Whether the cache of KV, or both caches, are disabled after too many errors: then nothing
+        is usable."""
         return self._guard.disabled or self.manager.disabled
 
     def enable(self) -> None:
-        """Ask both again. `KVCacheManager.enable` alone does not."""
+        """Enable both again. `KVCacheManager.enable` alone does not."""
         self.manager.enable()
         self._guard.enable()
 
     def stats(self) -> CheckpointStats:
-        """This process's figures of checkpoints; those of KV are the manager's."""
+        """This process's figures of checkpoints; `KVCacheManager` has those of KV."""
         return self.checkpoints.stats()
 
     # ---- for the parts

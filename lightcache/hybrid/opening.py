@@ -66,7 +66,7 @@ Parts = Mapping[str, Sequence[Any]]
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Where states lie on the device, and what a page of one looks like."""
+    """The layout of states on the device and in pages."""
 
     geometry: PageGeometry
     """A page is one state: of each layer one part behind the other."""
@@ -135,8 +135,8 @@ def _row_bytes(tensor: Any) -> int:
 
 
 class States:
-    """An engine's states: on the device, on the host, and what moves them. As a context manager:
-    leaving closes it, behind the `Checkpoints` made of it."""
+    """An engine's states on the device and the host, with the engine that moves them. As a context
+    manager: leaving closes it, after the `Checkpoints` made from it."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class States:
         return Checkpoints(self.slots, self.host, self.backend, self.copier, **how)
 
     def close(self) -> None:
-        """Wait for copies, let go of the host's cache and of the slots. The tensors stay."""
+        """Wait for copies, release the host's cache and the slots. The tensors stay."""
         with contextlib.ExitStack() as stack:
             for one in (self.slots, self.host, self.engine):
                 if one is not None:

@@ -70,13 +70,13 @@ class HybridParts:
         return every if ratio == 1 else np.ascontiguousarray(every[ratio - 1 :: ratio])
 
 
-# ---- What a match of a hybrid model's prompt found.
+# ---- Matches
 
 
 @dataclass(frozen=True)
 class HybridMatch:
-    """How much of a prompt need not be computed: as far as both KV and a checkpoint go. All figures
-    are tokens."""
+    """The part of a prompt that need not be computed: as far as both KV and a checkpoint reach. All
+    figures are tokens."""
 
     kv: PrefixMatch
     """KV up to the checkpoint, which is all that is pinned and loaded."""
@@ -105,31 +105,31 @@ class HybridMatch:
 
     @property
     def unusable(self) -> int:
-        """Whose KV is there, and that must be computed for want of a state."""
+        """Tokens with KV that must still be computed, since no state covers them."""
         return max(0, self.kv_tokens - self.checkpoint)
 
     @property
     def device_tokens(self) -> int:
-        """Of the usable ones, whose KV is in device blocks."""
+        """Usable tokens whose KV is in device blocks."""
         return min(self.kv.device, self.usable)
 
     @property
     def host_tokens(self) -> int:
-        """Of these, whose KV is loaded from host pages."""
+        """Usable tokens whose KV is loaded from host pages."""
         return min(self.usable - self.device_tokens, self.kv.host)
 
     @property
     def storage_tokens(self) -> int:
-        """Of these, whose KV was read from storage for this request."""
+        """Host tokens whose KV was read from storage for this request."""
         return self.usable - self.device_tokens - self.host_tokens
 
 
-# ---- Seeking: checkpoints that only storage has, and KV up to them.
+# ---- Seeking: checkpoints that only storage has, and KV up to them
 
 
 @dataclass(eq=False)
 class Stored:
-    """What storage is asked for a waiting request."""
+    """Storage reads for a waiting request."""
 
     state: StorageTask | None = None
     """Brings the deepest checkpoint that is stored to the host."""
@@ -154,7 +154,7 @@ class Stored:
 
     @property
     def news(self) -> bool:
-        """Whether the checkpoint has come, and nobody has looked since."""
+        """Whether the checkpoint has arrived and was not looked at since."""
         return self.state is not None and self.state.over and not self.seen
 
     @property
@@ -170,28 +170,28 @@ class Stored:
         return 0 if self.kv is None else self.kv.pages_done
 
     def attributed(self, kv: PrefixMatch, page_tokens: int) -> PrefixMatch:
-        """A match of KV in which these count as storage's."""
+        """A match of KV that counts these pages as read from storage."""
         tokens = 0 if self.kv is None else min(kv.host, self.kv_pages * page_tokens)
         if not tokens:
             return kv
         return replace(kv, host=kv.host - tokens, storage=kv.storage + tokens)
 
     def cancel(self, foreign: Foreign) -> None:
-        """Nothing of it is wanted any more."""
+        """Cancel the reads."""
         for task in self.going:
             foreign.cancel(task)
 
 
 class Seeker:
-    """Asks storage, once for each request."""
+    """Asks storage once for each request."""
 
     def __init__(self, parts: HybridParts) -> None:
         """Nothing was asked."""
         self._parts = parts
 
     def seek(self, plan: HybridPlan) -> None:
-        """A plan was looked at: ask for a checkpoint deeper than the one it has; and when that has
-        come, for KV that reaches it."""
+        """Ask storage for a deeper checkpoint than the plan has; once that has arrived, for KV up
+        to it."""
         tier = self._parts.checkpoints.storage
         if tier is None or plan.path is None or not {"host", "storage"} <= plan.asked.options.tiers:
             return
@@ -207,7 +207,7 @@ class Seeker:
             self._seek_kv(plan, stored.brought * self._parts.step)
 
     def _most(self, plan: HybridPlan) -> int:
-        """Positions that are worth asking for: storage may have KV behind what we have."""
+        """Positions worth asking for: storage may have KV after the KV found here."""
         tokens = plan.kv.usable if self._parts.inner.storage is None else plan.most
         return tokens // self._parts.step
 
@@ -220,14 +220,14 @@ class Seeker:
         plan.stored.kv = tier.prefetch(keys, there, namespace=space.host)
 
 
-# ---- What is known of a request that waits for KV and a checkpoint.
+# ---- Plans
 
 _NONE = PrefixMatch(0)
 
 
 @dataclass(eq=False, slots=True)
 class Edge:
-    """What to look at to learn whether KV goes as deep as it did, and no deeper."""
+    """The keys that show whether KV still reaches as deep as it did, and no deeper."""
 
     device: Keys
     """Of the blocks: the last that was there, and the one behind it."""
@@ -238,7 +238,7 @@ class Edge:
 
 @dataclass(eq=False, slots=True)
 class HybridPlan:
-    """What is known of one request."""
+    """The plan of one request."""
 
     asked: LookupRequest
     most: int
@@ -270,7 +270,7 @@ class HybridPlan:
     """Until when `take` waits for what storage brings; None: it was not asked for yet."""
 
 
-# ---- Looking: how deep KV goes, and which checkpoint is the deepest within that. Pins nothing.
+# ---- Looking: the depth of KV, and the deepest checkpoint within it. Pins nothing.
 
 
 class Looker:
@@ -281,13 +281,13 @@ class Looker:
         self._parts = parts
 
     def look(self, plan: HybridPlan) -> bool:
-        """Choose a checkpoint. False: it is not known yet how deep KV goes; `look_behind` will say,
-        when it is planned.
+        """Choose a checkpoint. False: the depth of KV is unknown until `look_behind`, after
+        planning.
 
-        The deepest checkpoint of all comes first. If KV's key that ends with it is there, all
-        before it is, in a tier that evicts from the ends; and planning looks at that anyway, so
-        nobody does before. Only where it is not, and where an engine evicts as it likes, KV is
-        looked at from the beginning, and the deepest checkpoint within it is chosen.
+        Tries the deepest checkpoint first. If the KV key that ends with it is present, so is all KV
+        before it, in a tier that evicts from the ends; planning checks that anyway. Only if the key
+        is missing, or the engine evicts in its own order, KV is looked up from the beginning, and
+        the deepest checkpoint within it is chosen.
         """
         parts, given, plan.ends = self._parts, plan.given, False
         if given is None and parts.owned:
@@ -305,7 +305,7 @@ class Looker:
         return True
 
     def look_behind(self, request: Hashable, plan: HybridPlan) -> None:
-        """How deep KV goes, of a plan just made: as far as that, and then by looking."""
+        """Find the depth of KV for a plan just made: as far as planned, then by looking."""
         found: PrefixMatch | None = plan.planned
         if not self._ends_there(plan):
             found = self._parts.manager.lookup.peek_beyond(request, plan.asked.limit)
@@ -313,7 +313,7 @@ class Looker:
         self._looked(plan, found is not None)
 
     def _looked(self, plan: HybridPlan, believed: bool) -> None:
-        """Whether it is worth asking if it is still so. `edge` is found when that is asked."""
+        """Whether it is worth checking that nothing changed. The check itself finds `edge`."""
         plan.looked, plan.edge = believed and plan.space is not None, None
 
     def choose(self, plan: HybridPlan, most: int) -> None:
@@ -325,8 +325,8 @@ class Looker:
             )
 
     def _stands(self, plan: HybridPlan) -> bool:
-        """Whether the key of KV that ends where the checkpoint does is there; and notes whether the
-        device has none behind it."""
+        """Whether the KV key that ends with the checkpoint is present; also notes whether the
+        device has no KV after it."""
         manager, space, asked = self._parts.manager, plan.space, plan.asked
         if space is None or plan.found is None:
             return False
@@ -348,8 +348,8 @@ class Looker:
         return False
 
     def _ends_there(self, plan: HybridPlan) -> bool:
-        """Whether KV ends where it was planned to, so that nothing is behind: the device has no
-        more, as was seen, and the host neither."""
+        """Whether KV ends where it was planned to: neither the device, as noted before, nor the
+        host has more."""
         position, space, index = plan.planned.device, plan.space, self._parts.manager.host.index
         if not plan.ends or space is None or position != plan.planned.usable:
             return False
@@ -363,11 +363,11 @@ class Looker:
             plan.asked.prompt.keys(space.host_spec)[at : at + 1], namespace=space.host
         )
 
-    # ---- once more
+    # ---- looking again
 
     def changed(self, plans: list[HybridPlan]) -> list[bool]:
-        """Of each whether its KV goes deeper or less deep than it did, its checkpoint has gone, or
-        there is a deeper one."""
+        """For each plan, whether its KV reaches deeper or less deep than before, its checkpoint is
+        gone, or a deeper one exists."""
         changed = [not plan.looked or plan.stored.news for plan in plans]
         if not all(changed):
             self._other_kv(plans, changed)
@@ -391,7 +391,7 @@ class Looker:
                         changed[i] |= count != edge.there[there]
 
     def _other_checkpoints(self, plans: list[HybridPlan], changed: list[bool]) -> None:
-        """The one that was found must be there, and none between it and the end of KV."""
+        """The checkpoint found must still exist, with none between it and the end of KV."""
         parts = self._parts
         groups: dict[tuple[StateSpace, Tier], list[tuple[int, Keys, int]]] = {}
         tiers = [tier for tier, _ in parts.checkpoints.tiers()]
@@ -411,7 +411,7 @@ class Looker:
                 changed[i] |= count != its
 
     def _edge_of(self, plan: HybridPlan, space: CacheScope) -> Edge:
-        """Made when it is first asked for: a request that is taken at once needs none."""
+        """Made on first use: a request that is taken at once needs none."""
         if plan.edge is None:
             kv, manager, (prompt, options, _) = plan.kv, self._parts.manager, plan.asked
             block, tokens = manager.device.block_tokens, manager.page_tokens
@@ -463,10 +463,10 @@ class HybridPlanner:
         return [self._match(plan) for plan in plans]
 
     def plan_one(self, request: Hashable, asked: LookupRequest, given: int | None) -> HybridMatch:
-        """The same for one request alone.
+        """`plan` for one request.
 
         Args:
-            given: device tokens that an engine found itself; None: look.
+            given: device tokens that the engine found itself; None: look.
         """
         plan = self._known(request, asked, given, self._where(asked.prompt.tenant))
         changed = not plan.looked or self._looker.changed([plan])[0]
@@ -478,7 +478,7 @@ class HybridPlanner:
         return space, None if space is None else self._parts.states_of(space)
 
     def _known(self, request: Hashable, asks: Asks, given: int | None, where: Where) -> HybridPlan:
-        """The plan of a request: the one that it has, if it asks for the same as before."""
+        """The plan of a request: its current plan, if it asks for the same as before."""
         known, (space, states) = self._plans.get(request), where
         if (
             known is not None
@@ -490,7 +490,7 @@ class HybridPlanner:
             return known
         asked = LookupRequest(*asks)
         same = known is not None and known.asked.prompt == asked.prompt
-        if known is not None and same:  # its keys are hashed
+        if known is not None and same:  # its keys are already hashed
             asked = LookupRequest(known.asked.prompt, asked.options, asked.limit)
         path = None
         if space is not None and states is not None and asked.options.read:
@@ -504,11 +504,11 @@ class HybridPlanner:
         self._plans[request] = made
         return made
 
-    # ---- what of it can be used
+    # ---- the usable part
 
     def _renew(self, request: Hashable, plan: HybridPlan, changed: bool, now: float) -> None:
-        """Look if something has changed, and pin what can be used; if nothing has, only where the
-        pins may end before long. Those of the checkpoint and of KV were made at once."""
+        """Look again and pin the usable part if something changed; otherwise only if the pins
+        expire soon. The pins of the checkpoint and of KV were made together."""
         if not changed:
             if not self._parts.manager.lookup.holds(request, now):
                 self._agree(request, plan)
@@ -520,9 +520,8 @@ class HybridPlanner:
         self._seeker.seek(plan)
 
     def _agree(self, request: Hashable, plan: HybridPlan) -> None:
-        """Pin the checkpoint, and have KV planned that far; where it goes less far by now, or the
-        checkpoint has gone, look at the one before it. Each turn is less deep than the one
-        before."""
+        """Pin the checkpoint, and plan KV up to it. If KV is shorter by now, or the checkpoint is
+        gone, try the checkpoint before it. Each turn is less deep than the last."""
         parts, ttl = self._parts, plan.asked.options.ttl or self._parts.manager.config.plan_ttl
         while True:
             while plan.found is not None and plan.path is not None:
@@ -542,7 +541,7 @@ class HybridPlanner:
             self._looker.choose(plan, min(plan.found[1] - 1, kv.usable // parts.step))
 
     def position(self, plan: HybridPlan) -> int:
-        """Of its checkpoint, in tokens."""
+        """Position of its checkpoint, in tokens."""
         return 0 if plan.found is None else plan.found[1] * self._parts.step
 
     def _match(self, plan: HybridPlan) -> HybridMatch:
@@ -567,16 +566,16 @@ class HybridPlanner:
     # ---- ending
 
     def reading(self, request: Hashable, now: float) -> tuple[StorageTask, float] | None:
-        """What brings pages from storage for a plan that is to be taken, and for how many seconds
-        that is waited for still: see `PrefixLookup.reading`. First the state, then the KV up to it,
-        which is asked for here. What the plan has found stays pinned."""
+        """The storage read for a plan that is about to be taken, and the seconds left to wait for
+        it: see `PrefixLookup.reading`. First the state is read, then the KV up to it, which is
+        requested here. The plan's pins stay."""
         plan, lookup = self._plans.get(request), self._parts.manager.lookup
         if plan is None or plan.space is None:
             return None
         if plan.stored.state is None and lookup.reading(request, now) is None:
             return None
         changed = not plan.looked or self._looker.changed([plan])[0]
-        self._renew(request, plan, changed, now)  # what has come may lead to more
+        self._renew(request, plan, changed, now)  # pages that arrived may lead to more
         read = lookup.reading(request, now)
         going = [*plan.stored.going, *([] if read is None else read[:1])]
         task = next(iter(going), None)
@@ -587,32 +586,32 @@ class HybridPlanner:
         return None if now >= plan.read_until else (task, plan.read_until - now)
 
     def taken(self, request: Hashable) -> HybridPlan | None:
-        """Its plan, which is a request's from now on; None: there was none. What is being read for
-        it goes on, for those who come next."""
+        """Hand over the plan to a running request; None: there was none. Its storage reads
+        continue, for later requests."""
         return self._plans.pop(request, None)
 
     def forget(self, request: Hashable) -> HybridPlan | None:
-        """Its plan; None: there was none. What it pinned is not let go."""
+        """Remove and return the plan, without releasing its pins; None: there was none."""
         plan = self._plans.pop(request, None)
         if plan is not None:
             plan.stored.cancel(self._parts.checkpoints.traffic.moves.foreign)
         return plan
 
     def cancel(self, request: Hashable) -> None:
-        """Nothing is wanted of a plan any more."""
+        """Cancel a plan."""
         self.forget(request)
         self._parts.checkpoints.cancel(request)
         self._parts.manager.cancel(request)
 
     def let_go(self) -> None:
-        """The cache is not asked any more: no checkpoint stays pinned for those who wait."""
+        """Release the pinned checkpoints of waiting requests, once the cache is disabled."""
         for request, plan in self._plans.items():
             plan.looked = False
             with contextlib.suppress(LightcacheError):
                 self._parts.checkpoints.cancel(request)
 
     def close(self) -> None:
-        """Forget all of them."""
+        """Drop all plans."""
         for request in list(self._plans):
             self.cancel(request)
 

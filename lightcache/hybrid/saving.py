@@ -32,10 +32,7 @@ if TYPE_CHECKING:
     from lightcache.hybrid.checkpoints import Checkpoints
 
 
-# ---- Grid: the positions of a prompt at which recurrent state is saved.
-#
-# A state exists only where somebody saved it, and it can be found only where KV has a key. So
-# each position is a multiple of several sizes, and this is the one place that knows which.
+# ---- Grid: positions at which recurrent state is saved, each a multiple of several sizes
 
 Tokens = npt.NDArray[np.int64]
 _MOST_TOKENS = 1 << 20
@@ -44,7 +41,7 @@ _MOST_INTERVAL = 1 << 40
 
 @dataclass(frozen=True, init=False)
 class Grid:
-    """Positions at which prefill and decoding save. A position n means: behind the first n tokens.
+    """Positions at which prefill and decoding save. Position n means: after the first n tokens.
 
     grid = Grid(block_tokens=16, page_tokens=64)
     grid.fine, grid.chunk, grid.grid, grid.interval   # 16, 64, 64, 256
@@ -116,11 +113,11 @@ class Grid:
         return math.lcm(self.grid, self.every)
 
     def floor(self, tokens: int) -> int:
-        """The last position of the grid that is not behind so many tokens; 0 if there is none."""
+        """The last position of the grid within `tokens` tokens; 0 if there is none."""
         return tokens // self.grid * self.grid
 
     def fine_floor(self, tokens: int) -> int:
-        """The same of all positions that have a key: where a prompt's last state may be."""
+        """`floor` over all positions that have a key, where a prompt's last state may be."""
         return tokens // self.fine * self.fine
 
     def positions(self, begin: int, end: int) -> Tokens:
@@ -148,18 +145,7 @@ class Grid:
         return position > begin and (position - begin) % self.model_chunk == 0
 
 
-# ---- Where prefill and decoding save recurrent state: decided before the work is launched.
-#
-# A prompt is computed in stretches, one forward pass each, and a pass saves at most one state.
-# Which one, and whether the pass must end there, is all that an engine has to know:
-#
-#     policy = SavePolicy(grid, Saves.INTERIOR)
-#     plan = policy.plan(Stretch(begin=0, end=2048, prompt=5000, branching=1024))
-#     plan.position, plan.offset, plan.end    # 1024, 1024, 2048: compute all, save on the way
-#
-# Nothing here is an array: a step has few stretches, and one is planned in the time of two or
-# three calls of numpy. Decoding has hundreds of sequences in a step, and `decode_saves` takes
-# them at once.
+# ---- The save policy
 
 
 class Saves(Enum):
@@ -173,7 +159,7 @@ class Saves(Enum):
 
 @dataclass(frozen=True)
 class Stretch:
-    """Tokens [begin, end) of a prompt, to be computed in one forward pass."""
+    """Tokens [begin, end) of a prompt that one forward pass computes."""
 
     begin: int
     end: int
@@ -188,7 +174,7 @@ class Stretch:
         """Check.
 
         Raises:
-            ConfigError: not integers, no tokens, or tokens that the prompt does not have.
+            ConfigError: not integers, no tokens, or tokens outside of the prompt.
         """
         branching = 0 if self.branching is None else self.branching
         try:
@@ -210,7 +196,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What a forward pass saves."""
+    """The save of a forward pass."""
 
     begin: int
     end: int
@@ -223,12 +209,12 @@ class SavePlan:
 
     @property
     def offset(self) -> int | None:
-        """Tokens of this pass that the state has behind it."""
+        """Tokens of this pass that the state covers."""
         return None if self.position is None else self.position - self.begin
 
     @property
     def final(self) -> bool:
-        """It is the state that the pass leaves behind anyway."""
+        """Whether it is the state at the end of the pass."""
         return self.position == self.end
 
 
@@ -260,7 +246,7 @@ class SavePolicy:
         position, however its prompt is cut; never two in one pass, and never what was matched.
 
         Raises:
-            ConfigError: a branching point that is none of this grid.
+            ConfigError: a branching point that is not on this grid.
         """
         if stretch.branching is not None and stretch.branching % self.grid.grid:
             raise ConfigError(
@@ -273,7 +259,7 @@ class SavePolicy:
         return SavePlan(stretch.begin, self._end(stretch, position), position, needed)
 
     def _wanted(self, stretch: Stretch) -> tuple[int | None, bool]:
-        """The one position to be saved, and whether it is needed."""
+        """The position to save, and whether it is needed."""
         known = max(stretch.begin, stretch.matched)
         for position in (stretch.branching, self.last(stretch.prompt)):
             if position is not None and known < position <= stretch.end:
@@ -282,7 +268,7 @@ class SavePolicy:
         return (position if self.between and position > known else None), False
 
     def _end(self, stretch: Stretch, position: int) -> int:
-        """Where a pass must end that saves there."""
+        """The position at which a pass that saves at `position` must end."""
         if self.saves is Saves.END_ONLY or not self.grid.reachable(stretch.begin, position):
             return position  # which also puts the next begin back on the grid
         last = self.last(stretch.prompt)
@@ -335,12 +321,12 @@ def decode_saves(grid: Grid, before: npt.ArrayLike, after: npt.ArrayLike) -> Dec
     return DecodeSaves(rows, positions[rows], (new - positions)[rows])
 
 
-# ---- How a hybrid manager decides.
+# ---- Settings of a hybrid manager
 
 
 @dataclass(frozen=True)
 class HybridConfig:
-    """What the engine can, and what it wants."""
+    """What the engine supports and wants to save."""
 
     saves: Saves = Saves.INTERIOR
     """Which states of a forward pass the engine can save."""
@@ -425,7 +411,7 @@ class Drafts:
 
     @property
     def chain(self) -> Tokens:
-        """Parents for top-k 1: each node behind the one before."""
+        """Parents for top-k 1: each node follows the previous one."""
         return np.arange(-1, self.drafted, dtype=np.int64)
 
     def writes(self, rows: npt.ArrayLike) -> Pages:
@@ -550,7 +536,7 @@ _MOST_SLOT = (1 << 31) - 1
 
 
 class Saved(NamedTuple):
-    """A state behind `position` tokens, in a slot."""
+    """A state after `position` tokens, in a slot."""
 
     slot: int
     position: int
@@ -558,7 +544,8 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class Rest:
-    """What a request leaves. Each slot is in one of the two, and the caller's from now on."""
+    """The slots that a request leaves. Each is in one of the two lists, and the caller owns it from
+    now on."""
 
     free: tuple[int, ...]
     """Nothing reads or writes these any more."""
@@ -670,8 +657,8 @@ class RequestSlots:
         return spare[0].slot
 
     def confirm(self, position: int) -> None:
-        """The results of the step that saved this have arrived: its write is over. Once for each
-        `begin_save` that gave a slot, in their order, whether or not the state was rejected.
+        """Confirm a save: the results of its step have arrived. Call once for each `begin_save`
+        that returned a slot, in their order, whether or not the state was rejected.
 
         Raises:
             ConfigError: the oldest write in flight is another, or there is none.
@@ -689,7 +676,7 @@ class RequestSlots:
             self._free.append(write.slot)
 
     def reject(self, accepted: int) -> Saved | None:
-        """Only the first `accepted` tokens count: speculation went wrong. Saved states behind them
+        """Speculation failed and only the first `accepted` tokens count. Saved states after them
         are void, also those still being written.
 
         Returns:
@@ -701,7 +688,7 @@ class RequestSlots:
         self._check_running()
         for write in self._writes:
             write.valid = write.valid and write.position <= accepted
-        # A confirmed write is over, so what is void may be written again at once.
+        # A confirmed write has finished, so void slots may be written again at once.
         self._free += [state.slot for state in self._confirmed if state.position > accepted]
         self._confirmed = [state for state in self._confirmed if state.position <= accepted]
         return self.newest
@@ -719,7 +706,7 @@ class RequestSlots:
     # ---- reading on another stream
 
     def begin_read(self, slot: int) -> None:
-        """A copy from a confirmed state is launched that steps do not wait for.
+        """Note the launch of a copy from a confirmed state that steps do not wait for.
 
         Raises:
             ConfigError: no confirmed state of this request is there.
@@ -729,7 +716,7 @@ class RequestSlots:
         self._read.add(slot)
 
     def end_read(self, slot: int) -> None:
-        """That copy is over."""
+        """Note that the copy has finished."""
         self._read.discard(slot)
 
     # ---- giving away
@@ -742,8 +729,8 @@ class RequestSlots:
             position: of the state; None: the newest.
 
         Returns:
-            What to name. None: nothing is confirmed there, or there is no replacement. Then the
-            request keeps its own, no checkpoint is made, and a replacement stays the caller's.
+            The state to name. None: no state is confirmed there, or there is no replacement. Then
+            the request keeps its slot, no checkpoint is made, and the caller keeps the replacement.
 
         Raises:
             ConfigError: the replacement is one of the request's own, or the request is over.
@@ -818,7 +805,7 @@ class RequestSlots:
     # ---- helpers
 
     def _states(self) -> list[Saved]:
-        """Those that are saved or being saved, and were not rejected."""
+        """States that are saved or being saved, and were not rejected."""
         writing = [Saved(write.slot, write.position) for write in self._writes if write.valid]
         return self._confirmed + writing
 
@@ -831,14 +818,14 @@ class RequestSlots:
             raise ConfigError("slots: the request is over")
 
 
-# ---- What does not go together: checked once, when a model is configured, in one message.
+# ---- Conflicting settings: checked once, when a model is configured, in one message
 
 _COUNTS = ("running", "alternating", "drafted", "draft_slots", "host_states", "path_limit")
 
 
 @dataclass(frozen=True)
 class Features:
-    """How a hybrid model is to be served. `check` says whether that can be."""
+    """Settings for serving a hybrid model. `check` verifies them."""
 
     grid: Grid
     saves: Saves
@@ -888,7 +875,7 @@ class Features:
             count(self.state_block_tokens, "state_block_tokens", 1, 1 << 20)
 
     def check(self) -> None:
-        """Refuse what does not go together.
+        """Refuse conflicting settings.
 
         Raises:
             ConfigError: names every conflict, not only the first, each with what to change.
@@ -901,7 +888,7 @@ class Features:
             )
 
     def conflicts(self) -> tuple[str, ...]:
-        """What `check` would say."""
+        """The conflicts that `check` reports."""
         return (*self._of_slots(), *self._of_checkpoints(), *self._of_tables())
 
     @property

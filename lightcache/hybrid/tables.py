@@ -51,7 +51,7 @@ class StateTables:
 
     @classmethod
     def ragged(cls, slots: npt.ArrayLike, bounds: npt.ArrayLike) -> StateTables:
-        """One row behind the other: sequence i has slots[bounds[i]:bounds[i + 1]].
+        """Rows one after another: sequence i has slots[bounds[i]:bounds[i + 1]].
 
         Raises:
             ConfigError: not integers, or bounds that do not ascend from 0 to the number of slots.
@@ -145,12 +145,13 @@ def state_block_tables(
     the block of its last token before, and writes the block of its last token after.
 
     *Why both counts.* How far apart they are changes from step to step and from sequence to
-    sequence: a stretch of prefill, one decoded token, several accepted ones. From the total alone
-    nobody can say whether the step has crossed a boundary, and so whether the state that it begins
-    with is in the block that it ends in, one before, or many. Nor does the fill of the last block
+    sequence: a stretch of prefill, one decoded token, several accepted ones. The total alone does
+        not tell whether the step has crossed a boundary, and so whether the state that it begins
+        with is in the block that it ends in, in the block before, or many blocks before. Nor does
+        the fill of the last block
     tell: at a boundary it is full, and looks like that of a sequence which has computed a block
     more, or one less. And a sequence of no previous tokens must read nothing, though its first
-    block may hold somebody else's state from before.
+    block may hold an older state of another sequence.
 
     *Why it holds for several sequences at once.* A row is made of that sequence's own two counts
     and its own table, nothing else: no longest or total length of the batch, no sum over the
@@ -209,7 +210,7 @@ def _what(tables: StateTables, row: int, old: int, new: int, block: int) -> str:
 
 
 def _check_apart(read: Pages, write: Pages, names: Sequence[Hashable] | None) -> None:
-    """No slot that one sequence writes is another's."""
+    """Check that no sequence uses a slot that another one writes."""
     order = np.argsort(write)
     written = write[order]
     twice = np.flatnonzero(written[1:] == written[:-1])
