@@ -63,13 +63,14 @@ class LookupRequest(NamedTuple):
         return LookupRequest(self.prompt, self.options, limit)
 
 
-class LookupBatch(NamedTuple):
-    """The arguments of many requests; sequences of one length."""
+Arguments = tuple[Prompt, RequestOptions, int | None]
+"""As a `LookupRequest`, which is made of them where they are new."""
 
-    requests: Sequence[Hashable]
-    prompts: Sequence[Prompt]
-    options: Sequence[RequestOptions]
-    limits: Sequence[int | None]
+
+class LookupBatch(NamedTuple):
+    """The ids and arguments of many requests, in pairs: these are walked more than once."""
+
+    entries: Sequence[tuple[Hashable, Arguments]]
     device_tokens: Sequence[int] | None
     """Tokens of each that an engine has found on its device itself; None: look there."""
 
@@ -100,13 +101,13 @@ def lookup_batch(
     _check_all(options or (), RequestOptions, "options: expected Wishes for each request")
     _check_numbers("limit", limits, or_none=True)
     _check_numbers("device_tokens", device_tokens)
-    return LookupBatch(
-        requests,
+    arguments = zip(
         prompts,
         [ANY] * n if options is None else options,
         [None] * n if limits is None else limits,
-        device_tokens,
+        strict=True,
     )
+    return LookupBatch(list(zip(requests, arguments, strict=True)), device_tokens)
 
 
 def _check_numbers(name: str, numbers: Any, *, or_none: bool = False) -> None:
@@ -128,7 +129,7 @@ def _check_all(values: Sequence[Any], kind: type, expected: str) -> None:
 # ---- A request that waits.
 
 
-@dataclass(eq=False)  # with defaults of the class: one is made for each new request of a step
+@dataclass(eq=False, slots=True)
 class PendingRequest:
     """One request that was looked up: its arguments, and what was found."""
 
@@ -329,7 +330,7 @@ class PrefixLookup:
             return self.batch([request], [prompt], [options], [limit], tokens)
         if limit is not None:
             _check_numbers("limit", (limit,))
-        return LookupBatch((request,), (prompt,), (options,), (limit,), None)
+        return LookupBatch(((request, (prompt, options, limit)),), None)
 
     def batch(
         self,
@@ -355,9 +356,11 @@ class PrefixLookup:
         tiers = self._state.tiers
         if tiers is TIERS:
             return batch
-        requests, prompts, options, limits, device_tokens = batch
-        options = [each.within(tiers) for each in options]
-        return LookupBatch(requests, prompts, options, limits, device_tokens)
+        entries = [
+            (request, (prompt, options.within(tiers), limit))
+            for request, (prompt, options, limit) in batch.entries
+        ]
+        return LookupBatch(entries, batch.device_tokens)
 
     # ---- plans and peeks
 
@@ -371,7 +374,7 @@ class PrefixLookup:
         """
         return self._state.guard.run(
             partial(self.find, batch, spaces),
-            lambda: list(map(self.missed, batch.requests, batch.prompts)),
+            lambda: [self.missed(request, own[0]) for request, own in batch.entries],
         )
 
     def find(
@@ -381,7 +384,7 @@ class PrefixLookup:
         now, device_tokens = time.monotonic(), batch.device_tokens
         plans = self._plans_of(batch, spaces, now)
         if self._failed:
-            for request in batch.requests:
+            for request, _ in batch.entries:
                 self._failed.pop(request, None)
         due = plans if device_tokens is not None else self._due(plans, now)
         if due:
@@ -410,12 +413,11 @@ class PrefixLookup:
         )
 
     def _peeked(self, batch: LookupBatch) -> list[PrefixMatch]:
-        now, spaces = time.monotonic(), self._spaces_of(batch.prompts)
+        now, spaces = time.monotonic(), self._spaces_of(batch)
         plans = []
-        arguments = zip(batch.prompts, batch.options, batch.limits, strict=True)
-        for request, own in zip(batch.requests, arguments, strict=True):
+        for request, own in batch.entries:
             space = spaces[own[0].tenant]
-            plans.append(self._new(request, LookupRequest(*own), space, now))
+            plans.append(self._new(request, LookupRequest._make(own), space, now))
         self._look(plans, batch.device_tokens, now, pin=False)
         return [self._match(plan, plan.device, plan.host_pages, waits=False) for plan in plans]
 
@@ -442,10 +444,10 @@ class PrefixLookup:
             return known.match
         return self._match(plan, plan.device, plan.host_pages, waits=False)
 
-    def _spaces_of(self, prompts: Sequence[Prompt]) -> Mapping[str, CacheScope | None]:
+    def _spaces_of(self, batch: LookupBatch) -> Mapping[str, CacheScope | None]:
         spaces: dict[str, CacheScope | None] = {}
-        for prompt in prompts:
-            tenant = prompt.tenant
+        for _, own in batch.entries:
+            tenant = own[0].tenant
             if tenant not in spaces:
                 spaces[tenant] = self._state.weights.space_or_none(tenant)
         return spaces
@@ -459,13 +461,12 @@ class PrefixLookup:
             for plan in self._plans.values():
                 plan.settled = 0.0  # its pins were in the other index
         if spaces is None:  # all of them, before a plan is renewed
-            spaces = self._spaces_of(batch.prompts)
+            spaces = self._spaces_of(batch)
         plans = []
-        arguments = zip(batch.prompts, batch.options, batch.limits, strict=True)
-        for request, own in zip(batch.requests, arguments, strict=True):
+        for request, own in batch.entries:
             space, known = spaces[own[0].tenant], self._plans.get(request)
             if known is None or known.request != own or known.space is not space:
-                known = self._renewed(request, LookupRequest(*own), space, known, now)
+                known = self._renewed(request, LookupRequest._make(own), space, known, now)
             plans.append(known)
         return plans
 
@@ -598,17 +599,20 @@ class PrefixLookup:
         device, ttl = self._state.device, 0.0
         ids, parts = [], []
         for plan in members:
+            keys, first = plan.device_keys, plan.first_block
             ids.append(plan.id)
-            parts.append(plan.device_keys[plan.first_block :])
-            ttl = max(ttl, plan.ttl)
+            parts.append(keys[first:] if first else keys)
+            if plan.ttl > ttl:
+                ttl = plan.ttl
         assert space.device is not None
         assert device.index is not None
         if pin:
             counts = device.plan_many(ids, parts, space.device, ttl)
         else:
             counts = peeked(device.index, parts, space.device)
-        for plan, blocks in zip(members, counts, strict=True):
-            plan.device = (plan.first_block + blocks) * device.block_tokens
+        block = device.block_tokens
+        for i, plan in enumerate(members):
+            plan.device = (plan.first_block + counts[i]) * block
             plan.pinned = pin
 
     def _on_host(self, space: CacheScope, members: list[PendingRequest], *, pin: bool) -> None:
@@ -618,7 +622,8 @@ class PrefixLookup:
         for plan in members:
             first = plan.host_first = plan.device // tokens
             plan.host_pages = plan.absent = 0
-            ttl = max(ttl, plan.ttl)
+            if plan.ttl > ttl:
+                ttl = plan.ttl
             asks = plan.pages > first
             if plan.on_host and not asks:
                 index.cancel(plan.id)
