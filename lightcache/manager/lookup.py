@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Hashable, ItemsView, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -210,14 +210,12 @@ class PendingRequest:
         return self.request.prompt.first_key(self.space.host_spec)
 
 
-def by_space(plans: list[PendingRequest]) -> ItemsView[CacheScope, list[PendingRequest]]:
+def by_space(plans: list[PendingRequest]) -> Iterable[tuple[CacheScope, list[PendingRequest]]]:
     """Requests that may reuse tokens, by their space: nearly always there is one."""
-    groups: dict[CacheScope, list[PendingRequest]] = {}
     if len(plans) == 1:
         (plan,) = plans
-        if plan.most and plan.space is not None:
-            groups[plan.space] = plans
-        return groups.items()
+        return [(plan.space, plans)] if plan.most and plan.space is not None else []
+    groups: dict[CacheScope, list[PendingRequest]] = {}
     for plan in plans:
         if plan.most and plan.space is not None:
             members = groups.get(plan.space)
