@@ -610,7 +610,7 @@ class HybridManager:
         both tentatively up to it. Otherwise as `KVCacheManager.plan`: cheap when repeated."""
         with self._lock:
             batch = self.manager.lookup.single(request, prompt, options, limit, device_tokens)
-            asked = LookupRequest(prompt, batch.options[0], limit)
+            asked = LookupRequest._make(batch.entries[0][1])
             return self._guard.run(
                 lambda: self._planner.plan_one(request, asked, device_tokens),
                 lambda: self._missed(request, asked),
@@ -630,9 +630,9 @@ class HybridManager:
             many = self.manager.lookup.batch(requests, prompts, options, limits, device_tokens)
             return self._guard.run(
                 lambda: self._planner.plan(many),
-                lambda: list(
-                    map(self._missed, requests, map(LookupRequest, prompts, many.options))
-                ),
+                lambda: [
+                    self._missed(request, LookupRequest._make(own)) for request, own in many.entries
+                ],
             )
 
     def _missed(self, request: Hashable, asked: LookupRequest) -> HybridMatch:

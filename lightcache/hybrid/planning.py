@@ -450,15 +450,14 @@ class HybridPlanner:
         """See `HybridManager.plan_many`."""
         spaces: dict[str, Where] = {}
         plans: list[HybridPlan] = []
-        given = [None] * len(many.requests) if many.device_tokens is None else many.device_tokens
-        each = zip(many.prompts, many.options, many.limits, strict=True)
-        for request, asks, tokens in zip(many.requests, each, given, strict=True):
+        given = [None] * len(many.entries) if many.device_tokens is None else many.device_tokens
+        for (request, asks), tokens in zip(many.entries, given, strict=True):
             tenant = asks[0].tenant
             if tenant not in spaces:
                 spaces[tenant] = self._where(tenant)
             plans.append(self._known(request, asks, tokens, spaces[tenant]))
         changed, now = self._looker.changed(plans), time.monotonic()
-        for request, plan, other in zip(many.requests, plans, changed, strict=True):
+        for (request, _), plan, other in zip(many.entries, plans, changed, strict=True):
             self._renew(request, plan, other, now)
         return [self._match(plan) for plan in plans]
 
@@ -531,10 +530,10 @@ class HybridPlanner:
             else:
                 parts.checkpoints.cancel(request)
             position = self.position(plan)
-            prompt, options, limit = plan.asked.up_to(position)
+            asked = plan.asked.up_to(position)
             tokens = None if plan.given is None else (plan.given,)
-            batch = LookupBatch((request,), (prompt,), (options,), (limit,), tokens)
-            (kv,) = parts.manager.lookup.plan(batch, {prompt.tenant: plan.space})
+            batch = LookupBatch(((request, asked),), tokens)
+            (kv,) = parts.manager.lookup.plan(batch, {asked.prompt.tenant: plan.space})
             plan.planned = kv
             if plan.found is None or kv.usable >= position:
                 return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Hashable, ItemsView, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 # ---- Arguments of a lookup
 
-# Named tuples, made for each call: making a frozen dataclass takes a microsecond longer.
+# Named tuples: one is made for each call, and a frozen dataclass takes a microsecond longer.
 
 
 class LookupRequest(NamedTuple):
@@ -63,13 +63,14 @@ class LookupRequest(NamedTuple):
         return LookupRequest(self.prompt, self.options, limit)
 
 
-class LookupBatch(NamedTuple):
-    """The arguments of several requests, as sequences of one length."""
+Arguments = tuple[Prompt, RequestOptions, int | None]
+"""As a `LookupRequest`, which is made of them where they are new."""
 
-    requests: Sequence[Hashable]
-    prompts: Sequence[Prompt]
-    options: Sequence[RequestOptions]
-    limits: Sequence[int | None]
+
+class LookupBatch(NamedTuple):
+    """The ids and arguments of many requests, in pairs: these are walked more than once."""
+
+    entries: Sequence[tuple[Hashable, Arguments]]
     device_tokens: Sequence[int] | None
     """Tokens that the engine found on its device, for each request; None: look there."""
 
@@ -100,13 +101,13 @@ def lookup_batch(
     _check_all(options or (), RequestOptions, "options: expected Wishes for each request")
     _check_numbers("limit", limits, or_none=True)
     _check_numbers("device_tokens", device_tokens)
-    return LookupBatch(
-        requests,
+    arguments = zip(
         prompts,
         [ANY] * n if options is None else options,
         [None] * n if limits is None else limits,
-        device_tokens,
+        strict=True,
     )
+    return LookupBatch(list(zip(requests, arguments, strict=True)), device_tokens)
 
 
 def _check_numbers(name: str, numbers: Any, *, or_none: bool = False) -> None:
@@ -128,7 +129,7 @@ def _check_all(values: Sequence[Any], kind: type, expected: str) -> None:
 # ---- Waiting requests
 
 
-@dataclass(eq=False)  # with class defaults: one is made for each new request of a step
+@dataclass(eq=False, slots=True)
 class PendingRequest:
     """A waiting request: its arguments, and what the lookup found."""
 
@@ -210,14 +211,12 @@ class PendingRequest:
         return self.request.prompt.first_key(self.space.host_spec)
 
 
-def by_space(plans: list[PendingRequest]) -> ItemsView[CacheScope, list[PendingRequest]]:
-    """Requests that may reuse tokens, by space: nearly always there is one space."""
-    groups: dict[CacheScope, list[PendingRequest]] = {}
+def by_space(plans: list[PendingRequest]) -> Iterable[tuple[CacheScope, list[PendingRequest]]]:
+    """Requests that may reuse tokens, by their space: nearly always there is one."""
     if len(plans) == 1:
         (plan,) = plans
-        if plan.most and plan.space is not None:
-            groups[plan.space] = plans
-        return groups.items()
+        return [(plan.space, plans)] if plan.most and plan.space is not None else []
+    groups: dict[CacheScope, list[PendingRequest]] = {}
     for plan in plans:
         if plan.most and plan.space is not None:
             members = groups.get(plan.space)
@@ -228,6 +227,16 @@ def by_space(plans: list[PendingRequest]) -> ItemsView[CacheScope, list[PendingR
 
 
 # ---- Usable tokens
+
+_NOTHING = MissReason.NOTHING  # of its class each time it would be a tenth of a microsecond
+
+
+def match_of(**fields: Any) -> PrefixMatch:
+    """A match of all its fields. The class is frozen, so its own `__init__` sets each of them by a
+    call, which takes three times as long: a microsecond and a half for each request of a queue."""
+    match = object.__new__(PrefixMatch)
+    vars(match).update(fields)
+    return match
 
 
 class Usable:
@@ -247,7 +256,7 @@ class Usable:
             return 0, MissReason.OPTIONS, None
         if plan.space is None:
             return 0, MissReason.WEIGHTS, None
-        usable, why = found, MissReason.NOTHING
+        usable, why = found, _NOTHING
         if usable > device and not self._worth_loading(usable - device):
             usable, why = device, MissReason.BREAK_EVEN
         cut = prompt.cut_item(usable) if prompt.items else None
@@ -330,7 +339,7 @@ class PrefixLookup:
             return self.batch([request], [prompt], [options], [limit], tokens)
         if limit is not None:
             _check_numbers("limit", (limit,))
-        return LookupBatch((request,), (prompt,), (options,), (limit,), None)
+        return LookupBatch(((request, (prompt, options, limit)),), None)
 
     def batch(
         self,
@@ -356,9 +365,11 @@ class PrefixLookup:
         tiers = self._state.tiers
         if tiers is TIERS:
             return batch
-        requests, prompts, options, limits, device_tokens = batch
-        options = [each.within(tiers) for each in options]
-        return LookupBatch(requests, prompts, options, limits, device_tokens)
+        entries = [
+            (request, (prompt, options.within(tiers), limit))
+            for request, (prompt, options, limit) in batch.entries
+        ]
+        return LookupBatch(entries, batch.device_tokens)
 
     # ---- Plans and peeks
 
@@ -372,7 +383,7 @@ class PrefixLookup:
         """
         return self._state.guard.run(
             partial(self.find, batch, spaces),
-            lambda: list(map(self.missed, batch.requests, batch.prompts)),
+            lambda: [self.missed(request, own[0]) for request, own in batch.entries],
         )
 
     def find(
@@ -382,7 +393,7 @@ class PrefixLookup:
         now, device_tokens = time.monotonic(), batch.device_tokens
         plans = self._plans_of(batch, spaces, now)
         if self._failed:
-            for request in batch.requests:
+            for request, _ in batch.entries:
                 self._failed.pop(request, None)
         due = plans if device_tokens is not None else self._due(plans, now)
         if due:
@@ -411,12 +422,11 @@ class PrefixLookup:
         )
 
     def _peeked(self, batch: LookupBatch) -> list[PrefixMatch]:
-        now, spaces = time.monotonic(), self._spaces_of(batch.prompts)
+        now, spaces = time.monotonic(), self._spaces_of(batch)
         plans = []
-        arguments = zip(batch.prompts, batch.options, batch.limits, strict=True)
-        for request, own in zip(batch.requests, arguments, strict=True):
+        for request, own in batch.entries:
             space = spaces[own[0].tenant]
-            plans.append(self._new(request, LookupRequest(*own), space, now))
+            plans.append(self._new(request, LookupRequest._make(own), space, now))
         self._look(plans, batch.device_tokens, now, pin=False)
         return [self._match(plan, plan.device, plan.host_pages, waits=False) for plan in plans]
 
@@ -443,10 +453,10 @@ class PrefixLookup:
             return known.match
         return self._match(plan, plan.device, plan.host_pages, waits=False)
 
-    def _spaces_of(self, prompts: Sequence[Prompt]) -> Mapping[str, CacheScope | None]:
+    def _spaces_of(self, batch: LookupBatch) -> Mapping[str, CacheScope | None]:
         spaces: dict[str, CacheScope | None] = {}
-        for prompt in prompts:
-            tenant = prompt.tenant
+        for _, own in batch.entries:
+            tenant = own[0].tenant
             if tenant not in spaces:
                 spaces[tenant] = self._state.weights.space_or_none(tenant)
         return spaces
@@ -459,11 +469,10 @@ class PrefixLookup:
             self._index = self._state.device.index
             for plan in self._plans.values():
                 plan.settled = 0.0  # its pins were in the other index
-        if spaces is None:  # all spaces, before any plan is renewed
-            spaces = self._spaces_of(batch.prompts)
+        if spaces is None:  # all of them, before a plan is renewed
+            spaces = self._spaces_of(batch)
         plans = []
-        arguments = zip(batch.prompts, batch.options, batch.limits, strict=True)
-        for request, own in zip(batch.requests, arguments, strict=True):
+        for request, own in batch.entries:
             space, known = spaces[own[0].tenant], self._plans.get(request)
             if known is None or known.request != own or known.space is not space:
                 known = self._renewed(request, LookupRequest(*own), space, known, now)
@@ -599,17 +608,20 @@ class PrefixLookup:
         device, ttl = self._state.device, 0.0
         ids, parts = [], []
         for plan in members:
+            keys, first = plan.device_keys, plan.first_block
             ids.append(plan.id)
-            parts.append(plan.device_keys[plan.first_block :])
-            ttl = max(ttl, plan.ttl)
+            parts.append(keys[first:] if first else keys)
+            if plan.ttl > ttl:
+                ttl = plan.ttl
         assert space.device is not None
         assert device.index is not None
         if pin:
             counts = device.plan_many(ids, parts, space.device, ttl)
         else:
             counts = peeked(device.index, parts, space.device)
-        for plan, blocks in zip(members, counts, strict=True):
-            plan.device = (plan.first_block + blocks) * device.block_tokens
+        block = device.block_tokens
+        for i, plan in enumerate(members):
+            plan.device = (plan.first_block + counts[i]) * block
             plan.pinned = pin
 
     def _on_host(self, space: CacheScope, members: list[PendingRequest], *, pin: bool) -> None:
@@ -619,7 +631,8 @@ class PrefixLookup:
         for plan in members:
             first = plan.host_first = plan.device // tokens
             plan.host_pages = plan.absent = 0
-            ttl = max(ttl, plan.ttl)
+            if plan.ttl > ttl:
+                ttl = plan.ttl
             asks = plan.pages > first
             if plan.on_host and not asks:
                 index.cancel(plan.id)
@@ -690,16 +703,16 @@ class PrefixLookup:
             pending = not reading.over
         usable, why, cut = self.usable.of(plan, device, device + host)
         waits_for = self._other(plan, usable) if computing and waits else None
-        match = PrefixMatch(
-            len(plan.request.prompt),
-            device,
-            host - from_storage,
-            from_storage,
-            usable,
-            why,
-            cut,
-            pending,
-            waits_for,
+        match = match_of(
+            tokens=len(plan.request.prompt),
+            device=device,
+            host=host - from_storage,
+            storage=from_storage,
+            usable=usable,
+            why=why,
+            cut=cut,
+            pending=pending,
+            waits_for=waits_for,
         )
         if reading is None and not computing:
             plan.match, plan.matched = match, (device, pages)

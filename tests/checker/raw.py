@@ -145,9 +145,7 @@ class _Findings:
             yield f"fresh {self.fresh} <= grown {root['grown']} <= pages {self.n} does not hold"
             return
         flat = (
-            int(self.c.config.get("independent", False))
-            if self.c.config
-            else min(root["flat"], 1)
+            int(self.c.config.get("independent", False)) if self.c.config else min(root["flat"], 1)
         )
         if root["flat"] != flat:
             yield f"root.flat is {root['flat']}, expected {flat}"

@@ -298,7 +298,9 @@ def test_a_copy_that_the_driver_refuses(
     model.compute(1, slots)
     where.synchronize()
     with monkeypatch.context() as patch:
-        patch.setattr(model.engine._parts, "copier", Refused(model.engine._parts.copier, model.memory))
+        patch.setattr(
+            model.engine._parts, "copier", Refused(model.engine._parts.copier, model.memory)
+        )
         offload = Offload(model.engine, cache.reserve(keys), slots)
         with pytest.raises(TransferFailed, match=r"failed: .*abandon those pages"):
             offload.wait(DEADLINE)

@@ -214,7 +214,10 @@ def test_layers_that_are_not_as_many(tensors: Any) -> None:
         ({"index": None, "pages": None}, "found neither"),
         ({"slots": 7}, "slots: expected .* 6, found 7"),
         ({"slots": 0}, "slots: expected 1"),
-        ({"independent": False, "page_tokens": 16}, "independent, page_tokens follow from the tensors"),
+        (
+            {"independent": False, "page_tokens": 16},
+            "independent, page_tokens follow from the tensors",
+        ),
         ({"size": "1MiB"}, "pages= or size="),
     ],
 )
