@@ -92,6 +92,7 @@ class ModelWatch:
                 check_evaluated(module)
             except ConfigError as error:
                 raise past.spoil(str(error)) from None
+        self._check_autocast(past, ids if embeds is None else embeds)
         if given.get("use_cache") is False:
             raise past.spoil(
                 "the model was called with use_cache=False, with which `generate` feeds its whole "
@@ -136,6 +137,19 @@ class ModelWatch:
                     f"{before}, so expected {wanted} rows of keys in every layer, found "
                     f"{sorted(rows)}; a model that adds or drops rows is not supported"
                 )
+
+    def _check_autocast(self, past: PrefixCache, given: Any) -> None:
+        """Keys and values would be of the dtype that the fingerprint names, and rounded to another
+        one: 0.5 % of a key in bfloat16."""
+        device, own = given.device.type, getattr(self._model, "dtype", None)
+        if not torch.is_autocast_enabled(device):
+            return
+        dtype = torch.get_autocast_dtype(device)
+        if dtype != own:
+            raise past.spoil(
+                f"the model was called under autocast to {dtype}, expected {own}, in which pages "
+                f"of it are kept; call it without, or open a cache for model.to({dtype})"
+            )
 
     def _check_positions(self, past: PrefixCache, positions: Any, held: int, count: int) -> None:
         if positions is None:

@@ -35,7 +35,7 @@ def computed(
         try:
             for piece in pieces:
                 forward(model, past, torch.tensor([piece], device=device), positions=positions)
-        except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"model: {type(model).__name__} cannot compute a token with a DynamicCache "
                 f"({error}); a model with a cache of its own, or with other inputs than ids, is "

@@ -212,6 +212,13 @@ def several_shapes() -> Any:
     return made
 
 
+def of_more_layers() -> Any:
+    """A decoder whose cache transformers makes with the layers of its encoder."""
+    sizes = {"d_model": 16, "decoder_ffn_dim": 16, "decoder_attention_heads": 2, "vocab_size": 128}
+    config = transformers.BartConfig(encoder_layers=1, decoder_layers=2, **sizes)
+    return transformers.BartForCausalLM(config).eval()
+
+
 def tensor_parallel() -> Any:
     made = model()
     made._tp_size = 2
@@ -240,6 +247,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a cache of its own": (
         with_its_own_cache,
         "LlamaForCausalLM cannot compute a token with a Dyn",
+    ),
+    "a cache of fewer layers": (
+        of_more_layers,
+        "BartForCausalLM cannot compute a token with a Dyn",
     ),
     "several shapes": (several_shapes, "expected layers of one shape, found"),
     "rotation that depends on the length": (

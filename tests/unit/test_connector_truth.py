@@ -260,6 +260,18 @@ def test_what_no_key_knows_is_refused(segment_name: str, kind: str) -> None:
             refused(connector, LONG, lambda past: mine(**given, past_key_values=past), message)
 
 
+def test_autocast_to_another_dtype_is_refused(segment_name: str) -> None:
+    """Keys come out in the dtype of the model, rounded to the other one."""
+    mine = model()
+    with small_cache(segment_name, mine) as cache, lct.Connector(cache, mine) as connector:
+        with nothing_published(cache, LONG), torch.autocast("cpu", dtype=torch.bfloat16):
+            message = r"under autocast to torch\.bfloat16, expected torch\.float32"
+            refused(connector, LONG, lambda past: answer(mine, LONG, past), message)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
+            save(connector, mine, LONG)
+        assert ready(cache, LONG) == 4
+
+
 def test_arguments_by_position_are_seen(segment_name: str) -> None:
     mine = model()
     with small_cache(segment_name, mine) as cache, lct.Connector(cache, mine) as connector:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import secrets
 import signal
 import time
 from collections.abc import Callable
@@ -212,6 +213,18 @@ def test_an_open_that_has_room_leaves_it(segment_name: str, clock: Clock) -> Non
         pass
     assert not swept(old)
     assert Segment.unlink(old)
+
+
+def test_caches_of_others_outlive_these_tests(clock: Clock) -> None:
+    """By the clocks above, every cache of this user's is idle."""
+    name = f"others-{secrets.token_hex(8)}"
+    make(name)
+    try:
+        clock.passed = 25 * HOUR
+        make_room(lambda: False)
+        assert exists(name)
+    finally:
+        Segment.unlink(name)
 
 
 # ---- arguments
