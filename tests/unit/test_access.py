@@ -240,7 +240,7 @@ def test_names_of_caches_stay_in_their_namespace(name: str, segment_name: str) -
     ):
         with pytest.raises(ConfigError, match="name"):
             call()
-    # No name that is allowed goes on like this behind the prefix.
+    # No allowed name continues like this after the prefix.
     mine = (segment_name, f"lightcache.{given}")
     assert not [path for path in SHM.iterdir() if any(one in path.name for one in mine)]
 
