@@ -25,7 +25,9 @@ EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "300"))
     ],
 )
 @pytest.mark.parametrize("machine", [IndexMachine, HoldingMachine])
-def test_index_and_model_agree(segment_name: str, machine: type[IndexMachine], independent: bool) -> None:
+def test_index_and_model_agree(
+    segment_name: str, machine: type[IndexMachine], independent: bool
+) -> None:
     run_state_machine_as_test(
         lambda: machine(segment_name, independent),
         settings=settings(
