@@ -19,8 +19,8 @@ def program(heading: str, name: str, instead_of: str) -> str:
     section = README[README.index(f"\n## {heading}\n") + 1 :]
     section = section[: section.find("\n## ")]
     source = "".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL))
-    assert f'"{instead_of}"' in source
-    return source.replace(f'"{instead_of}"', f'"{name}"')
+    assert f'"{instead_of}' in source
+    return source.replace(f'"{instead_of}', f'"{name}')
 
 
 def test_ten_lines(
@@ -31,6 +31,28 @@ def test_ten_lines(
     output = [script(source).stdout for _ in range(2)]
     assert output == [f"{reused} of 300 tokens need not be computed\n" for reused in (0, 256)]
     assert Segment.unlink(segment_name)
+
+
+@pytest.mark.parametrize(
+    ("heading", "says"),
+    [
+        ("Transfers", "256 tokens were loaded\n"),
+        ("A scheduler", "PrefixMatch(tokens=300, device=288, "),
+    ],
+)
+def test_programs_of_an_engine(
+    heading: str,
+    says: str,
+    segment_name: str,
+    script: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """They leave nothing: their caches end with their last process."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    source = program(heading, segment_name, "llama")
+    for _ in range(2):
+        assert script(source).stdout.startswith(says)
 
 
 @pytest.mark.models
