@@ -5,7 +5,7 @@
 
 #define EVERY_NS UINT64_C(1000000000) /* calls that evict, in the whole cache */
 #define REAPER_NS UINT64_C(10000000)  /* longer than another needs for a portion */
-#define ROUND (LCI_REAP_MOST / LCI_LOOK_ROUNDS)
+#define ROUND ((LCI_REAP_MOST) / LCI_LOOK_ROUNDS)
 
 void lci_look_begin(const lci_handle *h, lci_look_op *look, uint64_t now) {
     if (look->begun_ns) return;
