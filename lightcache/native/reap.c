@@ -32,7 +32,7 @@ typedef struct reaping {
     uint32_t slot;
     int wait;
     uint64_t deadline;
-    int64_t left;  /* what may still be done, in pins; it ends behind the step that uses it up */
+    int64_t left;   /* what may still be done, in pins; it ends behind the step that uses it up */
     bool pins_stay; /* for now, of pages that were being written: a device's copies, or we live */
     uint32_t n, pages[LCI_HOLD + LCI_CHUNK_PAGES];
 } reaping;

@@ -99,9 +99,7 @@ def large(segment_name: str) -> Iterator[PageIndex]:
         yield made
 
 
-def test_one_call_takes_back_a_portion(
-    large: PageIndex, script: Script, segment_name: str
-) -> None:
+def test_one_call_takes_back_a_portion(large: PageIndex, script: Script, segment_name: str) -> None:
     """Whoever asks pays for a portion, and sees a dead client until the last of them."""
     script(with_support(DIE + KILL), segment_name, False, "writing", MANY, status=-signal.SIGKILL)
     back = 0
