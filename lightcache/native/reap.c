@@ -59,8 +59,7 @@ static bool reap_reservation(reaping *r, lc_txn *t, uint32_t rid) {
     uint32_t state = lc_load(&res->state), owner = lc_load(&res->owner);
     if (state == LCI_RES_FREE) return true;
     if (state == LCI_RES_DOOMED && owner == r->slot) return drain(r, t, rid);
-    bool of_another = lc_load(&res->owner_epoch) == 0 && client_state(h, owner) == LCS_CLIENT_TAKEN;
-    if ((state == LCI_RES_DOOMED && !of_another) || lci_complete(res)) {
+    if (lci_complete(res)) {
         lci_flag_ended(h, rid); /* whoever should have said so may be the dead one */
         return true;
     }
