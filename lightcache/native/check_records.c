@@ -73,6 +73,13 @@ static bool shard_words(checker *c, uint32_t rid) {
     return true;
 }
 
+/* Was it doomed with a client whose reaper unlinks its pages, in portions? */
+static bool being_reaped(const checker *c, const lci_reservation *r) {
+    const uint8_t *base = (const uint8_t *)c->h->root - c->h->geometry.root;
+    const lcs_client *k = (const lcs_client *)(base + LCS_CLIENTS_OFFSET) + lc_load(&r->owner);
+    return lc_load(&r->owner_epoch) == 0 && lc_load(&k->state) == LCS_CLIENT_TAKEN;
+}
+
 static bool reservation(checker *c, uint32_t rid, uint32_t *chunks) {
     const lci_reservation *r = &c->h->res[rid];
     uint32_t state = lc_load(&r->state);
@@ -83,7 +90,7 @@ static bool reservation(checker *c, uint32_t rid, uint32_t *chunks) {
     if (!shard_words(c, rid)) return false;
     bool ended = state == LCI_RES_DOOMED || lci_complete(r);
     bool flagged = lc_load(&c->h->root->completed[rid / 64]) >> (rid % 64) & 1;
-    if (c->quiet && ended && !flagged)
+    if (c->quiet && ended && !flagged && !being_reaped(c, r))
         BROKEN(c, 50, rid, state, "reservation %u has ended and nobody will collect it", rid);
     return page_list(c, &r->pages, "reservation", rid, note_reservation, chunks);
 }

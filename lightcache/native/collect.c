@@ -162,8 +162,11 @@ uint32_t lci_collect(lci_handle *h, lc_txn *t, uint32_t budget) {
 }
 
 /* From here the reservation can only end. Its pages, WRITING, are not matched; they are unlinked by
- * lci_collect, by us or by whoever comes after us. False: it was published before, or is gone. */
-bool lci_doom_reservation(lci_handle *h, lc_txn *t, uint32_t rid) {
+ * lci_collect, by us or by whoever comes after us. With the slot of a client that is being taken
+ * back (`of`, else 0) it becomes the owner, and its reaper alone unlinks them, in portions: others
+ * would have to work off all of them before they may evict. False: it was published before, or is
+ * gone. */
+bool lci_doom_reservation(lci_handle *h, lc_txn *t, uint32_t rid, uint32_t of) {
     lci_reservation *r = &h->res[rid];
     uint32_t shards = lc_load(&r->shards);
     bool pending = false;
@@ -176,7 +179,12 @@ bool lci_doom_reservation(lci_handle *h, lc_txn *t, uint32_t rid) {
     }
     if (!pending) return false;
     lc_txn_set(t, &r->state, LCI_RES_DOOMED);
-    lci_flag_ended(h, rid); /* before it is so: a bit too many is taken back, one too few is not */
+    if (of) {
+        lc_txn_set(t, &r->owner, of);
+        lc_txn_set(t, &r->owner_epoch, 0);
+    } else {
+        lci_flag_ended(h, rid); /* before it is so: a bit too many is taken back, one too few is not */
+    }
     lci_step(t);
     return true;
 }

@@ -306,30 +306,25 @@ LC_API int lci_may_allocate(lci_handle *h, uint32_t want, uint32_t memory) {
 
 /* ------------------------------------------------------------------ taking back from the dead */
 
-static bool of_slot(const lci_handle *h, uint32_t page, uint32_t slot) {
+bool lci_held_by(const lci_handle *h, uint32_t page, uint32_t slot) {
     return lc_load(&h->pages[page].word) == lci_held_word(slot);
 }
 
-/* Pages that the dead client of `slot` (or we, leaving) still held are doomed; somebody may be
- * writing them. The lock has been taken since its death, so that what it left half done is
- * undone; no page becomes its own any more, and looking for them needs no lock. */
-int lci_reap_pages(lci_handle *h, uint32_t slot, int wait, uint64_t deadline) {
+/* Those of the pages, at most LCI_HOLD, that the dead client of `slot` (or we, leaving) still held
+ * are doomed; somebody may be writing them. The lock has been taken since its death, so that what it
+ * left half done is undone; no page becomes its own any more, and looking for them needs no lock. */
+int lci_reap_held(lci_handle *h, uint32_t slot, const uint32_t *pages, uint32_t n, int wait,
+                  uint64_t deadline) {
     lc_txn t;
-    uint32_t page = 0, end = lc_load(&h->root->fresh);
-    if (end > h->page_count) end = h->page_count;
-    while (lc_load(&h->root->held)) {
-        while (page < end && !of_slot(h, page, slot)) page++;
-        if (page == end) break;
-        int rc = lci_lock(h, &t, LCI_OP_REAP, wait, deadline);
-        if (rc != LC_OK) return rc;
-        uint32_t doomed = 0, looked = 0;
-        for (; page < end && doomed < LCI_HOLD && looked < LCI_WINDOW && !t.error; page++, looked++) {
-            if (!of_slot(h, page, slot)) continue;
-            lci_doom_held(h, &t, &page, 1, LCI_UNWRITTEN);
-            if (++doomed % LCI_BATCH == 0) lci_step(&t);
-        }
-        rc = lci_unlock(h, &t);
-        if (rc != LC_OK) return rc;
+    uint32_t i = 0, doomed = 0;
+    while (i < n && !lci_held_by(h, pages[i], slot)) i++;
+    if (i == n) return LC_OK;
+    int rc = lci_lock(h, &t, LCI_OP_REAP, wait, deadline);
+    if (rc != LC_OK) return rc;
+    for (; i < n && !t.error; i++) {
+        if (!lci_held_by(h, pages[i], slot)) continue;
+        lci_doom_held(h, &t, &pages[i], 1, LCI_UNWRITTEN);
+        if (++doomed % LCI_BATCH == 0) lci_step(&t);
     }
-    return LC_OK;
+    return lci_unlock(h, &t);
 }

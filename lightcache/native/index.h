@@ -68,7 +68,7 @@ typedef struct lci_reservation {
     _Atomic uint32_t gen; /* raised when taken and when given back */
     _Atomic uint32_t state;
     _Atomic uint32_t owner; /* slot; 0: its owner has died and shards of others are pending */
-    _Atomic uint32_t owner_epoch;
+    _Atomic uint32_t owner_epoch; /* 0: doomed, and for the reaper of `owner` alone to unlink */
     _Atomic uint32_t shards;
     _Atomic uint32_t next_free;
     lci_list pages;
@@ -222,7 +222,7 @@ typedef struct lci_look_op {
     uint32_t reaped;   /* the root's, before what was tried last */
     uint32_t due;      /* it is this call's turn to look, whatever it got, or it has yet to end that */
     uint32_t waited;   /* it has waited once for another that was reaping */
-    uint32_t rounds;
+    uint32_t rounds;   /* of LCI_LOOK_ROUNDS; what it took back counts as well */
 } lci_look_op;
 
 /* One call's progress, in the caller's memory: whoever interrupts it between two holds of the lock
@@ -486,6 +486,16 @@ bool lci_look_due(const lci_handle *h, uint64_t now);
 void lci_look_if_due(lci_handle *h, lci_look_op *look);
 int lci_look(lci_handle *h, lci_look_op *look, bool less, int wait, uint64_t deadline);
 LC_API int lci_reap_slot(lci_handle *h, uint32_t slot, int wait, uint64_t deadline);
+/* reap.c: the same in portions. `left` says how much may be done, in pins, and then how much of that
+ * is left; at 0 or below the slot may still be TAKEN or in QUARANTINE, and the next one goes on. */
+int lci_reap_some(lci_handle *h, uint32_t slot, int wait, uint64_t deadline, int64_t *left);
+#define LCI_REAP_PAGE 64 /* what unlinking a page costs, in pins that are cleared */
+/* What one call takes back on somebody's behalf, so that it costs him less than 10 ms: a page that was
+ * being written costs 0.1 to 1 us (two cores, ten processes), which is 4 ms; a pin 2 to 20 ns. */
+#ifndef LCI_REAP_MOST
+#define LCI_REAP_MOST (4096 * LCI_REAP_PAGE)
+#endif
+#define LCI_LOOK_ROUNDS 256 /* of one call, each a share of LCI_REAP_MOST */
 /* ticket.c, without the lock: has `slot` given a ticket that some who are not `dead` may adopt? */
 bool lci_ticket_awaited(const lci_handle *h, uint32_t slot, uint64_t dead);
 
@@ -496,7 +506,9 @@ static inline bool lci_holds(const lci_handle *h, uint32_t page) {
 }
 void lci_doom_held(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n, uint32_t flags);
 void lci_let_held_go(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n);
-int lci_reap_pages(lci_handle *h, uint32_t slot, int wait, uint64_t deadline);
+bool lci_held_by(const lci_handle *h, uint32_t page, uint32_t slot);
+int lci_reap_held(lci_handle *h, uint32_t slot, const uint32_t *pages, uint32_t n, int wait,
+                  uint64_t deadline);
 
 /* pages.c, under the lock: the transitions of a page and the lists of reservations and tickets. */
 uint32_t lci_take_free(lci_handle *h, lc_txn *t, uint32_t *out, uint32_t want);
@@ -528,7 +540,7 @@ uint32_t lci_end_reservation(lci_handle *h, lc_txn *t, uint32_t rid, uint32_t bu
 bool lci_open_reservation(lci_handle *h, lc_txn *t, uint32_t shards, lci_ns_ref ns, uint32_t *rid,
                           uint32_t *gen);
 bool lci_complete(const lci_reservation *r);
-bool lci_doom_reservation(lci_handle *h, lc_txn *t, uint32_t rid);
+bool lci_doom_reservation(lci_handle *h, lc_txn *t, uint32_t rid, uint32_t of);
 void lci_flag_ended(lci_handle *h, uint32_t rid);
 void lci_notify(lci_handle *h);
 

@@ -4,8 +4,8 @@
 #include "index.h"
 
 #define EVERY_NS UINT64_C(1000000000) /* calls that evict, in the whole cache */
-#define REAPER_NS UINT64_C(10000000)  /* longer than another needs to take one client back */
-#define MOST_ROUNDS (4 * LCS_SLOTS)   /* each takes a client back, unless somebody scribbles */
+#define REAPER_NS UINT64_C(10000000)  /* longer than another needs for a portion */
+#define ROUND ((LCI_REAP_MOST) / LCI_LOOK_ROUNDS)
 
 void lci_look_begin(const lci_handle *h, lci_look_op *look, uint64_t now) {
     if (look->begun_ns) return;
@@ -35,19 +35,24 @@ static uint64_t dead_slots(const lci_handle *h) {
     return dead;
 }
 
-/* Take one dead client back. 1: something came back since we looked, by us or by another; 0: it is in
- * quarantine still; LC_E_BUSY: another is at it. */
-static int take_back(lci_handle *h, const lci_look_op *look, uint32_t slot, uint64_t deadline) {
-    int rc = lci_reap_slot(h, slot, LC_BLOCK, deadline);
+static bool taken(const lci_handle *h, uint32_t slot) {
+    return lc_load_acquire(&lcs_client_of(h->at, slot)->state) == LCS_CLIENT_TAKEN;
+}
+
+/* Take one dead client back, or as much of what it held as this call may. 1: something came back since
+ * we looked, by us or by another; 0: it is in quarantine still; LC_E_BUSY: another is at it. */
+static int take_back(lci_handle *h, lci_look_op *look, uint32_t slot, uint64_t deadline) {
+    int64_t may = ((int64_t)LCI_LOOK_ROUNDS - look->rounds) * ROUND, left = may;
+    int rc = lci_reap_some(h, slot, LC_BLOCK, deadline, &left);
+    look->rounds += (uint32_t)((may - left + ROUND - 1) / ROUND);
     if (rc < 0) return rc;
     if (lc_load_acquire(&h->root->reaped) != look->reaped) return 1;
-    uint32_t state = lc_load_acquire(&lcs_client_of(h->at, slot)->state);
-    return state == LCS_CLIENT_TAKEN ? LC_E_BUSY : 0;
+    return taken(h, slot) ? LC_E_BUSY : 0;
 }
 
 /* The first of the dead of whom something comes back. Those who gave tickets that others are still to
  * adopt come last, and only for a call that has no other way: their adopters may finish their work. */
-static int take_one_back(lci_handle *h, const lci_look_op *look, uint64_t dead, bool less,
+static int take_one_back(lci_handle *h, lci_look_op *look, uint64_t dead, bool less,
                          uint64_t deadline) {
     uint64_t givers = 0;
     int rc = 0;
@@ -75,6 +80,13 @@ static int wait_for_reaper(lci_handle *h, const lci_look_op *look) {
     return 1;
 }
 
+/* Is there more to take back: of another, or of one who held more than a portion? */
+static bool any_taken(const lci_handle *h, uint64_t dead) {
+    for (uint64_t bits = dead; bits; bits &= bits - 1)
+        if (taken(h, (uint32_t)__builtin_ctzll(bits))) return true;
+    return false;
+}
+
 static int look_for_dead(lci_handle *h, lci_look_op *look, bool less, int wait, uint64_t deadline) {
     lci_root *root = h->root;
     uint64_t now = lcs_now_ns();
@@ -95,10 +107,8 @@ static int look_for_dead(lci_handle *h, lci_look_op *look, bool less, int wait, 
         return LC_E_BUSY;
     }
     int rc = take_one_back(h, look, dead, less, deadline);
-    if (!less) {
-        if (rc == 1 && (dead & (dead - 1))) lc_store(&root->looking_ns, 0); /* the next one goes on */
-        return rc == LC_E_INTR ? rc : 0;
-    }
+    if (rc == 1 && any_taken(h, dead)) lc_store(&root->looking_ns, 0); /* the next one goes on at once */
+    if (!less) return rc == LC_E_INTR ? rc : 0;
     if (rc == LC_E_BUSY && !look->waited) {
         look->waited = 1;
         rc = wait_for_reaper(h, look);
@@ -111,7 +121,7 @@ static int look_for_dead(lci_handle *h, lci_look_op *look, bool less, int wait, 
 }
 
 int lci_look(lci_handle *h, lci_look_op *look, bool less, int wait, uint64_t deadline) {
-    if (look->rounds >= MOST_ROUNDS) return 0;
+    if (look->rounds >= LCI_LOOK_ROUNDS) return 0; /* it has done its share */
     int rc = look_for_dead(h, look, less, wait, deadline);
     look->due = rc < 0; /* the same call goes on with it */
     if (rc >= 0) look->rounds++;

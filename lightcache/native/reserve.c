@@ -434,7 +434,7 @@ LC_API int lci_abandon(lci_handle *h, uint32_t rid, uint32_t gen, int wait, uint
         rc = lci_lock(h, &t, LCI_OP_ABANDON, wait, deadline);
         if (rc != LC_OK) return rc;
         bool mine = lc_load(&r->gen) == gen;
-        if (mine && !lci_doom_reservation(h, &t, rid)) lci_flag_ended(h, rid); /* doomed before */
+        if (mine && !lci_doom_reservation(h, &t, rid, 0)) lci_flag_ended(h, rid); /* doomed before */
         lci_collect(h, &t, 256);
         more = mine && !t.error && lc_load(&r->gen) == gen && lc_load(&r->state) == LCI_RES_DOOMED;
         rc = lci_unlock(h, &t);

@@ -402,9 +402,13 @@ class _Findings:
             ended = records["state"][i] == _RES_DOOMED or (status == _SHARD_DONE).all()
             if (status == _SHARD_DEAD).any() and records["state"][i] != _RES_DOOMED:
                 yield f"{what} has a dead shard and is not doomed"
+            # One that ended with a dead client is unlinked in portions by its reaper alone.
+            owner = self.c.clients["state"][records["owner"][i]]
+            reaped = records["owner_epoch"][i] == 0 and owner == shm_layout.ClientState.TAKEN
             if (
                 ended
                 and self.quiet
+                and not reaped
                 and not self.c.root["completed"][i // 64] >> np.uint64(i % 64) & np.uint64(1)
             ):
                 yield f"{what} has ended and nobody will collect it"

@@ -159,12 +159,24 @@ uint64_t judge_dead(const stage *s) {
     return dead;
 }
 
+/* By turns all at once, and in portions as small as can be. */
+static int take_back(const judge *j, stage *s, uint32_t slot) {
+    const lcs_client *c = lcs_client_of(s->survivor.at, slot);
+    if (j->looked % 4 < 2) return lci_reap_slot(s->survivor.h, slot, LC_BLOCK, FOREVER);
+    int rc;
+    do {
+        int64_t left = 1;
+        rc = lci_reap_some(s->survivor.h, slot, LC_BLOCK, FOREVER, &left);
+    } while (rc == 1 && lc_load(&c->state) == LCS_CLIENT_TAKEN);
+    return rc;
+}
+
 /* By turns from either end: whom of several dead clients is taken back first must not matter. */
 static void reap(judge *j, stage *s) {
     for (uint32_t i = 1; i < LCS_SLOTS; i++) {
         uint32_t slot = j->looked % 2 ? LCS_SLOTS - i : i;
         if (!(j->dead >> slot & 1)) continue;
-        int rc = lci_reap_slot(s->survivor.h, slot, LC_BLOCK, FOREVER);
+        int rc = take_back(j, s, slot);
         if (rc != 1) FOUND(j, "taking back slot %u gave %d", slot, rc);
     }
     /* A dead one without a slot may hold the lock as well. */

@@ -40,6 +40,8 @@ FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-pthread"]
 # Spinning stores nothing and is most of the steps of a takeover: it ends at the first look at the
 # clock.
 FLAGS += ["-DLC_SPIN_ROUNDS=20"]
+# A portion of what a dead client held is 12 pages that it was writing: scenes have few.
+FLAGS += ["-DLCI_REAP_MOST=12*LCI_REAP_PAGE"]
 FLAGS += [f"-I{folder}" for folder in [*NATIVES, HERE]]
 SHARED = ["stage.c", "deeds.c", "scenes.c"]
 STEPPER = ["stepper.c", "judge.c", "touched.c", "goon.c", "trace.c"]

@@ -3,6 +3,7 @@ less than it was asked for takes back what the dead one held, and nothing calls 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -85,6 +86,47 @@ def looks(index: PageIndex) -> tuple[int, int, int]:
 def sound(index: PageIndex) -> None:
     assert [c.role for c in index.clients() if not c.alive] == []
     index.check().raise_if_broken()
+
+
+PORTION = 4096  # pages being written that one call takes back (LCI_REAP_MOST)
+CHUNK = 62  # a list's pages are worked off in pieces of so many
+MANY = 10_000
+
+
+@pytest.fixture
+def large(segment_name: str) -> Iterator[PageIndex]:
+    with PageIndex.create(segment_name, pages=MANY, role="other") as made:
+        yield made
+
+
+def test_one_call_takes_back_a_portion(large: PageIndex, script: Script, segment_name: str) -> None:
+    """Whoever asks pays for a portion, and sees a dead client until the last of them."""
+    script(with_support(DIE + KILL), segment_name, False, "writing", MANY, status=-signal.SIGKILL)
+    back = 0
+    while back < MANY:
+        assert [c.role for c in large.clients() if not c.alive] == ["doomed"]
+        assert not large.can_allocate(MANY + 1)
+        now = large.stats()
+        assert 0 < MANY - now.writing - back < PORTION + CHUNK
+        assert now.reservations == (now.writing > 0)
+        back = MANY - now.writing
+        large.check().raise_if_broken()
+    sound(large)
+
+
+@pytest.mark.parametrize("what", ["writing", "held", "ready"])
+def test_large_requests_are_met_after_some_calls(
+    large: PageIndex, script: Script, segment_name: str, what: str
+) -> None:
+    script(with_support(DIE + KILL), segment_name, False, what, MANY, status=-signal.SIGKILL)
+    with large.reserve(prompt(2, MOST)) as got:
+        assert len(got.new) == MOST, "a portion is enough"
+    for _ in range(MANY // PORTION):
+        with contextlib.suppress(OutOfPages), large.allocate(MANY):
+            pass
+    with large.allocate(MANY) as held:
+        assert len(held.pages) == MANY
+    sound(large)
 
 
 @pytest.mark.parametrize("device", [False, True])

@@ -139,7 +139,7 @@ static void repair_flags_what_is_doomed(void) {
     prompt_make(&p, 1, 10);
     CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 10);
     CHECK_EQ(lci_lock(b.h, &t, LCI_OP_ABANDON, BLOCKING), LC_OK);
-    CHECK(lci_doom_reservation(b.h, &t, p.op.rid));
+    CHECK(lci_doom_reservation(b.h, &t, p.op.rid, 0));
     lc_store(&b.h->root->completed[0], 0);
     CHECK_EQ(lci_unlock(b.h, &t), LC_OK);
     CHECK_EQ(lci_repair(b.h, BLOCKING), LC_OK);

@@ -131,7 +131,7 @@ static void doomed_reservation_is_not_published(void) {
     CHECK_EQ(prompt_reserve(&a, &p, NS, 2), 10);
     CHECK_EQ(lci_publish(a.h, p.op.rid, p.op.gen, 1, p.fresh, 10), 0);
     CHECK_EQ(lci_lock(b.h, &t, LCI_OP_ABANDON, BLOCKING), LC_OK);
-    CHECK(lci_doom_reservation(b.h, &t, p.op.rid));
+    CHECK(lci_doom_reservation(b.h, &t, p.op.rid, 0));
     CHECK_EQ(lci_unlock(b.h, &t), LC_OK);
     CHECK_EQ(lci_publish(a.h, p.op.rid, p.op.gen, 0, p.fresh, 10), LC_E_STALE);
     CHECK_EQ(lci_publish(a.h, p.op.rid, p.op.gen, 1, p.fresh, 10), LC_E_TWICE);

@@ -25,7 +25,7 @@ static void tear_down(void) {
 static void doom(client *who, uint32_t rid) {
     lc_txn t;
     CHECK_EQ(lci_lock(who->h, &t, LCI_OP_ABANDON, BLOCKING), LC_OK);
-    CHECK(lci_doom_reservation(who->h, &t, rid));
+    CHECK(lci_doom_reservation(who->h, &t, rid, 0));
     CHECK_EQ(lci_unlock(who->h, &t), LC_OK);
 }
 

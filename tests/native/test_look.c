@@ -221,7 +221,7 @@ static void look_of_another_counts_if_it_began_behind_ours(void) {
     CHECK_EQ(state(3), LCS_CLIENT_TAKEN);
     CHECK_EQ(lci_look_for_dead(a.h, &look, BLOCKING), 1);
     CHECK_EQ(state(3), LCS_CLIENT_FREE);
-    look.rounds = 1000; /* somebody scribbles: enough */
+    look.rounds = LCI_LOOK_ROUNDS; /* it has done its share */
     CHECK_EQ(allocate(&b, 40), LC_OK);
     client_die(&b);
     CHECK_EQ(lci_look_for_dead(a.h, &look, BLOCKING), 0);
@@ -279,6 +279,208 @@ static void look_finds_quarantine_over(void) {
     if (!a.at->pidns) record->quarantine_until_ns = 0;
     CHECK_EQ(allocate(&a, 60), LC_OK);
     CHECK_EQ(state(3), LCS_CLIENT_FREE);
+    tear_down();
+}
+
+/* ------------------------------------------------------------------ more than a portion */
+
+#define PORTION (LCI_REAP_MOST / LCI_REAP_PAGE) /* pages being written that one call takes back */
+#define MANY 10000
+#define CALLS (MANY / PORTION + 1)
+
+/* The dead one was writing many pages, in parts of 500. */
+static void write_many(uint64_t all) {
+    prepare(all, 0);
+    for (uint32_t i = 0; i < MANY / 500; i++) {
+        prompt_make(&p, 10 + i, 500);
+        CHECK_EQ(prompt_reserve(&dead, &p, NS, 1), 500);
+    }
+    client_die(&dead);
+    looked_just_now();
+}
+
+static void look_takes_a_portion_back(void) {
+    write_many(MANY + 500);
+    for (uint32_t call = 0, before = 0; call < CALLS - 1; call++) {
+        lci_look_op look = {0};
+        CHECK_EQ(lci_look_for_dead(call % 2 ? a.h : b.h, &look, BLOCKING), 1);
+        lci_counts now = index_counts(&a);
+        CHECK(now.doomed - before >= PORTION && now.doomed - before < PORTION + LCI_CHUNK_PAGES);
+        CHECK_EQ(now.writing, MANY - now.doomed); /* and nothing is left for others to collect */
+        CHECK_EQ(pins_of(&a, lc_load(&a.h->lists.heads[LCI_DOOMED_LIST].prev)), 0);
+        CHECK_EQ(state(3), LCS_CLIENT_TAKEN);
+        CHECK_EQ(reaped(), call + 1);
+        CHECK_EQ(lc_load(&a.h->root->looking_ns), 0); /* whoever evicts goes on */
+        CHECK_EQ(lc_load(&a.h->root->looked_ns), 0);
+        index_check(&s);
+        CHECK_EQ(lci_look_for_dead(b.h, &look, BLOCKING), 0); /* the same call has done its share */
+        CHECK_EQ(index_counts(&a).doomed, now.doomed);
+        before = now.doomed;
+    }
+    lci_look_op look = {0};
+    CHECK_EQ(lci_look_for_dead(b.h, &look, BLOCKING), 1);
+    CHECK_EQ(state(3), LCS_CLIENT_FREE);
+    CHECK_EQ(index_counts(&a).doomed, MANY);
+    CHECK_EQ(index_counts(&a).reservations, 0);
+    tear_down();
+}
+
+static void look_tries_again_with_a_portion(void) {
+    write_many(MANY);
+    for (uint32_t call = 0; call < PORTION / 500; call++) {
+        prompt_make(&q, 200 + call, 500);
+        CHECK_EQ(prompt_reserve(&b, &q, NS, 1), 500);
+        prompt_publish(&b, &q, 0);
+        if (call) prompt_unpin(&b, &q);
+    }
+    CHECK_EQ(state(3), LCS_CLIENT_TAKEN);
+    tear_down();
+}
+
+/* All or nothing: it is had as soon as there is enough. */
+static void look_gives_more_than_a_portion_to_some_calls(void) {
+    static int32_t had[MANY];
+    static uint32_t its[MANY];
+    write_many(MANY);
+    for (uint32_t call = 1; call <= CALLS; call++) {
+        lci_held_op all = {0};
+        int rc = lci_allocate(b.h, &all, had, its, MANY - 10, BLOCKING);
+        CHECK_EQ(rc, call < CALLS ? LC_E_FULL : LC_OK);
+    }
+    CHECK_EQ(state(3), LCS_CLIENT_FREE);
+    tear_down();
+}
+
+static void look_takes_all_back_by_hand(void) {
+    write_many(MANY + 500);
+    lci_look_op look = {0};
+    CHECK_EQ(lci_look_for_dead(b.h, &look, BLOCKING), 1);
+    CHECK_EQ(lci_reap_slot(a.h, 3, BLOCKING), 1);
+    CHECK_EQ(state(3), LCS_CLIENT_FREE);
+    CHECK_EQ(index_counts(&a).doomed, MANY);
+    tear_down();
+}
+
+static int portion(client *c, int64_t pins) { return lci_reap_some(c->h, 3, BLOCKING, &pins); }
+
+static uint32_t row_of(uint32_t slot) {
+    uint32_t pinned = 0;
+    for (uint32_t page = 0; page < a.h->page_count; page++)
+        pinned += lc_load(lci_pin(a.h, slot, page)) != 0;
+    return pinned;
+}
+
+static void look_takes_pins_back_in_portions(void) {
+    prepare(200, 0);
+    prompt_fill(&a, &p, 1, 150);
+    collect(&a);
+    CHECK_EQ(match(&dead, &p, &l), 150);
+    client_die(&dead);
+    CHECK_EQ(portion(&a, 60), 1);
+    CHECK_EQ(row_of(3), 90);
+    CHECK_EQ(portion(&b, 60), 1);
+    CHECK_EQ(row_of(3), 30);
+    CHECK_EQ(reaped(), 2);
+    CHECK_EQ(state(3), LCS_CLIENT_TAKEN);
+    index_check(&s);
+    CHECK_EQ(portion(&b, 31), 1);
+    CHECK_EQ(state(3), LCS_CLIENT_FREE);
+    tear_down();
+}
+
+static void look_takes_pages_without_a_key_back_in_portions(void) {
+    prepare(200, 0);
+    CHECK_EQ(allocate(&dead, 100), LC_OK);
+    client_die(&dead);
+    CHECK_EQ(portion(&a, 30 * LCI_REAP_PAGE), 1);
+    CHECK_EQ(index_counts(&a).held, 70);
+    CHECK_EQ(row_of(3), 70);
+    index_check(&s);
+    looked_just_now();
+    CHECK_EQ(allocate(&b, 130), LC_OK);
+    CHECK_EQ(state(3), LCS_CLIENT_TAKEN); /* 100 and 30: enough */
+    CHECK_EQ(portion(&a, 71 * LCI_REAP_PAGE), 1);
+    CHECK_EQ(state(3), LCS_CLIENT_FREE);
+    tear_down();
+}
+
+/* What it was writing stays pinned, and each portion begins behind that. */
+static void look_leaves_to_quarantine_in_portions(void) {
+    prepare(400, LCS_FLAG_DEVICE);
+    prompt_fill(&a, &w, 1, 90);
+    collect(&a);
+    CHECK_EQ(allocate(&dead, 60), LC_OK);
+    prompt_make(&p, 2, 100);
+    CHECK_EQ(prompt_reserve(&dead, &p, NS, 1), 100);
+    CHECK_EQ(match(&dead, &w, &l), 90);
+    client_die(&dead);
+    lcs_client *record = lcs_client_of(a.at, 3);
+    uint32_t portions = 0;
+    for (; state(3) == LCS_CLIENT_TAKEN; portions++) {
+        CHECK(portions < 20);
+        CHECK_EQ(portion(portions % 2 ? &a : &b, 20 * LCI_REAP_PAGE), 1);
+        index_check(&s);
+    }
+    CHECK(portions >= 2 + 60 / 20); /* two chunks of the reservation, and what was held */
+    CHECK_EQ(state(3), LCS_CLIENT_QUARANTINE);
+    CHECK_EQ(row_of(3), 160);
+    CHECK_EQ(index_counts(&a).doomed, 160);
+    CHECK(lc_load(&record->quarantine_until_ns) > lcs_now_ns());
+    CHECK_EQ(portion(&a, 100), 1); /* its process, which is ours, runs */
+    CHECK_EQ(row_of(3), 160);
+    record->pid = 0x7ffffff0; /* no process has this number */
+    if (!a.at->pidns) record->quarantine_until_ns = 0;
+    CHECK_EQ(portion(&a, 100), 1);
+    CHECK_EQ(row_of(3), 60);
+    CHECK_EQ(state(3), LCS_CLIENT_QUARANTINE);
+    CHECK_EQ(portion(&b, 100), 1);
+    CHECK_EQ(state(3), LCS_CLIENT_FREE);
+    tear_down();
+}
+
+/* The dead one had adopted a shard: the owner ends the reservation, in the middle of its portions. */
+static void look_leaves_an_owner_to_end_its_reservation(void) {
+    lci_ticket_ref ref;
+    uint32_t rid, gen;
+    prepare(400, 0);
+    prompt_make(&p, 1, 150);
+    CHECK_EQ(prompt_reserve(&a, &p, NS, 2), 150);
+    CHECK_EQ(lci_ticket_give(a.h, p.fresh, 150, p.op.rid, p.op.gen, UINT64_C(1) << dead.slot, FOREVER,
+                             &ref, BLOCKING), LC_OK);
+    CHECK_EQ(lci_adopt(dead.h, &ref, 1, &l.head.held, l.pages, 150, &rid, &gen, BLOCKING), 150);
+    client_die(&dead);
+    CHECK_EQ(portion(&b, 1), 1);
+    CHECK_EQ(index_counts(&a).doomed, LCI_CHUNK_PAGES);
+    CHECK_EQ(row_of(3), 150 - LCI_CHUNK_PAGES);
+    index_check(&s);
+    collect(&b);
+    CHECK_EQ(index_counts(&a).doomed, LCI_CHUNK_PAGES); /* nobody but its reaper works on it */
+    CHECK_EQ(lci_publish(a.h, p.op.rid, p.op.gen, 0, p.fresh, 150), LC_E_STALE);
+    CHECK_EQ(lci_abandon(a.h, p.op.rid, p.op.gen, BLOCKING), LC_OK);
+    CHECK_EQ(index_counts(&a).reservations, 0);
+    prompt_unpin(&a, &p);
+    CHECK_EQ(portion(&b, 1000), 1);
+    CHECK_EQ(state(3), LCS_CLIENT_FREE);
+    CHECK_EQ(lci_ticket_drop(a.h, &ref, BLOCKING), LC_OK);
+    tear_down();
+}
+
+/* Of two dead clients, what the first had taken back in part is left to its own reaper. */
+static void look_keeps_the_dead_apart(void) {
+    prepare(400, 0);
+    client other = client_join(&s);
+    prompt_make(&p, 1, 150);
+    CHECK_EQ(prompt_reserve(&dead, &p, NS, 1), 150);
+    prompt_make(&q, 2, 10);
+    CHECK_EQ(prompt_reserve(&other, &q, NS, 1), 10);
+    client_die(&dead);
+    client_die(&other);
+    CHECK_EQ(portion(&b, 1), 1);
+    CHECK_EQ(lci_reap_slot(b.h, 4, BLOCKING), 1);
+    CHECK_EQ(index_counts(&a).doomed, LCI_CHUNK_PAGES + 10);
+    CHECK_EQ(state(3), LCS_CLIENT_TAKEN);
+    index_check(&s);
+    CHECK_EQ(lci_reap_slot(b.h, 3, BLOCKING), 1);
     tear_down();
 }
 
@@ -340,6 +542,25 @@ static void look_takes_one_back_and_leaves_the_rest_to_the_next(void) {
     CHECK_EQ(evict(&a, 1), 1);
     CHECK_EQ(state(4), LCS_CLIENT_FREE);
     CHECK(lc_load(&a.h->root->looking_ns) != 0);
+    tear_down();
+}
+
+/* The rest does not wait a second for each portion. */
+static void look_goes_on_with_the_next_portion_at_once(void) {
+    write_many(MANY + 200);
+    prompt_fill(&a, &w, 5, 200);
+    uint32_t calls = 0, before = 0;
+    CHECK_EQ(evict(&b, 1), 1);
+    CHECK_EQ(index_counts(&b).doomed, 0);
+    not_looked_for_long();
+    for (; state(3) == LCS_CLIENT_TAKEN; calls++) {
+        CHECK(calls < CALLS);
+        CHECK_EQ(evict(&b, 1), 1);
+        CHECK(index_counts(&b).free > before);
+        before = index_counts(&b).free;
+        CHECK_EQ(lc_load(&a.h->root->looking_ns) == 0, state(3) == LCS_CLIENT_TAKEN);
+    }
+    CHECK_EQ(calls, CALLS);
     tear_down();
 }
 
@@ -511,6 +732,16 @@ const test look_tests[] = {
     TEST(look_goes_on_until_it_is_enough),
     TEST(look_does_not_wait_for_a_reaper_for_ever),
     TEST(look_finds_quarantine_over),
+    TEST(look_takes_a_portion_back),
+    TEST(look_tries_again_with_a_portion),
+    TEST(look_gives_more_than_a_portion_to_some_calls),
+    TEST(look_takes_all_back_by_hand),
+    TEST(look_takes_pins_back_in_portions),
+    TEST(look_takes_pages_without_a_key_back_in_portions),
+    TEST(look_leaves_to_quarantine_in_portions),
+    TEST(look_leaves_an_owner_to_end_its_reservation),
+    TEST(look_keeps_the_dead_apart),
+    TEST(look_goes_on_with_the_next_portion_at_once),
     TEST(look_comes_in_turn_to_those_who_evict),
     TEST(look_takes_one_back_and_leaves_the_rest_to_the_next),
     TEST(look_when_evicting_for_a_quota),

@@ -21,7 +21,7 @@ static void reserve(client *c, prompt *p, uint32_t number, uint32_t n) {
 static void doom(client *c, const prompt *p) {
     lc_txn t;
     CHECK_EQ(lci_lock(c->h, &t, LCI_OP_ABANDON, BLOCKING), LC_OK);
-    CHECK(lci_doom_reservation(c->h, &t, p->op.rid));
+    CHECK(lci_doom_reservation(c->h, &t, p->op.rid, 0));
     CHECK_EQ(lci_unlock(c->h, &t), LC_OK);
 }
 

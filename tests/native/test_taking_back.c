@@ -251,7 +251,7 @@ static void reaping_says_what_was_doomed(void) {
     prompt_make(&p, 1, 30);
     CHECK_EQ(prompt_reserve(&dead, &p, NS, 1), 30);
     CHECK_EQ(take(&dead, &t, FOREVER), LC_OK);
-    CHECK(lci_doom_reservation(dead.h, &t, p.op.rid));
+    CHECK(lci_doom_reservation(dead.h, &t, p.op.rid, 0));
     CHECK_EQ(lci_unlock(dead.h, &t), LC_OK);
     lc_store(&a.h->root->completed[0], 0);
     client_die(&dead);

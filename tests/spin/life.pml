@@ -27,7 +27,8 @@
  * BLIND_EVICT, BLIND_DOOMED (no look at the pins once the page is marked), NO_BYTE (a reaper does
  * not hold the slot's byte, so it may be slow and meet a newcomer), NO_QUARANTINE, NO_FINISH (pages
  * of a complete reservation are doomed instead of finished), READY_LOGGED (they are finished through
- * the log), LISTED_LATE (a page is listed in the step after the one that makes it WRITING).
+ * the log), LISTED_LATE (a page is listed in the step after the one that makes it WRITING), FREED_EARLY
+ * (a reaper that has done its portion frees the slot).
  */
 
 /* Words that are changed under the lock, through the log. */
@@ -365,11 +366,27 @@ inline match(slot) {
 
 /* ------------------------------------------------------------------ reaping */
 
+/* reap.c, drain: all of it, or (a portion) none */
+inline drain() {
+    if
+    :: true
+    :: true ->
+        if
+        :: mem[LISTED] -> doom_page()
+        :: else
+        fi;
+        set(RES, FREE);
+        commit()
+    fi
+}
+
 /* reap.c, reap_reservation */
 inline reap_reservation(slot) {
     if
     :: mem[RES] == FREE
-    :: mem[RES] == ENDING || COMPLETE -> completed = true
+    :: COMPLETE -> completed = true
+    :: mem[RES] == ENDING && mem[OWNER] == slot -> drain()
+    :: mem[RES] == ENDING && mem[OWNER] != slot /* its reaper's */
     :: mem[RES] == ACTIVE && !COMPLETE ->
         if
         :: mem[SHARD] == PENDING(slot) || mem[SHARD + 1] == PENDING(slot) ->
@@ -378,10 +395,11 @@ inline reap_reservation(slot) {
             if
             :: STATUS(mem[SHARD]) == 2 || STATUS(mem[SHARD + 1]) == 2 ->
                 set(RES, ENDING);
-                completed = true
-            :: else
-            fi;
-            commit()
+                set(OWNER, slot);
+                commit();
+                drain()
+            :: else -> commit()
+            fi
         :: else ->
             if
             :: mem[OWNER] == slot -> set(OWNER, 0); commit()
@@ -432,25 +450,31 @@ inline reap(slot) {
         :: slot_state[slot] == TAKEN ->
             lock();
             reap_reservation(slot);
-            collect();
-            ticket_client_gone(slot);
-            unlock();
             if
-#ifndef NO_QUARANTINE
-            :: slot == 1 && row[slot] && MAY_BE_WRITTEN -> slot_state[slot] = QUARANTINE
-            :: !(slot == 1 && row[slot] && MAY_BE_WRITTEN) ->
+#ifndef FREED_EARLY
+            :: mem[RES] == ENDING && mem[OWNER] == slot -> unlock() /* a portion: it stays TAKEN */
+            :: !(mem[RES] == ENDING && mem[OWNER] == slot) ->
 #else
             :: true ->
 #endif
-                row[slot] = 0
+                collect();
+                ticket_client_gone(slot);
+                unlock();
+                if
+#ifndef NO_QUARANTINE
+                :: slot == 1 && row[slot] && MAY_BE_WRITTEN -> slot_state[slot] = QUARANTINE
+                :: !(slot == 1 && row[slot] && MAY_BE_WRITTEN) ->
+#else
+                :: true ->
+#endif
+                    row[slot] = 0;
+                    slot_state[slot] = FREE
+                fi
             fi
-        :: else
-        fi;
-        if
-        :: slot_state[slot] == QUARANTINE && copying -> skip /* COPIES_GOING_ON */
-        :: else ->
+        :: slot_state[slot] == QUARANTINE && !copying ->
             row[slot] = 0;
             slot_state[slot] = FREE
+        :: else /* COPIES_GOING_ON */
         fi;
         slot_byte[slot] = (slot_byte[slot] == me -> 0 : slot_byte[slot])
     :: else

@@ -72,6 +72,7 @@ BROKEN = [
     ("life", "", "NO_QUARANTINE"),
     ("life", "", "NO_FINISH"),
     ("life", "", "LISTED_LATE"),
+    ("life", "", "FREED_EARLY"),
     ("life", "REAPER", "NO_BYTE"),
     ("life", "REAPER", "READY_LOGGED"),
 ]

@@ -53,6 +53,44 @@ SCENE(look_allocating, .pages = 48, .set = dead_holder, .act = allocate_most, .t
 SCENE(look_evicting, .pages = 48, .set = dead_writer, .act = evict_two, .taken = 2)
 SCENE(look_busy, .pages = 48, .set = dead_writer, .act = reserve_same)
 
+/* More than a portion, which is 12 pages in these builds: two reservations of 12, 16 pages without a key,
+ * a lease. After so many portions the survivor leaves the rest to the victim; a kill in the middle of
+ * one, or between two, leaves it to whoever comes next. */
+static void look_once(actor *a) {
+    lci_look_op op = {.begun_ns = 0};
+    int rc;
+    do rc = lci_look_for_dead(a->h, &op, LC_BLOCK, FOREVER);
+    while (rc == LC_E_INTR);
+    NEED(rc == 1);
+}
+static void dead_with_much(stage *s, uint32_t flags, uint32_t portions) {
+    static run more;
+    two_runs(s);
+    actor *o = stage_other(s, flags);
+    run_reserve(o, &o->writing, 2, 12, 1, SCENE_NS);
+    run_reserve(o, &more, 4, 12, 1, SCENE_NS);
+    allocate(o, 16);
+    hold_match(o, &o->held, 1, 16, SCENE_NS);
+    stage_die(s, o);
+    for (uint32_t i = 0; i < portions; i++) look_once(&s->survivor);
+    lcs_client *c = lcs_client_of(s->survivor.at, s->notes->other[0]);
+    NEED(lc_load(&c->state) == LCS_CLIENT_TAKEN);
+}
+static void before_first(stage *s) { dead_with_much(s, 0, 0); }
+static void before_second(stage *s) { dead_with_much(s, 0, 1); }
+static void before_third(stage *s) { dead_with_much(s, 0, 2); }
+static void before_last(stage *s) { dead_with_much(s, 0, 3); }
+static void before_second_device(stage *s) { dead_with_much(s, LCS_FLAG_DEVICE, 1); }
+static void before_third_device(stage *s) { dead_with_much(s, LCS_FLAG_DEVICE, 2); }
+static void before_last_device(stage *s) { dead_with_much(s, LCS_FLAG_DEVICE, 3); }
+SCENE(portion_first, .pages = 72, .set = before_first, .act = look_once)
+SCENE(portion_second, .pages = 72, .set = before_second, .act = look_once)
+SCENE(portion_third, .pages = 72, .set = before_third, .act = look_once)
+SCENE(portion_last, .pages = 72, .set = before_last, .act = look_once)
+SCENE(portion_device_second, .pages = 72, .set = before_second_device, .act = look_once)
+SCENE(portion_device_third, .pages = 72, .set = before_third_device, .act = look_once)
+SCENE(portion_device_last, .pages = 72, .set = before_last_device, .act = look_once)
+
 /* 40 of 48 pages have memory. There is no more, and then there is. */
 static void without_memory(actor *v) {
     NEED(lci_no_memory(v->h, UINT64_C(1000000000)) == LC_OK);
