@@ -100,8 +100,6 @@ class Job(Work):
         self.deadline = deadline
         self.kind = READ if progress.kind == "read" else WRITE
         self.end = executor.now + deadline.left
-        self.request: object = self
-        """Jobs of one request are adjacent in the queue."""
         self.stopping = False
         """Start nothing more; pages done so far count."""
         self.given_up = False
@@ -126,11 +124,6 @@ class Job(Work):
     def holds(self) -> bool:
         """True if it has pages for `publish`."""
         return False
-
-    @property
-    def group(self) -> object:
-        """See `Work`."""
-        return self.request
 
     def run(self) -> None:
         """See `Work`."""
@@ -657,9 +650,6 @@ class JobExecutor(Executor):
         self._returning: list[Job] = []
         """Jobs about to give pages back, once for each coming `_let_go`."""
         self._last: Callable[[], None] = _nothing
-        self._look = Condition(self.changed.lock)
-        self._looks_at = -math.inf
-        """When the watching thread looks next; an earlier deadline wakes it."""
         self._watcher = threading.Thread(
             target=self._watch, name="lightcache-storage-watch", daemon=True
         )
@@ -839,11 +829,6 @@ class JobExecutor(Executor):
         to give pages back, or to end with the last job."""
         self.changed.notify_all()
         if self.closing or self._cancelled or self._owed or self.holding:
-            self._look.notify()
-
-    def due(self, end: float) -> None:
-        """See `Executor`."""
-        if end < self._looks_at:
             self._look.notify()
 
     def _hold(self, job: Job) -> None:

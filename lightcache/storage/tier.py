@@ -459,7 +459,7 @@ class StorageTier(BaseTier):
         except BaseException:
             lease.__exit__(None, None, None)
             raise
-        job.request = job if request is None else request
+        job.group = request  # jobs of one request are adjacent in the queue
         return executor.submit_job(job)
 
     def _worth_writing(self, keys: Keys, wanted: Keys, tokens: int | None) -> tuple[int, str]:

@@ -316,7 +316,7 @@ def test_a_write_that_was_put_back_is_next() -> None:
     queue = WorkQueue()
     waiting, begun, read = work(WRITE, "a"), work(WRITE, "b"), work(READ, "c")
     queue.put(waiting)
-    queue.put_back(begun)
+    queue.put(begun, back=True)
     queue.put(read)
     assert queue.all() == [read, begun, waiting]
     assert len(queue) == 3
