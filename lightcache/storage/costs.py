@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lightcache.errors import ConfigError
-from lightcache.storage.arguments import Clock, check_keys
+from lightcache.storage.backends import Clock, check_keys
 from lightcache.storage.protocol import Keys
 
 # ---- Reading: is computing the pages faster?

@@ -32,15 +32,16 @@ from lightcache.errors import ConfigError, LightcacheError, StorageError, WaitTi
 from lightcache.leases import Lease, Positions
 from lightcache.namespaces import Namespace
 from lightcache.reservations import Reservation
-from lightcache.shm.waiting import Condition
-from lightcache.storage.arguments import Clock, Deadline, write_to
-from lightcache.storage.calls import (
+from lightcache.storage.backends import (
+    Clock,
+    Deadline,
     checked_contains,
     checked_statuses,
     log,
     own_memory,
     unread,
     unwritten,
+    write_to,
 )
 from lightcache.storage.costs import ReadCosts
 from lightcache.storage.executor import READ, WRITE, Executor, Late, Work

@@ -24,8 +24,7 @@ from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
 from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import leave
-from lightcache.storage.arguments import Clock, Deadline
-from lightcache.storage.calls import log, storage_breaker
+from lightcache.storage.backends import Clock, Deadline, log, storage_breaker
 from lightcache.storage.costs import ReadCosts, SeenKeys
 from lightcache.storage.jobs import DeepestJob, JobExecutor, TierOptions, WriteJob
 from lightcache.storage.protocol import Keys, Storage, StorageSpec, TokenRows

@@ -29,8 +29,7 @@ from lightcache.hashing import Tokens
 from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
 from lightcache.shm.waiting import Condition
-from lightcache.storage.arguments import Clock, Deadline
-from lightcache.storage.calls import log
+from lightcache.storage.backends import Clock, Deadline, log
 from lightcache.storage.protocol import Keys
 from lightcache.storage.service import board
 from lightcache.storage.service.board import Board, Service, ServiceStats, stats_of, tier_stats
