@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar, get_args
@@ -24,8 +24,8 @@ from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
 from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import leave
-from lightcache.storage.backends import Clock, Deadline, log, storage_breaker
-from lightcache.storage.costs import ReadCosts, SeenKeys
+from lightcache.storage.backends import Clock, Deadline, check_keys, log, storage_breaker
+from lightcache.storage.costs import ReadCosts
 from lightcache.storage.jobs import DeepestJob, JobExecutor, TierOptions, WriteJob
 from lightcache.storage.protocol import Keys, Storage, StorageSpec, TokenRows
 from lightcache.storage.tasks import (
@@ -257,6 +257,35 @@ def token_rows(
     return packed.astype(np.uint32, copy=False).reshape(pages, page_tokens)
 
 
+class SeenKeys:
+    """Counts how often keys were offered. Bounded: the keys unseen for longest go first."""
+
+    def __init__(self, times: int, most: int) -> None:
+        """
+        Args:
+            times: a key is admitted when it is offered the `times`-th time; 1: at once.
+            most: maximum number of keys to remember.
+        """
+        self.times = times
+        self._most = most
+        self._lock = threading.Lock()
+        self._seen: OrderedDict[bytes, int] = OrderedDict()
+
+    def admit(self, keys: Keys) -> int:
+        """Count these keys. Returns the number of leading keys that are admitted: after a refused
+        key, none is, as it would not be found."""
+        names = check_keys(keys)
+        with self._lock:
+            # From the last to the first, so that the end of a prompt is forgotten first.
+            for name in reversed(names):
+                self._seen[name] = self._seen.pop(name, 0) + 1
+            admitted = (self._seen[name] >= self.times for name in names)
+            prefix = next((i for i, good in enumerate(admitted) if not good), len(names))
+            while len(self._seen) > self._most:
+                self._seen.popitem(last=False)
+        return prefix
+
+
 class StorageTier(BaseTier):
     """Writes pages of a cache to a storage and reads them back, in threads of its own.
 
@@ -451,8 +480,9 @@ class StorageTier(BaseTier):
                 counts = {"refused": pages, "skipped": skipped}
                 return executor.ended_task("write", len(wanted), why, **counts)
             progress = TaskProgress("write", len(wanted), page_tokens)
-            progress.count(skipped=len(wanted) - pages)
-            progress.say(reason)
+            if pages < len(wanted):
+                progress.count(skipped=len(wanted) - pages)
+                progress.say(reason)
             own = keys[:pages].copy()
             job = WriteJob(executor, progress, deadline, own, lease, namespace, rows)
         except BaseException:
@@ -472,7 +502,7 @@ class StorageTier(BaseTier):
         if prompt < self._min_tokens:
             executor.add(skipped_short=len(wanted))
             return 0, f"a prompt of {prompt} tokens is not written, {self._min_tokens} are"
-        admitted = self._seen.admit(wanted)
+        admitted = len(wanted) if self._seen.times == 1 else self._seen.admit(wanted)
         if admitted == len(wanted):
             return admitted, ""
         executor.add(skipped_unseen=len(wanted) - admitted)
