@@ -32,11 +32,13 @@ from lightcache.storage.protocol import (
     Buffer,
     Keys,
     ReadResult,
+    ReadStatus,
     Storage,
     StorageSpec,
     StorageStats,
     TokenRows,
     WriteResult,
+    WriteStatus,
 )
 
 KEY_BYTES = 16
@@ -265,12 +267,11 @@ class Counters:
     def snapshot(self, pages: int, nbytes: int) -> StorageStats:
         """A consistent snapshot of all counters."""
         with self._lock:
-            names = [name for name in StorageStats.__dataclass_fields__ if name not in _NOW]
-            counts = {name: self._counts[name] for name in names}
+            counts = dict(zip(_COUNTED, map(self._counts.__getitem__, _COUNTED), strict=True))
         return StorageStats(pages=pages, bytes=nbytes, **counts)
 
 
-_NOW = ("pages", "bytes")
+_COUNTED = [name for name in StorageStats.__dataclass_fields__ if name not in ("pages", "bytes")]
 _LATE = "timed out"
 
 
@@ -438,15 +439,15 @@ def storage_breaker(
 def unread(result: ReadResult) -> str:
     """Why a read counts as a failure of the storage; empty: it does not. A batch with FAILED pages
     and none OK does; absent and corrupt alone are answers of a working storage."""
-    names = {status.name for status in result.statuses}
-    return result.reason or "failed" if "FAILED" in names and "OK" not in names else ""
+    failed, good = result.count(ReadStatus.FAILED), result.count(ReadStatus.OK)
+    return result.reason or "failed" if failed and not good else ""
 
 
 def unwritten(result: WriteResult) -> str:
     """Why a write counts as a failure of the storage: all of its pages FAILED; empty: it does
     not."""
-    names = {status.name for status in result.statuses}
-    return result.reason or "failed" if "FAILED" in names and len(names) == 1 else ""
+    failed = result.count(WriteStatus.FAILED)
+    return result.reason or "failed" if failed and failed == len(result.statuses) else ""
 
 
 # ---- The options of a storage's URL

@@ -245,8 +245,9 @@ class WriteJob(Job):
         """See `Job`."""
         if self._done is None:
             self._done = self.executor.contains(self, self._keys)
-            self.progress.count(present=self._done)
-            self._unpin(self._done)
+            if self._done:
+                self.progress.count(present=self._done)
+                self._unpin(self._done)
         else:
             before, self._done = self._done, self._write(self._done)
             if self._done > before:  # a write that advances gets its whole time again
@@ -311,10 +312,10 @@ class WriteJob(Job):
         """Unpin written pages, once their call has returned."""
         with self.lock:
             if self._group is not None:
-                self._group.__exit__(None, None, None)
+                self._group.close()
                 self._group = None
             if end >= len(self._first_pages):
-                self._lease.__exit__(None, None, None)
+                self._lease.close()
                 self._first_pages = []
 
     def account(self, reason: str, *, failed: bool) -> None:
@@ -529,7 +530,7 @@ class ReadJob(Job):
         """Abandon the current reservation unless it is published, and unpin."""
         with self.lock:
             if self._reservation is not None:
-                self._reservation.__exit__(None, None, None)
+                self._reservation.close()
                 self._reservation = None
 
     def release(self) -> None:
@@ -538,7 +539,7 @@ class ReadJob(Job):
             if not self._calling:
                 self._end_reservation()
             while self.held and self.given_up:
-                self.held[-1][2].__exit__(None, None, None)
+                self.held[-1][2].close()
                 self.held.pop()
 
     def publish(self, pages: int) -> StorageTask:
