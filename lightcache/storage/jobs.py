@@ -250,7 +250,7 @@ class WriteJob(Job):
                 self._unpin(self._done)
         else:
             before, self._done = self._done, self._write(self._done)
-            if self._done > before:  # a write that advances gets its whole time again
+            if before < self._done < len(self._keys):  # a write that advances gets its time again
                 self.deadline = Deadline(self.deadline.timeout, self.executor.options.clock)
                 self.end = self.executor.now + self.deadline.left
         self.progress.reach(self._done)
