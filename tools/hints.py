@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from lightcache.errors import LightcacheError
 from lightcache.shm import layout as shm_layout
-from lightcache.storage.service.board import LAYOUT, board_copy, board_name
+from lightcache.storage.service.board import LAYOUT, board_name, stats_in, words_in
 from lightcache.tools import facts
 from lightcache.tools.image import Copy, Image, read_any
 
@@ -229,10 +229,12 @@ def _storage(seen: SeenCache) -> Iterator[Hint]:
     """The storage service of this cache: its own report, and whether it exists."""
     with contextlib.suppress(LightcacheError, OSError, ValueError):
         found = read_any(board_name(seen.name, seen.image.info.uuid), layout_facts=LAYOUT)
-        board = board_copy(found.data.data[shm_layout.PAYLOAD_OFFSET :], found.clients)
-        pid = board.words["pid"]
+        words = words_in(found.data.data[shm_layout.PAYLOAD_OFFSET :])
+        service, pid = words["service"], words["pid"]
+        alive = any(one.alive and one.slot | one.epoch << 8 == service for one in found.clients)
+        board = stats_in(words, alive)
         start = f"`lightcache storage {seen.name} --url ...` starts one"
-        if not board.serving and board.served:
+        if not board.serving and service:  # it did not end in order
             yield Hint(f"storage is not used: its service (pid {pid}) is gone; {start}", stops=True)
         elif not board.serving and (found.clients or found.info.occupied):
             yield Hint(

@@ -19,7 +19,7 @@ from lightcache.cache import Cache
 from lightcache.errors import ConfigError, InUse, LightcacheError, NotReady
 from lightcache.shm import ClientInfo
 from lightcache.storage import StorageSpec, open_storage
-from lightcache.storage.arguments import Deadline
+from lightcache.storage.backends import Deadline
 from lightcache.storage.service import ServiceStats, StorageService, service_stats
 from lightcache.storage.tasks import TierStats
 from lightcache.storage.urls import check_url

@@ -1,10 +1,9 @@
-"""Which pages are worth reading from a storage, and which are worth writing to it."""
+"""Which pages are worth reading from a storage: is computing them faster?"""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +11,7 @@ from typing import Any
 import numpy as np
 
 from lightcache.errors import ConfigError
-from lightcache.storage.arguments import Clock, check_keys
-from lightcache.storage.protocol import Keys
-
-# ---- Reading: is computing the pages faster?
+from lightcache.storage.backends import Clock
 
 _KEPT = 0.9
 """Decay of older measurements with each new one: the last ten have two thirds of the weight."""
@@ -165,38 +161,4 @@ def _positive(value: Any) -> float:
     return float(value)
 
 
-# ---- Writing: only pages of prompts that recur
-
-
-class SeenKeys:
-    """Counts how often keys were offered. Bounded: the keys unseen for longest go first."""
-
-    def __init__(self, times: int, most: int) -> None:
-        """
-        Args:
-            times: a key is admitted when it is offered the `times`-th time; 1: at once.
-            most: maximum number of keys to remember.
-        """
-        self._times = times
-        self._most = most
-        self._lock = threading.Lock()
-        self._seen: OrderedDict[bytes, int] = OrderedDict()
-
-    def admit(self, keys: Keys) -> int:
-        """Count these keys. Returns the number of leading keys that are admitted: after a refused
-        key, none is, as it would not be found."""
-        if self._times <= 1:
-            return len(keys)
-        names = check_keys(keys)
-        with self._lock:
-            # From the last to the first, so that the end of a prompt is forgotten first.
-            for name in reversed(names):
-                self._seen[name] = self._seen.pop(name, 0) + 1
-            admitted = (self._seen[name] >= self._times for name in names)
-            prefix = next((i for i, good in enumerate(admitted) if not good), len(names))
-            while len(self._seen) > self._most:
-                self._seen.popitem(last=False)
-        return prefix
-
-
-__all__ = ["ReadCosts", "SeenKeys", "Verdict"]
+__all__ = ["ReadCosts", "Verdict"]

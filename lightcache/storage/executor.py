@@ -27,7 +27,7 @@ from typing import Generic, TypeVar
 
 from lightcache.errors import Detached, StorageError
 from lightcache.shm.waiting import Condition
-from lightcache.storage.arguments import Clock, Deadline
+from lightcache.storage.backends import Clock, Deadline
 
 T = TypeVar("T")
 READ, WRITE = 0, 1
@@ -48,11 +48,8 @@ class Work:
     kind = READ
     end = math.inf
     """The deadline for its start, by the executor's clock."""
-
-    @property
-    def group(self) -> object:
-        """Work of one kind and group is adjacent in the queue."""
-        return self
+    group: object = None
+    """Work of one kind and group is adjacent in the queue; None: a group of its own."""
 
     def run(self) -> None:
         """Do the work, in a thread of the executor. Raises nothing."""
@@ -67,17 +64,24 @@ class WorkQueue:
 
     def __init__(self) -> None:
         """Empty."""
-        self._kinds: tuple[OrderedDict[object, deque[Work]], ...] = (OrderedDict(), OrderedDict())
+        self.reads: OrderedDict[object, deque[Work]] = OrderedDict()
+        """Reads, by their groups."""
+        self._writes: OrderedDict[object, deque[Work]] = OrderedDict()
+        self._kinds = self.reads, self._writes
 
-    def put(self, work: Work) -> None:
-        """Append it to its group; a new group comes after all others of its kind."""
-        self._kinds[work.kind].setdefault(work.group, deque()).append(work)
+    def put(self, work: Work, *, back: bool = False) -> None:
+        """Append it to its group; a new group comes after all others of its kind.
 
-    def put_back(self, work: Work) -> None:
-        """Return work that was started: it becomes the next of its kind."""
-        groups = self._kinds[work.kind]
-        groups.setdefault(work.group, deque()).appendleft(work)
-        groups.move_to_end(work.group, last=False)
+        Args:
+            back: it was started before: it becomes the next of its kind.
+        """
+        groups, group = self._kinds[work.kind], work if work.group is None else work.group
+        works = groups.setdefault(group, deque())
+        if back:
+            works.appendleft(work)
+            groups.move_to_end(group, last=False)
+        else:
+            works.append(work)
 
     def pop(self) -> Work | None:
         """The next work; None: the queue is empty."""
@@ -93,13 +97,13 @@ class WorkQueue:
 
     def remove(self, work: Work) -> bool:
         """Remove work; False: it is not in the queue."""
-        groups = self._kinds[work.kind]
-        works = groups.get(work.group)
+        groups, group = self._kinds[work.kind], work if work.group is None else work.group
+        works = groups.get(group)
         if works is None or work not in works:
             return False
         works.remove(work)
         if not works:
-            del groups[work.group]
+            del groups[group]
         return True
 
     def drop(self, kind: int, group: object) -> None:
@@ -107,18 +111,11 @@ class WorkQueue:
         self._kinds[kind].pop(group, None)
 
     def __len__(self) -> int:
-        reads, writes = self._kinds
-        return sum(map(len, reads.values())) + sum(map(len, writes.values()))
-
-    @property
-    def reads(self) -> int:
-        """The number of groups of reads in the queue."""
-        return len(self._kinds[READ])
+        return sum(map(len, self.reads.values())) + sum(map(len, self._writes.values()))
 
     def all(self) -> list[Work]:
         """All queued work, in order."""
-        reads, writes = self._kinds
-        return list(chain(*reads.values(), *writes.values()))
+        return list(chain(*self.reads.values(), *self._writes.values()))
 
 
 class Running:
@@ -156,6 +153,10 @@ class Executor:
         self.calls: set[Running] = set()
         self.threads: set[threading.Thread] = set()
         self._ready = Condition(self.changed.lock)
+        self._look = Condition(self.changed.lock)
+        """For a subclass with a watching thread."""
+        self._looks_at = -math.inf
+        """When the watching thread looks next; an earlier deadline wakes it."""
         self._most, self._spare, self._name, self._clock = threads, spare, name, clock
         self._idle = 0
         self._begun = 0
@@ -266,16 +267,13 @@ class Executor:
     def begun(self, work: Work) -> None:
         """Called when work leaves the queue to run; the lock is held. For subclasses."""
 
-    def due(self, end: float) -> None:
-        """Called when work or a call with deadline `end` is added; the lock is held. For
-        subclasses."""
-
     # ---- work
 
-    def put(self, work: Work, *, back: bool = False) -> None:
+    def put(self, work: Work, *, times: int = 1, back: bool = False) -> None:
         """Queue work.
 
         Args:
+            times: how often it is run.
             back: it was started before: it becomes the next of its kind, even while closing.
 
         Raises:
@@ -287,13 +285,12 @@ class Executor:
         with self.changed:
             if self.closing and not back:
                 raise Detached(f"{self._name}: closed")
-            self._staff()
-            if back:
-                self.queue.put_back(work)
-            else:
-                self.queue.put(work)
-            self._ready.notify()
-            self.due(work.end)
+            for _ in range(times):
+                self._staff()
+                self.queue.put(work, back=back)
+            self._ready.notify(times)
+            if work.end < self._looks_at:
+                self._look.notify()
 
     def submit(
         self,
@@ -341,8 +338,8 @@ class Executor:
         """
         batch = _Batch(self, pieces, kind, deadline)
         try:
-            for _ in pieces:
-                self.put(_Turn(batch))
+            if pieces:
+                self.put(batch, times=len(pieces))
             batch.wait()
         finally:
             batch.leave()
@@ -368,7 +365,8 @@ class Executor:
         try:  # around the adding as well: an interrupt may come after any line
             with self.changed:
                 self.calls.add(call)
-                self.due(end)
+                if end < self._looks_at:
+                    self._look.notify()
             return run()
         finally:
             with self.changed:
@@ -540,8 +538,9 @@ class Call(Work, Generic[T]):
             after()
 
 
-class _Batch:
-    """The pieces of one `run`. The queue has a turn for each, not the pieces themselves."""
+class _Batch(Work):
+    """The pieces of one `run`. It is queued once for each piece, and each time runs whichever piece
+    is next."""
 
     def __init__(
         self,
@@ -557,7 +556,7 @@ class _Batch:
         self._running = 0
         self._error: BaseException | None = None
 
-    def turn(self) -> None:
+    def run(self) -> None:
         """Run the next piece, if the time is not up."""
         with self._changed:
             if self._deadline.passed:
@@ -582,7 +581,7 @@ class _Batch:
             if not self._waiting and not self._running:  # notify once, not for each piece
                 self._changed.notify_all()
 
-    def fail(self, reason: str) -> None:
+    def expire(self, reason: str) -> None:
         """Start no more pieces."""
         with self._changed:
             self._waiting.clear()
@@ -621,24 +620,7 @@ class _Batch:
             if error is not None:
                 raise error
         finally:
-            del error  # as in `turn`
-
-
-class _Turn(Work):
-    """A turn of a batch: runs whichever piece is next."""
-
-    def __init__(self, batch: _Batch) -> None:
-        self.kind, self.end, self._batch = batch.kind, batch.end, batch
-
-    @property
-    def group(self) -> object:
-        return self._batch
-
-    def run(self) -> None:
-        self._batch.turn()
-
-    def expire(self, reason: str) -> None:
-        self._batch.fail(reason)
+            del error  # as in `run`
 
 
 __all__ = ["READ", "WRITE", "Call", "Executor", "Exhausted", "Late", "Running", "Work", "WorkQueue"]

@@ -18,7 +18,7 @@ import math
 import operator
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar, get_args
@@ -32,15 +32,16 @@ from lightcache.errors import ConfigError, LightcacheError, StorageError, WaitTi
 from lightcache.leases import Lease, Positions
 from lightcache.namespaces import Namespace
 from lightcache.reservations import Reservation
-from lightcache.shm.waiting import Condition
-from lightcache.storage.arguments import Clock, Deadline, write_to
-from lightcache.storage.calls import (
+from lightcache.storage.backends import (
+    Clock,
+    Deadline,
     checked_contains,
     checked_statuses,
     log,
     own_memory,
     unread,
     unwritten,
+    write_to,
 )
 from lightcache.storage.costs import ReadCosts
 from lightcache.storage.executor import READ, WRITE, Executor, Late, Work
@@ -60,7 +61,6 @@ from lightcache.storage.tasks import (
     ReadPolicy,
     StorageTask,
     TaskProgress,
-    TaskResult,
     TierStats,
     Unstored,
 )
@@ -100,12 +100,12 @@ class Job(Work):
         self.deadline = deadline
         self.kind = READ if progress.kind == "read" else WRITE
         self.end = executor.now + deadline.left
-        self.request: object = self
-        """Jobs of one request are adjacent in the queue."""
         self.stopping = False
         """Start nothing more; pages done so far count."""
         self.given_up = False
         """Cancelled, or its call was late: publish nothing more."""
+        self.held: list[tuple[int, int, Reservation]] = []
+        """Groups of pages for `publish`."""
         self.kept: Deadline | None = None
         """The deadline for `publish`, for a job that holds pages."""
         self.lock = threading.RLock()
@@ -122,19 +122,24 @@ class Job(Work):
         """The number of pages that it may still read."""
         return 0
 
-    @property
-    def holds(self) -> bool:
-        """True if it has pages for `publish`."""
-        return False
-
-    @property
-    def group(self) -> object:
-        """See `Work`."""
-        return self.request
-
     def run(self) -> None:
-        """See `Work`."""
-        self.executor.run_job(self)
+        """Run until it ends, or is put back into the queue as reads are waiting; see `Work`."""
+        self.progress.start()
+        reason, failed = "", False
+        try:
+            self.check()
+            while self.step():
+                if self.executor.put_back(self):
+                    return
+                self.check()
+        except Stopped:
+            reason, failed = "cancelled", True
+        except LightcacheError as error:
+            reason, failed = str(error), True
+        except Exception as error:  # our own bug: errors of backends became StorageError
+            log.exception("a storage task ended with an error that should not happen")
+            reason, failed = repr(error), True
+        self.executor.finish(self, reason, failed=failed)
 
     def expire(self, reason: str) -> None:
         """See `Work`."""
@@ -240,11 +245,12 @@ class WriteJob(Job):
         """See `Job`."""
         if self._done is None:
             self._done = self.executor.contains(self, self._keys)
-            self.progress.count(present=self._done)
-            self._unpin(self._done)
+            if self._done:
+                self.progress.count(present=self._done)
+                self._unpin(self._done)
         else:
             before, self._done = self._done, self._write(self._done)
-            if self._done > before:  # a write that advances gets its whole time again
+            if before < self._done < len(self._keys):  # a write that advances gets its time again
                 self.deadline = Deadline(self.deadline.timeout, self.executor.options.clock)
                 self.end = self.executor.now + self.deadline.left
         self.progress.reach(self._done)
@@ -267,9 +273,10 @@ class WriteJob(Job):
             return first
         end = first + len(pages)
         keys = self._keys[first:end]
-        buffers = [self.executor.cache.pool[page] for page in pages]
-        for buffer in buffers:
-            buffer.flags.writeable = False
+        rows = self.executor.cache.pool.array.view()
+        rows.flags.writeable = False
+        buffers = list(map(rows.__getitem__, pages))
+        del rows
         parent = self._keys[first - 1 : first] if first else None
         tokens = None if self._tokens is None else self._tokens[first:end]
         result = self.executor.write(self, keys, buffers, parent, tokens)
@@ -305,17 +312,16 @@ class WriteJob(Job):
         """Unpin written pages, once their call has returned."""
         with self.lock:
             if self._group is not None:
-                self._group.__exit__(None, None, None)
+                self._group.close()
                 self._group = None
             if end >= len(self._first_pages):
-                self._lease.__exit__(None, None, None)
+                self._lease.close()
                 self._first_pages = []
 
     def account(self, reason: str, *, failed: bool) -> None:
         """See `Job`."""
-        result = self.task.result
-        done = result.stored + result.present + result.failed + result.refused + result.skipped
-        if left := result.pages - done:
+        progress = self.progress
+        if left := progress.pages - progress.counts.total():
             self.progress.count(skipped=left)
             why = reason if failed else "one before them could not be stored, or they were stopped"
             self.executor.unstored("ended" if failed else "behind", left, why)
@@ -362,7 +368,6 @@ class ReadJob(Job):
         self._reservation: Reservation | None = None
         self._calling = False
         """Whether a call of the storage has the pages of the reservation."""
-        self._held: list[tuple[int, int, Reservation]] = []
 
     @property
     def reads(self) -> int:
@@ -445,10 +450,11 @@ class ReadJob(Job):
         pages = reservation.pages.tolist()
         if not pages:
             return 0
-        keys, pool = self._keys[reservation.new], self.executor.cache.pool
+        keys = self._keys[reservation.new]
         self._calling = True
         try:
-            result = self.executor.read(self, keys, [pool[page] for page in pages])
+            buffers = list(map(self.executor.cache.pool.array.__getitem__, pages))
+            result = self.executor.read(self, keys, buffers)
         finally:
             self._calling = False
         if (good := result.prefix) < len(pages):
@@ -473,7 +479,7 @@ class ReadJob(Job):
         with self.lock:
             self.check()
             if self._hold:
-                self._held.append((first, end, reservation))
+                self.held.append((first, end, reservation))
                 self._reservation = None
             else:
                 reservation.publish()
@@ -510,7 +516,7 @@ class ReadJob(Job):
 
     def abandon_keys(self) -> None:
         """See `Job`."""
-        for _, _, reservation in self._held:
+        for _, _, reservation in self.held:
             reservation._give_up()
         self.lose()
 
@@ -524,22 +530,17 @@ class ReadJob(Job):
         """Abandon the current reservation unless it is published, and unpin."""
         with self.lock:
             if self._reservation is not None:
-                self._reservation.__exit__(None, None, None)
+                self._reservation.close()
                 self._reservation = None
-
-    @property
-    def holds(self) -> bool:
-        """See `Job`."""
-        return bool(self._held)
 
     def release(self) -> None:
         """See `Job`."""
         with self.lock:
             if not self._calling:
                 self._end_reservation()
-            while self._held and self.given_up:
-                self._held[-1][2].__exit__(None, None, None)
-                self._held.pop()
+            while self.held and self.given_up:
+                self.held[-1][2].close()
+                self.held.pop()
 
     def publish(self, pages: int) -> StorageTask:
         """See `StorageTask.publish`."""
@@ -562,7 +563,7 @@ class ReadJob(Job):
         """Publish whole groups up to `end`. Returns the start of the group that `end` splits; None:
         it splits none."""
         try:
-            for first, last, reservation in self._held:
+            for first, last, reservation in self.held:
                 if last <= end:
                     reservation.publish()
                     self.progress.count(loaded=len(reservation.new))
@@ -657,9 +658,6 @@ class JobExecutor(Executor):
         self._returning: list[Job] = []
         """Jobs about to give pages back, once for each coming `_let_go`."""
         self._last: Callable[[], None] = _nothing
-        self._look = Condition(self.changed.lock)
-        self._looks_at = -math.inf
-        """When the watching thread looks next; an earlier deadline wakes it."""
         self._watcher = threading.Thread(
             target=self._watch, name="lightcache-storage-watch", daemon=True
         )
@@ -723,14 +721,16 @@ class JobExecutor(Executor):
 
     def pinned(self) -> int:
         """The number of pages pinned for writes."""
+        pages = 0
         with self.changed:
-            return sum(job.pinned for job in self._jobs())
+            for job in self._jobs():
+                pages += job.pinned
+        return pages
 
     def _jobs(self) -> list[Job]:
-        return [*self._queued(), *self.running]
-
-    def _queued(self) -> list[Job]:
-        return [work for work in self.queue.all() if isinstance(work, Job)]
+        """The queued and the running jobs; the lock is held."""
+        queued = [work for work in self.queue.all() if isinstance(work, Job)]
+        return [*queued, *self.running]
 
     # ---- totals
 
@@ -760,7 +760,7 @@ class JobExecutor(Executor):
         with self.changed:
             return TierStats(
                 **{name: self._tally[name] for name in _TALLIES},
-                queued=len(self._queued()),
+                queued=len(self._jobs()) - len(self.running),
                 running=len(self.running),
                 stuck=self.late,
                 writing=self.pinned(),
@@ -788,14 +788,8 @@ class JobExecutor(Executor):
         for work in works:
             self.begun(work)
 
-    def run_job(self, job: Job) -> None:
-        """Run a job, in a thread of the executor, until it ends or is requeued after reads."""
-        job.progress.start()
-        while self._step(job) and not self._requeue(job):
-            pass
-
-    def _requeue(self, job: Job) -> bool:
-        """Put a write back into the queue if reads are waiting."""
+    def put_back(self, job: Job) -> bool:
+        """Put a running write back into the queue if reads are waiting; False: it runs on."""
         with self.changed:
             if not self.queue.reads or job.given_up:
                 return False
@@ -803,28 +797,13 @@ class JobExecutor(Executor):
             self.put(job, back=True)
             return True
 
-    def _step(self, job: Job) -> bool:
-        reason, failed = "", False
-        try:
-            job.check()
-            if job.step():
-                return True
-        except Stopped:
-            reason, failed = "cancelled", True
-        except LightcacheError as error:
-            reason, failed = str(error), True
-        except Exception as error:  # our own bug: errors of backends became StorageError
-            log.exception("a storage task ended with an error that should not happen")
-            reason, failed = repr(error), True
-        self.finish(job, reason, failed=failed)
-        return False
-
     def finish(self, job: Job, reason: str, *, failed: bool) -> None:
         """Finish a job that is in no thread: give back its pages, then tell its waiters."""
         with self.changed:
             self._returning.append(job)
         self._let_go(job)
-        self._hold(job)
+        if job.held:
+            self._hold(job)
         self._end_task(job, reason, failed=failed)
         self._finished(job)
 
@@ -841,24 +820,18 @@ class JobExecutor(Executor):
         if self.closing or self._cancelled or self._owed or self.holding:
             self._look.notify()
 
-    def due(self, end: float) -> None:
-        """See `Executor`."""
-        if end < self._looks_at:
-            self._look.notify()
-
     def _hold(self, job: Job) -> None:
         """Remember that a job has pages for `publish`."""
-        if job.holds:
-            with self.changed:
-                options = self.options
-                job.kept = job.kept or Deadline(options.timeout, options.clock)  # from its end on
-                self.holding.add(job)
-                self._note()
-                closing = self.closing
-            if closing:  # `close` has looked at these already
-                self._abandon(job.give_up)
-            if job.given_up:  # cancelled by a thread that did not see it among these
-                self.let_go_held(job)
+        with self.changed:
+            options = self.options
+            job.kept = job.kept or Deadline(options.timeout, options.clock)  # from its end on
+            self.holding.add(job)
+            self._note()
+            closing = self.closing
+        if closing:  # `close` has looked at these already
+            self._abandon(job.give_up)
+        if job.given_up:  # cancelled by a thread that did not see it among these
+            self.let_go_held(job)
 
     def let_go_held(self, job: Job) -> None:
         """Give back the pages of a job that will not be published any more. It moves from `holding`
@@ -871,9 +844,10 @@ class JobExecutor(Executor):
     def _end_task(self, job: Job, reason: str, *, failed: bool) -> None:
         """End its task, unless it has ended, and add its counts to the totals."""
 
-        def count(result: TaskResult) -> None:
-            counts = {name: getattr(result, name) for name in COUNTS}
-            self.add(**counts, **{"tasks_failed" if failed else "tasks_finished": 1})
+        def count(pages: Mapping[str, int]) -> None:
+            with self.changed:
+                self._tally.update(pages)
+                self._tally["tasks_failed" if failed else "tasks_finished"] += 1
 
         with job.accounting:  # if two threads end it, only one counts
             if not job.progress.over:
@@ -1043,7 +1017,8 @@ class JobExecutor(Executor):
             self._fail(reason, whole)
             if job is not None:
                 self._abandon(job.lose)
-                self._hold(job)
+                if job.held:
+                    self._hold(job)
                 self._end_task(job, reason, failed=True)
                 job.progress.settle()
 

@@ -12,17 +12,18 @@ import numpy as np
 from lightcache import _arguments
 from lightcache._arguments import parse_size
 from lightcache.errors import ConfigError, StorageError
-from lightcache.storage.arguments import (
+from lightcache.storage.backends import (
+    Calls,
     Counters,
     Deadline,
     Options,
+    Owned,
     check_batch,
     check_keys,
     check_parent,
     check_tokens,
     checksum,
 )
-from lightcache.storage.calls import Calls, Owned
 from lightcache.storage.protocol import (
     Buffer,
     Keys,

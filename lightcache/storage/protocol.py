@@ -188,10 +188,10 @@ class Storage(ABC):
     Keys are uint64 of shape (n, 2). There is one buffer for each key, contiguous, of exactly
     `spec.page_bytes` bytes. Buffers of `read` are writable, and pages are read straight into them.
     Bad keys or buffers raise ConfigError before anything is done
-    (`lightcache.storage.arguments.check_batch`).
+    (`lightcache.storage.backends.check_batch`).
 
     After `close`, every call except `close` and `stats` raises Detached. In a forked child, every
-    call except `stats` does, and leaving the `with` statement does nothing: see `calls.Owned`.
+    call except `stats` does, and leaving the `with` statement does nothing: see `backends.Owned`.
     """
 
     spec: StorageSpec

@@ -17,28 +17,26 @@ from lightcache import _arguments
 from lightcache.breaker import CircuitBreaker
 from lightcache.errors import ConfigError, LightcacheError, StorageError
 from lightcache.shm.waiting import Condition
-from lightcache.storage.arguments import (
+from lightcache.storage.backends import (
+    Calls,
     Clock,
     Counters,
     Deadline,
     Options,
+    Owned,
     check_batch,
     check_keys,
     check_parent,
     check_tokens,
-    timed_out,
-    write_to,
-)
-from lightcache.storage.calls import (
-    Calls,
-    Owned,
     checked_contains,
     checked_statuses,
     log,
     own_memory,
     storage_breaker,
+    timed_out,
     unread,
     unwritten,
+    write_to,
 )
 from lightcache.storage.executor import Call, Executor, Late
 from lightcache.storage.protocol import (

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 from lightcache.errors import ConfigError, Detached, WaitTimeout
 from lightcache.shm.waiting import Condition
-from lightcache.storage.arguments import Deadline
+from lightcache.storage.backends import Deadline
 
 
 class TaskState(Enum):
@@ -127,7 +127,8 @@ class TaskProgress:
         with self.changed:
             if self.state is TaskState.NOT_STARTED:
                 self.state = TaskState.RUNNING
-        self._notify()
+        if self._observer is not None:
+            self._observer()
 
     def count(self, **pages: int) -> None:
         """Add to the counts of the result."""
@@ -139,7 +140,8 @@ class TaskProgress:
         if prefix != self.prefix:
             with self.changed:
                 self.prefix = prefix
-            self._notify()
+            if self._observer is not None:
+                self._observer()
 
     def say(self, reason: str) -> None:
         """Add a reason, if it is not empty and new."""
@@ -153,16 +155,17 @@ class TaskProgress:
         reason: str = "",
         *,
         failed: bool,
-        count: Callable[[TaskResult], None] | None = None,
+        count: Callable[[Mapping[str, int]], None] | None = None,
     ) -> bool:
-        """End the task; False: it had ended before. `count` receives the result before waiters
-        wake, so they find the task in the tier's totals."""
+        """End the task; False: it had ended before. `count` receives the counts of the result
+        before waiters wake, so they find the task in the tier's totals."""
         with self.changed:
-            if self.over:
+            if self.state in _OVER:
                 return False
-            self.say(reason)
+            if reason:
+                self.say(reason)
             if count is not None:
-                count(self.result)
+                count(self.counts)
             self.ended = time.monotonic()
             self.state = TaskState.FAILED if failed else TaskState.FINISHED
             self.changed.notify_all()
@@ -183,17 +186,14 @@ class TaskProgress:
     def settle(self) -> None:
         """The tier's totals count its end now."""
         self.settled = True
-        self._notify()
+        if self._observer is not None:
+            self._observer()
 
     def watch(self, observer: Callable[[], None]) -> None:
         """Call `observer` now, and when the task starts, advances and is settled. It runs in the
         tier's threads, without a lock, and must not block."""
         self._observer = observer
         observer()
-
-    def _notify(self) -> None:
-        if self._observer is not None:
-            self._observer()
 
 
 class StorageTask:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar, get_args
@@ -24,9 +24,8 @@ from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
 from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import leave
-from lightcache.storage.arguments import Clock, Deadline
-from lightcache.storage.calls import log, storage_breaker
-from lightcache.storage.costs import ReadCosts, SeenKeys
+from lightcache.storage.backends import Clock, Deadline, check_keys, log, storage_breaker
+from lightcache.storage.costs import ReadCosts
 from lightcache.storage.jobs import DeepestJob, JobExecutor, TierOptions, WriteJob
 from lightcache.storage.protocol import Keys, Storage, StorageSpec, TokenRows
 from lightcache.storage.tasks import (
@@ -44,16 +43,20 @@ T = TypeVar("T", bound="BaseTier")
 
 class BaseTier(ABC):
     """Moves pages between a cache's pool and a storage, in the background. It never fails a
-    request. Close it before the cache."""
+    request. Close it before the cache.
+
+    The public calls check their arguments, once; a subclass has `_begin` and the three `_start_...`
+    that they lead to, or these calls themselves.
+    """
 
     cache: Cache
+    _page_tokens: int | None
 
     @property
     def wants_tokens(self) -> bool:
         """True if the storage wants token ids; `write` then passes them on."""
         return False
 
-    @abstractmethod
     def write(
         self,
         keys: Keys,
@@ -86,6 +89,15 @@ class BaseTier(ABC):
                 fewer than the pages have, or of a cache without page_tokens.
             Detached: the tier or the cache was closed.
         """
+        deadline = self._begin(timeout, namespace)
+        wanted = checked_write(keys, request, lease, tokens)
+        rows = None
+        if token_ids is not None:
+            wants = self.wants_tokens
+            rows = token_rows(token_ids, len(wanted), self._page_tokens, wanted=wants)
+        if tokens is None:
+            tokens = len(keys) * (self._page_tokens or 0)
+        return self._start_write(wanted, request, tokens, rows, namespace, deadline)
 
     def write_tokens(
         self,
@@ -110,7 +122,6 @@ class BaseTier(ABC):
             timeout=timeout,
         )
 
-    @abstractmethod
     def prefetch(
         self,
         keys: Keys,
@@ -138,8 +149,11 @@ class BaseTier(ABC):
             ConfigError: bad keys, or a start beyond them.
             Detached: the tier or the cache was closed.
         """
+        deadline = self._begin(timeout, namespace)
+        _arguments.keys(keys)
+        _arguments.count(start, "start", 0, len(keys))
+        return self._start_read(keys, start, hold, namespace, deadline)
 
-    @abstractmethod
     def prefetch_last_ready(
         self,
         keys: Keys,
@@ -162,6 +176,43 @@ class BaseTier(ABC):
             ConfigError: bad keys.
             Detached: the tier or the cache was closed.
         """
+        deadline = self._begin(timeout, namespace)
+        _arguments.keys(keys)
+        _arguments.count(most, "most", 0, 1 << 30)
+        return self._start_last_ready(keys, most, namespace, deadline)
+
+    def _begin(self, timeout: float | None, namespace: Namespace | None) -> Deadline:
+        """The deadline of a new task. Raises Detached if the tier or the cache was closed."""
+        raise NotImplementedError
+
+    def _start_write(
+        self,
+        keys: Keys,
+        request: object,
+        tokens: int,
+        rows: TokenRows | None,
+        namespace: Namespace | None,
+        deadline: Deadline,
+    ) -> StorageTask:
+        """See `write`: the keys are those of the lease, `rows` is a row of token ids for each."""
+        raise NotImplementedError
+
+    def _start_read(
+        self,
+        keys: Keys,
+        start: int,
+        hold: bool,
+        namespace: Namespace | None,
+        deadline: Deadline,
+    ) -> StorageTask:
+        """See `prefetch`."""
+        raise NotImplementedError
+
+    def _start_last_ready(
+        self, keys: Keys, most: int, namespace: Namespace | None, deadline: Deadline
+    ) -> StorageTask:
+        """See `prefetch_last_ready`."""
+        raise NotImplementedError
 
     @abstractmethod
     def stats(self) -> TierStats:
@@ -258,6 +309,35 @@ def token_rows(
     return packed.astype(np.uint32, copy=False).reshape(pages, page_tokens)
 
 
+class SeenKeys:
+    """Counts how often keys were offered. Bounded: the keys unseen for longest go first."""
+
+    def __init__(self, times: int, most: int) -> None:
+        """
+        Args:
+            times: a key is admitted when it is offered the `times`-th time; 1: at once.
+            most: maximum number of keys to remember.
+        """
+        self.times = times
+        self._most = most
+        self._lock = threading.Lock()
+        self._seen: OrderedDict[bytes, int] = OrderedDict()
+
+    def admit(self, keys: Keys) -> int:
+        """Count these keys. Returns the number of leading keys that are admitted: after a refused
+        key, none is, as it would not be found."""
+        names = check_keys(keys)
+        with self._lock:
+            # From the last to the first, so that the end of a prompt is forgotten first.
+            for name in reversed(names):
+                self._seen[name] = self._seen.pop(name, 0) + 1
+            admitted = (self._seen[name] >= self.times for name in names)
+            prefix = next((i for i, good in enumerate(admitted) if not good), len(names))
+            while len(self._seen) > self._most:
+                self._seen.popitem(last=False)
+        return prefix
+
+
 class StorageTier(BaseTier):
     """Writes pages of a cache to a storage and reads them back, in threads of its own.
 
@@ -346,7 +426,8 @@ class StorageTier(BaseTier):
             if Deadline(seconds, clock, name).timeout < 0:
                 raise ConfigError(f"{name}: expected seconds, 0 or more, found {seconds!r}")
         count = _arguments.count
-        page_tokens: int | None = cache.index.segment.config.get("page_tokens")
+        page_tokens = cache.index.segment.config.get("page_tokens")
+        self._page_tokens = page_tokens
         for name, tokens in (
             ("min_tokens", min_tokens or None),
             ("prefill_tokens_per_s", prefill_tokens_per_s),
@@ -410,7 +491,7 @@ class StorageTier(BaseTier):
         """See `BaseTier`."""
         return self.storage.wants_tokens
 
-    def _begin(self, timeout: float | None) -> Deadline:
+    def _begin(self, timeout: float | None, namespace: Namespace | None) -> Deadline:
         if self._executor.closing:
             raise Detached("this storage tier was closed; make another one")
         self.cache.index.segment.check_usable()
@@ -418,62 +499,55 @@ class StorageTier(BaseTier):
 
     # ---- writing
 
-    def write(
+    def _start_write(
         self,
         keys: Keys,
-        request: object = None,
-        *,
-        lease: Lease | None = None,
-        tokens: int | None = None,
-        token_ids: Tokens | None = None,
-        namespace: Namespace | None = None,
-        timeout: float | None = None,
+        request: object,
+        tokens: int,
+        rows: TokenRows | None,
+        namespace: Namespace | None,
+        deadline: Deadline,
     ) -> StorageTask:
-        """See `BaseTier`."""
-        executor, deadline = self._executor, self._begin(timeout)
-        wanted = checked_write(keys, request, lease, tokens)
-        page_tokens, rows = executor.page_tokens, None
-        if token_ids is not None:
-            rows = token_rows(token_ids, len(wanted), page_tokens, wanted=self.wants_tokens)
-        chosen, reason = self._worth_writing(keys, wanted, tokens)
+        executor = self._executor
+        chosen, reason = self._worth_writing(keys, tokens)
         if not chosen:
-            return executor.ended_task("write", len(wanted), reason, skipped=len(wanted))
+            return executor.ended_task("write", len(keys), reason, skipped=len(keys))
         room = max(0, self._write_pages - executor.pinned())
-        lease = self.cache.match(wanted[: min(chosen, room)], namespace=namespace)
+        lease = self.cache.match(keys[: min(chosen, room)], namespace=namespace)
         try:
             pages = len(lease)
             if pages == min(chosen, room) < chosen:  # pages beyond those pinned may be ready too
-                pages += self.cache.peek(wanted[pages:chosen], namespace=namespace)
+                pages += self.cache.peek(keys[pages:chosen], namespace=namespace)
             if not pages or not self._write_pages:
                 lease.release()
-                skipped = len(wanted) - pages
+                skipped = len(keys) - pages
                 why = "writes may pin no pages" if pages else "nothing of it is in the cache"
                 executor.unstored("refused", pages, why)
                 counts = {"refused": pages, "skipped": skipped}
-                return executor.ended_task("write", len(wanted), why, **counts)
-            progress = TaskProgress("write", len(wanted), page_tokens)
-            progress.count(skipped=len(wanted) - pages)
-            progress.say(reason)
+                return executor.ended_task("write", len(keys), why, **counts)
+            progress = TaskProgress("write", len(keys), self._page_tokens)
+            if pages < len(keys):
+                progress.count(skipped=len(keys) - pages)
+                progress.say(reason)
             own = keys[:pages].copy()
             job = WriteJob(executor, progress, deadline, own, lease, namespace, rows)
         except BaseException:
             lease.__exit__(None, None, None)
             raise
-        job.request = job if request is None else request
+        job.group = request  # jobs of one request are adjacent in the queue
         return executor.submit_job(job)
 
-    def _worth_writing(self, keys: Keys, wanted: Keys, tokens: int | None) -> tuple[int, str]:
+    def _worth_writing(self, wanted: Keys, prompt: int) -> tuple[int, str]:
         """The number of pages to write, and why not all."""
         executor = self._executor
         if executor.breaker.shut:
             reason = executor.breaker.reason
             executor.unstored("disabled", len(wanted), reason)
             return 0, reason
-        prompt = len(keys) * (executor.page_tokens or 0) if tokens is None else tokens
         if prompt < self._min_tokens:
             executor.add(skipped_short=len(wanted))
             return 0, f"a prompt of {prompt} tokens is not written, {self._min_tokens} are"
-        admitted = self._seen.admit(wanted)
+        admitted = len(wanted) if self._seen.times == 1 else self._seen.admit(wanted)
         if admitted == len(wanted):
             return admitted, ""
         executor.add(skipped_unseen=len(wanted) - admitted)
@@ -481,19 +555,15 @@ class StorageTier(BaseTier):
 
     # ---- reading
 
-    def prefetch(
+    def _start_read(
         self,
         keys: Keys,
-        start: int = 0,
-        *,
-        namespace: Namespace | None = None,
-        hold: bool = False,
-        timeout: float | None = None,
+        start: int,
+        hold: bool,
+        namespace: Namespace | None,
+        deadline: Deadline,
     ) -> StorageTask:
-        """See `BaseTier`."""
-        executor, deadline = self._executor, self._begin(timeout)
-        _arguments.keys(keys)
-        _arguments.count(start, "start", 0, len(keys))
+        executor = self._executor
         probe = False
         if executor.costs is not None and not executor.breaker.shut:
             pages = len(keys) - start
@@ -503,21 +573,13 @@ class StorageTier(BaseTier):
             probe = verdict.probe
         return executor.fetch(keys, start, namespace, deadline, hold=hold, declinable=not probe)
 
-    def prefetch_last_ready(
-        self,
-        keys: Keys,
-        *,
-        most: int = 512,
-        namespace: Namespace | None = None,
-        timeout: float | None = None,
+    def _start_last_ready(
+        self, keys: Keys, most: int, namespace: Namespace | None, deadline: Deadline
     ) -> StorageTask:
-        """See `BaseTier`."""
-        executor, deadline = self._executor, self._begin(timeout)
-        _arguments.keys(keys)
-        _arguments.count(most, "most", 0, 1 << 30)
+        executor = self._executor
         if executor.breaker.shut:
             return executor.ended_task("read", len(keys), executor.breaker.reason, failed=1)
-        progress = TaskProgress("read", len(keys), executor.page_tokens)
+        progress = TaskProgress("read", len(keys), self._page_tokens)
         own = keys.copy()
         return executor.submit_job(DeepestJob(executor, progress, deadline, own, most, namespace))
 

@@ -84,7 +84,8 @@ class Stop:
             if self.point in parts and self.left == 1:
                 first, end = parts[self.point]
                 data = (bytes(page) + footer)[first:end]
-                os.pwrite(slots._plain[slot % len(slots._plain)], data, slots._where(slot))
+                number = slot % len(slots._plain)
+                os.pwrite(slots._plain[number], data, slot // len(slots._plain) * slots.slot_bytes)
                 self.at(self.point)
             elif self.point in parts:
                 self.left -= 1

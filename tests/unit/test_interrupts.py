@@ -24,7 +24,7 @@ from support.manager_case import open_cache
 from lightcache.errors import LightcacheError, NotReady
 from lightcache.shm import Segment
 from lightcache.shm.waiting import Condition, Event
-from lightcache.storage.arguments import Deadline
+from lightcache.storage.backends import Deadline
 from lightcache.storage.executor import READ, Executor
 
 BY_NAME = pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)

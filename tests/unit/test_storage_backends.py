@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightcache import ConfigError, Detached, StorageError
 from lightcache.storage import MemoryStorage, Storage, StorageSpec, open_storage
-from lightcache.storage.arguments import Deadline, checksum
+from lightcache.storage.backends import Deadline, checksum
 from lightcache.storage.protocol import ReadStatus, WriteStatus
 from lightcache.storage.testing import FlakyStorage
 from lightcache.storage.testing.conformance import (

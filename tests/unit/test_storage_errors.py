@@ -18,8 +18,7 @@ from support.interrupts import interrupt
 from lightcache import ConfigError, StorageError
 from lightcache._arguments import parse_size
 from lightcache.storage import MemoryStorage, StackedStorage, open_storage
-from lightcache.storage.arguments import Deadline
-from lightcache.storage.calls import Calls
+from lightcache.storage.backends import Calls, Deadline
 from lightcache.storage.executor import READ, Executor
 from lightcache.storage.protocol import WriteStatus
 from lightcache.storage.testing.conformance import PAGE_BYTES, SPEC, make_keys, pages_of

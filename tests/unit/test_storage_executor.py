@@ -11,7 +11,7 @@ import pytest
 
 from lightcache import Detached, StorageError
 from lightcache.breaker import CircuitBreaker
-from lightcache.storage.arguments import Deadline
+from lightcache.storage.backends import Deadline
 from lightcache.storage.executor import READ, WRITE, Call, Executor, Exhausted, Late, Work
 
 Wait = Callable[[Callable[[], bool], str], None]

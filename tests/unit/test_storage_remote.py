@@ -13,7 +13,7 @@ from support.interrupts import interrupt
 
 from lightcache import Detached, StorageError
 from lightcache.storage import StorageSpec
-from lightcache.storage.arguments import Deadline
+from lightcache.storage.backends import Deadline
 from lightcache.storage.protocol import ReadStatus, WriteStatus
 from lightcache.storage.remote.base import (
     TRAILER_BYTES,

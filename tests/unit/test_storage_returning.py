@@ -43,7 +43,7 @@ class HeldLock:
         """Of a job: what waits for the lock."""
 
         def waits(job: ReadJob) -> None:
-            if self.held and job._held:
+            if self.held and job.held:
                 self.waited.append(threading.current_thread())
                 self.waiting.set()
                 assert self.gate.wait(60.0)

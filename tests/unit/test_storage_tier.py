@@ -316,7 +316,7 @@ def test_a_write_that_was_put_back_is_next() -> None:
     queue = WorkQueue()
     waiting, begun, read = work(WRITE, "a"), work(WRITE, "b"), work(READ, "c")
     queue.put(waiting)
-    queue.put_back(begun)
+    queue.put(begun, back=True)
     queue.put(read)
     assert queue.all() == [read, begun, waiting]
     assert len(queue) == 3
@@ -340,8 +340,9 @@ def test_a_task_waits_with_a_limit(make_tier: Any, cache: Cache) -> None:
 
 def test_a_task_is_counted_before_it_is_over() -> None:
     task, seen = TaskProgress("read", 4, None), []
-    assert task.end(failed=False, count=lambda result: seen.append((result.pages, task.over)))
-    assert not task.end(failed=True, count=lambda result: seen.append((result.pages, task.over)))
+    task.count(loaded=4)
+    assert task.end(failed=False, count=lambda counts: seen.append((counts["loaded"], task.over)))
+    assert not task.end(failed=True, count=lambda counts: seen.append((4, task.over)))
     assert seen == [(4, False)]
     assert task.state is FINISHED
 

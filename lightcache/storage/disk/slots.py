@@ -11,6 +11,7 @@ import os
 import secrets
 import struct
 import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -51,7 +52,7 @@ class Footer:
     """Time of the write in ns: after a rebuild, the page written last is evicted last."""
     length: int
     checksum: int
-    """Of key and page, see `lightcache.storage.arguments.checksum`."""
+    """Of key and page, see `lightcache.storage.backends.checksum`."""
 
     def pack(self) -> bytes:
         """Its BLOCK bytes on the disk."""
@@ -253,11 +254,9 @@ class SlotFiles:
         Raises:
             OSError: it could not be read.
         """
-        block, where = self._block(), self._where(slot)
-        file = self._file(slot, page)
-        got = os.preadv(file, [page, block], where)
-        self._passed(file, where)
-        return self._whole(got, block, "read")
+        block = self._block()
+        self._move(os.preadv, slot, page, block)
+        return block[-BLOCK:]
 
     def write(self, slot: int, page: memoryview, footer: bytes) -> None:
         """Write a page and its footer. Blocks, but does not wait for the disk's own cache.
@@ -265,12 +264,27 @@ class SlotFiles:
         Raises:
             OSError: it could not be written.
         """
-        block, where = self._block(), self._where(slot)
+        block = self._block()
         block[-BLOCK:] = footer
-        file = self._file(slot, page)
-        put = os.pwritev(file, [page, block], where)
-        self._passed(file, where)
-        self._whole(put, block, "written")
+        self._move(os.pwritev, slot, page, block)
+
+    def _move(
+        self,
+        call: Callable[[int, list[memoryview], int], int],
+        slot: int,
+        page: memoryview,
+        block: memoryview,
+    ) -> None:
+        """Read or write a whole slot in one call of the system."""
+        number, place = slot % len(self._plain), slot // len(self._plain) * self.slot_bytes
+        direct = self._direct and _aligned(page)
+        file = self._direct[number] if direct else self._plain[number]
+        moved = call(file, [page, block], place)
+        if self._passing and not direct:
+            os.posix_fadvise(file, place, self.slot_bytes, os.POSIX_FADV_DONTNEED)
+        if moved != self.slot_bytes:
+            verb = "read" if call is os.preadv else "written"
+            raise OSError(errno.EIO, f"{moved} of {self.slot_bytes} bytes were {verb}")
 
     def read_footer(self, slot: int) -> bytes:
         """A slot's last block; empty: the file ends before it.
@@ -292,19 +306,12 @@ class SlotFiles:
         block[:] = bytes(BLOCK)
         os.pwritev(self._file(slot, block), [block], self._end(slot) - BLOCK)
 
-    def _where(self, slot: int) -> int:
-        return slot // len(self._plain) * self.slot_bytes
-
     def _end(self, slot: int) -> int:
-        return self._where(slot) + self.slot_bytes
+        return (slot // len(self._plain) + 1) * self.slot_bytes
 
     def _file(self, slot: int, memory: memoryview) -> int:
         files = self._direct if self._direct and _aligned(memory) else self._plain
         return files[slot % len(files)]
-
-    def _passed(self, file: int, where: int) -> None:
-        if self._passing and file in self._plain:
-            os.posix_fadvise(file, where, self.slot_bytes, os.POSIX_FADV_DONTNEED)
 
     def _block(self) -> memoryview:
         """This thread's buffer, aligned for direct I/O: the padding of a page's last block, and one
@@ -314,11 +321,6 @@ class SlotFiles:
             found = memoryview(mmap.mmap(-1, self.slot_bytes - self.page_bytes))
             self._scratch.block = found
         return found
-
-    def _whole(self, moved: int, block: memoryview, verb: str) -> memoryview:
-        if moved != self.slot_bytes:
-            raise OSError(errno.EIO, f"{moved} of {self.slot_bytes} bytes were {verb}")
-        return block[-BLOCK:]
 
     def close(self) -> None:
         """Close them; calls in flight end with an error."""

@@ -10,16 +10,17 @@ from collections.abc import Iterator, Sequence
 
 from lightcache.errors import ConfigError, Detached, LightcacheError, StorageError
 from lightcache.shm.waiting import Condition
-from lightcache.storage.arguments import (
+from lightcache.storage.backends import (
+    Calls,
     Counters,
     Deadline,
+    Owned,
     check_batch,
     check_keys,
     check_parent,
     checksum,
     timed_out,
 )
-from lightcache.storage.calls import Calls, Owned
 from lightcache.storage.protocol import (
     Buffer,
     Keys,

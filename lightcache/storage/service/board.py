@@ -19,7 +19,7 @@ import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, get_args
@@ -28,7 +28,7 @@ import numpy as np
 
 from lightcache.cache import Cache
 from lightcache.errors import Detached, InUse, LayoutMismatch
-from lightcache.shm import ClientInfo, Segment, SegmentKind, SharedRing
+from lightcache.shm import Segment, SegmentKind, SharedRing
 from lightcache.shm.segment import free_dead_slots
 from lightcache.shm.sync import AtomicU64, RobustLock
 from lightcache.storage.jobs import TierOptions
@@ -51,7 +51,6 @@ _WORDS = (
     *("clients", "state", *GAUGES, *COSTS, *TOTALS, *COUNTED),
     *(f"given_{name}" for name in TAKEN),
 )
-_PLACE = {name: 8 * i for i, name in enumerate(_WORDS)}
 LAYOUT = f"messages {VERSION}; {' '.join(_WORDS)}"  # other releases do not attach
 _POLICIES: tuple[ReadPolicy, ...] = get_args(ReadPolicy)
 _STATES: tuple[Any, ...] = ("closed", "open", "half-open")
@@ -93,18 +92,12 @@ class Board:
     """An attachment to the board. Threads may share it."""
 
     def __init__(self, segment: Segment) -> None:
-        """For `open` and `look`."""
+        """For `open`."""
         self.segment = segment
-        if segment.payload_bytes < 8 * len(_WORDS):
-            raise LayoutMismatch(f"the segment {segment.name!r} is too short for figures")
         self._looking = threading.RLock()  # close waits for readers; a signal handler may nest both
         self._word = 0  # the value of `service`, if this process serves
         self._said: dict[str, int] = {}  # last published words: unchanged ones are not stored again
-        self._words = (
-            {}
-            if segment.readonly
-            else {name: AtomicU64(segment, at) for name, at in _PLACE.items()}
-        )
+        self._words = {name: AtomicU64(segment, 8 * i) for i, name in enumerate(_WORDS)}
 
     @classmethod
     def open(cls, cache: Cache) -> Board:
@@ -118,23 +111,6 @@ class Board:
             group=group_of(cache),
             reaper=free_dead_slots,
         )
-        return cls._over(segment)
-
-    @classmethod
-    def look(cls, cache_name: str, *, group: str | int | None = None) -> Board:
-        """Attach to the board of a cache read-only, by name.
-
-        Raises:
-            NotReady: there is no such cache, or it has neither a service nor a client of one.
-        """
-        with Segment.attach(
-            cache_name, readonly=True, kind=SegmentKind.INDEX, group=group
-        ) as index:
-            name = board_name(cache_name, index.uuid)
-        return cls._over(Segment.attach(name, readonly=True, layout_facts=LAYOUT, group=group))
-
-    @classmethod
-    def _over(cls, segment: Segment) -> Board:
         try:
             return cls(segment)
         except BaseException:
@@ -164,9 +140,9 @@ class Board:
 
     def service(self) -> Service | None:
         """The service, if one is alive. Takes a few microseconds."""
-        word = self._words["service"].load() if self._words else self.read()["service"]
+        word = self._words["service"].load()
         with self._look():
-            if not word or not self.segment.lives(word & 0xFF, word >> 8):
+            if not _lives(self.segment, word):
                 return None
         return Service(word, self._load("pid"))
 
@@ -178,7 +154,7 @@ class Board:
     # ---- words
 
     def _load(self, name: str) -> int:
-        return self._words[name].load() if self._words else self.read()[name]
+        return self._words[name].load()
 
     def store(self, **words: int) -> None:
         """Set some words, in this order."""
@@ -186,12 +162,9 @@ class Board:
             self._words[name].store(value)
 
     def read(self) -> dict[str, int]:
-        """All words; works with a read-only attachment too."""
-        with self._look(), self.segment.busy():
-            words = ctypes.c_uint64 * len(_WORDS)
-            where = words.from_address(self.segment.address + self.segment.payload_offset)
-            found = np.frombuffer(memoryview(where).cast("B"), np.uint64)
-            return dict(zip(_WORDS, found.tolist(), strict=True))
+        """All words."""
+        with self._look():
+            return _read(self.segment)
 
     def publish(self, stats: TierStats, base: dict[str, int], **counted: int) -> None:
         """Store the service's statistics, added to those of earlier services. Does nothing after
@@ -277,26 +250,25 @@ class Board:
             yield
 
 
-@dataclass(frozen=True)
-class BoardCopy:
-    """A board read from a copy of its segment, for tools that attach to nothing."""
-
-    words: dict[str, int]
-    served: bool
-    """A service began and did not end in order."""
-    serving: bool
-    """The service is alive and takes tasks."""
-    tier: TierStats
+def _lives(segment: Segment, word: int) -> bool:
+    """True if the service of this slot and epoch is alive."""
+    return bool(word) and segment.lives(word & 0xFF, word >> 8)
 
 
-def board_copy(payload: memoryview, clients: Sequence[ClientInfo]) -> BoardCopy:
-    """Read a board from its segment's bytes after `payload_offset` (`LAYOUT`), and its clients."""
+def _read(segment: Segment) -> dict[str, int]:
+    """All words of a board."""
+    if segment.payload_bytes < 8 * len(_WORDS):
+        raise LayoutMismatch(f"the segment {segment.name!r} is too short for figures")
+    with segment.busy():
+        array = ctypes.c_uint8 * (8 * len(_WORDS))
+        where = array.from_address(segment.address + segment.payload_offset)
+        return words_in(memoryview(where))
+
+
+def words_in(payload: memoryview) -> dict[str, int]:
+    """All words of a board, by its segment's bytes after `payload_offset` (`LAYOUT`)."""
     found = np.frombuffer(payload, np.uint64, len(_WORDS))
-    words = dict(zip(_WORDS, found.tolist(), strict=True))
-    word = words["service"]
-    alive = any(one.alive and (one.slot, one.epoch) == (word & 0xFF, word >> 8) for one in clients)
-    serving = alive and words["phase"] == Phase.SERVING
-    return BoardCopy(words, bool(word), serving, tier_stats(words, alive))
+    return dict(zip(_WORDS, found.tolist(), strict=True))
 
 
 def tier_stats(words: dict[str, int], serving: bool) -> TierStats:
@@ -347,10 +319,12 @@ class ServiceStats:
     tier: TierStats
 
 
-def stats_of(board: Board) -> ServiceStats:
-    """Read the statistics from the board. Takes no lock."""
-    words = board.read()
-    alive = board.service() is not None
+def stats_in(words: dict[str, int], alive: bool) -> ServiceStats:
+    """The statistics in a board's words.
+
+    Args:
+        alive: the process that `service` names lives.
+    """
     age = max(0, time.time_ns() - words["since_ns"]) / 1e9 if words["since_ns"] else 0.0
     return ServiceStats(
         serving=alive and words["phase"] == Phase.SERVING,
@@ -362,6 +336,11 @@ def stats_of(board: Board) -> ServiceStats:
     )
 
 
+def stats_of(board: Board) -> ServiceStats:
+    """Read the statistics from the board. Takes no lock."""
+    return stats_in(board.read(), board.service() is not None)
+
+
 def service_stats(name: str, *, group: str | int | None = None) -> ServiceStats:
     """Statistics of the storage service of the cache `name`, even if it is stopped or gone.
     Attaches read-only for a moment.
@@ -369,11 +348,12 @@ def service_stats(name: str, *, group: str | int | None = None) -> ServiceStats:
     Raises:
         NotReady: there is no such cache, or it has neither a service nor a client of one.
     """
-    board = Board.look(name, group=group)
-    try:
-        return stats_of(board)
-    finally:
-        board.close()
+    kind = SegmentKind.INDEX
+    with Segment.attach(name, readonly=True, kind=kind, group=group) as index:
+        its = board_name(name, index.uuid)
+    with Segment.attach(its, readonly=True, layout_facts=LAYOUT, group=group) as segment:
+        words = _read(segment)
+        return stats_in(words, _lives(segment, words["service"]))
 
 
 # ---- The rings: one of tasks for the service, one of answers for each client
@@ -436,18 +416,18 @@ __all__ = [
     "LAYOUT",
     "TASKS",
     "Board",
-    "BoardCopy",
     "Phase",
     "Service",
     "ServiceStats",
     "answers_name",
-    "board_copy",
     "board_name",
     "find_answers",
     "make_answers",
     "ring_prefix",
     "service_stats",
+    "stats_in",
     "stats_of",
     "tasks_ring",
     "tier_stats",
+    "words_in",
 ]

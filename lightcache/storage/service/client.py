@@ -11,11 +11,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from lightcache import _arguments
 from lightcache.cache import Cache
 from lightcache.errors import (
     ConfigError,
@@ -25,13 +24,10 @@ from lightcache.errors import (
     StorageError,
     WaitTimeout,
 )
-from lightcache.hashing import Tokens
-from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
 from lightcache.shm.waiting import Condition
-from lightcache.storage.arguments import Clock, Deadline
-from lightcache.storage.calls import log
-from lightcache.storage.protocol import Keys
+from lightcache.storage.backends import Clock, Deadline, log
+from lightcache.storage.protocol import Keys, TokenRows
 from lightcache.storage.service import board
 from lightcache.storage.service.board import Board, Service, ServiceStats, stats_of, tier_stats
 from lightcache.storage.service.messages import (
@@ -51,7 +47,7 @@ from lightcache.storage.tasks import (
     TaskState,
     TierStats,
 )
-from lightcache.storage.tier import BaseTier, check_cache, checked_write, token_rows
+from lightcache.storage.tier import BaseTier, check_cache
 
 HELD = 1.0  # seconds without calls after a stopped process held the ring's lock
 SLICE = 0.05  # seconds of waiting for an answer between checks of the service
@@ -159,6 +155,12 @@ class StorageClient(BaseTier):
     warning; each call looks for a service again. The service decides for all its clients which
     pages are worth writing and how reads wait, and it keeps the statistics.
 
+    A `write` pins nothing: the service pins the pages when it takes the message out, and pages
+    evicted before count as skipped. Keep a lease until the task is running if all pages should be
+    written. Token ids pass through shared memory if the service's storage wants them; a task whose
+    token ids do not fit fails. A `prefetch` with `hold` raises ConfigError: the service holds no
+    pages for its clients.
+
     Close it before the cache. It cannot be used in a forked child.
     """
 
@@ -192,7 +194,7 @@ class StorageClient(BaseTier):
                 raise ConfigError(f"{name}: expected seconds, 0 or more, found {seconds!r}")
         check_cache(cache)
         self.cache, self.timeout, self.grace, self.clock = cache, timeout, grace, clock
-        self._page_tokens: int | None = cache.index.segment.config.get("page_tokens")
+        self._page_tokens = cache.index.segment.config.get("page_tokens")
         self._pulse = Pulse(silence, clock)
         self._missing = False  # the warning that there is no service was logged
         self._pid, self._client = os.getpid(), secrets.randbits(64)
@@ -218,79 +220,41 @@ class StorageClient(BaseTier):
 
     # ---- the calls
 
-    def write(
+    def _start_write(
         self,
         keys: Keys,
-        request: object = None,
-        *,
-        lease: Lease | None = None,
-        tokens: int | None = None,
-        token_ids: Tokens | None = None,
-        namespace: Namespace | None = None,
-        timeout: float | None = None,
+        request: object,
+        tokens: int,
+        rows: TokenRows | None,
+        namespace: Namespace | None,
+        deadline: Deadline,
     ) -> StorageTask:
-        """See `BaseTier`. The service pins the pages when it takes the message out; pages evicted
-        before count as skipped. Keep a lease until the task is running if all pages should be
-        written. Token ids pass through shared memory if the service's storage wants them; a task
-        whose token ids do not fit fails."""
-        deadline = self._begin(timeout, namespace)
-        wanted = checked_write(keys, request, lease, tokens)
-        rows = None
-        if token_ids is not None:
-            wants = self.wants_tokens
-            rows = token_rows(token_ids, len(wanted), self._page_tokens, wanted=wants)
-        ask = Ask(
-            end=self.clock() + deadline.left,
-            timeout=deadline.timeout,
-            keys=wanted,
-            namespace=self._space(namespace),
-            tokens=len(keys) * (self._page_tokens or 0) if tokens is None else tokens,
-            request=None if request is None else hash(request) & 0xFFFFFFFFFFFFFFFF,
-            token_ids=None if rows is None else rows.reshape(-1).astype(np.uint32, copy=False),
-        )
-        return self._ask(Kind.WRITE, len(wanted), deadline, ask)
+        how: dict[str, Any] = {
+            "tokens": tokens,
+            "request": None if request is None else hash(request) & 0xFFFFFFFFFFFFFFFF,
+            "token_ids": None if rows is None else rows.reshape(-1).astype(np.uint32, copy=False),
+        }
+        return self._ask(Kind.WRITE, keys, deadline, namespace, **how)
 
-    def prefetch(
+    def _start_read(
         self,
         keys: Keys,
-        start: int = 0,
-        *,
-        namespace: Namespace | None = None,
-        hold: bool = False,
-        timeout: float | None = None,
+        start: int,
+        hold: bool,
+        namespace: Namespace | None,
+        deadline: Deadline,
     ) -> StorageTask:
-        """See `BaseTier`.
-
-        Raises:
-            ConfigError: also if `hold` is true: the service holds no pages for its clients.
-        """
-        deadline = self._begin(timeout, namespace)
-        _arguments.keys(keys)
-        _arguments.count(start, "start", 0, len(keys))
         if hold:
             raise ConfigError(
                 "hold: expected False, as the storage service holds no pages for its clients; open "
                 "the storage embedded in this process, by StorageTier.open"
             )
-        end, space = self.clock() + deadline.left, self._space(namespace)
-        ask = Ask(end, deadline.timeout, keys, space, start=start)
-        return self._ask(Kind.PREFETCH, len(keys) - start, deadline, ask)
+        return self._ask(Kind.PREFETCH, keys, deadline, namespace, start=start)
 
-    def prefetch_last_ready(
-        self,
-        keys: Keys,
-        *,
-        most: int = 512,
-        namespace: Namespace | None = None,
-        timeout: float | None = None,
+    def _start_last_ready(
+        self, keys: Keys, most: int, namespace: Namespace | None, deadline: Deadline
     ) -> StorageTask:
-        """See `BaseTier`."""
-        deadline = self._begin(timeout, namespace)
-        _arguments.keys(keys)
-        _arguments.count(most, "most", 0, 1 << 30)
-        end, space = self.clock() + deadline.left, self._space(namespace)
-        ask = Ask(end, deadline.timeout, keys, space, most=most)
-        return self._ask(Kind.DEEPEST, len(keys), deadline, ask)
+        return self._ask(Kind.DEEPEST, keys, deadline, namespace, most=most)
 
     # ---- asking
 
@@ -302,12 +266,22 @@ class StorageClient(BaseTier):
             raise ConfigError(f"namespace: expected a Namespace, found {namespace!r}")
         return Deadline(self.timeout if timeout is None else timeout, self.clock)
 
-    def _space(self, namespace: Namespace | None) -> Namespace:
-        return self.cache.index.default_namespace if namespace is None else namespace
-
-    def _ask(self, kind: Kind, pages: int, deadline: Deadline, ask: Ask) -> StorageTask:
+    def _ask(
+        self,
+        kind: Kind,
+        keys: Keys,
+        deadline: Deadline,
+        namespace: Namespace | None,
+        *,
+        start: int = 0,
+        **how: Any,
+    ) -> StorageTask:
         """Push a task. If that is not possible, the task is FAILED."""
+        pages = len(keys) - start
         progress = TaskProgress("write" if kind is Kind.WRITE else "read", pages, self._page_tokens)
+        space = self.cache.index.default_namespace if namespace is None else namespace
+        end = self.clock() + deadline.left
+        ask = Ask(end, deadline.timeout, keys, space, start=start, **how)
         try:
             service = self._serving()
             policy, seconds, grace = self._board.policy()

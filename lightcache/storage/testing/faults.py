@@ -13,11 +13,13 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 from lightcache.errors import ConfigError, StorageError
 from lightcache.shm.waiting import Condition
-from lightcache.storage.arguments import (
+from lightcache.storage.backends import (
+    Calls,
     Clock,
     Counters,
     Deadline,
     Options,
+    Owned,
     check_batch,
     check_keys,
     check_parent,
@@ -25,7 +27,6 @@ from lightcache.storage.arguments import (
     timed_out,
     write_to,
 )
-from lightcache.storage.calls import Calls, Owned
 from lightcache.storage.protocol import (
     Buffer,
     Keys,
