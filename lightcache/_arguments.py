@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,11 @@ def address(array: Any) -> Any:
         return ctypes.c_void_p(array.ctypes.data)
 
 
+own_address: Callable[[Any], Any] = _Bytes0.from_buffer
+"""As `address`, for an array that was made here and is writable: no Python call, which matters to
+calls that pass many arrays."""
+
+
 def keys(array: Any) -> tuple[Any, int]:
     """(address, n) of page keys.
 
@@ -139,6 +145,32 @@ def offsets(array: Any, key_count: int) -> Offsets:
             + (", descending in between" if (np.diff(found) < 0).any() else "")
         )
     return found
+
+
+def starts(array: Any, bounds: Offsets) -> Offsets:
+    """Check the first key of each request, counted from the request's own first; None: 0 for all.
+
+    Args:
+        bounds: the checked offsets of the requests.
+
+    Raises:
+        ConfigError: wrong shape or dtype, or outside the keys of a request.
+    """
+    requests = len(bounds) - 1
+    if array is None:
+        return np.zeros(requests, np.int64)
+    found = np.asarray(array)
+    if found.shape != (requests,) or (requests and found.dtype.kind not in "iu"):
+        raise ConfigError(
+            f"starts: expected {requests} integers, found {found.dtype} {found.shape}"
+        )
+    begins = np.ascontiguousarray(found, np.int64)
+    if requests and (begins.min() < 0 or (begins > bounds[1:] - bounds[:-1]).any()):
+        raise ConfigError(
+            "starts: expected each to lie within the keys of its request, found "
+            f"{begins.tolist()[:8]} for {np.diff(bounds).tolist()[:8]} keys"
+        )
+    return begins
 
 
 def pages(array: Any) -> Pages:
