@@ -1239,8 +1239,8 @@ class PageIndex:
             len(begins),
             _arguments.address(held),
             len(held),
-            _arguments.own_address(named.pages),
-            _arguments.own_address(named.status),
+            _arguments.address(named.pages),
+            _arguments.address(named.status),
             what="name",
             timeout=timeout,
         )

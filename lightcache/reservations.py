@@ -184,7 +184,7 @@ class Reservation(Releasable):
             self._progress.rid,
             self._progress.gen,
             shard,
-            _arguments.own_address(pages),
+            _arguments.address(pages),
             len(pages),
         )
         if code == Code.STALE:
@@ -237,8 +237,8 @@ class Reservation(Releasable):
         code = self._core.quick.lci_unreserve(
             self._core.handle,
             ctypes.byref(self._progress),
-            _arguments.own_address(self._page),
-            _arguments.own_address(self._status),
+            _arguments.address(self._page),
+            _arguments.address(self._status),
             len(self._page),
         )
         self.ended = True
@@ -323,7 +323,7 @@ class ReservationShard(Releasable):
             self._rid.value,
             self._gen.value,
             self.shard,
-            _arguments.address(self.pages),
+            _arguments.address_of_any(self.pages),
             len(self.pages),
         )
         if code == Code.STALE:
@@ -426,8 +426,8 @@ def reserve(
         where,
         n,
         start,
-        _arguments.own_address(page),
-        _arguments.own_address(status),
+        _arguments.address(page),
+        _arguments.address(status),
     )
     try:
         code = core.locked("lci_reserve", *arguments, what="reserve", timeout=timeout)
@@ -612,13 +612,13 @@ def reserve_batch(
     progress["ns"] = namespace
     batch = ReservationBatch(core, bounds, begins, page, status, records)
     arguments = (
-        _arguments.own_address(progress),
+        _arguments.address(progress),
         where,
         _arguments.address(bounds),
         _arguments.address(begins),
         len(begins),
-        _arguments.own_address(page),
-        _arguments.own_address(status),
+        _arguments.address(page),
+        _arguments.address(status),
     )
     try:
         code = core.locked("lci_reserve_many", *arguments, what="reserve", timeout=timeout)
