@@ -29,7 +29,7 @@ from lightcache.manager.request import (
 )
 from lightcache.manager.state import ManagerState
 from lightcache.manager.transfers import BlockTransfer, State
-from lightcache.reservations import Reservation, ReservationBatch
+from lightcache.reservations import Reservation
 
 if TYPE_CHECKING:
     from lightcache.manager.weights import CheckedSpaces
@@ -623,8 +623,9 @@ class Offloader:
             if len(request.table) * block >= end * tokens:  # else the engine has freed its blocks
                 by_space.setdefault(request.space, []).append((request, begin, end))
         for space, spans in by_space.items():
+            slots = self._slots(spans)
             try:
-                new = self._reserve(space, spans)
+                parts = self._reserve(space, spans)
             except LockTimeout:
                 self._state.counts.add(errors=1)
                 for request, begin, _ in spans:  # a later commit, or the end, tries again
@@ -633,12 +634,10 @@ class Offloader:
             except LightcacheError:
                 self._state.counts.add(failed_offloads=len(spans))
                 continue
-            with new:  # gives back what no span's own reservation has taken over
-                slots = self._slots(spans)
-                for span, part, part_slots in zip(spans, new.split(), slots, strict=True):
-                    self._offload(span, part, part_slots)
+            for span, part, part_slots in zip(spans, parts, slots, strict=True):
+                self._offload(span, part, part_slots)
 
-    def _reserve(self, space: CacheScope, spans: list[Span]) -> ReservationBatch:
+    def _reserve(self, space: CacheScope, spans: list[Span]) -> list[Reservation]:
         """Reserve pages for all spans. Keys start at the root: all of them count as used."""
         state = self._state
         packed: list[bytes] = []
@@ -647,7 +646,7 @@ class Offloader:
             begins.append(begin)
             packed += request.host_chain.packed(0, end)
             offsets.append(offsets[-1] + end)
-        return state.host.index.reserve_batch(
+        return state.host.index.reserve_many(
             _keys(packed),
             np.array(offsets),
             np.array(begins),
