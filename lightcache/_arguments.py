@@ -168,7 +168,7 @@ def starts(array: Any, bounds: Offsets) -> Offsets:
     begins = np.ascontiguousarray(found, np.int64)
     if requests and (begins.min() < 0 or (begins > bounds[1:] - bounds[:-1]).any()):
         raise ConfigError(
-            "starts: expected each to lie within the keys of its request, found "
+            "starts: expected starts within the keys of each request, found "
             f"{begins.tolist()[:8]} for {np.diff(bounds).tolist()[:8]} keys"
         )
     return begins if begins.flags.writeable else begins.copy()
