@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -71,9 +72,13 @@ _Bytes0 = ctypes.c_char * 0
 _MAX_KEYS = 1 << 30
 
 
-def address(array: Any) -> Any:
-    """Return an object that ctypes passes as the address of this array's data, valid while it
-    lives."""
+address: Callable[[Any], Any] = _Bytes0.from_buffer
+"""Returns an object that ctypes passes as the address of an array's data, valid while it lives. For
+a writable array: one that was made here, or that `offsets`, `starts` or `pages` returned."""
+
+
+def address_of_any(array: Any) -> Any:
+    """As `address`, also for an array that may be read-only."""
     try:
         return _Bytes0.from_buffer(array)
     except TypeError:  # read-only: the core does not write to it
@@ -113,11 +118,12 @@ def _keys_slowly(array: Any) -> tuple[Any, int]:
         )
     if len(array) > _MAX_KEYS:
         raise ConfigError(f"keys: {len(array)} are more than a call takes ({_MAX_KEYS})")
-    return address(array), len(array)
+    return address_of_any(array), len(array)
 
 
 def offsets(array: Any, key_count: int) -> Offsets:
-    """Check the offsets of many requests: ascending from 0 to the number of keys.
+    """Check the offsets of many requests: ascending from 0 to the number of keys. Read-only ones
+    are copied.
 
     Raises:
         ConfigError: wrong shape or dtype, or not ascending, or not ending at the last key.
@@ -138,17 +144,45 @@ def offsets(array: Any, key_count: int) -> Offsets:
             f"{found[0]} to {found[-1]}"
             + (", descending in between" if (np.diff(found) < 0).any() else "")
         )
-    return found
+    return found if found.flags.writeable else found.copy()
+
+
+def starts(array: Any, bounds: Offsets) -> Offsets:
+    """Check the first key of each request, counted from the request's own first; None: 0 for all.
+    Read-only ones are copied.
+
+    Args:
+        bounds: the checked offsets of the requests.
+
+    Raises:
+        ConfigError: wrong shape or dtype, or outside the keys of a request.
+    """
+    requests = len(bounds) - 1
+    if array is None:
+        return np.zeros(requests, np.int64)
+    found = np.asarray(array)
+    if found.shape != (requests,) or (requests and found.dtype.kind not in "iu"):
+        raise ConfigError(
+            f"starts: expected {requests} integers, found {found.dtype} {found.shape}"
+        )
+    begins = np.ascontiguousarray(found, np.int64)
+    if requests and (begins.min() < 0 or (begins > bounds[1:] - bounds[:-1]).any()):
+        raise ConfigError(
+            "starts: expected starts within the keys of each request, found "
+            f"{begins.tolist()[:8]} for {np.diff(bounds).tolist()[:8]} keys"
+        )
+    return begins if begins.flags.writeable else begins.copy()
 
 
 def pages(array: Any) -> Pages:
-    """Check page numbers: C-contiguous int32 of shape (n,). Other integers are converted.
+    """Check page numbers: C-contiguous int32 of shape (n,). Other integers are converted, read-only
+    arrays copied.
 
     Raises:
         ConfigError: not integers of one dimension, or out of range.
     """
     if isinstance(array, np.ndarray) and array.dtype is _I32 and array.ndim == 1:
-        return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+        return array if array.flags.carray else array.copy()
     found = np.asarray(array)
     if found.size == 0 and found.ndim == 1:
         return np.empty(0, np.int32)

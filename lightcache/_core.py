@@ -117,6 +117,8 @@ class Core:
         not ours. A freed handle is garbage, together with the object that asks."""
         if self._calls.handle is None:
             return True
+        if self.quick.lci_peek1(self.handle, None, 0, 0) >= 0:  # nearly always; no Python call
+            return False
         try:
             self.segment.check_usable()
         except Detached:

@@ -45,8 +45,10 @@ class CircuitBreaker:
         self._text, self._works = text, works
         self._log = log or logging.getLogger("lightcache")
         self._lock = threading.Lock()
-        self._failures = 0
-        self._opened: float | None = None
+        self.failures = 0
+        """Number of consecutive failures: 0 if the last call succeeded."""
+        self.opened: float | None = None
+        """Time when it opened; None: closed. Neither attribute takes the lock."""
         self._succeeded = -math.inf  # time of the last success
         self._probing = False
         self._why = ""
@@ -55,41 +57,36 @@ class CircuitBreaker:
     def state(self) -> Literal["closed", "open", "half-open"]:
         """The state at this moment. Half-open: a probe is due, or running."""
         with self._lock:
-            if self._opened is None:
+            if self.opened is None:
                 return "closed"
             return "half-open" if self._probing or self._wait() <= 0.0 else "open"
-
-    @property
-    def failing(self) -> bool:
-        """True if the last call failed. Takes no lock."""
-        return self._failures > 0
 
     @property
     def shut(self) -> bool:
         """True if calls are refused. Also true while a probe is due, which only one caller may
         make."""
-        return self._opened is not None
+        return self.opened is not None
 
     @property
     def reason(self) -> str:
         """Why calls are refused; empty: they are not."""
         with self._lock:
-            return "" if self._opened is None else self._text(self._failures, self._why)
+            return "" if self.opened is None else self._text(self.failures, self._why)
 
     @property
     def wait(self) -> float | None:
         """Seconds until a probe is due; None: no probe will be due."""
         with self._lock:
-            return None if self._opened is None or self._probing else max(0.0, self._wait())
+            return None if self.opened is None or self._probing else max(0.0, self._wait())
 
     def _wait(self) -> float:
-        return 0.0 if self._opened is None else self._opened + self._retry - self._clock()
+        return 0.0 if self.opened is None else self.opened + self._retry - self._clock()
 
     def probe(self) -> bool:
         """Return True if a probe is due. This caller must then make it, and always report `success`
         or `failure`. Other callers get False until then."""
         with self._lock:
-            if self._opened is None or self._probing or self._wait() > 0.0:
+            if self.opened is None or self._probing or self._wait() > 0.0:
                 return False
             self._probing = True
             return True
@@ -102,8 +99,8 @@ class CircuitBreaker:
     def success(self) -> None:
         """Report that a call succeeded."""
         with self._lock:
-            was, self._opened = self._opened, None
-            self._failures, self._probing, self._succeeded = 0, False, self._clock()
+            was, self.opened = self.opened, None
+            self.failures, self._probing, self._succeeded = 0, False, self._clock()
         if was is not None and self._works:
             self._log.info("%s", self._works)
 
@@ -118,13 +115,13 @@ class CircuitBreaker:
             True if this call has opened it.
         """
         with self._lock:
-            self._failures += 1
+            self.failures += 1
             self._why = why
             silent = since is not None and self._succeeded <= since
-            opens = self._opened is None and (silent or self._failures >= self._most)
+            opens = self.opened is None and (silent or self.failures >= self._most)
             if opens or self._probing:
-                self._opened, self._probing = self._clock(), False
-            said = self._text(self._failures, why)
+                self.opened, self._probing = self._clock(), False
+            said = self._text(self.failures, why)
         if opens:  # once, not with every probe that fails
             self._log.warning("%s", said)
         return opens
@@ -132,7 +129,7 @@ class CircuitBreaker:
     def reset(self) -> None:
         """Close it, without a log message."""
         with self._lock:
-            self._opened, self._failures, self._probing = None, 0, False
+            self.opened, self.failures, self._probing = None, 0, False
 
 
 __all__ = ["CircuitBreaker", "Clock"]

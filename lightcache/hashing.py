@@ -52,6 +52,7 @@ _MIN_SECRET, _MAX_SECRET = 16, 1024
 _FEW = 64  # tokens that are cheaper packed one by one than as an array
 # Packers by number of tokens; a format given as text is looked up at each call.
 _PACKED = [struct.Struct(f"<{n}I").pack for n in range(_FEW + 1)]
+_NO_SALT = bytes(16)  # neither salt nor adapter: two lengths of 0
 _NO_KEYS: Keys = np.empty((0, 2), np.uint64)
 
 
@@ -129,8 +130,11 @@ class KeySpec:
 
     def _start(self, salt: str | bytes, lora: bytes) -> _Digest:
         """Return a digest that has hashed the key and the seed block."""
-        given = _sized(_as_bytes("salt", salt)) + _sized(_as_bytes("lora", lora))
-        block = self._seed_prefix + given
+        if type(salt) is bytes and type(lora) is bytes and not salt and not lora:
+            own = _NO_SALT
+        else:
+            own = _sized(_as_bytes("salt", salt)) + _sized(_as_bytes("lora", lora))
+        block = self._seed_prefix + own
         state: _Digest
         if self.algorithm == "xxh3_128":
             # the seed carries 64 bits of the secret; the first block of data carries all of it
@@ -245,7 +249,7 @@ class PageHasher:
         if extra is None and type(tokens) is list and len(tokens) <= _FEW:
             return _keys_of(self.append(tokens))
         canonical = _canonical(tokens)
-        blocks = _blocks(extra, self._pages)
+        blocks = _blocks(extra, self._pages) if extra else {}
         return self._extend(canonical, blocks)
 
     def append(self, tokens: list[int]) -> list[bytes]:
@@ -280,8 +284,9 @@ class PageHasher:
         self._pending.update(blocks)
         # Splitting by a void dtype in C: 35 ns a page, against 100 for slices of a memoryview.
         rows: list[bytes] = tokens[: pages * size].view(f"V{4 * size}").tolist()
-        for page in [page for page in self._pending if page < self._pages + pages]:
-            rows[page - self._pages] = self._pending.pop(page) + rows[page - self._pages]
+        if self._pending:
+            for page in [page for page in self._pending if page < self._pages + pages]:
+                rows[page - self._pages] = self._pending.pop(page) + rows[page - self._pages]
         self._tail = tokens[pages * size :].tobytes()
         self._pages += pages
         return _digest_rows(self._state, rows)

@@ -225,7 +225,7 @@ class Allocation(Releasable):
         code: int = self._core.locked(
             "lci_free_held",
             ctypes.byref(self._freed),
-            _arguments.address(self._pages),
+            _arguments.address_of_any(self._pages),
             None if self._gens is None else _arguments.address(self._gens),
             self._progress.done,
             what="free pages",
@@ -422,7 +422,7 @@ def give_ticket(
     ticket = Ticket(core, ref)  # before the call: an interrupt after it drops the ticket
     code = core.locked(
         "lci_ticket_give",
-        _arguments.address(pages),
+        _arguments.address_of_any(pages),
         len(pages),
         progress.rid if progress else layout.NIL,
         progress.gen if progress else 0,

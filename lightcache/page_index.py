@@ -134,21 +134,7 @@ class IndexSpec:
             self.initialise(segment)
 
 
-# ---- Arguments of `name_many`.
-
-MERGE = 1
-
-
-def _starts(starts: Any, requests: int) -> Offsets:
-    if starts is None:
-        return np.zeros(requests, np.int64)
-    found = np.asarray(starts)
-    if found.shape != (requests,) or (requests and found.dtype.kind not in "iu"):
-        raise ConfigError(
-            f"starts: expected {requests} integers, found {found.dtype} {found.shape}"
-        )
-    return np.ascontiguousarray(found, np.int64)
-
+MERGE = 1  # a flag of `name_many`
 
 # ---- Eviction candidates, and discarding them.
 
@@ -274,6 +260,7 @@ def _numbers(pages: object, what: str) -> Pages:
 # ---- Namespace records.
 
 _RECORD = ctypes.sizeof(layout.NamespaceRecord)
+_NORMAL = NamespaceState.NORMAL
 
 
 def _limit(pages: int | None, what: str) -> int:
@@ -332,6 +319,7 @@ class PageIndex:
         # Bound once, for calls that take about a microsecond.
         self._handle = self.core.handle
         self._match1, self._peek1 = self.core.match1, self.core.quick.lci_peek1
+        self._good = self.core.quick.lci_namespace_good
         self._closed = False
         self._book = PlanBook()
         self.use(self._find_default())
@@ -895,8 +883,10 @@ class PageIndex:
             keys = keys[:count]
         seconds = seconds_of(timeout)
         space = self.default_namespace if namespace is None else namespace
-        asked = count, keys[-1].tobytes() if count else b"", self._ref_of(space)
-        self.core.check_usable("plan")
+        ref = space.ref if type(space) is Namespace else self._ref_of(space)
+        asked = count, keys[-1].tobytes() if count else b"", ref
+        if self._peek1(self._handle, None, 0, 0) < 0:
+            self.core.check_usable("plan")  # raises
         book = self._book
         with book.lock:
             deadline = book.expire() + seconds
@@ -910,7 +900,7 @@ class PageIndex:
             else:
                 self._look_again(plan)
                 book.renew(request, plan, deadline)
-            return plan.pages
+            return plan.pinned[1]
 
     def plan_many(
         self,
@@ -1228,17 +1218,16 @@ class PageIndex:
         `pages` has the pages of all requests, in order. About 0.1 us a page."""
         where, n = _arguments.keys(keys)
         bounds = _arguments.offsets(offsets, n)
-        begins = _starts(starts, len(bounds) - 1)
+        begins = _arguments.starts(starts, bounds)
         held = _arguments.pages(pages)
         wanted = n - int(begins.sum())
-        sizes = bounds[1:] - bounds[:-1]
-        if len(held) != wanted or (begins < 0).any() or (begins > sizes).any():
+        if len(held) != wanted:
             raise ConfigError(
-                f"name: expected starts within each request, and a page for each key behind them "
-                f"({wanted}), found {len(held)} pages"
+                f"name: expected a page for each key from its request's start on ({wanted}), found "
+                f"{len(held)} pages"
             )
         named = NamingResult(wanted) if into is None else into
-        if len(named) != wanted:
+        if len(named.pages) != wanted:
             raise ConfigError(f"into: expected room for {wanted} pages, found {len(named)}")
         progress = named.progress
         progress.ns = self._ref(namespace)
@@ -1257,7 +1246,8 @@ class PageIndex:
             what="name",
             timeout=timeout,
         )
-        self._check_pages(code, "name", held, progress, "is not held by this client")
+        if code < 0:
+            self._check_pages(code, "name", held, progress, "is not held by this client")
         return named
 
     def unname(
@@ -1443,9 +1433,12 @@ class PageIndex:
         Raises:
             Detached: closed, replaced, or a forked child.
         """
-        ref = self._ref(namespace)
-        if check(self.core.quick.lci_namespace_good(self.core.handle, ref), "namespace_state"):
-            return NamespaceState.NORMAL
+        ref = namespace.ref if type(namespace) is Namespace else self._ref(namespace)
+        good: int = self._good(self._handle, ref)
+        if good > 0:
+            return _NORMAL
+        if good < 0:
+            check(good, "namespace_state")
         found = self._namespace_record(ref & 0xFF)
         if found.epoch & 0xFFFFFF != ref >> 8:
             return NamespaceState.CLEARED  # and another namespace has its entry now

@@ -99,7 +99,7 @@ class Reservation(Releasable):
     def pages(self) -> Pages:
         """The pages to write, int32, in the order of their keys; pinned until the reservation
         ends."""
-        if self.all_new:
+        if self._progress.made == len(self._page):
             every: Pages = self._page.copy()
             return every
         return self._pages_of(KeyStatus.NEW)
@@ -165,9 +165,11 @@ class Reservation(Releasable):
             if not self._publish_one(shard, self.pages):
                 raise LeaseLost(f"publish: shard {shard} belongs to the client that adopted it")
             return self._ready
-        left = [each for each in range(self.shards) if each not in self._published]
-        pages = self.pages
-        if not [each for each in left if self._publish_one(each, pages)]:
+        pages, ours = self.pages, 0
+        for number in range(self._progress.shards):
+            if number not in self._published:
+                ours += self._publish_one(number, pages)
+        if not ours:
             raise LeaseLost("publish: every shard was published before, or adopted by others")
         return self._ready
 
@@ -189,7 +191,8 @@ class Reservation(Releasable):
             raise Abandoned("publish: this reservation was abandoned or its writer declared dead")
         if code == Code.OWNER:
             return False
-        check(code, f"publish shard {shard}")
+        if code < 0:
+            check(code, f"publish shard {shard}")
         self._published.add(shard)
         self._ready = bool(code)
         return True
@@ -320,7 +323,7 @@ class ReservationShard(Releasable):
             self._rid.value,
             self._gen.value,
             self.shard,
-            _arguments.address(self.pages),
+            _arguments.address_of_any(self.pages),
             len(self.pages),
         )
         if code == Code.STALE:
@@ -431,7 +434,8 @@ def reserve(
         while code == Code.GROW:
             progress.no_memory = not core.need_memory(int(progress.wanted))
             code = core.locked("lci_reserve", *arguments, what="reserve", timeout=timeout)
-        check(min(code, 0), "reserve")
+        if code < 0:
+            check(code, "reserve")
     except BaseException:
         reservation.__exit__(None, None, None)
         raise
@@ -597,7 +601,7 @@ def reserve_batch(
     """See `PageIndex.reserve_batch`."""
     where, n = _arguments.keys(keys)
     bounds = _arguments.offsets(offsets, n)
-    begins = _starts(starts, bounds)
+    begins = _arguments.starts(starts, bounds)
     _arguments.count(shards, "shards", 1, layout.SHARDS)
     sizes = bounds[1:] - bounds[:-1] - begins
     page = np.full(int(sizes.sum()), -1, np.int32)
@@ -621,7 +625,8 @@ def reserve_batch(
         while code == Code.GROW:
             progress["no_memory"] = not core.need_memory(_pages_wanted(progress, sizes))
             code = core.locked("lci_reserve_many", *arguments, what="reserve", timeout=timeout)
-        check(code, "reserve")
+        if code < 0:
+            check(code, "reserve")
     except BaseException:
         batch.__exit__(None, None, None)
         raise
@@ -634,25 +639,6 @@ def _pages_wanted(progress: Any, sizes: Offsets) -> int:
         (progress["stopped"] != 0) | (progress["cursor"] >= sizes)
     )
     return int(progress["wanted"][int(np.argmin(finished))])
-
-
-def _starts(starts: object, bounds: Offsets) -> npt.NDArray[np.int64]:
-    """Check the first key to reserve of each request."""
-    requests = len(bounds) - 1
-    if starts is None:
-        return np.zeros(requests, np.int64)
-    found = np.asarray(starts)
-    if found.shape != (requests,) or (requests and found.dtype.kind not in "iu"):
-        raise ConfigError(
-            f"starts: expected {requests} integers, found {found.dtype} {found.shape}"
-        )
-    begins = np.ascontiguousarray(found, np.int64)
-    if requests and (begins.min() < 0 or (begins > bounds[1:] - bounds[:-1]).any()):
-        raise ConfigError(
-            "starts: expected each to lie within the keys of its request, found "
-            f"{begins.tolist()[:8]} for {np.diff(bounds).tolist()[:8]} keys"
-        )
-    return begins
 
 
 __all__ = ["ReservationBatch", "reserve_batch"]

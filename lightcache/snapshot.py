@@ -127,7 +127,7 @@ def check_copy(copy: Bytes, pages: int, *, quiet: bool) -> CheckReport:
         ConfigError: the copy is too short for an index of that size.
     """
     quick = layout.load().quick
-    where = _arguments.address(copy)
+    where = _arguments.address_of_any(copy)
     undone = quick.lci_recover_copy(where, len(copy), pages)
     found = layout.CheckRecord()
     if undone < 0:

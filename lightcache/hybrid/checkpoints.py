@@ -20,7 +20,8 @@ from lightcache.errors import ConfigError, LeaseLost, LightcacheError, OutOfPage
 from lightcache.layout import KeyStatus
 from lightcache.leases import Lease, NamingResult, Positions
 from lightcache.manager.backend import TransferBackend
-from lightcache.manager.blocks import capacity_of, joined
+from lightcache.manager.blocks import capacity_of
+from lightcache.manager.lookup import joined
 from lightcache.manager.request import WritePolicy
 from lightcache.manager.stats import TierCapacity
 from lightcache.manager.transfers import BlockTransfer, Ends, TransferTracker, goes_on

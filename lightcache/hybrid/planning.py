@@ -13,9 +13,8 @@ import numpy as np
 from lightcache._arguments import Keys
 from lightcache.errors import LightcacheError
 from lightcache.hybrid.checkpoints import Path, StateSpace, Tier
-from lightcache.manager.blocks import peeked
 from lightcache.manager.limits import Foreign
-from lightcache.manager.lookup import LookupBatch, LookupRequest
+from lightcache.manager.lookup import LookupBatch, LookupRequest, peeked
 from lightcache.manager.request import NO_KEYS, CacheScope, PrefixMatch, Prompt, RequestOptions
 
 if TYPE_CHECKING:

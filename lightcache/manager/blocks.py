@@ -10,7 +10,7 @@ It is a `PageIndex` whose pages are block numbers. Routers read it from any proc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -148,22 +148,6 @@ class DeviceTier:
             self.index = None
             self._spaces.clear()
 
-    # ---- Interface of both kinds
-
-    def plan_many(
-        self, ids: Sequence[Hashable], parts: list[Keys], space: Namespace, ttl: float
-    ) -> list[int]:
-        """For each request, the number of blocks of the longest prefix of its part of the keys."""
-        raise NotImplementedError
-
-    def take(self, request: Hashable) -> Lease | None:
-        """The planned blocks; None: this kind pins nothing for requests."""
-        raise NotImplementedError
-
-    def cancel(self, request: Hashable) -> None:
-        """Forget a request's plan."""
-        raise NotImplementedError
-
     def name_many(
         self,
         blocks: Pages,
@@ -221,51 +205,6 @@ def capacity_of(index: PageIndex | None) -> TierCapacity:
         else:
             most = middle - 1
     return TierCapacity(index.pages, index.stats().free, least)
-
-
-# ---- Lookups for several requests in one call of an index
-
-
-def there(index: PageIndex, packed: list[bytes], space: Namespace) -> list[int]:
-    """Positions of the keys that are ready, each looked up alone; an empty key is not."""
-    if not any(packed):
-        return []
-    asked = [i for i, key in enumerate(packed) if key]
-    keys = np.frombuffer(bytearray().join(packed), np.uint64).reshape(-1, 2)
-    if len(asked) == 1:
-        return asked if index.peek(keys, namespace=space) else []
-    found = index.peek_many(keys, np.arange(len(asked) + 1), namespace=space)
-    return [i for i, ready in zip(asked, found.tolist(), strict=True) if ready]
-
-
-def peeked(index: PageIndex, parts: list[Keys], space: Namespace) -> list[int]:
-    """Number of leading ready keys of each part. A single part, as when one request is planned, is
-    looked up directly: joining arrays would cost more than the lookup."""
-    if len(parts) == 1:
-        return [index.peek(parts[0], namespace=space)]
-    keys, offsets = joined(parts)
-    found: list[int] = index.peek_many(keys, offsets, namespace=space).tolist()
-    return found
-
-
-def pinned(
-    index: PageIndex, ids: Sequence[Hashable], parts: list[Keys], space: Namespace, ttl: float
-) -> list[int]:
-    """As `peeked`, and pin the pages tentatively for these requests, for `ttl` seconds. The key
-    arrays do not change after the call: prompts are immutable."""
-    if len(parts) == 1:
-        return [index.plan(ids[0], parts[0], namespace=space, timeout=ttl, frozen=True)]
-    keys, offsets = joined(parts)
-    plan_many = index.plan_many
-    found: list[int] = plan_many(ids, keys, offsets, namespace=space, timeout=ttl).tolist()
-    return found
-
-
-def joined(parts: list[Keys]) -> tuple[Keys, Offsets]:
-    """The keys of several requests in one array, and their offsets."""
-    offsets = np.zeros(len(parts) + 1, np.int64)
-    np.cumsum([len(part) for part in parts], out=offsets[1:])
-    return np.concatenate(parts) if parts else NO_KEYS, offsets
 
 
 # ---- MirroredBlocks
@@ -339,20 +278,6 @@ class MirroredBlocks(DeviceTier):
         """For each block a number that changes with its content."""
         found: npt.NDArray[np.int64] = self._lives[blocks]
         return found
-
-    def plan_many(
-        self, ids: Sequence[Hashable], parts: list[Keys], space: Namespace, ttl: float
-    ) -> list[int]:
-        """See `DeviceTier`. Pins nothing: the engine keeps its blocks itself."""
-        del ids, ttl
-        assert self.index is not None
-        return peeked(self.index, parts, space)
-
-    def take(self, request: Hashable) -> None:
-        """Nothing is pinned here for requests."""
-
-    def cancel(self, request: Hashable) -> None:
-        """Nothing is pinned here for requests."""
 
     def name_many(
         self,
@@ -545,23 +470,6 @@ class ManagedBlocks(DeviceTier):
         """Blocks that an allocation can get, free or by eviction. Advisory."""
         return self.room().available
 
-    def plan_many(
-        self, ids: Sequence[Hashable], parts: list[Keys], space: Namespace, ttl: float
-    ) -> list[int]:
-        """See `DeviceTier`: pinned tentatively."""
-        assert self.index is not None
-        return pinned(self.index, ids, parts, space, ttl)
-
-    def take(self, request: Hashable) -> Lease | None:
-        """See `DeviceTier`."""
-        assert self.index is not None
-        return self.index.take(request)
-
-    def cancel(self, request: Hashable) -> None:
-        """See `DeviceTier`."""
-        if self.index is not None:
-            self.index.cancel(request)
-
     def allocate(self, n: int) -> Pages:
         """Allocate n blocks without a key, evicting if necessary. Raises as `hold`."""
         return self.hold(n).detach() if n else NONE
@@ -630,10 +538,6 @@ __all__ = [
     "ManagedBlocks",
     "MirroredBlocks",
     "capacity_of",
-    "joined",
     "numbers_of",
-    "peeked",
-    "pinned",
     "remove_orphan",
-    "there",
 ]

@@ -126,7 +126,7 @@ class FailOpen:
         Args:
             proves: whether success proves that the cache works; it then resets the error count.
         """
-        if self._breaker.shut:
+        if self._breaker.opened is not None:
             return miss()
         try:
             with Hurried(self._time_limit):
@@ -136,7 +136,7 @@ class FailOpen:
         except LightcacheError as error:
             self._failed(error)
             return miss()
-        if proves and self._breaker.failing:
+        if proves and self._breaker.failures:
             self._breaker.success()
         return result
 

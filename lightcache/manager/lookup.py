@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lightcache._arguments import Keys
+from lightcache._arguments import Keys, Offsets
 from lightcache.errors import ConfigError, LeaseLost, LightcacheError, WaitTimeout
 from lightcache.leases import Lease
-from lightcache.manager.blocks import NO_KEYS, peeked, pinned, there
+from lightcache.manager.blocks import NO_KEYS
 from lightcache.manager.request import (
     ANY,
     TIERS,
@@ -36,6 +36,8 @@ from lightcache.plans import TIMEOUT
 
 if TYPE_CHECKING:
     from lightcache.costs import Costs
+    from lightcache.namespaces import Namespace
+    from lightcache.page_index import PageIndex
     from lightcache.storage.tasks import StorageTask
 
 
@@ -55,7 +57,7 @@ class LookupRequest(NamedTuple):
     @property
     def most(self) -> int:
         """Most tokens to reuse: the limit, and at least one token is left to compute."""
-        most = max(0, len(self.prompt) - 1)
+        most = max(0, len(self.prompt.tokens) - 1)
         return most if self.limit is None else min(most, self.limit)
 
     def up_to(self, limit: int | None) -> LookupRequest:
@@ -226,17 +228,53 @@ def by_space(plans: list[PendingRequest]) -> Iterable[tuple[CacheScope, list[Pen
     return groups.items()
 
 
+# ---- One call of an index for several requests
+
+
+def there(index: PageIndex, packed: list[bytes], space: Namespace) -> list[int]:
+    """Positions of the keys that are ready, each looked up alone; an empty key is not."""
+    if not any(packed):
+        return []
+    asked = [i for i, key in enumerate(packed) if key]
+    keys = np.frombuffer(bytearray().join(packed), np.uint64).reshape(-1, 2)
+    if len(asked) == 1:
+        return asked if index.peek(keys, namespace=space) else []
+    found = index.peek_many(keys, np.arange(len(asked) + 1), namespace=space)
+    return [i for i, ready in zip(asked, found.tolist(), strict=True) if ready]
+
+
+def peeked(index: PageIndex, parts: list[Keys], space: Namespace) -> list[int]:
+    """Number of leading ready keys of each part. A single part, as when one request is planned, is
+    looked up directly: joining arrays would cost more than the lookup."""
+    if len(parts) == 1:
+        return [index.peek(parts[0], namespace=space)]
+    keys, offsets = joined(parts)
+    found: list[int] = index.peek_many(keys, offsets, namespace=space).tolist()
+    return found
+
+
+def pinned(
+    index: PageIndex, ids: Sequence[Hashable], parts: list[Keys], space: Namespace, ttl: float
+) -> list[int]:
+    """As `peeked`, and pin the pages tentatively for these requests, for `ttl` seconds. The key
+    arrays do not change after the call: prompts are immutable."""
+    if len(parts) == 1:
+        return [index.plan(ids[0], parts[0], namespace=space, timeout=ttl, frozen=True)]
+    keys, offsets = joined(parts)
+    found: list[int] = index.plan_many(ids, keys, offsets, namespace=space, timeout=ttl).tolist()
+    return found
+
+
+def joined(parts: list[Keys]) -> tuple[Keys, Offsets]:
+    """The keys of several requests in one array, and their offsets."""
+    offsets = np.zeros(len(parts) + 1, np.int64)
+    np.cumsum([len(part) for part in parts], out=offsets[1:])
+    return np.concatenate(parts) if parts else NO_KEYS, offsets
+
+
 # ---- Usable tokens
 
 _NOTHING = MissReason.NOTHING  # of its class each time it would be a tenth of a microsecond
-
-
-def match_of(**fields: Any) -> PrefixMatch:
-    """A match of all its fields. The class is frozen, so its own `__init__` sets each of them by a
-    call, which takes three times as long: a microsecond and a half for each request of a queue."""
-    match = object.__new__(PrefixMatch)
-    vars(match).update(fields)
-    return match
 
 
 class Usable:
@@ -615,9 +653,9 @@ class PrefixLookup:
                 ttl = plan.ttl
         assert space.device is not None
         assert device.index is not None
-        if pin:
-            counts = device.plan_many(ids, parts, space.device, ttl)
-        else:
+        if pin and device.owned:
+            counts = pinned(device.index, ids, parts, space.device, ttl)
+        else:  # nothing to pin for a peek; an engine that owns its blocks keeps them itself
             counts = peeked(device.index, parts, space.device)
         block = device.block_tokens
         for i, plan in enumerate(members):
@@ -703,8 +741,11 @@ class PrefixLookup:
             pending = not reading.over
         usable, why, cut = self.usable.of(plan, device, device + host)
         waits_for = self._other(plan, usable) if computing and waits else None
-        match = match_of(
-            tokens=len(plan.request.prompt),
+        # The class is frozen: its own `__init__` sets each field by a call and takes three times as
+        # long, which is a microsecond and a half for each request of a queue.
+        match = object.__new__(PrefixMatch)
+        vars(match).update(
+            tokens=len(plan.request.prompt.tokens),
             device=device,
             host=host - from_storage,
             storage=from_storage,
@@ -856,8 +897,9 @@ class PrefixLookup:
         """
         state, hit, host = self._state, None, None
         try:
-            if state.device.index is not None and plan.blocks and not plan.nowhere:
-                hit = state.device.take(plan.id)
+            index = state.device.index if state.device.owned else None
+            if index is not None and plan.blocks and not plan.nowhere:
+                hit = index.take(plan.id)
             if plan.on_host:
                 host = state.host.index.take(plan.id)
         except BaseException:
@@ -869,10 +911,12 @@ class PrefixLookup:
     # ---- Forgetting plans
 
     def _let_go(self, request: Hashable) -> None:
-        for tier in (self._state.device, self._state.host.index):
-            # A closed tier has no pins; otherwise the pins end when the plan expires.
+        state = self._state
+        for index in (state.device.index if state.device.owned else None, state.host.index):
+            # A closed index has no pins; otherwise the pins end when the plan expires.
             with contextlib.suppress(LightcacheError):
-                tier.cancel(request)
+                if index is not None:
+                    index.cancel(request)
 
     def _stop_reading(self, plan: PendingRequest) -> None:
         if plan.reading is not None:
@@ -922,6 +966,8 @@ __all__ = [
     "PrefixLookup",
     "Usable",
     "by_space",
+    "joined",
     "lookup_batch",
+    "peeked",
     "wait_for_read",
 ]

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from lightcache.storage.tasks import StorageTask
     from lightcache.storage.tier import BaseTier
 
+_owed = attrgetter("owed")  # `any(map(_owed, ...))` makes no Python call
 TELL = 0.5
 """Seconds between two updates of the node's counters."""
 
@@ -601,8 +603,9 @@ class KVCacheManager:
             Blocks to exchange in the table, position -> block: owned devices only, where another
             block has the same content already. The old block is given back.
         """
-        tables, delivery = None if table is None else [table], Delivery()
-        changed = self._commit([request], [total], [new_tokens], tables, delivery)
+        delivery, new = Delivery(), None if new_tokens is None else [new_tokens]
+        tables = None if table is None else [table]
+        changed = self._commit([request], [total], new, tables, delivery)
         delivery.done = True  # no call: no interrupt comes between this and the return
         return changed[0]
 
@@ -650,14 +653,14 @@ class KVCacheManager:
             packed, tables = check_commits(self.device, running, totals, new_tokens, tables)
             for each, total, fresh in zip(running, totals, packed, strict=True):
                 each.note(total, fresh)
-                if each.begun and total >= len(each.prompt):
+                if each.begun and total >= len(each.prompt.tokens):
                     self._prompt_computed(each)
             if tables is not None:
                 for each, table in zip(running, tables, strict=True):
                     each.table = table
             self._guard.run(partial(self._publish, running), nothing)
             # Includes blocks exchanged before an error, or in a call that an interrupt ended.
-            if not [each for each in running if each.owed is not None]:  # nearly always
+            if not any(map(_owed, running)):  # nearly always
                 return [NOTHING] * len(running)
             return [NOTHING if each.owed is None else each.owed.by(delivery) for each in running]
 

@@ -29,7 +29,7 @@ from lightcache.manager.request import (
 )
 from lightcache.manager.state import ManagerState
 from lightcache.manager.transfers import BlockTransfer, State
-from lightcache.reservations import Reservation, ReservationBatch
+from lightcache.reservations import Reservation
 
 if TYPE_CHECKING:
     from lightcache.manager.weights import CheckedSpaces
@@ -124,7 +124,7 @@ class FullBlocks:
         settled, offset = naming.named.settled, 0
         kinds = naming.named.status.tobytes().translate(_KINDS)
         owned, back = self._state.device.owned, self._state.config.write is WritePolicy.BACK
-        if owned and settled:
+        if owned and naming.named.pages[:settled].tobytes() != naming.ours[:settled].tobytes():
             self._exchange(naming, settled)
         for request, first, full in naming.members:
             end = full
@@ -141,10 +141,8 @@ class FullBlocks:
 
     def _exchange(self, naming: _Naming, settled: int) -> None:
         """Replace our blocks by blocks that have the same content already."""
-        theirs, ours = naming.named.pages[:settled], naming.ours[:settled]
-        if theirs.tobytes() == ours.tobytes():
-            return
-        exchanged = np.flatnonzero(theirs != ours)
+        theirs = naming.named.pages[:settled]
+        exchanged = np.flatnonzero(theirs != naming.ours[:settled])
         offset = 0
         for request, first, full in naming.members:
             mine = exchanged[(exchanged >= offset) & (exchanged < offset + full - first)]
@@ -511,15 +509,14 @@ class Offloader:
             begin = request.written * tokens
             if request.total < begin + tokens:
                 continue
-            urgent = request.options.priority > 0
+            urgent, prompt = request.options.priority > 0, len(request.prompt.tokens)
             # Few pages, none of the prompt: nearly always, while tokens are generated.
-            few = request.total < begin + group * tokens and begin >= len(request.prompt)
+            few = request.total < begin + group * tokens and begin >= prompt
             if few and not urgent:
                 continue
             full = request.publishable() // tokens
             if full <= request.written:
                 continue
-            prompt = len(request.prompt)
             prompt_ends = request.total >= prompt and request.written < prompt // tokens
             if full - request.written >= group or prompt_ends or urgent:
                 due += self._span(request, full, spaces)
@@ -626,8 +623,9 @@ class Offloader:
             if len(request.table) * block >= end * tokens:  # else the engine has freed its blocks
                 by_space.setdefault(request.space, []).append((request, begin, end))
         for space, spans in by_space.items():
+            slots = self._slots(spans)
             try:
-                new = self._reserve(space, spans)
+                parts = self._reserve(space, spans)
             except LockTimeout:
                 self._state.counts.add(errors=1)
                 for request, begin, _ in spans:  # a later commit, or the end, tries again
@@ -636,10 +634,10 @@ class Offloader:
             except LightcacheError:
                 self._state.counts.add(failed_offloads=len(spans))
                 continue
-            with new:  # gives back what no span's own reservation has taken over
-                self._offload(new, spans)
+            for span, part, part_slots in zip(spans, parts, slots, strict=True):
+                self._offload(span, part, part_slots)
 
-    def _reserve(self, space: CacheScope, spans: list[Span]) -> ReservationBatch:
+    def _reserve(self, space: CacheScope, spans: list[Span]) -> list[Reservation]:
         """Reserve pages for all spans. Keys start at the root: all of them count as used."""
         state = self._state
         packed: list[bytes] = []
@@ -648,7 +646,7 @@ class Offloader:
             begins.append(begin)
             packed += request.host_chain.packed(0, end)
             offsets.append(offsets[-1] + end)
-        return state.host.index.reserve_batch(
+        return state.host.index.reserve_many(
             _keys(packed),
             np.array(offsets),
             np.array(begins),
@@ -657,12 +655,7 @@ class Offloader:
             timeout=state.config.time_limit,
         )
 
-    def _offload(self, new: ReservationBatch, spans: list[Span]) -> None:
-        slots = self._slots(spans)
-        for span, part, part_slots in zip(spans, new.split(), slots, strict=True):
-            self._offload_span(span, part, part_slots)
-
-    def _offload_span(self, span: Span, new: Reservation, slots: npt.NDArray[np.int64]) -> None:
+    def _offload(self, span: Span, new: Reservation, slots: npt.NDArray[np.int64]) -> None:
         request, begin, end = span
         tokens, block = self._state.page_tokens, self._state.device.block_tokens
         if not new.all_new:
@@ -680,12 +673,13 @@ class Offloader:
         """For each span, the device slots of its request's tokens up to the span's end; -1 for
         tokens before the span."""
         tokens, block = self._state.page_tokens, self._state.device.block_tokens
-        blocks = [
-            request.table[begin * tokens // block : -(-end * tokens // block)]
-            for request, begin, end in spans
-        ]
+        blocks: list[Pages] = []
+        pages = 0
+        for request, begin, end in spans:
+            blocks.append(request.table[begin * tokens // block : -(-end * tokens // block)])
+            pages += end
         every = slots_of_blocks(np.concatenate(blocks), block)
-        whole = np.full(tokens * sum([end for _, _, end in spans]), -1, np.int64)
+        whole = np.full(tokens * pages, -1, np.int64)
         parts, base, offset = [], 0, 0
         for (_, begin, end), own in zip(spans, blocks, strict=True):
             first = offset + begin * tokens % block
@@ -714,7 +708,7 @@ class Offloader:
 
         def over(ok: bool, nbytes: int | None) -> None:
             if ok:
-                moved = state.moved_bytes(pages * state.page_tokens, nbytes)
+                moved = pages * state.page_bytes if nbytes is None else nbytes
                 taken = time.perf_counter_ns() - begun
                 state.counts.add(
                     offloads=1, offloaded_pages=pages, offloaded_bytes=moved, offload_ns=taken

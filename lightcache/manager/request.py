@@ -614,8 +614,9 @@ class Request:
         """Tokens that may be shared: computed, and no longer being loaded."""
         if self.space is None:
             return 0
-        total = self.total if self.options.output else min(self.total, len(self.prompt))
-        if self.is_loading or (self.sound is not None and not self.sound()):
+        total = self.total if self.options.output else min(self.total, len(self.prompt.tokens))
+        loads = self.loading is not None and not self.loading.over
+        if loads or (self.sound is not None and not self.sound()):
             return min(total, self.match.device)
         return total
 

@@ -47,7 +47,7 @@ class State(Enum):
 # Reading an enum member costs a microsecond in Python 3.11; these are read for every transfer.
 _QUEUED, _BEGINNING, _RUNNING = State.QUEUED, State.BEGINNING, State.RUNNING
 _DONE, _FAILED, _CANCELLED = State.DONE, State.FAILED, State.CANCELLED
-_UNDER_WAY = (_BEGINNING, _RUNNING)
+_UNDER_WAY, _UNFINISHED = (_BEGINNING, _RUNNING), (_QUEUED, _BEGINNING, _RUNNING)
 _FIRST = (0,)  # `first` of a load
 
 
@@ -98,7 +98,7 @@ class BlockTransfer:
     @property
     def over(self) -> bool:
         """Whether it has finished, as of the last poll."""
-        return self.state not in (_QUEUED, _BEGINNING, _RUNNING)
+        return self.state not in _UNFINISHED
 
     def done(self) -> bool:
         """Whether it has finished. Does not block.
@@ -174,8 +174,9 @@ class BlockTransfer:
             self._start()
         elif self.state is _BEGINNING:
             self._see_what_began()
-        if self.state is _RUNNING:
-            self._look()
+        if self.state is _RUNNING and (self._result is not None or self._is_over()):
+            assert self._result is not None
+            self._finish(_DONE if self._result[0] else _FAILED)
 
     def _start(self) -> None:
         call, slots = getattr(self._backend, self._verb), (self._slots,)
@@ -200,13 +201,9 @@ class BlockTransfer:
             keep_result(self._box, partial(begun_of, self._backend), (self._held,))
         self.state = _RUNNING
 
-    def _look(self) -> None:
-        if self._result is None and not self._is_over():
-            return
-        self._finish(_DONE if self._result is not None and self._result[0] else _FAILED)
-
     def _is_over(self) -> bool:
-        moving, moved = self.moving, None
+        """Whether the copy has finished; then `_result` says how."""
+        moving, moved = self._box[0] if self._box else None, None
         error = self.error
         if moving is None:
             error = self._why or TransferFailed("an interrupt came while it was begun")
@@ -358,7 +355,7 @@ class TransferTracker:
                 known.append(partial(setattr, *instead_of, None))
             together(*known)
         made.go_on(paused=self.paused)
-        if made.over:
+        if made.state not in _UNFINISHED:
             self._all.remove(made)
         return made
 

@@ -111,6 +111,9 @@ class Weights:
     def space_or_none(self, tenant: str) -> CacheScope | None:
         """As `scope_of`; also None if no namespace is left for the tenant: then nothing of it is
         found or published."""
+        space = self._spaces.get(tenant)
+        if space is not None and self._index is self._device.index and self.good(space):
+            return space  # nearly always
         try:
             return self.scope_of(tenant)
         except OutOfPages:

@@ -124,7 +124,7 @@ class Side:
         self.engine.manager.take(-2)
         stop()
 
-    def stage_fetch(self, _: str) -> None:
+    def stage_load(self, _: str) -> None:
         """Half of what the host has is on the device."""
         prompt = self._found()
 
