@@ -1746,8 +1746,8 @@ class PageIndex:
     def adopt(
         self, ticket: bytes, *, shard: int | None = None, timeout: float | None = None
     ) -> Lease | ReservationShard:
-        """Pin a ticket's pages for this client. A lease's ticket gives a `Lease` (then tell its
-        giver with `done`). A reservation's ticket gives a `ReservationShard` to write; pass
+        """Pin a ticket's pages for this client. A lease's ticket gives a `Lease`: report the
+        outcome with `done`. A reservation's ticket gives a `ReservationShard` to write; pass
         `shard`.
 
         Raises:
@@ -1759,7 +1759,7 @@ class PageIndex:
         return reservations.adopt(self.core, ticket, shard, timeout)
 
     def done(self, ticket: bytes, ok: bool = True) -> None:
-        """Report the outcome of a lease's ticket that this client adopted. The giver sees it in
+        """Report the outcome of a lease's ticket that this client adopted. The owner sees it in
         `poll`. Takes no lock.
 
         Raises:
@@ -1774,7 +1774,7 @@ class PageIndex:
 
     def refuse_orphans(self) -> int:
         """Refuse all tickets of dead clients from now on. For a client that has read all their
-        messages. Tickets that no other client can adopt release their pins at once, not at their
+        messages. Tickets that no other client can adopt release their pins now, not at their
         deadline. Dead clients are not reaped: other clients may use what they adopted, or adopt
         later. Takes the lock. Returns the number of tickets refused.
 

@@ -1,8 +1,8 @@
 """HostPool: the bytes of the pages, in a shared memory object beside the index.
 
 The object has its full length from the beginning, but no memory. Memory comes in chunks, up to a
-mark in the index (`grown`). So the first pages can be used at once, and a full /dev/shm is an error
-instead of a signal. If a growing process dies, any process attached for writing continues.
+mark in the index (`grown`). So the first pages can be used immediately, and a full /dev/shm is an
+error instead of a signal. If a growing process dies, any process attached for writing continues.
 """
 
 from __future__ import annotations

@@ -270,7 +270,7 @@ class Reservation(Releasable):
 class ReservationShard(Releasable):
     """One shard of another client's reservation, adopted from a ticket: pages to write, pinned by
     this client. `publish` it, or leave the `with`. An unpublished shard abandons the whole
-    reservation, and its giver is told that it failed."""
+    reservation, and the ticket's owner learns that it failed."""
 
     def __init__(
         self,
@@ -302,7 +302,7 @@ class ReservationShard(Releasable):
         return self._lease.pages
 
     def publish(self) -> bool:
-        """Publish this shard of all pages. Also reports success to the ticket's giver.
+        """Publish this shard of all pages. Also reports success to the ticket's owner.
 
         Returns:
             True if the pages are ready now: this was the last shard.
@@ -327,7 +327,7 @@ class ReservationShard(Releasable):
             raise Abandoned("publish: the reservation was abandoned, cleared, or its owner died")
         check(code, f"publish shard {self.shard}")
         self._told = True
-        # It is published even if the ticket was revoked or late, or its giver died.
+        # It is published even if the ticket was revoked or late, or its owner died.
         ticket_done_code(self._core, self._ticket, True)
         return bool(code)
 

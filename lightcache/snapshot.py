@@ -133,7 +133,7 @@ def check_copy(copy: Bytes, pages: int, *, quiet: bool) -> CheckReport:
     if undone < 0:
         found.broken = -1
         found.message = (
-            b"the undo log names words outside of the index, or has entries though nobody holds "
+            b"the undo log names words outside of the index, or has entries though no client holds "
             b"the lock"
         )
         undone = 0

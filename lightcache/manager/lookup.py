@@ -98,7 +98,7 @@ def lookup_batch(
         if values is not None and len(values) != n:
             raise ConfigError(f"{name}: expected one for each of {n} requests, found {len(values)}")
     _check_all(prompts, Prompt, "prompts: expected a Prompt for each request")
-    _check_all(options or (), RequestOptions, "options: expected Wishes for each request")
+    _check_all(options or (), RequestOptions, "options: expected RequestOptions for each request")
     _check_numbers("limit", limits, or_none=True)
     _check_numbers("device_tokens", device_tokens)
     arguments = zip(

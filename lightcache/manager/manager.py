@@ -905,8 +905,9 @@ class KVCacheManager:
             copies = self._traffic.in_flight + self._traffic.queued
             if self._requests or len(self._frees) or copies:
                 raise InUse(
-                    f"set_blocks: {len(self._requests)} requests run, and {copies} copies go on "
-                    "or wait; release, resume, and wait for them first"
+                    f"set_blocks: expected an idle manager, found {len(self._requests)} active "
+                    f"requests and {copies} copies in flight or queued; release, resume, and wait "
+                    "for them first"
                 )
             count(blocks, "blocks", 1, MAX_PAGES)  # checked before anything is forgotten
             check_blocks(self.backend, blocks, self.device.block_tokens)

@@ -66,7 +66,7 @@ def test_a_limit(hybrids: Any) -> None:
         world.look(prompt, limit=-1)
 
 
-def test_wishes(hybrids: Any) -> None:
+def test_request_options(hybrids: Any) -> None:
     world = hybrids()
     prompt = Prompt(tokens(41))
     world.compute(prompt)

@@ -290,7 +290,7 @@ class StorageClient(BaseTier):
         _arguments.count(most, "most", 0, 1 << 30)
         end, space = self.clock() + deadline.left, self._space(namespace)
         ask = Ask(end, deadline.timeout, keys, space, most=most)
-        return self._ask(Kind.DEEPEST, len(keys), deadline, ask)
+        return self._ask(Kind.LAST_READY, len(keys), deadline, ask)
 
     # ---- asking
 

@@ -1,4 +1,4 @@
-"""What ended requests held, when it cannot be given back at once."""
+"""Frees of ended requests that must wait."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_blocks_for_which_the_lock_does_not_come(
         for _ in range(2):
             assert manager.poll() == 0
         assert manager.gauges().leaving == 2
-        with pytest.raises(InUse, match="0 requests run"):
+        with pytest.raises(InUse, match="found 0 active"):
             manager.set_blocks(32)
     held = world.index.stats().held
     assert held > 0
