@@ -86,14 +86,14 @@ class Reservation(Releasable):
         return np.flatnonzero(self._status == int(status)) + self._start
 
     def _pages_of(self, status: KeyStatus) -> Pages:
-        found: Pages = self._page[self._status == int(status)]
-        return found
+        pages: Pages = self._page[self._status == int(status)]
+        return pages
 
     @property
     def all_new(self) -> bool:
         """True if every key that was asked for has a new page."""
-        made: int = self._progress.made
-        return made == len(self._page)
+        created: int = self._progress.made
+        return created == len(self._page)
 
     @property
     def pages(self) -> Pages:
@@ -165,9 +165,9 @@ class Reservation(Releasable):
             if not self._publish_one(shard, self.pages):
                 raise LeaseLost(f"publish: shard {shard} belongs to the client that adopted it")
             return self._ready
-        left = [each for each in range(self.shards) if each not in self._published]
+        left = [number for number in range(self.shards) if number not in self._published]
         pages = self.pages
-        if not [each for each in left if self._publish_one(each, pages)]:
+        if not [number for number in left if self._publish_one(number, pages)]:
             raise LeaseLost("publish: every shard was published before, or adopted by others")
         return self._ready
 
@@ -483,8 +483,8 @@ class ReservationBatch:
         if self.all_new:
             every: Pages = self._page.copy()
             return every
-        found: Pages = self._page[self._status == _NEW]
-        return found
+        pages: Pages = self._page[self._status == _NEW]
+        return pages
 
     def publish(self) -> list[LightcacheError | None]:
         """Declare all shards of all new pages written. Takes no lock. A failure does not stop the
@@ -521,12 +521,12 @@ class ReservationBatch:
         """
         if self.ended or self._published:
             raise LeaseLost("split: this batch was released, split or published before")
-        parts, at = [], 0
+        parts, begin = [], 0
         for i, size in enumerate(self._sizes.tolist()):
             progress = layout.ReserveProgress.from_buffer(self._records, i * _PROGRESS.itemsize)
-            page, status = self._page[at : at + size], self._status[at : at + size]
+            page, status = self._page[begin : begin + size], self._status[begin : begin + size]
             parts.append(Reservation(self._core, int(self._starts[i]), page, status, progress))
-            at += size
+            begin += size
         self.ended = True  # an interrupt before: both give back, and the core does it once
         return parts
 
@@ -641,12 +641,12 @@ def _starts(starts: object, bounds: Offsets) -> npt.NDArray[np.int64]:
     requests = len(bounds) - 1
     if starts is None:
         return np.zeros(requests, np.int64)
-    found = np.asarray(starts)
-    if found.shape != (requests,) or (requests and found.dtype.kind not in "iu"):
+    array = np.asarray(starts)
+    if array.shape != (requests,) or (requests and array.dtype.kind not in "iu"):
         raise ConfigError(
-            f"starts: expected {requests} integers, found {found.dtype} {found.shape}"
+            f"starts: expected {requests} integers, found {array.dtype} {array.shape}"
         )
-    begins = np.ascontiguousarray(found, np.int64)
+    begins = np.ascontiguousarray(array, np.int64)
     if requests and (begins.min() < 0 or (begins > bounds[1:] - bounds[:-1]).any()):
         raise ConfigError(
             "starts: expected each to lie within the keys of its request, found "

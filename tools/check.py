@@ -80,22 +80,22 @@ def check(ctx: click.Context, name: str, lock: bool, wait: float, as_json: bool)
 def _structure(name: str, kind: SegmentKind, wait: float, as_json: bool) -> int:
     """What holds no index; the exit status."""
     try:
-        found = structures.check(name, kind, wait)
+        checked = structures.check(name, kind, wait)
     except CacheCorrupted as error:
-        found = structures.Checked(False, str(error))
-    status = FAILED if found.clean is None else OK if found.clean else BROKEN
-    note = _BUSY if found.clean is None else ""
-    what = kind.name.lower()
+        checked = structures.Checked(False, str(error))
+    status = FAILED if checked.clean is None else OK if checked.clean else BROKEN
+    note = _BUSY if checked.clean is None else ""
+    name_of_kind = kind.name.lower()
     if as_json:
         word = {OK: "clean", BROKEN: "broken", FAILED: "unchecked"}[status]
-        emit({"name": name, "kind": what, "status": word, "note": note, **asdict(found)})
+        emit({"name": name, "kind": name_of_kind, "status": word, "note": note, **asdict(checked)})
     elif status == FAILED:
-        fail(f"{name!r} could not be checked: {found.message}; {note}")
+        fail(f"{name!r} could not be checked: {checked.message}; {note}")
     else:
-        broken = "" if found.clean else "broken: "
-        click.echo(f"{name}: {what}: {broken}{printable(found.message)}")
-        if found.recovered:
-            click.echo(f"  {found.recovered} log entries of an unfinished step undone")
+        broken = "" if checked.clean else "broken: "
+        click.echo(f"{name}: {name_of_kind}: {broken}{printable(checked.message)}")
+        if checked.recovered:
+            click.echo(f"  {checked.recovered} log entries of an unfinished step undone")
     return status
 
 

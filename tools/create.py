@@ -91,13 +91,13 @@ def _check_given(name: str | None, configuration: dict[str, Any]) -> str:
     Raises:
         click.UsageError: names all that is missing.
     """
-    given = {
+    options = {
         "NAME": name,
         "--size (or --pages)": configuration["size"] or configuration["pages"] is not None,
         "--page-bytes": configuration["page_bytes"],
         "--fingerprint": configuration["fingerprint"],
     }
-    missing = [what for what, value in given.items() if not value]
+    missing = [option for option, value in options.items() if not value]
     if missing or name is None:
         raise click.UsageError(
             f"missing: {', '.join(missing)}; for example `lightcache create {name or 'llama'} "
@@ -107,16 +107,16 @@ def _check_given(name: str | None, configuration: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _secret(given: Path | None) -> Iterator[bytes]:
+def _secret(option: Path | None) -> Iterator[bytes]:
     """The secret in a file, for the time in which a cache is created. A file that was made for it
     goes again when that fails, unless another cache has come to use it meanwhile."""
-    path = given or DEFAULT_SECRET.expanduser()
-    there = os.path.lexists(path)
+    path = option or DEFAULT_SECRET.expanduser()
+    exists = os.path.lexists(path)
     secret = load_or_create_secret(path)
     try:
         yield secret
     except BaseException:
-        if not there and not _is_used(secret):
+        if not exists and not _is_used(secret):
             with contextlib.suppress(OSError):
                 path.unlink()
         raise
@@ -160,9 +160,9 @@ def _report(cache: Cache, as_json: bool) -> None:
             }
         )
         return
-    behind = "" if pool.grown == pool.pages else f", {pool.grown:,} of them with memory so far"
+    note = "" if pool.grown == pool.pages else f", {pool.grown:,} of them with memory so far"
     click.echo(
-        f"created {cache.name}: {pool.pages:,} pages of {format_size(pool.page_bytes)}{behind}; "
+        f"created {cache.name}: {pool.pages:,} pages of {format_size(pool.page_bytes)}{note}; "
         f"pool {format_size(pool.nbytes)}, index {format_size(cache.index.segment.nbytes)}"
     )
 

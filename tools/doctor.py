@@ -111,12 +111,12 @@ _MADV_POPULATE_WRITE = 23
 def kernel() -> list[Finding]:
     """Machine and kernel."""
     machine, release = platform.machine(), platform.release()
-    said = f"{platform.system()} {release}, {machine}"
+    text = f"{platform.system()} {release}, {machine}"
     if platform.system() != "Linux":
-        return [error("kernel", said, "lightcache needs Linux: its life locks are the kernel's")]
+        return [error("kernel", text, "lightcache needs Linux: its life locks are the kernel's")]
     if machine not in ("x86_64", "aarch64"):
-        return [warning("kernel", said, "tested on x86_64 and aarch64 only: run the tests here")]
-    return [ok("kernel", said)]
+        return [warning("kernel", text, "tested on x86_64 and aarch64 only: run the tests here")]
+    return [ok("kernel", text)]
 
 
 def namespaces() -> list[Finding]:
@@ -178,18 +178,18 @@ def pidfd() -> list[Finding]:
 
 def advice() -> list[Finding]:
     """Kinds of madvise that matter."""
-    found = []
+    lines = []
     if _advised(_MADV_WIPEONFORK):
-        found.append(ok("WIPEONFORK", "works"))
+        lines.append(ok("WIPEONFORK", "works"))
     else:
         remedy = "needs Linux 4.14: without it a forked child cannot be told from its parent"
-        found.append(error("WIPEONFORK", "refused", remedy))
+        lines.append(error("WIPEONFORK", "refused", remedy))
     if _advised(_MADV_POPULATE_WRITE):
-        found.append(ok("POPULATE_WRITE", "works"))
+        lines.append(ok("POPULATE_WRITE", "works"))
     else:
         remedy = "with Linux 5.14 a pool gets its memory in fewer system calls"
-        found.append(warning("POPULATE_WRITE", "refused", remedy))
-    return found
+        lines.append(warning("POPULATE_WRITE", "refused", remedy))
+    return lines
 
 
 def _advised(kind: int) -> bool:
@@ -213,23 +213,23 @@ def shared_memory() -> list[Finding]:
     """Size and room of /dev/shm."""
     name = str(FOLDER)
     try:
-        found = os.statvfs(FOLDER)
+        status = os.statvfs(FOLDER)
     except OSError as problem:
         remedy = "mount a tmpfs there: mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
         return [error(name, f"missing ({problem.strerror})", remedy)]
     if not os.access(FOLDER, os.W_OK | os.X_OK):
         return [error(name, "not writable for this user", "make its mode 1777")]
-    size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-    said = f"{format_size(size)}, {format_size(free)} free"
+    size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    text = f"{format_size(size)}, {format_size(free)} free"
     if _kind_of(FOLDER) not in ("tmpfs", ""):
-        said += f", a {_kind_of(FOLDER)}"
-        return [warning(name, said, "mount a tmpfs there: anything else writes to a disk")]
+        text += f", a {_kind_of(FOLDER)}"
+        return [warning(name, text, "mount a tmpfs there: anything else writes to a disk")]
     remedy = "mount -o remount,size=... /dev/shm; in a container: --shm-size, or an emptyDir"
     if size < _SMALL:
-        return [warning(name, said, f"too small for a pool: {remedy}")]
+        return [warning(name, text, f"too small for a pool: {remedy}")]
     if free < size // 20:
-        return [warning(name, said, f"nearly full: `lightcache ls`, and `rm`; {remedy}")]
-    return [ok(name, said)]
+        return [warning(name, text, f"nearly full: `lightcache ls`, and `rm`; {remedy}")]
+    return [ok(name, text)]
 
 
 def _kind_of(folder: Path) -> str:
@@ -247,22 +247,22 @@ def cgroup() -> list[Finding]:
     if not rooms:
         return [ok("cgroup memory", "no limit that is visible here")]
     room = min(rooms, key=lambda room: room.bytes)
-    said = f"{format_size(room.bytes)} {room.limit}"
-    found = os.statvfs(FOLDER) if FOLDER.exists() else None
-    if found and room.bytes < found.f_bavail * found.f_frsize:
+    text = f"{format_size(room.bytes)} {room.limit}"
+    status = os.statvfs(FOLDER) if FOLDER.exists() else None
+    if status and room.bytes < status.f_bavail * status.f_frsize:
         remedy = "pages of /dev/shm count against it: raise it above the pools you create"
-        return [warning("cgroup memory", f"{said}, less than is free in {FOLDER}", remedy)]
-    return [ok("cgroup memory", said)]
+        return [warning("cgroup memory", f"{text}, less than is free in {FOLDER}", remedy)]
+    return [ok("cgroup memory", text)]
 
 
 def leftovers() -> list[Finding]:
     """Segments that are in nobody's way but their memory."""
-    found = list_segments()
-    bad = [info.name for info in found if info.problem and info.problem != "being created"]
+    segments = list_segments()
+    bad = [info.name for info in segments if info.problem and info.problem != "being created"]
     if bad:
         shown = ", ".join(bad[:5]) + (", ..." if len(bad) > 5 else "")
-        return [warning("segments", f"{len(bad)} of {len(found)} need a look: {shown}", _LEFT)]
-    return [ok("segments", f"{len(found)}, all in order" if found else "none")]
+        return [warning("segments", f"{len(bad)} of {len(segments)} need a look: {shown}", _LEFT)]
+    return [ok("segments", f"{len(segments)}, all in order" if segments else "none")]
 
 
 _LEFT = "`lightcache ls` says what is wrong; `lightcache sweep` removes what the dead left"
@@ -295,10 +295,12 @@ def huge_pages() -> list[Finding]:
 def _hugetlb() -> str:
     wanted = ("HugePages_Total", "HugePages_Free", "Hugepagesize")
     lines = (line.partition(":") for line in text("/proc/meminfo").splitlines())
-    found = {name: value.strip() for name, _, value in lines if name in wanted}
-    if found.get("HugePages_Total", "0") == "0":
+    values = {name: value.strip() for name, _, value in lines if name in wanted}
+    if values.get("HugePages_Total", "0") == "0":
         return "none reserved (none are needed)"
-    return f"{found['HugePages_Total']} reserved of {found['Hugepagesize']}; --pool-path uses them"
+    return (
+        f"{values['HugePages_Total']} reserved of {values['Hugepagesize']}; --pool-path uses them"
+    )
 
 
 def numa() -> list[Finding]:
@@ -341,18 +343,18 @@ _PATIENCE = 10.0  # seconds: a driver that hangs must not hang us
 
 def versions() -> list[Finding]:
     """Python and packages, by their metadata."""
-    found = [ok("Python", f"{platform.python_version()} ({platform.python_implementation()})")]
+    results = [ok("Python", f"{platform.python_version()} ({platform.python_implementation()})")]
     for package in ("lightcache", *_NEEDED):
         version = _version(package)
         if version is None:
-            found.append(error(package, "not installed", f"pip install {package}"))
+            results.append(error(package, "not installed", f"pip install {package}"))
         else:
-            found.append(ok(package, version))
+            results.append(ok(package, version))
     for package, (extra, use) in _WELCOME.items():
         known = filter(None, map(_version, _PACKAGES.get(package, (package,))))
         absent = f"not installed (only for {use}); pip install 'lightcache[{extra}]'"
-        found.append(ok(package, next(known, absent)))
-    return found
+        results.append(ok(package, next(known, absent)))
+    return results
 
 
 def _version(package: str) -> str | None:
@@ -364,15 +366,15 @@ def _version(package: str) -> str | None:
 
 def core() -> list[Finding]:
     """The two C libraries, and whether they are of this version."""
-    found = []
+    results = []
     for name, load in (("C core, shm", shm_native.load), ("C core, index", index_native.load)):
         try:
             library = load()
         except LightcacheError as problem:
-            found.append(error(name, "not usable", str(problem)))
+            results.append(error(name, "not usable", str(problem)))
         else:
-            found.append(ok(name, f"layout {layout.ABI} as declared, {library.path}"))
-    return found
+            results.append(ok(name, f"layout {layout.ABI} as declared, {library.path}"))
+    return results
 
 
 def compiler() -> list[Finding]:
@@ -432,8 +434,8 @@ def pinning(name: str, *, quiet: bool = False, driver: Driver | None = None) -> 
     with guest(name), Cache.attach(name, role="doctor", grow=False) as cache:
         pool = cache.pool
         if pool.grown < pool.pages:
-            found = f"{pool.grown} of {pool.pages} pages of {name} have memory"
-            return [warning("pinning", found, "wait until it has grown, and measure again")]
+            memory = f"{pool.grown} of {pool.pages} pages of {name} have memory"
+            return [warning("pinning", memory, "wait until it has grown, and measure again")]
         try:
             with bar(f"pinning {name}", pool.pages, quiet=quiet) as progress:
                 pinned = cache.pin(driver=driver, progress=progress)
@@ -441,12 +443,12 @@ def pinning(name: str, *, quiet: bool = False, driver: Driver | None = None) -> 
         except LightcacheError as problem:
             return [error("pinning", f"{name} could not be pinned", str(problem))]
         took = pinned.statistics
-        said = (
+        text = (
             f"{format_size(took.nbytes)} of {name} in {took.seconds:.3f} s "
             f"({took.nbytes / max(took.seconds, 1e-9) / 1e9:.1f} GB/s, {took.pieces} pieces), "
             f"first pages after {took.first_seconds * 1e3:.1f} ms"
         )
-        return [ok("pinning", said)]
+        return [ok("pinning", text)]
 
 
 # ---- `lightcache doctor --calibrate`: how fast pages are loaded, and what each load costs beside.
@@ -468,19 +470,19 @@ def calibrated(
     Raises:
         ConfigError: a size that is none, or no multiple of 512 bytes; no such device.
     """
-    each = parse_size(page_bytes, "page_bytes")
-    plane_shape(each, 1)
+    size = parse_size(page_bytes, "page_bytes")
+    plane_shape(size, 1)
     wanted = _first_device() if device is None else device
-    batches = [pages for pages in BATCHES if pages <= 2 or pages * each <= _MOST]
-    name, took = (_on_host if wanted == "cpu" else _on_gpu)(wanted, each, batches)
-    load, overhead = fitted([(pages * each, seconds[1]) for pages, seconds in took.items()])
-    offload, _ = fitted([(pages * each, seconds[0]) for pages, seconds in took.items()])
+    batches = [pages for pages in BATCHES if pages <= 2 or pages * size <= _MOST]
+    name, took = (_on_host if wanted == "cpu" else _on_gpu)(wanted, size, batches)
+    load, overhead = fitted([(pages * size, seconds[1]) for pages, seconds in took.items()])
+    offload, _ = fitted([(pages * size, seconds[0]) for pages, seconds in took.items()])
     known = {"page_tokens": page_tokens, "prefill_tokens_per_s": prefill}
     return {
         "load_bytes_per_s": load,
         "offload_bytes_per_s": offload,
         "per_load_overhead_s": overhead,
-        "page_bytes": each,
+        "page_bytes": size,
         "device": name,
         "batches": [
             {"pages": pages, "load_s": seconds[1], "offload_s": seconds[0]}
@@ -534,14 +536,14 @@ def _on_gpu(device: str, page_bytes: int, batches: list[int]) -> tuple[str, dict
 def _times(engine: Any, batches: list[int], slots: int) -> dict[int, tuple[float, float]]:
     """Seconds of (offloading, loading) so many pages in one transfer, to slots all over."""
     order = np.random.default_rng(0).permutation(slots)
-    found = {}
+    times = {}
     for pages in batches:
         move = Move(np.arange(pages), order[: pages * slots // batches[-1]])
-        found[pages] = (
+        times[pages] = (
             _fastest(lambda move=move: engine.offload(move).wait()),  # type: ignore[misc]
             _fastest(lambda move=move: engine.load(move).wait()),  # type: ignore[misc]
         )
-    return found
+    return times
 
 
 def _fastest(call: Callable[[], object]) -> float:
@@ -644,18 +646,18 @@ def doctor(
     ):
         if value is not None:
             raise ConfigError(f"doctor: {option} is for what --calibrate measures; give both")
-    found = examine() if pin is None else pinning(pin, quiet=as_json)
+    results = examine() if pin is None else pinning(pin, quiet=as_json)
     if as_json:
-        emit([asdict(finding) for finding in found])
+        emit([asdict(finding) for finding in results])
     else:
         screen = console()
-        for finding in found:
+        for finding in results:
             line = cell(f"{finding.level.value:<8}", _STYLES[finding.level])
             line += cell(f"{finding.name:<18} {finding.found}")
             screen.print(line, soft_wrap=True)
             if finding.remedy:
                 screen.print(cell(f"{'':8}{'':18} -> {finding.remedy}"), soft_wrap=True)
-    ctx.exit(BROKEN if any(finding.level is Level.ERROR for finding in found) else OK)
+    ctx.exit(BROKEN if any(finding.level is Level.ERROR for finding in results) else OK)
 
 
 __all__ = ["BATCHES", "calibrated", "fitted", "show"]

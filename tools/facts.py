@@ -29,13 +29,13 @@ from lightcache.tools.image import Copy, Image
 
 def pages(image: Image, limit: int) -> Facts:
     """Pages that are not free, in order; at most `limit` of them (0: all)."""
-    found, pins = records(image), rows(image)
-    used = np.flatnonzero(found["word"] & layout.STATE_MASK)
+    table, pins = records(image), rows(image)
+    used = np.flatnonzero(table["word"] & layout.STATE_MASK)
     shown = used[:limit] if limit else used
     return {
         "in_use": len(used),
         "shown": len(shown),
-        "pages": [_page(found, pins, int(page)) for page in shown],
+        "pages": [_page(table, pins, int(page)) for page in shown],
     }
 
 
@@ -94,8 +94,8 @@ def state_of(client: ClientInfo, tid: int = 0) -> str:
     main = _stat(Path(f"/proc/{client.pid}/stat"))
     if main is None or int(main[19]) != client.start_ticks:
         return "gone"
-    found = _stat(Path(f"/proc/{client.pid}/task/{tid}/stat")) if tid else main
-    return _STATES.get(found[0], found[0]) if found else "gone"
+    stat = _stat(Path(f"/proc/{client.pid}/task/{tid}/stat")) if tid else main
+    return _STATES.get(stat[0], stat[0]) if stat else "gone"
 
 
 def has_ended(client: ClientInfo) -> bool:
@@ -191,14 +191,14 @@ def pool(image: Image) -> PoolObject | None:
 
 
 def _pool_facts(image: Image) -> Facts:
-    found = pool(image)
-    there = found is not None and found.length > 0
+    host_pool = pool(image)
+    present = host_pool is not None and host_pool.length > 0
     return {
-        "pool": found.path if found else None,
-        "pool_bytes": {"length": found.length, "allocated": found.allocated}
-        if found and there
+        "pool": host_pool.path if host_pool else None,
+        "pool_bytes": {"length": host_pool.length, "allocated": host_pool.allocated}
+        if host_pool and present
         else None,
-        "pool_problem": found.problem if found else None,
+        "pool_problem": host_pool.problem if host_pool else None,
     }
 
 
@@ -248,55 +248,55 @@ def _no_memory(image: Image) -> float:
 def _ticket_pins(image: Image) -> npt.NDArray[np.int64]:
     """Pins of each page by tickets whose deadline has passed: they hold nothing, and the next call
     that makes room takes them back."""
-    place, found = image.place, np.zeros(image.pages, np.int64)
+    place, pins = image.place, np.zeros(image.pages, np.int64)
     records = _table(image, layout.TicketRecord, place.ticket, place.tickets)
     for record in records:
         if record.state and record.deadline_ns <= image.taken_ns:
             pages = _listed(image, record.pages)
-            np.add.at(found, pages[pages < image.pages], 1)
-    return found
+            np.add.at(pins, pages[pages < image.pages], 1)
+    return pins
 
 
 def _listed(image: Image, head: layout.PageList) -> npt.NDArray[np.int64]:
     """Pages of a reservation's or ticket's list, as far as it makes sense."""
-    found: list[int] = []
+    numbers: list[int] = []
     chunk, place, size = head.first, image.place, ctypes.sizeof(layout.ChunkRecord)
-    while len(found) < min(head.count, image.pages) and chunk < place.chunks:
+    while len(numbers) < min(head.count, image.pages) and chunk < place.chunks:
         record = layout.ChunkRecord.from_buffer_copy(image.data.data, place.chunk + chunk * size)
         count = min(record.count, len(record.page))
         if not count:
             break
-        found += record.page[:count]
+        numbers += record.page[:count]
         chunk = record.next
-    return np.array(found, np.int64)
+    return np.array(numbers, np.int64)
 
 
 def lock(image: Copy, operations: Mapping[int, str] = _OPERATIONS) -> Facts:
     """The holder of the lock, and its counters. `operations` names the holder's current
     operation."""
-    found = image.lock
+    record = image.lock
     return {
         "holder": _holder(image, operations),
-        "waiters": bool(found.word & shm_layout.LOCK_WAITERS),
-        "log_entries": found.log_count,
-        "acquisitions": found.acquisitions,
-        "contended": found.contended,
-        "wait_s": found.wait_ns / 1e9,
-        "hold_s": found.hold_ns / 1e9,
-        "hold_max_s": found.hold_max_ns / 1e9,
-        "recoveries": found.recoveries,
-        "undone_words": found.undone_words,
+        "waiters": bool(record.word & shm_layout.LOCK_WAITERS),
+        "log_entries": record.log_count,
+        "acquisitions": record.acquisitions,
+        "contended": record.contended,
+        "wait_s": record.wait_ns / 1e9,
+        "hold_s": record.hold_ns / 1e9,
+        "hold_max_s": record.hold_max_ns / 1e9,
+        "recoveries": record.recoveries,
+        "undone_words": record.undone_words,
     }
 
 
 def _holder(image: Copy, operations: Mapping[int, str]) -> Facts | None:
-    found = image.lock
-    slot = found.word & shm_layout.LOCK_SLOT_MASK
+    record = image.lock
+    slot = record.word & shm_layout.LOCK_SLOT_MASK
     if slot == 0:
         return None
-    epoch = found.word >> shm_layout.LOCK_EPOCH_SHIFT
-    said = found.said_by_holder
-    tid = found.holder & 0xFFFFFFFF if said else 0
+    epoch = record.word >> shm_layout.LOCK_EPOCH_SHIFT
+    claim = record.said_by_holder
+    tid = record.holder & 0xFFFFFFFF if claim else 0
     alive = _alive(image, slot, epoch)
     client = next((c for c in image.clients if c.slot == slot), None)
     return {
@@ -306,10 +306,10 @@ def _holder(image: Copy, operations: Mapping[int, str]) -> Facts | None:
         "pid": client.pid if client else None,
         "tid": tid,
         "process": state_of(client, tid) if client and alive else "gone",
-        "operation": operations.get(found.operation, f"unknown ({found.operation})")
-        if said
+        "operation": operations.get(record.operation, f"unknown ({record.operation})")
+        if claim
         else None,
-        "held_s": max(0, image.taken_ns - found.since_ns) / 1e9 if said else None,
+        "held_s": max(0, image.taken_ns - record.since_ns) / 1e9 if claim else None,
     }
 
 
@@ -380,8 +380,8 @@ def _table(image: Image, record: Any, offset: int, count: int) -> list[Any]:
 def reservations(image: Image) -> list[Facts]:
     """Reservations whose pages have not been collected."""
     place = image.place
-    found = _table(image, layout.ReservationRecord, place.reservation, place.reservations)
-    return [_reservation(image, i, record) for i, record in enumerate(found) if record.state]
+    records = _table(image, layout.ReservationRecord, place.reservation, place.reservations)
+    return [_reservation(image, i, record) for i, record in enumerate(records) if record.state]
 
 
 def _reservation(image: Image, number: int, record: layout.ReservationRecord) -> Facts:
@@ -408,8 +408,8 @@ def _reservation(image: Image, number: int, record: layout.ReservationRecord) ->
 def tickets(image: Image) -> list[Facts]:
     """Tickets that are outstanding: who gave them, who has yet to adopt."""
     place = image.place
-    found = _table(image, layout.TicketRecord, place.ticket, place.tickets)
-    return [_ticket(image, i, record) for i, record in enumerate(found) if record.state]
+    records = _table(image, layout.TicketRecord, place.ticket, place.tickets)
+    return [_ticket(image, i, record) for i, record in enumerate(records) if record.state]
 
 
 def _ticket(image: Image, number: int, record: layout.TicketRecord) -> Facts:
@@ -437,7 +437,7 @@ def _slots(words: Any) -> list[int]:
 
 def namespaces(image: Image) -> list[Facts]:
     """Namespaces that are in use."""
-    found = _table(image, layout.NamespaceRecord, image.place.namespaces, layout.NAMESPACES)
+    records = _table(image, layout.NamespaceRecord, image.place.namespaces, layout.NAMESPACES)
     return [
         {
             "namespace": i,
@@ -448,6 +448,6 @@ def namespaces(image: Image) -> list[Facts]:
             "quota": record.quota or None,
             "minimum": record.minimum or None,
         }
-        for i, record in enumerate(found)
+        for i, record in enumerate(records)
         if record.state
     ]

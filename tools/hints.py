@@ -125,30 +125,30 @@ def _segment(seen: Seen) -> Iterator[Hint]:
 
 
 def _pool(seen: SeenCache) -> Iterator[Hint]:
-    found = facts.pool(seen.image)
-    if found and found.problem:
-        yield Hint(found.problem, stops=True)
+    pool = facts.pool(seen.image)
+    if pool and pool.problem:
+        yield Hint(pool.problem, stops=True)
 
 
 def _lock(seen: Seen) -> Iterator[Hint]:
     holder = seen.lock["holder"]
     if holder is None:
         return
-    who = f"client {holder['slot']} (pid {holder['pid']})"
+    client = f"client {holder['slot']} (pid {holder['pid']})"
     if not holder["alive"] or holder["process"] in ("gone", "zombie", "dead"):
         yield Hint(
-            f"the lock's holder, {who}, is dead: the next process that needs the lock undoes what "
-            f"it left half done, or `lightcache reap {seen.name}` now{seen.goes_on}"
+            f"the lock's holder, {client}, is dead: the next process that needs the lock undoes "
+            f"what it left half done, or `lightcache reap {seen.name}` now{seen.goes_on}"
         )
     elif holder["process"] in ("stopped", "traced"):
         yield Hint(
-            f"{seen.waits}: the lock's holder, {who}, is {holder['process']}; continue it "
+            f"{seen.waits}: the lock's holder, {client}, is {holder['process']}; continue it "
             f"(kill -CONT {holder['pid']}) or kill it{seen.goes_on}",
             stops=True,
         )
     elif (holder["held_s"] or 0) > 1:
         yield Hint(
-            f"{seen.waits}: {who} has held the lock for {holder['held_s']:.1f} s in "
+            f"{seen.waits}: {client} has held the lock for {holder['held_s']:.1f} s in "
             f"{holder['operation']}; it may be starved of processor time",
             stops=True,
         )
@@ -250,8 +250,8 @@ def _storage(seen: SeenCache) -> Iterator[Hint]:
         tier = asdict(board.tier)
         causes = {name: number for name, number in tier.items() if name.startswith("unstored_")}
         if any(causes.values()):
-            said = [f"{n:,} {name.removeprefix('unstored_')}" for name, n in causes.items() if n]
-            yield Hint(f"so far the storage service has not stored pages: {', '.join(said)}")
+            lines = [f"{n:,} {name.removeprefix('unstored_')}" for name, n in causes.items() if n]
+            yield Hint(f"so far the storage service has not stored pages: {', '.join(lines)}")
 
 
 _OF_A_CACHE: tuple[Callable[[SeenCache], Iterator[Hint]], ...] = (

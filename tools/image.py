@@ -124,13 +124,13 @@ def opened(name: str, layout_facts: str | None = None) -> Iterator[tuple[OpenObj
         PermissionDenied: not for us to read.
     """
     info = require(name)
-    found = OpenObject.open(name, writable=False)
-    if found is None:
+    segment = OpenObject.open(name, writable=False)
+    if segment is None:
         raise unknown(name)
-    with contextlib.closing(found):
-        if not stat.S_ISREG(os.fstat(found.fd).st_mode):
+    with contextlib.closing(segment):
+        if not stat.S_ISREG(os.fstat(segment.fd).st_mode):
             raise CacheCorrupted(f"{name!r} is no shared memory object but something else")
-        header = found.header()
+        header = segment.header()
         if not header.ready and not wanted.is_foreign(header):
             problem = info.problem or "not ready"
             raise NotReady(f"{name!r}: {problem}; `lightcache sweep` removes what the dead left")
@@ -143,8 +143,8 @@ def opened(name: str, layout_facts: str | None = None) -> Iterator[tuple[OpenObj
             lifetime=None,
             group=None,
         )
-        wanted.verify_header(header, found.size(), expected)
-        yield found, info
+        wanted.verify_header(header, segment.size(), expected)
+        yield segment, info
 
 
 def read(name: str, tries: int = TRIES) -> Image:
@@ -155,9 +155,9 @@ def read(name: str, tries: int = TRIES) -> Image:
         As `opened`; CacheCorrupted also for an index that is not what its header says.
         LightcacheError: not an index, or there is no memory for the copy.
     """
-    with opened(name) as (found, info):
-        config, place = _verify_index(found)
-        copied = _copied(found, info, config, place.end, tries)
+    with opened(name) as (segment, info):
+        config, place = _verify_index(segment)
+        copied = _copied(segment, info, config, place.end, tries)
         return Image(**vars(copied), pages=place.pages, place=place)
 
 
@@ -167,29 +167,29 @@ def read_any(name: str, tries: int = TRIES, *, layout_facts: str | None = None) 
     Raises:
         As `opened`; LightcacheError: there is no memory for the copy.
     """
-    with opened(name, layout_facts) as (found, info):
-        return _copied(found, info, wanted.config_of(found.header()), found.size(), tries)
+    with opened(name, layout_facts) as (segment, info):
+        return _copied(segment, info, wanted.config_of(segment.header()), segment.size(), tries)
 
 
 def _copied(
-    found: OpenObject, info: SegmentInfo, config: Mapping[str, Any], length: int, tries: int
+    segment: OpenObject, info: SegmentInfo, config: Mapping[str, Any], length: int, tries: int
 ) -> Copy:
     _check_memory(length)
-    data, steady = _copy(found, length, tries)
+    data, steady = _copy(segment, length, tries)
     return Copy(
         info=info,
         config=config,
         data=data,
         lock=shm_layout.LockRecord.from_buffer_copy(data.data, shm_layout.LOCK_OFFSET),
-        clients=_clients(data, found),
+        clients=_clients(data, segment),
         steady=steady,
         taken_ns=time.monotonic_ns(),
     )
 
 
-def _verify_index(found: OpenObject) -> tuple[dict[str, Any], layout.Geometry]:
+def _verify_index(segment: OpenObject) -> tuple[dict[str, Any], layout.Geometry]:
     """The configuration of an index, and where it must then have what."""
-    name, header = found.name, found.header()
+    name, header = segment.name, segment.header()
     if header.kind != SegmentKind.INDEX:
         raise LightcacheError(f"{name!r} does not hold an index; see `lightcache ls`")
     expected = wanted.want(
@@ -201,23 +201,23 @@ def _verify_index(found: OpenObject) -> tuple[dict[str, Any], layout.Geometry]:
         lifetime=None,
         group=None,
     )
-    wanted.verify_header(header, found.size(), expected)
+    wanted.verify_header(header, segment.size(), expected)
     config = wanted.config_of(header)
     pages = config.get("pages")
     if not isinstance(pages, int) or not 1 <= pages <= MAX_PAGES:
         raise CacheCorrupted(f"{name!r}: its configuration says {pages!r} pages; remove it")
     place = geometry(pages)
-    if place.end > found.size():
+    if place.end > segment.size():
         raise CacheCorrupted(
             f"{name!r}: an index of {pages} pages takes {place.end} bytes, found "
-            f"{found.size()}; remove it"
+            f"{segment.size()}; remove it"
         )
     return config, place
 
 
-def _clients(data: Bytes, found: OpenObject) -> list[ClientInfo]:
+def _clients(data: Bytes, segment: OpenObject) -> list[ClientInfo]:
     table = data[shm_layout.CLIENTS_OFFSET : shm_layout.LOCK_OFFSET].tobytes()
-    return clients.read_table(table, found.fd)
+    return clients.read_table(table, segment.fd)
 
 
 def _check_memory(needed: int) -> None:
@@ -230,32 +230,32 @@ def _check_memory(needed: int) -> None:
                 )
 
 
-def _copy(found: OpenObject, length: int, tries: int) -> tuple[Bytes, bool]:
+def _copy(segment: OpenObject, length: int, tries: int) -> tuple[Bytes, bool]:
     data = np.empty(length, np.uint8)
     for _ in range(tries):
-        before = _stamp(found)
-        _read_into(found.fd, data)
-        if before == _stamp(found):
+        before = _stamp(segment)
+        _read_into(segment.fd, data)
+        if before == _stamp(segment):
             return data, True
     return data, False
 
 
 def _read_into(fd: int, data: Bytes) -> None:
     view = data.data
-    at = 0
-    while at < len(view):
-        got = os.preadv(fd, [view[at : at + (1 << 30)]], at)
+    done = 0
+    while done < len(view):
+        got = os.preadv(fd, [view[done : done + (1 << 30)]], done)
         if got == 0:
             raise CacheCorrupted(
-                f"the segment ended after {at} of {len(view)} bytes: it was truncated; remove it"
+                f"the segment ended after {done} of {len(view)} bytes: it was truncated; remove it"
             )
-        at += got
+        done += got
 
 
-def _stamp(found: OpenObject) -> tuple[int, int, bytes]:
+def _stamp(segment: OpenObject) -> tuple[int, int, bytes]:
     """Changes whenever the lock changes hands or its holder stores anything: who holds it, how
     often it was taken, and the undo log, which grows before each store."""
-    head = os.pread(found.fd, _HEAD_BYTES, 0).ljust(_HEAD_BYTES, b"\0")
+    head = os.pread(segment.fd, _HEAD_BYTES, 0).ljust(_HEAD_BYTES, b"\0")
     lock = shm_layout.LockRecord.from_buffer_copy(head, shm_layout.LOCK_OFFSET)
     entries = min(lock.log_count, shm_layout.LOG_ENTRIES)
     log = head[shm_layout.LOG_OFFSET : shm_layout.LOG_OFFSET + 8 * entries]

@@ -41,10 +41,10 @@ group_option = click.option("--group", help=group_option_help)
 @group_option
 def rm(name: str, force: bool, group: str | None) -> None:
     """Remove the cache NAME and its pool."""
-    found = Segment.unlink(name, force=force, group=group)
+    removed = Segment.unlink(name, force=force, group=group)
     # Where the header is damaged, its UUID does not lead to the pool; the pool's name leads to us.
     left = [sweep_dependent(dependent) for dependent in names.dependents(name)]
-    if not found and not any(left):
+    if not removed and not any(left):
         raise unknown(name)
     click.echo(f"removed {name}")
 
@@ -65,18 +65,18 @@ def reap(
     if (name is None) != everything:
         raise click.UsageError("give a NAME or --all, and not both")
     infos = [_ours(info) for info in list_segments()] if name is None else [name]
-    found: list[dict[str, Any]] = []
+    reaped: list[dict[str, Any]] = []
     for each in filter(None, infos):
         try:
-            found.append({"name": each, "dead": _reap(each, group)})
+            reaped.append({"name": each, "dead": _reap(each, group)})
         except (LightcacheError, OSError) as error:
             if name is not None:
                 raise
-            found.append({"name": each, "dead": None, "error": str(error)})
-    failed = [entry for entry in found if "error" in entry]
+            reaped.append({"name": each, "dead": None, "error": str(error)})
+    failed = [entry for entry in reaped if "error" in entry]
     if as_json:
-        emit(found)
-    for entry in found if not as_json else failed:
+        emit(reaped)
+    for entry in reaped if not as_json else failed:
         if "error" in entry:
             fail(f"{entry['name']}: {entry['error']}")
         else:
@@ -179,27 +179,36 @@ def sweep(ctx: click.Context, prefix: str | None, yes: bool, as_json: bool) -> N
     """
     if prefix == "":  # as of a variable that is not set: all would go
         raise click.UsageError("--prefix: expected the beginning of a name, found none")
-    found = leftovers(prefix or "")
+    unneeded = leftovers(prefix or "")
     if not as_json:
-        _list_leftovers(found, prefix or "")
-    agreed = bool(found) and (yes or (not as_json and _agreed(len(found))))
-    removed = sweep_all(only={one.object_name for one in found}) if agreed else []
+        _list_leftovers(unneeded, prefix or "")
+    agreed = bool(unneeded) and (yes or (not as_json and _agreed(len(unneeded))))
+    removed = sweep_all(only={leftover.object_name for leftover in unneeded}) if agreed else []
     if as_json:
-        emit([{**asdict(one), "removed": one.object_name in removed} for one in found])
+        emit(
+            [
+                {**asdict(leftover), "removed": leftover.object_name in removed}
+                for leftover in unneeded
+            ]
+        )
         return
-    if agreed or not found:
+    if agreed or not unneeded:
         click.echo(f"{len(removed)} objects removed")
-    for one in found:
-        if agreed and one.object_name not in removed:
-            click.echo(f"left {one.object_name}: it came to be used, or was removed, meanwhile")
-    if found and not agreed:
+    for leftover in unneeded:
+        if agreed and leftover.object_name not in removed:
+            click.echo(
+                f"left {leftover.object_name}: it came to be used, or was removed, meanwhile"
+            )
+    if unneeded and not agreed:
         click.echo("nothing was removed; `lightcache sweep --yes` does it without asking", err=True)
         ctx.exit(FAILED)
 
 
-def _list_leftovers(found: list[Leftover], prefix: str) -> None:
-    for one in found:
-        click.echo(f"{one.object_name} ({format_size(one.bytes)}): {printable(one.why)}")
+def _list_leftovers(listed: list[Leftover], prefix: str) -> None:
+    for leftover in listed:
+        click.echo(
+            f"{leftover.object_name} ({format_size(leftover.bytes)}): {printable(leftover.why)}"
+        )
     others = Counter(
         info.uid
         for info in list_segments()
@@ -214,5 +223,5 @@ def _agreed(count: int) -> bool:
     """False without a terminal to answer."""
     if not sys.stdin.isatty():
         return False
-    what = "this object" if count == 1 else f"these {count} objects"
-    return click.confirm(f"remove {what}?", default=False)
+    objects = "this object" if count == 1 else f"these {count} objects"
+    return click.confirm(f"remove {objects}?", default=False)

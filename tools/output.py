@@ -25,7 +25,7 @@ from lightcache.errors import ConfigError, LightcacheError
 
 @contextlib.contextmanager
 def bar(
-    what: str, total: int, done: int = 0, *, quiet: bool = False
+    text: str, total: int, done: int = 0, *, quiet: bool = False
 ) -> Iterator[Callable[[int, int], None] | None]:
     """For the time of the body: what to call with (done, total), by any thread. None where nobody
     looks: standard error is no terminal, or `quiet`."""
@@ -35,7 +35,7 @@ def bar(
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     with Progress(*columns, TimeRemainingColumn(), console=out, transient=True) as progress:
-        task = progress.add_task(what, total=total, completed=done)
+        task = progress.add_task(text, total=total, completed=done)
         yield lambda done, _: progress.update(task, completed=done)
 
 
@@ -173,7 +173,7 @@ class _Fitting:
             [Text(name), *cells]
             for name, cells in zip(self._columns, zip(*self._cells, strict=True), strict=True)
         ]
-        widths = [max(each.cell_len for each in column) for column in columns]
+        widths = [max(cell.cell_len for cell in column) for column in columns]
         least = [max(map(_longest, column)) for column in columns]
         room = most - 3 * len(widths) - 1  # a line in front of each, a blank at both sides
         if sum(least) > room:
@@ -184,13 +184,13 @@ class _Fitting:
         return widths
 
     def _whole(self, widths: list[int]) -> Table:
-        made = Table(title_justify="left", title_style="bold", header_style="bold")
-        made.title = self._title
+        table = Table(title_justify="left", title_style="bold", header_style="bold")
+        table.title = self._title
         for name, width in zip(self._columns, widths, strict=True):
-            made.add_column(name, justify="right" if name in self._right else "left", width=width)
+            table.add_column(name, justify="right" if name in self._right else "left", width=width)
         for line in self._cells:
-            made.add_row(*line)
-        return made
+            table.add_row(*line)
+        return table
 
 
 def _longest(text: Text) -> int:
@@ -199,10 +199,10 @@ def _longest(text: Text) -> int:
 
 def lines(title: str, pairs: Iterable[tuple[str, object]]) -> RenderableType:
     """Names and values, one pair a line, below a title that is as long as it likes."""
-    made = Table.grid(padding=(0, 2))
+    table = Table.grid(padding=(0, 2))
     for name, value in pairs:
-        made.add_row(Text(f"  {name}", style="dim"), cell(value))
-    return Group(Text(title, style="bold"), made)
+        table.add_row(Text(f"  {name}", style="dim"), cell(value))
+    return Group(Text(title, style="bold"), table)
 
 
 def age(seconds: float | None) -> str:

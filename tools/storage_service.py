@@ -173,9 +173,9 @@ class Company:
             warm.close()
 
     def _others(self) -> list[ClientInfo]:
-        own = self._cache.client_id
+        ours = self._cache.client_id
         with contextlib.suppress(LightcacheError):  # removed under us
-            return [one for one in self._cache.clients() if one.slot != own.slot]
+            return [client for client in self._cache.clients() if client.slot != ours.slot]
         return []
 
 

@@ -38,12 +38,12 @@ def document(name: str) -> Facts:
             f"{name!r}: {len(copy.data)} bytes are too few for the {kind.name.lower()} that its "
             f"header describes: {dict(copy.config)}; remove it with `lightcache rm`"
         ) from None
-    said = hints.of_structure(copy, lock, content)
+    notes = hints.of_structure(copy, lock, content)
     return {
         "content": content,
         "lock": lock,
         "clients": [facts.member(client) for client in copy.clients],
-        **hints.sections(said),
+        **hints.sections(notes),
     }
 
 
@@ -57,7 +57,7 @@ def _kind(copy: Copy) -> SegmentKind:
 
 
 def _content(kind: SegmentKind, copy: Copy) -> Facts:
-    at = layout.PAYLOAD_OFFSET
+    offset = layout.PAYLOAD_OFFSET
     make: Mapping[SegmentKind, Callable[[Copy, memoryview], Facts]] = {
         SegmentKind.LIST: _list,
         SegmentKind.DICT: _dict,
@@ -65,8 +65,8 @@ def _content(kind: SegmentKind, copy: Copy) -> Facts:
         SegmentKind.LOG: _log,
         SegmentKind.COUNTERS: _counters,
     }
-    found = make[kind](copy, copy.data.data[at:]) if kind in make else {}
-    return {**{key: value for key, value in copy.config.items() if key != "names"}, **found}
+    facts = make[kind](copy, copy.data.data[offset:]) if kind in make else {}
+    return {**{key: value for key, value in copy.config.items() if key != "names"}, **facts}
 
 
 def _size(copy: Copy, item: str, most: int) -> int:
@@ -98,8 +98,8 @@ def _log(copy: Copy, payload: memoryview) -> Facts:
     for slot, cursor in enumerate(root.cursors):
         if cursor.next:
             entry = (cursor.next & ~(1 << 63)) - 1
-            behind = max(0, min(capacity, root.appended - entry))
-            readers.append({"slot": slot, "position": entry, "behind": behind})
+            unread = max(0, min(capacity, root.appended - entry))
+            readers.append({"slot": slot, "position": entry, "behind": unread})
     word, slot = root.writer, root.writer & layout.LOCK_SLOT_MASK
     writer = next((c for c in copy.clients if c.slot == slot), None)
     if not word:
@@ -147,9 +147,9 @@ def check(name: str, kind: SegmentKind, wait: float) -> Checked:
 
 
 def _read_only(name: str, attach: Callable[[], Any]) -> Checked:
-    with guest(name), attach() as found:
+    with guest(name), attach() as structure:
         try:
-            found.check()
+            structure.check()
         except CacheCorrupted as error:
             return Checked(False, str(error))
     return Checked(True, "every invariant holds")

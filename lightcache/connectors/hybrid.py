@@ -60,7 +60,8 @@ class Checkpoint:
 def copied(past: PrefixCache, layers: tuple[int, ...], named: int) -> Checkpoint:
     """A checkpoint of the current state of these layers. On a GPU the copies are enqueued."""
     states = {
-        at: {name: one.clone() for name, one in parts_of(past.layers[at]).items()} for at in layers
+        layer: {name: tensor.clone() for name, tensor in parts_of(past.layers[layer]).items()}
+        for layer in layers
     }
     return Checkpoint(past.held, states, named)
 
@@ -98,7 +99,7 @@ class Checkpoints:
         return self._kv.children(path.keys, namespace=path.kv)
 
     def _states(self, past: PrefixCache) -> States:
-        return {at: parts_of(past.layers[at]) for at in self.pages.geometry.layers}
+        return {layer: parts_of(past.layers[layer]) for layer in self.pages.geometry.layers}
 
     def path(self, keys: Keys, namespace: Namespace | None = None) -> Path | None:
         """The positions of a prompt: keys, and their namespace. None: the namespace was cleared.
@@ -119,8 +120,8 @@ class Checkpoints:
         """Number of leading pages that the prompt's deepest checkpoint covers; 0: there is none.
         Pins nothing. Looks from the last page, or from page `most`, to the front: a few ns a
         page."""
-        found = self._all.last_ready(path, most)
-        return 0 if found is None else found[1]
+        position = self._all.last_ready(path, most)
+        return 0 if position is None else position[1]
 
     def match(self, path: Path, count: int) -> Lease:
         """The checkpoint after `count` pages, pinned and marked as used; an empty lease if it is
@@ -278,9 +279,9 @@ class HybridPrefixCache(PrefixCache):
     def checkpoint(self) -> Checkpoint:
         """A copy of the current state, to rewind to."""
         named = 0 if self._tokens is None else len(self._tokens)
-        made = copied(self, self._states, named)
-        self._valid.add(made)
-        return made
+        copies = copied(self, self._states, named)
+        self._valid.add(copies)
+        return copies
 
     def rewind(self, checkpoint: Checkpoint) -> None:
         """Return to a checkpoint of this cache: drops all that was computed or named since.
@@ -295,11 +296,11 @@ class HybridPrefixCache(PrefixCache):
                 "earlier `rewind` or `reset` has dropped"
             )
         self._shorten(self.held - checkpoint.tokens)
-        for at in self._states:
-            if checkpoint.states[at]:
-                set_parts(self.layers[at], checkpoint.states[at])
+        for layer in self._states:
+            if checkpoint.states[layer]:
+                set_parts(self.layers[layer], checkpoint.states[layer])
             else:
-                drop_parts(self.layers[at])
+                drop_parts(self.layers[layer])
         if self._tokens is not None:
             self._tokens = self._tokens[: max(checkpoint.named, checkpoint.tokens)]
         self._void(checkpoint.tokens)
@@ -325,15 +326,15 @@ class HybridPrefixCache(PrefixCache):
     @property
     def taken(self) -> list[Checkpoint]:
         """Checkpoints taken so far, the shallowest first."""
-        return [one for _, one in sorted((self._prompt | self._decoded).items())]
+        return [checkpoint for _, checkpoint in sorted((self._prompt | self._decoded).items())]
 
     def _void(self, held: int) -> None:
         """Drop checkpoints that cover more than `held` tokens."""
-        for one in [each for each in self._valid if each.tokens > held]:
-            self._valid.discard(one)
-        for taken in (self._prompt, self._decoded):
-            for tokens in [each for each in taken if each > held]:
-                del taken[tokens]
+        for checkpoint in [each for each in self._valid if each.tokens > held]:
+            self._valid.discard(checkpoint)
+        for saved in (self._prompt, self._decoded):
+            for tokens in [each for each in saved if each > held]:
+                del saved[tokens]
         self._seen = min(self._seen, held)
 
     # ---- forward passes
@@ -387,8 +388,8 @@ class HybridPrefixCache(PrefixCache):
     def reset(self) -> None:
         """See `PrefixCache.reset`."""
         super().reset()
-        for at in self._states:
-            drop_parts(self.layers[at])
+        for layer in self._states:
+            drop_parts(self.layers[layer])
         self._void(0)
 
 
@@ -411,9 +412,13 @@ def prefill(model: Any, past: Any, tokens: Any, *, grid: Grid, at_most: int | No
     if at_most is not None:
         whole(at_most, "at_most")
     prompt = past.name(None if tokens is None else token_ids(tokens))
-    most = len(prompt) - 1  # the caller computes the last token: its logits give the next one
-    bound = most - 1 if past.several else most
-    positions = {each for each in (past.branching, grid.floor(bound)) if each and each <= bound}
+    limit = len(prompt) - 1  # the caller computes the last token: its logits give the next one
+    bound = limit - 1 if past.several else limit
+    positions = {
+        position
+        for position in (past.branching, grid.floor(bound))
+        if position and position <= bound
+    }
     past.save_at(positions)
     if grid.floor(len(prompt)) == len(prompt):
         past.save_at({len(prompt)})
@@ -421,7 +426,7 @@ def prefill(model: Any, past: Any, tokens: Any, *, grid: Grid, at_most: int | No
         _compute(model, past, prompt[:end], at_most)
         past.look()
     if not past.several:
-        _compute(model, past, prompt[:most], at_most)
+        _compute(model, past, prompt[:limit], at_most)
 
 
 def _compute(model: Any, past: HybridPrefixCache, prompt: TokenIds, at_most: int | None) -> None:
@@ -430,8 +435,8 @@ def _compute(model: Any, past: HybridPrefixCache, prompt: TokenIds, at_most: int
     with torch.no_grad():
         while past.held < len(prompt):
             left = len(prompt) - past.held
-            most = left if past.several or not past.held else 1
-            count = min(most, at_most or most)
+            limit = left if past.several or not past.held else 1
+            count = min(limit, at_most or limit)
             if count > 2 and left - count == 1:
                 count -= 1  # no pass of one token
             piece = prompt[past.held :][:count]
@@ -550,18 +555,18 @@ class HybridPrefixes:
         if path is None:
             return past
         kv = reach = self._cache.peek(keys, namespace=namespace)
-        while at := self.checkpoints.last_ready(path, reach):
+        while position := self.checkpoints.last_ready(path, reach):
             with (
-                self.checkpoints.match(path, at) as state,
-                self._cache.match(keys[:at], namespace=namespace) as lease,
+                self.checkpoints.match(path, position) as state,
+                self._cache.match(keys[:position], namespace=namespace) as lease,
             ):
-                if len(state.pages) and len(lease.pages) == at:
+                if len(state.pages) and len(lease.pages) == position:
                     load(past, lease)
                     self.checkpoints.load(past, state)
                     break
                 # Evicted between the look and the match. Each turn looks at fewer pages, so this
                 # ends.
-                reach = len(lease.pages) if len(state.pages) else at - 1
+                reach = len(lease.pages) if len(state.pages) else position - 1
         tokens = kv * self.grid.page_tokens
         self.checkpoints.count(tokens, past.held)
         self._figures.add(stateless_tokens=max(0, tokens - past.held))
@@ -592,11 +597,11 @@ class HybridPrefixes:
         if path is None:
             return
         stored = self._cache.peek(keys, namespace=namespace)
-        for one in past.taken:
-            pages, more = divmod(one.tokens, self.grid.page_tokens)
+        for checkpoint in past.taken:
+            pages, more = divmod(checkpoint.tokens, self.grid.page_tokens)
             if not more and pages <= stored:
-                fork = one.tokens == past.branching
-                self.checkpoints.save(path, pages, one, fork=fork)
+                fork = checkpoint.tokens == past.branching
+                self.checkpoints.save(path, pages, checkpoint, fork=fork)
 
     def close(self) -> None:
         """Wait for copies, and release the cache of states."""

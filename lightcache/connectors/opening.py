@@ -142,10 +142,10 @@ def open_caches(
 def _undo(name: str) -> Callable[..., None]:
     """A callback that removes a cache that did not exist when this was called, if a later step
     fails: one cache without the other is of no use, and would stay."""
-    there = read_segment(name) is not None
+    exists = read_segment(name) is not None
 
     def undo(kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and not there:
+        if kind is not None and not exists:
             with suppress(LightcacheError):  # another process lives in it by now
                 Segment.unlink(name)
 
@@ -155,8 +155,8 @@ def _undo(name: str) -> Callable[..., None]:
 def _lasting(lifetime: str | None, idle_limit: float | None) -> dict[str, Any]:
     """The options of `Cache.open` for these of `open_cache`."""
     if lifetime == "attached":
-        given = {} if idle_limit == IDLE_LIMIT else {"idle_limit": idle_limit}  # which is refused
-        return {"lifetime": lifetime, **given}
+        options = {} if idle_limit == IDLE_LIMIT else {"idle_limit": idle_limit}  # which is refused
+        return {"lifetime": lifetime, **options}
     if idle_limit is None:
         return {"lifetime": "persistent"}
     return {"lifetime": lifetime, "idle_limit": idle_limit}

@@ -101,19 +101,19 @@ def token_ids(tokens: Any) -> TokenIds:
     if isinstance(tokens, torch.Tensor):
         tokens = tokens.detach().cpu().numpy()
     try:
-        found = np.asarray(tokens)
+        ids = np.asarray(tokens)
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"tokens: expected ids of one prompt, found {error}") from None
-    if found.ndim == 2 and len(found) == 1:
-        found = found[0]
-    if found.ndim != 1:
+    if ids.ndim == 2 and len(ids) == 1:
+        ids = ids[0]
+    if ids.ndim != 1:
         raise ConfigError(
-            f"tokens: expected ids of one prompt, of shape (n,) or (1, n), found {found.dtype} "
-            f"{found.shape}; give each row of a batch a call of its own"
+            f"tokens: expected ids of one prompt, of shape (n,) or (1, n), found {ids.dtype} "
+            f"{ids.shape}; give each row of a batch a call of its own"
         )
-    if found.size and found.dtype.kind not in "iu":
-        raise ConfigError(f"tokens: expected whole numbers, found {found.dtype}")
-    return found.astype(np.int64)
+    if ids.size and ids.dtype.kind not in "iu":
+        raise ConfigError(f"tokens: expected whole numbers, found {ids.dtype}")
+    return ids.astype(np.int64)
 
 
 class Given:
@@ -141,10 +141,10 @@ class Given:
     def unseen(self, length: int) -> int | None:
         """The first of `length` positions whose ids are unknown."""
         end = 0
-        for first, behind, _ in self._pieces:
+        for first, stop, _ in self._pieces:
             if first != end:
                 break
-            end = behind
+            end = stop
         return end if end < length else None
 
     def _join(self) -> None:
@@ -164,21 +164,21 @@ class Given:
     def other(self, tokens: TokenIds, first: int) -> tuple[int, int] | None:
         """The first position from `first` on where another id was computed, and that id."""
         self._join()
-        for at, behind, ids in self._pieces:
-            low, high = max(at, first), min(behind, len(tokens))
+        for start, stop, ids in self._pieces:
+            low, high = max(start, first), min(stop, len(tokens))
             if ids is None or low >= high:
                 continue
-            found = ids[low - at : high - at].numpy()
-            wrong = np.flatnonzero(found != tokens[low:high])
+            known = ids[low - start : high - start].numpy()
+            wrong = np.flatnonzero(known != tokens[low:high])
             if len(wrong):
-                return low + int(wrong[0]), int(found[wrong[0]])
+                return low + int(wrong[0]), int(known[wrong[0]])
         return None
 
 
 def _on_cpu(pieces: list[Any]) -> Any:
-    here = [one for one in pieces if one.device.type == "cpu"]  # joined before
-    there = [one for one in pieces if one.device.type != "cpu"]
-    return torch.cat([*here, *([torch.cat(there).cpu()] if there else [])])
+    local = [piece for piece in pieces if piece.device.type == "cpu"]  # joined before
+    remote = [piece for piece in pieces if piece.device.type != "cpu"]
+    return torch.cat([*local, *([torch.cat(remote).cpu()] if remote else [])])
 
 
 class PrefixCache(DynamicCache):
@@ -236,7 +236,7 @@ class PrefixCache(DynamicCache):
     @property
     def rows(self) -> set[int]:
         """Numbers of tokens that layers hold: between two passes they are all equal."""
-        return {int(self.layers[at].get_seq_length()) for at in self._attention}
+        return {int(self.layers[number].get_seq_length()) for number in self._attention}
 
     def extend(self, tokens: Any) -> None:
         """Name the tokens after the known ones, so that they are saved as well: usually the
@@ -489,8 +489,8 @@ def planes_of(pages: ModelPages, past: Any) -> DevicePlanes:
         raise ConfigError(f"past: expected a DynamicCache, found {type(past).__name__}")
     layers = pages.geometry.layers
     if attention_layers(past) != layers:
-        found = len(attention_layers(past))
-        raise ConfigError(f"past: expected {len(layers)} layers, found {found}")
+        kept = len(attention_layers(past))
+        raise ConfigError(f"past: expected {len(layers)} layers, found {kept}")
     if isinstance(past, PrefixCache):
         past.settle()
     for number, layer in ((at, past.layers[at]) for at in layers):
@@ -499,13 +499,13 @@ def planes_of(pages: ModelPages, past: Any) -> DevicePlanes:
                 f"past: expected layers that keep every token as it is, found layer {number} of "
                 f"{type(layer).__name__}"
             )
-        for one in (layer.keys, layer.values):
-            if one is not None and one.numel():
-                one_row(int(one.shape[0]))
-                if one.dtype != pages.dtype:
+        for tensor in (layer.keys, layer.values):
+            if tensor is not None and tensor.numel():
+                one_row(int(tensor.shape[0]))
+                if tensor.dtype != pages.dtype:
                     raise ConfigError(
-                        f"past: expected {pages.dtype}, as the model computes, found {one.dtype} "
-                        f"in layer {number}; is it computed under autocast?"
+                        f"past: expected {pages.dtype}, as the model computes, found "
+                        f"{tensor.dtype} in layer {number}; is it computed under autocast?"
                     )
     return layouts.dynamic_cache(layouts.Shard(pages.geometry), GROUP, past)
 

@@ -68,31 +68,31 @@ class StatePages:
         }
 
 
-def describe_states(model: Any, past: DynamicCache, who: str, device: str) -> StatePages:
+def describe_states(model: Any, past: DynamicCache, weights: str, device: str) -> StatePages:
     """Pages of the states of a hybrid model.
 
     Args:
         past: what it keeps of one token.
-        who: first word of the fingerprint.
+        weights: first word of the fingerprint.
 
     Raises:
         ConfigError: no states, states of several shapes, or a release of transformers that cannot
             continue from them at all.
     """
     layers = state_layers(past)
-    found = [
+    tensors = [
         tuple(
-            Part(name, tuple(one.shape), one.dtype)
-            for name, one in parts_of(past.layers[at]).items()
+            Part(name, tuple(tensor.shape), tensor.dtype)
+            for name, tensor in parts_of(past.layers[number]).items()
         )
-        for at in layers
+        for number in layers
     ]
-    if len(set(found)) != 1 or not found[0]:
+    if len(set(tensors)) != 1 or not tensors[0]:
         raise ConfigError(
             f"model: expected states of one shape in every layer that keeps one, found "
-            f"{sorted(set(map(str, found)))} in {type(model).__name__}; these are not supported yet"
+            f"{sorted(set(map(str, tensors)))} in {type(model).__name__}; these are not supported"
         )
-    parts = found[0]
+    parts = tensors[0]
     planes = [
         Plane(part.name, torch.Size(part.shape).numel() * part.dtype.itemsize) for part in parts
     ]
@@ -100,7 +100,7 @@ def describe_states(model: Any, past: DynamicCache, who: str, device: str) -> St
     dtypes = ",".join(f"{part.name}:{str(part.dtype).removeprefix('torch.')}" for part in parts)
     return StatePages(
         geometry,
-        f"{who} {dtypes} {geometry.fingerprint()}",
+        f"{weights} {dtypes} {geometry.fingerprint()}",
         parts,
         device,
         _continues(model, device),
@@ -129,31 +129,35 @@ def _continues(model: Any, device: str) -> bool:
 
 def _first_states(past: DynamicCache) -> list[torch.Tensor]:
     """Of the first two layers that have any: before rounding has gone through many."""
-    return [one for at in state_layers(past)[:2] for one in parts_of(past.layers[at]).values()]
+    return [
+        tensor
+        for number in state_layers(past)[:2]
+        for tensor in parts_of(past.layers[number]).values()
+    ]
 
 
-def _near(found: list[torch.Tensor], whole: list[torch.Tensor], fresh: list[torch.Tensor]) -> bool:
+def _near(split: list[torch.Tensor], whole: list[torch.Tensor], fresh: list[torch.Tensor]) -> bool:
     """Whether states are those of all tokens, measured by how far those are that know the last
     ones only."""
     # One and several tokens are rounded differently: by 1e-7 of a state in float32, 3e-3 in
     # bfloat16. Models of random weights that ignore their state were wrong by 7e-2.
-    exact = all(one.dtype == torch.float32 for one in whole)
+    exact = all(tensor.dtype == torch.float32 for tensor in whole)
     noise, part = (1e-5, 1e-3) if exact else (5e-3, 3e-2)
     return all(
-        _distance(one, all_) <= noise * float(all_.float().norm()) + part * _distance(end, all_)
-        for one, all_, end in zip(found, whole, fresh, strict=True)
+        _distance(tensor, all_) <= noise * float(all_.float().norm()) + part * _distance(end, all_)
+        for tensor, all_, end in zip(split, whole, fresh, strict=True)
     )
 
 
-def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one.float() - other.float()).norm())
+def _distance(tensor: torch.Tensor, other: torch.Tensor) -> float:
+    return float((tensor.float() - other.float()).norm())
 
 
 def prepare(pages: StatePages, past: DynamicCache) -> None:
     """Give every layer that keeps a state tensors for one, with nothing in them yet."""
-    for at in pages.geometry.layers:
+    for number in pages.geometry.layers:
         set_parts(
-            past.layers[at],
+            past.layers[number],
             {
                 part.name: torch.empty(part.shape, dtype=part.dtype, device=pages.device)
                 for part in pages.parts
@@ -169,13 +173,13 @@ def planes_of_states(pages: StatePages, states: dict[int, dict[str, torch.Tensor
     """
     shard = layouts.Shard(pages.geometry)
     for part in pages.parts:
-        for at in pages.geometry.layers:
-            one = states.get(at, {}).get(part.name)
-            if one is None or (tuple(one.shape), one.dtype) != (part.shape, part.dtype):
-                found = "none" if one is None else f"{one.dtype} {tuple(one.shape)}"
+        for number in pages.geometry.layers:
+            tensor = states.get(number, {}).get(part.name)
+            if tensor is None or (tuple(tensor.shape), tensor.dtype) != (part.shape, part.dtype):
+                found = "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
                 raise ConfigError(
                     f"past: expected a {part.name} state of {part.dtype} {part.shape} in layer "
-                    f"{at}, as the model keeps it, found {found}"
+                    f"{number}, as the model keeps it, found {found}"
                 )
     return join(
         *(
@@ -183,7 +187,7 @@ def planes_of_states(pages: StatePages, states: dict[int, dict[str, torch.Tensor
                 shard,
                 GROUP,
                 part.name,
-                {at: states[at][part.name].view(1, -1) for at in pages.geometry.layers},
+                {number: states[number][part.name].view(1, -1) for number in pages.geometry.layers},
                 axes="tc",
             )
             for part in pages.parts

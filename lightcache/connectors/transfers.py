@@ -166,7 +166,9 @@ class Transfers:
         if not len(held.pages):
             return Offload(self.engine, held, np.arange(0), positions=positions)
         planes = self.planes(past)
-        length = min(int(past.layers[at].get_seq_length()) for at in self.pages.geometry.layers)
+        length = min(
+            int(past.layers[number].get_seq_length()) for number in self.pages.geometry.layers
+        )
         self._pool.wait_for(held.pages)
         return Offload(self.engine, held, np.arange(length), positions=positions, planes=planes)
 

@@ -95,10 +95,10 @@ class Connector(Transfers):
         self.cache = cache
         self.pages: ModelPages = describe_for(cache, model)
         check_states(states, model, self.pages)
-        for one in (cache, states):
-            if one is not None:
-                check_device(one, self.pages.device)
-        self._caches = [one for one in (cache, states) if one is not None]
+        for opened in (cache, states):
+            if opened is not None:
+                check_device(opened, self.pages.device)
+        self._caches = [opened for opened in (cache, states) if opened is not None]
         self._config = model.config
         self._figures = Counters()
         self._closed = False
@@ -197,8 +197,8 @@ class Connector(Transfers):
 
     def _check_use(self, namespace: Namespace | None) -> None:
         """Check that the caches are open, and their weights current."""
-        for one in self._caches:
-            one.index.segment.mark_used()
+        for cache in self._caches:
+            cache.index.segment.mark_used()
         space = self.cache.index.default_namespace if namespace is None else namespace
         self._watch.check_weights(space.weights)
 

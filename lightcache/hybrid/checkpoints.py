@@ -55,9 +55,9 @@ class StateSpace:
 
     def of(self, tier: Tier) -> Namespace:
         """The namespace in an existing tier."""
-        found = self.device if tier is Tier.DEVICE else self.host
-        assert found is not None
-        return found
+        namespace = self.device if tier is Tier.DEVICE else self.host
+        assert namespace is not None
+        return namespace
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,35 +101,35 @@ class StateSpaces:
         Raises:
             OutOfPages, LockTimeout: as `PageIndex.namespace`.
         """
-        found = self._usable(kv)
-        if found is None and good():  # a request from before the clear must not clear newer states
+        space = self._usable(kv)
+        if space is None and good():  # a request from before the clear must not clear newer states
             self.clear(kv.weights, kv.tenant)
-            found = self._open(kv)
+            space = self._open(kv)
             if not good():
                 self.clear(kv.weights, kv.tenant)
                 return None
-        return found
+        return space
 
     def _usable(self, kv: Namespace) -> StateSpace | None:
         """The state space opened here for this very KV namespace, unless it was cleared."""
-        found = self._known.get((kv.weights, kv.tenant))
-        if found is None or found.kv != kv:
+        space = self._known.get((kv.weights, kv.tenant))
+        if space is None or space.kv != kv:
             return None
-        if found.host is None or self._host is None:
-            return found
-        if self._host.index.namespace_state(found.host) is NamespaceState.NORMAL:
-            return found
+        if space.host is None or self._host is None:
+            return space
+        if self._host.index.namespace_state(space.host) is NamespaceState.NORMAL:
+            return space
         self.clear(kv.weights, kv.tenant)  # on the device, too
         return None
 
     def _open(self, kv: Namespace) -> StateSpace:
         names = kv.weights, kv.tenant
-        made = self._known[names] = StateSpace(
+        space = self._known[names] = StateSpace(
             kv,
             None if self._slots is None else self._slots.namespace(*names),
             None if self._host is None else self._host.namespace(*names),
         )
-        return made
+        return space
 
     def live(self, space: StateSpace) -> bool:
         """Whether this process has not cleared it."""
@@ -216,26 +216,26 @@ class StateTraffic:
 
     def copied(self, copying: Copying, slots: Pages, leases: list[Lease]) -> Copied:
         """Note a launch that writes these slots. Releases the leases once it has been executed."""
-        made = Copied(copying, slots, leases)
+        copy = Copied(copying, slots, leases)
         with self._owner.lock:
-            self._copies.append(made)
+            self._copies.append(copy)
             self._look_at_copies()
-        return made
+        return copy
 
     def _look_at_copies(self) -> None:
-        for one in list(self._copies):
+        for copy in list(self._copies):
             try:
-                if not one.copying.done():
+                if not copy.copying.done():
                     continue
             except Exception as error:  # a failed device copies nothing more
-                if goes_on(one.copying):
+                if goes_on(copy.copying):
                     raise  # not an error of the copy: as in `BlockTransfer.block`
                 self.moves.foreign.note(error)
-            self._copies.remove(one)
-            one.over = True
-            for lease in one.leases:
+            self._copies.remove(copy)
+            copy.over = True
+            for lease in copy.leases:
                 lease.release()
-            one.leases.clear()
+            copy.leases.clear()
 
     # ---- to the host
 
@@ -379,7 +379,9 @@ class StateTraffic:
         return sum(len(group.lease) for group in self._groups)
 
     def _look_at_groups(self) -> None:
-        over = [group for group in self._groups if all(each.over for each in group.transfers)]
+        over = [
+            group for group in self._groups if all(transfer.over for transfer in group.transfers)
+        ]
         self._groups = [group for group in self._groups if group not in over]
         for group in over:
             try:
@@ -393,19 +395,21 @@ class StateTraffic:
         again meanwhile, which counts as a use, so that others are tried next."""
         slots = self._owner.slots
         assert slots is not None
-        written = {at: one for at, one in group.origins.items() if self._there(one, Tier.HOST)}
+        written = {
+            slot: origin for slot, origin in group.origins.items() if self._there(origin, Tier.HOST)
+        }
         with contextlib.ExitStack() as pins:
-            for at in group.origins.keys() - written.keys():
-                origin = group.origins[at]
+            for slot in group.origins.keys() - written.keys():
+                origin = group.origins[slot]
                 key = np.ascontiguousarray(origin.path.key(origin.count))
                 pins.enter_context(slots.match(key, namespace=origin.path.space.device))
-            gone = slots.discard(group.lease)
-        left = [at for at, origin in written.items() if not self._there(origin, Tier.DEVICE)]
-        for at in left:
-            self._origins.pop(at, None)
+            discarded = slots.discard(group.lease)
+        left = [slot for slot, origin in written.items() if not self._there(origin, Tier.DEVICE)]
+        for slot in left:
+            self._origins.pop(slot, None)
         self._owner.counts.add(
             demotions=len(left),
-            demotions_lost=max(0, gone - len(left)),
+            demotions_lost=max(0, discarded - len(left)),
             kept_unwritten=len(group.origins) - len(written),
         )
 
@@ -421,9 +425,9 @@ class StateTraffic:
 
     def busy(self, slots: Pages) -> npt.NDArray[np.bool_]:
         """See `Checkpoints.in_flight`."""
-        written = [one.slots for one in self._copies]
-        found = self.moves.busy(slots)
-        return found | np.isin(slots, np.concatenate(written)) if written else found
+        written = [copy.slots for copy in self._copies]
+        busy = self.moves.busy(slots)
+        return busy | np.isin(slots, np.concatenate(written)) if written else busy
 
     def poll(self) -> int:
         """See `Checkpoints.poll`."""
@@ -563,45 +567,45 @@ class PathBound:
 
     def _enforce(self, index: PageIndex, path: Path, tier: Tier, count: int, most: int) -> None:
         space, keys = path.space.of(tier), path.keys
-        there = _standing(index, keys, space)
-        excess = len(there) - most
+        present = _standing(index, keys, space)
+        excess = len(present) - most
         if excess <= 0:
             return
-        children = index.children(keys[there], namespace=space)
-        children = np.maximum(children, self._parting_behind(path, there))
-        forks = self._forks(children, keys[there])
-        others = zip(there[:-1].tolist(), forks, strict=False)
+        children = index.children(keys[present], namespace=space)
+        children = np.maximum(children, self._parting_behind(path, present))
+        forks = self._forks(children, keys[present])
+        others = zip(present[:-1].tolist(), forks, strict=False)
         for i, fork in sorted(others, key=lambda one: one[0] == count - 1):
             if excess and not fork and index.drop(keys[i : i + 1], namespace=space):
                 self._counts.add(bounded=1)
                 excess -= 1
 
-    def _parting_behind(self, path: Path, there: Positions) -> Pages:
+    def _parting_behind(self, path: Path, present: Positions) -> Pages:
         """The most continuations of KV between each checkpoint and the next, from any process, even
         if the checkpoints of other branches have been evicted."""
         if self._parting is None:
-            return np.zeros(len(there), np.int32)
-        return np.maximum.reduceat(self._parting(path), there)
+            return np.zeros(len(present), np.int32)
+        return np.maximum.reduceat(self._parting(path), present)
 
     def _forks(self, children: Pages, keys: Keys) -> list[bool]:
         """Which of these are forks, or were: prompts still diverge at a fork whose branches the
         bound has evicted, and only this record shows it."""
-        found = []
+        forks = []
         for count, key in zip(children.tolist(), keys, strict=True):
             if count > 1:
                 self.parts(key)
-            found.append(key.tobytes() in self._parted)
-        return found
+            forks.append(key.tobytes() in self._parted)
+        return forks
 
 
 def _standing(index: PageIndex, keys: Keys, space: Namespace | None) -> Positions:
     """Positions of checkpoints on a path, the shallowest first. They are few among thousands of
     keys, so `last_ready` steps from one to the next, 5 ns a key in all."""
-    found, behind = [], len(keys)
-    while behind := index.last_ready(keys[:behind], namespace=space):
-        behind -= 1
-        found.append(behind)
-    return np.array(found[::-1], np.int64)
+    positions, end = [], len(keys)
+    while end := index.last_ready(keys[:end], namespace=space):
+        end -= 1
+        positions.append(end)
+    return np.array(positions[::-1], np.int64)
 
 
 # ---- Checkpoints: saved states of recurrent layers, found by the keys of KV, in tiers of their
@@ -718,9 +722,10 @@ class Checkpoints:
         for tier, index in self._tiers:
             if first == len(keys) or (tiers is not None and tier.value not in tiers):
                 continue
-            found = index.last_ready(keys[first:] if first else keys, namespace=path.space.of(tier))
-            if found:
-                first += found
+            rest = keys[first:] if first else keys
+            position = index.last_ready(rest, namespace=path.space.of(tier))
+            if position:
+                first += position
                 best = tier, first
         return best
 
@@ -732,8 +737,9 @@ class Checkpoints:
         if len(parts) == 1:
             return [index.last_ready(parts[0], namespace=space.of(tier))]
         keys, offsets = joined(parts)
-        found: list[int] = index.last_ready_many(keys, offsets, namespace=space.of(tier)).tolist()
-        return found
+        namespace = space.of(tier)
+        positions: list[int] = index.last_ready_many(keys, offsets, namespace=namespace).tolist()
+        return positions
 
     def plan(self, request: Hashable, path: Path, found: Found, ttl: float) -> bool:
         """Pin a checkpoint tentatively, and drop the request's earlier plan; returns False if the
@@ -790,9 +796,9 @@ class Checkpoints:
         with self.lock:
             if self.write is WritePolicy.BACK and self.host is not None:
                 self._make_room(n, self.slots)
-            found = self.slots.allocate(n).detach()
-            self.traffic.overwritten(found)
-            return found
+            slots = self.slots.allocate(n).detach()
+            self.traffic.overwritten(slots)
+            return slots
 
     def _make_room(self, n: int, slots: PageIndex) -> None:
         """Slots being written back are pinned, so write back only if enough other slots remain."""

@@ -74,8 +74,8 @@ class StatePart:
         inner = math.prod(self.shape[1:]) * self.dtype_bytes
         if self.sections:
             return tuple(
-                Plane(f"{self.name}_{each.name}", each.size * inner, each.heads)
-                for each in self.sections
+                Plane(f"{self.name}_{section.name}", section.size * inner, section.heads)
+                for section in self.sections
             )
         if self.sharded and self.shape:
             return (Plane(self.name, inner, self.shape[0]),)
@@ -98,11 +98,11 @@ def state_bytes(parts: Iterable[StatePart], ranks: int = 1) -> int:
     Raises:
         ConfigError: no parts, or ranks that cannot share one evenly.
     """
-    found = list(parts)
+    listed = list(parts)
     count(ranks, "ranks", 1, 1 << 20)
-    if not found:
+    if not listed:
         raise ConfigError("state: expected at least one part")
-    return sum(part.bytes_of(ranks) for part in found)
+    return sum(part.bytes_of(ranks) for part in listed)
 
 
 def state_groups(
@@ -122,20 +122,20 @@ def state_groups(
     Raises:
         ConfigError: no parts, or one of another number of layers.
     """
-    found = list(parts)
-    for part in found:
+    listed = list(parts)
+    for part in listed:
         if part.layers != len(layers):
             raise ConfigError(
                 f"state part {part.name!r}: expected {len(layers)} layers, those of {layers}, "
                 f"found {part.layers}"
             )
-    planes = [plane for part in found for plane in part.planes()]
+    planes = [plane for part in listed for plane in part.planes()]
     divided = [plane for plane in planes if plane.heads > 1]
     whole = [plane for plane in planes if plane.heads == 1]
     groups = []
     if divided:
-        most = math.gcd(*(plane.heads for plane in divided))
-        groups.append(KVGroup.state(name, layers=layers, parts=divided, head_groups=most))
+        divisor = math.gcd(*(plane.heads for plane in divided))
+        groups.append(KVGroup.state(name, layers=layers, parts=divided, head_groups=divisor))
     if whole or not divided:
         groups.append(KVGroup.state(f"{name}.whole", layers=layers, parts=whole))
     return groups
@@ -156,20 +156,20 @@ def gated_delta_parts(
     text = getattr(config, "text_config", config)
 
     def of(name: str) -> Any:
-        found = getattr(text, name, None)
-        if found is None:
+        value = getattr(text, name, None)
+        if value is None:
             raise ConfigError(
                 f"config: {type(config).__name__} has no {name!r}, so it is no model of gated "
                 "delta nets; list its parts as StatePart"
             )
-        return found
+        return value
 
     layers = list(of("layer_types")).count("linear_attention")
     key = of("linear_num_key_heads") * of("linear_key_head_dim")
     heads, width = of("linear_num_value_heads"), of("linear_value_head_dim")
     before = of("linear_conv_kernel_dim") - 1  # tokens that the convolution looks back on
     sections = (
-        *(Section(one, of("linear_num_key_heads"), of("linear_key_head_dim")) for one in "qk"),
+        *(Section(part, of("linear_num_key_heads"), of("linear_key_head_dim")) for part in "qk"),
         Section("v", heads, width),
     )
     channels = 2 * key + heads * width

@@ -118,15 +118,15 @@ def state_layout(parts: Parts, *, layers: Sequence[int] | None = None) -> StateL
 
 
 def _check_alike(name: str, tensors: list[Any]) -> None:
-    found = {
-        (str(getattr(one, "dtype", type(one).__name__)), tuple(getattr(one, "shape", ())))
-        for one in tensors
+    kinds = {
+        (str(getattr(tensor, "dtype", type(tensor).__name__)), tuple(getattr(tensor, "shape", ())))
+        for tensor in tensors
     }
-    shapes = [shape for _, shape in found]
-    if len(found) != 1 or len(shapes[0]) < 2 or 0 in shapes[0]:
+    shapes = [shape for _, shape in kinds]
+    if len(kinds) != 1 or len(shapes[0]) < 2 or 0 in shapes[0]:
         raise ConfigError(
             f"states: part {name!r}: expected tensors (slots, ...) of one shape and dtype in all "
-            f"layers, found {sorted(found)}"
+            f"layers, found {sorted(kinds)}"
         )
 
 
@@ -169,9 +169,9 @@ class States:
     def close(self) -> None:
         """Wait for copies, release the host's cache and the slots. The tensors stay."""
         with contextlib.ExitStack() as stack:
-            for one in (self.slots, self.host, self.engine):
-                if one is not None:
-                    stack.callback(one.close)
+            for part in (self.slots, self.host, self.engine):
+                if part is not None:
+                    stack.callback(part.close)
 
     def __enter__(self) -> States:
         return self
@@ -229,7 +229,7 @@ def open_states(
             "states: expected an index for slots of the device (index=), a cache on the host "
             "(size= or pages=), or both, found neither"
         )
-    most = layout.slots if slots is None else count(slots, "slots", 1, layout.slots)
+    limit = layout.slots if slots is None else count(slots, "slots", 1, layout.slots)
     decided = _decided(model, layout)
     if twice := sorted(decided.keys() & options.keys()):
         raise ConfigError(f"states: {', '.join(twice)} follow from the tensors; leave them out")
@@ -237,14 +237,14 @@ def open_states(
     with contextlib.ExitStack() as stack:
         device = host = None
         if index is not None:
-            device = create_slots(index, most)
+            device = create_slots(index, limit)
             stack.callback(device.close)
         if size is not None or pages is not None:
             host = Cache.open(name, size=size, pages=pages, **decided, **options)
             stack.callback(host.close)
-        made = States(layout, copier, device, host)
+        states = States(layout, copier, device, host)
         stack.pop_all()
-    return made
+    return states
 
 
 def _decided(model: str, layout: StateLayout) -> dict[str, Any]:

@@ -198,9 +198,9 @@ class Seeker:
         stored = plan.stored
         if stored.state is None:
             stored.first = 0 if plan.found is None else plan.found[1]
-            behind = plan.path.keys[stored.first : self._most(plan)]
-            if len(behind):
-                keys = np.ascontiguousarray(behind)
+            rest = plan.path.keys[stored.first : self._most(plan)]
+            if len(rest):
+                keys = np.ascontiguousarray(rest)
                 stored.state = tier.prefetch_last_ready(keys, namespace=plan.path.space.host)
         elif stored.news:
             stored.seen = True
@@ -216,8 +216,8 @@ class Seeker:
         if tier is None or space is None or position <= plan.kv.usable:
             return
         keys = plan.asked.prompt.keys(space.host_spec)[: position // manager.page_tokens]
-        there = manager.host.peek(keys, namespace=space.host)
-        plan.stored.kv = tier.prefetch(keys, there, namespace=space.host)
+        present = manager.host.peek(keys, namespace=space.host)
+        plan.stored.kv = tier.prefetch(keys, present, namespace=space.host)
 
 
 # ---- Plans
@@ -289,8 +289,8 @@ class Looker:
         is missing, or the engine evicts in its own order, KV is looked up from the beginning, and
         the deepest checkpoint within it is chosen.
         """
-        parts, given, plan.ends = self._parts, plan.given, False
-        if given is None and parts.owned:
+        parts, device_tokens, plan.ends = self._parts, plan.given, False
+        if device_tokens is None and parts.owned:
             self.choose(plan, plan.most // parts.step)
             if plan.found is None or self._stands(plan):
                 return False
@@ -298,19 +298,19 @@ class Looker:
             [plan.asked.prompt],
             options=[plan.asked.options],
             limits=[plan.asked.limit],
-            device_tokens=None if given is None else [given],
+            device_tokens=None if device_tokens is None else [device_tokens],
         )
-        self._looked(plan, given is None)
+        self._looked(plan, device_tokens is None)
         self.choose(plan, plan.kv.usable // parts.step)
         return True
 
     def look_behind(self, request: Hashable, plan: HybridPlan) -> None:
         """Find the depth of KV for a plan just made: as far as planned, then by looking."""
-        found: PrefixMatch | None = plan.planned
+        match: PrefixMatch | None = plan.planned
         if not self._ends_there(plan):
-            found = self._parts.manager.lookup.peek_beyond(request, plan.asked.limit)
-        plan.kv = plan.planned if found is None else found
-        self._looked(plan, found is not None)
+            match = self._parts.manager.lookup.peek_beyond(request, plan.asked.limit)
+        plan.kv = plan.planned if match is None else match
+        self._looked(plan, match is not None)
 
     def _looked(self, plan: HybridPlan, believed: bool) -> None:
         """Whether it is worth checking that nothing changed. The check itself finds `edge`."""
@@ -327,7 +327,7 @@ class Looker:
     def _stands(self, plan: HybridPlan) -> bool:
         """Whether the KV key that ends with the checkpoint is present; also notes whether the
         device has no KV after it."""
-        manager, space, asked = self._parts.manager, plan.space, plan.asked
+        manager, space, lookup = self._parts.manager, plan.space, plan.asked
         if space is None or plan.found is None:
             return False
         position, block = plan.found[1] * self._parts.step, manager.device.block_tokens
@@ -335,15 +335,15 @@ class Looker:
             ("device", manager.device.index, space.device, space.device_spec, block),
             ("host", manager.host.index, space.host, space.host_spec, manager.page_tokens),
         ):
-            at = position // tokens
-            if index is None or where is None or tier not in asked.options.tiers:
+            page = position // tokens
+            if index is None or where is None or tier not in lookup.options.tiers:
                 continue
-            if at * tokens != position:
+            if page * tokens != position:
                 continue
-            window = asked.prompt.keys(spec)[at - 1 : min(at + 1, plan.most // tokens)]
-            found = index.peek(window, namespace=where)
-            if found:
-                plan.ends = found == 1 and tier == "device"
+            window = lookup.prompt.keys(spec)[page - 1 : min(page + 1, plan.most // tokens)]
+            present = index.peek(window, namespace=where)
+            if present:
+                plan.ends = present == 1 and tier == "device"
                 return True
         return False
 
@@ -356,11 +356,11 @@ class Looker:
         if plan.found is None or position != plan.found[1] * self._parts.step:
             return False
         tokens = self._parts.manager.page_tokens
-        at = position // tokens
-        if "host" not in plan.asked.options.tiers or at >= plan.most // tokens:
+        page = position // tokens
+        if "host" not in plan.asked.options.tiers or page >= plan.most // tokens:
             return True
         return not index.peek(
-            plan.asked.prompt.keys(space.host_spec)[at : at + 1], namespace=space.host
+            plan.asked.prompt.keys(space.host_spec)[page : page + 1], namespace=space.host
         )
 
     # ---- looking again
@@ -376,19 +376,19 @@ class Looker:
 
     def _other_kv(self, plans: list[HybridPlan], changed: list[bool]) -> None:
         manager = self._parts.manager
-        asked = [i for i, other in enumerate(changed) if not other]
-        for space in {plans[i].space for i in asked}:
+        unchanged = [i for i, other in enumerate(changed) if not other]
+        for space in {plans[i].space for i in unchanged}:
             assert space is not None
-            members = [i for i in asked if plans[i].space is space]
+            members = [i for i in unchanged if plans[i].space is space]
             edges = [self._edge_of(plans[i], space) for i in members]
-            for index, where, windows, there in (
+            for index, where, windows, present in (
                 (manager.device.index, space.device, [e.device for e in edges], 0),
                 (manager.host.index, space.host, [e.host for e in edges], 1),
             ):
                 if index is not None and where is not None:
-                    found = peeked(index, windows, where)
-                    for i, edge, count in zip(members, edges, found, strict=True):
-                        changed[i] |= count != edge.there[there]
+                    peeks = peeked(index, windows, where)
+                    for i, edge, count in zip(members, edges, peeks, strict=True):
+                        changed[i] |= count != edge.there[present]
 
     def _other_checkpoints(self, plans: list[HybridPlan], changed: list[bool]) -> None:
         """The checkpoint found must still exist, with none between it and the end of KV."""
@@ -406,8 +406,10 @@ class Looker:
                     keys = plan.path.keys[first - its : last]
                     groups.setdefault((plan.path.space, tier), []).append((i, keys, its))
         for (space, tier), group in groups.items():
-            found = parts.checkpoints.last_ready_many([keys for _, keys, _ in group], space, tier)
-            for (i, _, its), count in zip(group, found, strict=True):
+            positions = parts.checkpoints.last_ready_many(
+                [keys for _, keys, _ in group], space, tier
+            )
+            for (i, _, its), count in zip(group, positions, strict=True):
                 changed[i] |= count != its
 
     def _edge_of(self, plan: HybridPlan, space: CacheScope) -> Edge:
@@ -450,8 +452,10 @@ class HybridPlanner:
         """See `HybridManager.plan_many`."""
         spaces: dict[str, Where] = {}
         plans: list[HybridPlan] = []
-        given = [None] * len(many.entries) if many.device_tokens is None else many.device_tokens
-        for (request, asks), tokens in zip(many.entries, given, strict=True):
+        device_tokens = (
+            [None] * len(many.entries) if many.device_tokens is None else many.device_tokens
+        )
+        for (request, asks), tokens in zip(many.entries, device_tokens, strict=True):
             tenant = asks[0].tenant
             if tenant not in spaces:
                 spaces[tenant] = self._where(tenant)
@@ -461,13 +465,15 @@ class HybridPlanner:
             self._renew(request, plan, other, now)
         return [self._match(plan) for plan in plans]
 
-    def plan_one(self, request: Hashable, asked: LookupRequest, given: int | None) -> HybridMatch:
+    def plan_one(
+        self, request: Hashable, lookup: LookupRequest, device_tokens: int | None
+    ) -> HybridMatch:
         """`plan` for one request.
 
         Args:
-            given: device tokens that the engine found itself; None: look.
+            device_tokens: device tokens that the engine found itself; None: look.
         """
-        plan = self._known(request, asked, given, self._where(asked.prompt.tenant))
+        plan = self._known(request, lookup, device_tokens, self._where(lookup.prompt.tenant))
         changed = not plan.looked or self._looker.changed([plan])[0]
         self._renew(request, plan, changed, time.monotonic())
         return self._match(plan)
@@ -476,7 +482,9 @@ class HybridPlanner:
         space = self._parts.inner.weights.scope_of(tenant)
         return space, None if space is None else self._parts.states_of(space)
 
-    def _known(self, request: Hashable, asks: Asks, given: int | None, where: Where) -> HybridPlan:
+    def _known(
+        self, request: Hashable, asks: Asks, device_tokens: int | None, where: Where
+    ) -> HybridPlan:
         """The plan of a request: its current plan, if it asks for the same as before."""
         known, (space, states) = self._plans.get(request), where
         if (
@@ -485,23 +493,23 @@ class HybridPlanner:
             and known.space is space
             and known.states is states
         ):
-            known.given, known.looked = given, known.looked and given is None
+            known.given, known.looked = device_tokens, known.looked and device_tokens is None
             return known
-        asked = LookupRequest(*asks)
-        same = known is not None and known.asked.prompt == asked.prompt
+        lookup = LookupRequest(*asks)
+        same = known is not None and known.asked.prompt == lookup.prompt
         if known is not None and same:  # its keys are already hashed
-            asked = LookupRequest(known.asked.prompt, asked.options, asked.limit)
+            lookup = LookupRequest(known.asked.prompt, lookup.options, lookup.limit)
         path = None
-        if space is not None and states is not None and asked.options.read:
-            path = Path(self._parts.keys_of(asked.prompt, space), states)
-        made = HybridPlan(asked, asked.most, given, space, states, path)
+        if space is not None and states is not None and lookup.options.read:
+            path = Path(self._parts.keys_of(lookup.prompt, space), states)
+        plan = HybridPlan(lookup, lookup.most, device_tokens, space, states, path)
         if known is not None:
-            if same and known.states is states and asked.options.read:
-                made.stored, made.read_until = known.stored, known.read_until
+            if same and known.states is states and lookup.options.read:
+                plan.stored, plan.read_until = known.stored, known.read_until
             else:
                 known.stored.cancel(self._parts.checkpoints.traffic.moves.foreign)
-        self._plans[request] = made
-        return made
+        self._plans[request] = plan
+        return plan
 
     # ---- the usable part
 
@@ -530,10 +538,10 @@ class HybridPlanner:
             else:
                 parts.checkpoints.cancel(request)
             position = self.position(plan)
-            asked = plan.asked.up_to(position)
+            lookup = plan.asked.up_to(position)
             tokens = None if plan.given is None else (plan.given,)
-            batch = LookupBatch(((request, asked),), tokens)
-            (kv,) = parts.manager.lookup.plan(batch, {asked.prompt.tenant: plan.space})
+            batch = LookupBatch(((request, lookup),), tokens)
+            (kv,) = parts.manager.lookup.plan(batch, {lookup.prompt.tenant: plan.space})
             plan.planned = kv
             if plan.found is None or kv.usable >= position:
                 return

@@ -135,8 +135,8 @@ class Grid:
             kv: tokens whose KV was found, in any tier.
             checkpoint: position of the deepest checkpoint within them; 0 if there is none.
         """
-        found = self.floor(kv)
-        return found if found > checkpoint else None
+        position = self.floor(kv)
+        return position if position > checkpoint else None
 
     def reachable(self, begin: int, position: int) -> bool:
         """Whether a forward pass from `begin` on has a state at `position` on its way: a whole
@@ -394,15 +394,15 @@ class Drafts:
         """
         self.running = count(running, "running", 1, _MOST_DRAFTED)
         self.drafted = count(drafted, "drafted", 1, _MOST_DRAFTED)
-        found, wanted = pages(slots), self.room(running, drafted)
-        if len(found) < wanted:
+        slot_pages, wanted = pages(slots), self.room(running, drafted)
+        if len(slot_pages) < wanted:
             raise ConfigError(
                 f"drafts: expected slots for {running} requests of {drafted} drafted tokens and "
-                f"one more, {wanted}, found {len(found)}"
+                f"one more, {wanted}, found {len(slot_pages)}"
             )
-        if len(np.unique(found)) != len(found):
+        if len(np.unique(slot_pages)) != len(slot_pages):
             raise ConfigError("drafts: expected each slot once")
-        self._slots = found[:wanted].reshape(running, drafted + 1).copy()
+        self._slots = slot_pages[:wanted].reshape(running, drafted + 1).copy()
 
     @staticmethod
     def room(running: int, drafted: int) -> int:
@@ -463,40 +463,40 @@ class Drafts:
             ConfigError: parents that are no tree, no such node, or tokens before this step's.
         """
         steps = _integers(behind, "behind")
-        found = self._nodes(nodes, steps.size)
-        tree = self._tree(parents, len(found))
-        each = np.arange(len(found))
+        checked = self._nodes(nodes, steps.size)
+        tree = self._tree(parents, len(checked))
+        order = np.arange(len(checked))
         for step in range(int(steps.max(initial=0))):
-            found[steps > step] = tree[each, found][steps > step]
-            if (found < 0).any():
-                row = int(np.argmin(found))
+            checked[steps > step] = tree[order, checked][steps > step]
+            if (checked < 0).any():
+                row = int(np.argmin(checked))
                 raise ConfigError(
                     f"ancestors: row {row} asks for {steps[row]} tokens before its node, of which "
                     f"this step computed {step}"
                 )
-        return found
+        return checked
 
     # ---- arguments
 
     def _rows(self, rows: npt.ArrayLike) -> Tokens:
-        found = _integers(rows, "rows")
-        if found.size and not 0 <= found.min() <= found.max() < self.running:
-            raise ConfigError(f"rows: expected 0 to {self.running - 1}, found {found.tolist()}")
-        if len(np.unique(found)) != len(found):
-            raise ConfigError(f"rows: expected each once, found {found.tolist()}")
-        return found
+        integers = _integers(rows, "rows")
+        if integers.size and not 0 <= integers.min() <= integers.max() < self.running:
+            raise ConfigError(f"rows: expected 0 to {self.running - 1}, found {integers.tolist()}")
+        if len(np.unique(integers)) != len(integers):
+            raise ConfigError(f"rows: expected each once, found {integers.tolist()}")
+        return integers
 
     def _nodes(self, nodes: npt.ArrayLike, wanted: int) -> Tokens:
-        found = _integers(nodes, "nodes", wanted)
-        if found.size and not 0 <= found.min() <= found.max() <= self.drafted:
-            raise ConfigError(f"nodes: expected 0 to {self.drafted}, found {found.tolist()}")
-        return found
+        integers = _integers(nodes, "nodes", wanted)
+        if integers.size and not 0 <= integers.min() <= integers.max() <= self.drafted:
+            raise ConfigError(f"nodes: expected 0 to {self.drafted}, found {integers.tolist()}")
+        return integers
 
     def _working(self, working: npt.ArrayLike, wanted: int) -> Pages:
-        found = pages(working)
-        if len(found) != wanted:
-            raise ConfigError(f"working: expected {wanted} slots, found {len(found)}")
-        return found
+        working_slots = pages(working)
+        if len(working_slots) != wanted:
+            raise ConfigError(f"working: expected {wanted} slots, found {len(working_slots)}")
+        return working_slots
 
     def _tree(self, parents: npt.ArrayLike, wanted: int) -> Tokens:
         tree, nodes = np.asarray(parents), self.drafted + 1
@@ -511,15 +511,15 @@ class Drafts:
         return np.broadcast_to(tree.astype(np.int64), (wanted, nodes))
 
 
-def _integers(values: npt.ArrayLike, what: str, wanted: int | None = None) -> Tokens:
-    found = np.asarray(values)
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+def _integers(values: npt.ArrayLike, name: str, wanted: int | None = None) -> Tokens:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ConfigError(
-            f"{what}: expected one row of integers, found {found.dtype} {found.shape}"
+            f"{name}: expected one row of integers, found {array.dtype} {array.shape}"
         )
-    if wanted is not None and len(found) != wanted:
-        raise ConfigError(f"{what}: expected {wanted}, found {len(found)}")
-    return found.astype(np.int64)
+    if wanted is not None and len(array) != wanted:
+        raise ConfigError(f"{name}: expected {wanted}, found {len(array)}")
+    return array.astype(np.int64)
 
 
 # ---- The device slots of a running request, and which saved state is in which.
@@ -664,10 +664,10 @@ class RequestSlots:
             ConfigError: the oldest write in flight is another, or there is none.
         """
         if not self._writes or self._writes[0].position != position:
-            found = f"that of {self._writes[0].position}" if self._writes else "none"
+            expected = f"that of {self._writes[0].position}" if self._writes else "none"
             raise ConfigError(
-                f"confirm: expected the oldest write in flight, {found}, found {position}; confirm "
-                "each once, in the order of launching"
+                f"confirm: expected the oldest write in flight, {expected}, found {position}; "
+                "confirm each once, in the order of launching"
             )
         write = self._writes.popleft()
         if write.valid:
@@ -762,12 +762,12 @@ class RequestSlots:
         """
         self._check_running()
         self._over = True
-        found = [state for state in self._confirmed if state.position <= kept]
+        confirmed = [state for state in self._confirmed if state.position <= kept]
         if working_at is not None and 0 < working_at <= kept:
-            found.append(Saved(self.working, working_at))
-        if not found:
+            confirmed.append(Saved(self.working, working_at))
+        if not confirmed:
             return None
-        best = max(found, key=lambda state: state.position)
+        best = max(confirmed, key=lambda state: state.position)
         self._given.add(best.slot)
         return best
 
@@ -880,11 +880,11 @@ class Features:
         Raises:
             ConfigError: names every conflict, not only the first, each with what to change.
         """
-        found = self.conflicts()
-        if found:
+        conflicts = self.conflicts()
+        if conflicts:
             raise ConfigError(
-                f"hybrid model: {len(found)} of its settings do not go together:\n"
-                + "\n".join(f"{number}. {text}" for number, text in enumerate(found, 1))
+                f"hybrid model: {len(conflicts)} of its settings do not go together:\n"
+                + "\n".join(f"{number}. {text}" for number, text in enumerate(conflicts, 1))
             )
 
     def conflicts(self) -> tuple[str, ...]:
@@ -992,12 +992,12 @@ def check_features(config: HybridConfig, checkpoints: Checkpoints, grid: Grid) -
         return
     alternating = RequestSlots.needed(config.ahead) if config.alternating else 0
     slots, host = checkpoints.slots, checkpoints.host
-    own = running * (1 + alternating) + config.draft_slots
+    needed = running * (1 + alternating) + config.draft_slots
     Features(
         grid,
         config.saves,
         running,
-        device_slots=own if slots is None else slots.pages,
+        device_slots=needed if slots is None else slots.pages,
         ahead=config.ahead,
         alternating=alternating,
         drafted=config.drafted,

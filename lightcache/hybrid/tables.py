@@ -40,14 +40,14 @@ class StateTables:
         Raises:
             ConfigError: not integers of shape (n, width).
         """
-        found = np.asarray(table)
-        if found.ndim != 2 or (found.size and found.dtype.kind not in "iu"):
+        array = np.asarray(table)
+        if array.ndim != 2 or (array.size and array.dtype.kind not in "iu"):
             raise ConfigError(
-                f"table: expected integers of shape (n, width), found {found.dtype} {found.shape}"
+                f"table: expected integers of shape (n, width), found {array.dtype} {array.shape}"
             )
-        n, width = found.shape
+        n, width = array.shape
         starts = np.arange(n, dtype=np.int64) * width
-        return cls(_slots(found.reshape(-1)), starts, np.full(n, width, np.int64))
+        return cls(_slots(array.reshape(-1)), starts, np.full(n, width, np.int64))
 
     @classmethod
     def ragged(cls, slots: npt.ArrayLike, bounds: npt.ArrayLike) -> StateTables:
@@ -57,8 +57,8 @@ class StateTables:
             ConfigError: not integers, or bounds that do not ascend from 0 to the number of slots.
         """
         flat = _slots(slots)
-        found = offsets(bounds, len(flat))
-        return cls(flat, found[:-1], np.diff(found))
+        ends = offsets(bounds, len(flat))
+        return cls(flat, ends[:-1], np.diff(ends))
 
     @classmethod
     def compact(
@@ -73,18 +73,18 @@ class StateTables:
         Raises:
             ConfigError: as `ragged`; blocks that do not ascend, or as many as there are slots.
         """
-        made = cls.ragged(slots, bounds)
+        tables = cls.ragged(slots, bounds)
         of = np.asarray(blocks)
-        if of.shape != made._slots.shape or (of.size and of.dtype.kind not in "iu"):
+        if of.shape != tables._slots.shape or (of.size and of.dtype.kind not in "iu"):
             raise ConfigError(
-                f"blocks: expected {len(made._slots)} integers, one for each slot, found "
+                f"blocks: expected {len(tables._slots)} integers, one for each slot, found "
                 f"{of.dtype} {of.shape}"
             )
-        rows = np.repeat(np.arange(len(made), dtype=np.int64), made._lengths)
-        made._keys = rows * _SPAN + of.astype(np.int64)
-        if of.size and (of.min() < 0 or of.max() >= _SPAN or (np.diff(made._keys) <= 0).any()):
+        rows = np.repeat(np.arange(len(tables), dtype=np.int64), tables._lengths)
+        tables._keys = rows * _SPAN + of.astype(np.int64)
+        if of.size and (of.min() < 0 or of.max() >= _SPAN or (np.diff(tables._keys) <= 0).any()):
             raise ConfigError("blocks: expected numbers of blocks, ascending in each sequence")
-        return made
+        return tables
 
     def find(self, blocks: Tokens) -> Pages:
         """The slots of some blocks, one or several of each sequence: int32 of the shape of
@@ -92,14 +92,14 @@ class StateTables:
         if not len(self._slots):
             return np.full(blocks.shape, NONE, np.int32)
         if self._keys is None:
-            at, there = self._starts + blocks, (blocks >= 0) & (blocks < self._lengths)
+            places, present = self._starts + blocks, (blocks >= 0) & (blocks < self._lengths)
         else:
             wanted = np.arange(len(self)) * _SPAN + blocks
-            at = np.searchsorted(self._keys, wanted)
-            there = (blocks >= 0) & (self._keys.take(at, mode="clip") == wanted)
-        found: Pages = self._slots.take(at, mode="clip")
-        found[~there] = NONE
-        return found
+            places = np.searchsorted(self._keys, wanted)
+            present = (blocks >= 0) & (self._keys.take(places, mode="clip") == wanted)
+        slots: Pages = self._slots.take(places, mode="clip")
+        slots[~present] = NONE
+        return slots
 
     def describe(self, row: int) -> str:
         """A sequence's table, for a message."""
@@ -197,15 +197,18 @@ def state_block_tables(
 
 def _what(tables: StateTables, row: int, old: int, new: int, block: int) -> str:
     if new < 1:
-        return f"expected total_tokens of 1 or more, found {new}; leave out who computes nothing"
+        return (
+            f"expected total_tokens of 1 or more, found {new}; leave out sequences that compute "
+            "nothing"
+        )
     if not 0 <= old <= new:
         return f"expected prev_tokens of 0 to total_tokens, found {old} of {new}"
-    at = (new - 1) // block
-    if tables.find(np.where(np.arange(len(tables)) == row, at, NONE))[row] >= 0:
-        at = (old - 1) // block
+    column = (new - 1) // block
+    if tables.find(np.where(np.arange(len(tables)) == row, column, NONE))[row] >= 0:
+        column = (old - 1) // block
     return (
-        f"expected a slot for its block {at} of {block} tokens (prev_tokens={old}, total_tokens="
-        f"{new}), found {tables.describe(row)}"
+        f"expected a slot for its block {column} of {block} tokens (prev_tokens={old}, "
+        f"total_tokens={new}), found {tables.describe(row)}"
     )
 
 
@@ -215,19 +218,19 @@ def _check_apart(read: Pages, write: Pages, names: Sequence[Hashable] | None) ->
     written = write[order]
     twice = np.flatnonzero(written[1:] == written[:-1])
     moved = np.flatnonzero(read != write)  # the others read what they alone write
-    at = np.searchsorted(written[:-1], read[moved])
-    foreign = np.flatnonzero(written[at] == read[moved]) if len(moved) else moved
+    places = np.searchsorted(written[:-1], read[moved])
+    foreign = np.flatnonzero(written[places] == read[moved]) if len(moved) else moved
     if not len(twice) and not len(foreign):
         return
     if len(twice):
         one, other = int(order[twice[0]]), int(order[twice[0] + 1])
         slot = int(write[one])
     else:
-        one, other = int(moved[foreign[0]]), int(order[at[foreign[0]]])
+        one, other = int(moved[foreign[0]]), int(order[places[foreign[0]]])
         slot = int(read[one])
-    who = [row if names is None else names[row] for row in (one, other)]
+    ids = [row if names is None else names[row] for row in (one, other)]
     raise ConfigError(
-        f"sequence {who[0]!r}: its slot {slot} is written by sequence {who[1]!r} in the same step; "
+        f"sequence {ids[0]!r}: its slot {slot} is written by sequence {ids[1]!r} in the same step; "
         "each needs a slot of its own, and a shared state is copied before it is written"
     )
 
@@ -267,10 +270,10 @@ def capacity(
     Raises:
         ConfigError: figures out of range, or no room for one block beside the running states.
     """
-    most = 1 << 62
-    count(budget, "budget", 1, most)
+    limit = 1 << 62
+    count(budget, "budget", 1, limit)
     for name, value in (("block_bytes", block_bytes), ("state_bytes", state_bytes)):
-        count(value, name, 1, most)
+        count(value, name, 1, limit)
     count(block_tokens, "block_tokens", 1, 1 << 20)
     count(running_states, "running_states", 0, 1 << 31)
     count(tokens_per_state, "tokens_per_state", 1, 1 << 40)
@@ -292,19 +295,19 @@ def capacity(
 
 def _slots(values: npt.ArrayLike) -> Pages:
     """Slots or -1, int32."""
-    found = np.asarray(values)
-    if found.size and found.dtype.kind in "iu" and found.ndim == 1 and int(found.min()) == NONE:
-        return found.astype(np.int32) if int(found.max()) < 1 << 31 else pages(found)
-    return pages(found)
+    array = np.asarray(values)
+    if array.size and array.dtype.kind in "iu" and array.ndim == 1 and int(array.min()) == NONE:
+        return array.astype(np.int32) if int(array.max()) < 1 << 31 else pages(array)
+    return pages(array)
 
 
-def _counts(values: npt.ArrayLike, what: str) -> Tokens:
-    found = np.asarray(values)
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+def _counts(values: npt.ArrayLike, name: str) -> Tokens:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ConfigError(
-            f"{what}: expected one row of integers, found {found.dtype} {found.shape}"
+            f"{name}: expected one row of integers, found {array.dtype} {array.shape}"
         )
-    return found.astype(np.int64, copy=False)
+    return array.astype(np.int64, copy=False)
 
 
 def _short(values: list[int]) -> str:

@@ -242,7 +242,10 @@ def test_an_index_of_another_page_size_is_refused(index: Made, by_name: bool) ->
     """Host pages of 64 tokens, device blocks of 16: no key is one of both."""
     host, a, b = index("host", page_tokens=64), index("a", block_tokens=16), index("b")
     fill(a, 1, 3)
-    said = r"gpu0: index '.*-a' has pages of 16 tokens, .* are of 64, so none of them can be found"
+    said = (
+        r"gpu0: index .*-a. has pages of 16 tokens, .* are of pages of 64, "
+        "so none of them can be found"
+    )
     with pytest.raises(ConfigError, match=said):
         Router(host, {"gpu1": b, "gpu0": a.name if by_name else a})
     assert a.peek(prompt(1, 3)) == 3, "the caller's own stays open"
@@ -288,7 +291,7 @@ def test_a_namespace_that_was_forgotten(index: Made, caplog: pytest.LogCaptureFi
         router.route_many(prompt(1, 4), np.array([0, 2, 4]), {"a": 0})
         (said,) = logged(caplog)
         assert "with weights '', tenant '', and no index has a page of these" in said
-        assert "pages under weights 'step-1000', tenant ''" in said
+        assert "pages of weights 'step-1000', tenant ''" in said
         counted = router.statistics
         assert (counted.requests, counted.missed, counted.other_namespace) == (6, 5, 5)
         # A tenant's first request is no news; weights that nobody serves are.

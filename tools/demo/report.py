@@ -88,13 +88,13 @@ class Outcome:
     def problems(self) -> list[str]:
         """What did not hold, in one line each."""
         problems = [f"check: {check.message}" for check in self.checks if not check.clean]
-        for what, wanted, found in (
+        for subject, wanted, found in (
             ("answers", self.wanted_turns, len(self.turns)),
             ("answers after the restart", self.wanted_again, len(self.again)),
             ("turns computed again", self.wanted_compared, len(self.compared)),
         ):
             if found != wanted:
-                problems.append(f"expected {wanted} {what}, found {found}")
+                problems.append(f"expected {wanted} {subject}, found {found}")
         if not Figures(self.turns).reusing:
             problems.append("no turn reused anything; give a larger --size")
         if self.wanted_kill and self.kill is None:
