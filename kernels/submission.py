@@ -586,7 +586,7 @@ class Submission:
             self.transfer.fail(error)
             if pacer is None:
                 self._end()
-            else:  # steps handed over already are left out
+            else:  # steps submitted already are left out
                 pacer.put(self._end_locked, 0)
             raise
 

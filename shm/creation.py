@@ -116,7 +116,7 @@ def _no_space(wanted: SegmentSpec, needed: int) -> NoSpace:
     return NoSpace(
         f"the segment {wanted.name!r} needs {wanted.total_bytes} bytes"
         f"{f', {needed} of them still missing' if needed else ''}, and {room.bytes} bytes are "
-        f"{room.limit}; ask for less, remove what nobody uses (`lightcache ls`, `lightcache rm`), "
+        f"{room.limit}; ask for less, remove unused caches (`lightcache ls`, `lightcache rm`), "
         "or enlarge /dev/shm"
     )
 

@@ -36,7 +36,7 @@ class Obstacle(Enum):
     """Why a name cannot be attached to at this moment; the value ends a message."""
 
     MISSING = "there is no such segment; create it, or use open"
-    BUSY = "its creator has not finished, or somebody is replacing or unlinking it; wait longer"
+    BUSY = "another process is creating, replacing or unlinking it; wait longer"
     DEAD = "its creator died before finishing; open or create removes the leftover"
     RETIRED = "it was retired but not removed; open or create removes the leftover"
     MOVED = "its name changes hands all the time; try again"
@@ -223,7 +223,7 @@ def unlink(name: str, group: int | None, *, force: bool, timeout: float | None) 
             if not force and opened.is_occupied():
                 living = clients.read_table(opened.client_table(), opened.fd)
                 raise InUse(
-                    f"unlink {name!r}: somebody is attached "
+                    f"unlink {name!r}: a client is attached "
                     f"({clients.describe([client for client in living if client.alive])}); let "
                     "them close it first"
                 )

@@ -157,7 +157,7 @@ class LockedCalls:
         )
         return (
             f"{name} {self._doing(lock)}; if it is stopped, continue or kill it (a dead holder is "
-            "replaced at once); lookups go on meanwhile"
+            "replaced immediately); lookups continue"
         )
 
     def _doing(self, lock: layout.LockRecord) -> str:

@@ -266,7 +266,7 @@ class SharedLog:
             if check(quick.lcx_log_ended(handle), what):
                 raise Abandoned(
                     f"{what}: its writer has left or was killed, and all that it appended was read "
-                    "here; go on reading when somebody has attached with writer=True"
+                    "here; read on when another client has attached with writer=True"
                 )
             return []
         ends = list(accumulate(lengths[: check(code, what)], initial=0))

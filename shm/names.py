@@ -45,7 +45,7 @@ def object_name(name: str) -> str:
         )
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"the name {name!r} is not allowed: begin with an ASCII letter or digit and go on with "
+            f"the name {name!r} is not allowed: expected an ASCII letter or digit, followed by "
             "letters, digits, '.', '_' or '-' (no slash)"
         )
     return PREFIX + name

@@ -180,10 +180,10 @@ def _why_unneeded(opened: OpenObject) -> str | None:
     if header.retired:
         return "it was replaced or removed, and not all of it went"
     if header.lifetime == Lifetime.ATTACHED and not opened.is_occupied():
-        return "all processes that used it were killed; the next `open` would go on with it, warm"
+        return "all its clients were killed; the next `open` would use it, warm"
     if opened.is_idle():
         unused, limit = (duration(ns / 1e9) for ns in (opened.unused_ns(), header.idle_ns))
-        return f"nobody used it for {unused}, and its idle limit is {limit}"
+        return f"unused for {unused}, and its idle limit is {limit}"
     return None
 
 

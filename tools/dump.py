@@ -1,4 +1,4 @@
-"""`lightcache dump`, also `shm-dump`: what an operator asks at three in the morning."""
+"""`lightcache dump`, also `shm-dump`: the content of a segment, for operators."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from lightcache.tools.output import (
     table,
 )
 
-# ---- The tables of `dump`, made of the values of `facts`.
+# ---- Tables of the values of `facts`
 
 
 Facts = dict[str, Any]
 
 
 def segment_facts(info: SegmentInfo) -> Facts:
-    """What is said of a segment that holds no index."""
+    """The content of a segment without an index."""
     return {
         "name": info.name,
         "kind": info.kind,
@@ -53,7 +53,7 @@ def segment_facts(info: SegmentInfo) -> Facts:
 
 
 def _limit(info: Facts) -> str:
-    """Of a persistent one that may go for room."""
+    """The idle limit of a persistent segment."""
     limit = info.get("idle_limit_s")
     if not limit:
         return ""
@@ -61,7 +61,7 @@ def _limit(info: Facts) -> str:
 
 
 def show(facts: Facts) -> None:
-    """Print what was found."""
+    """Print a document as tables."""
     out = console()
     out.print(_segment(facts["segment"]))
     for name, view in _VIEWS.items():
@@ -130,7 +130,7 @@ def _lock(facts: Facts) -> RenderableType:
     pairs: list[tuple[str, object]] = []
     holder = facts["holder"]
     if holder is None:
-        pairs.append(("holder", Text("nobody", style="green")))
+        pairs.append(("holder", Text("none", style="green")))
     else:
         well = holder["alive"] and holder["process"] in ("running", "sleeping", "out of sight")
         pairs += [
@@ -335,7 +335,7 @@ _VIEWS: dict[str, Callable[[Any], RenderableType]] = {
 }
 
 
-# ---- `lightcache dump`, also `shm-dump`: what an operator asks at three in the morning.
+# ---- The command
 
 
 SECTIONS: dict[str, Callable[[Image], object]] = {
@@ -359,7 +359,7 @@ SECTIONS: dict[str, Callable[[Image], object]] = {
 @click.option("--limit", default=100, show_default=True, help="Most pages to show; 0: all.")
 @json_option
 def dump(name: str, as_json: bool, pages: bool, limit: int, **chosen: bool) -> None:
-    """Show what is in the cache NAME, or in a list, dict, ring, log or other segment.
+    """Show the content of the cache NAME, or of a list, dict, ring, log or other segment.
 
     Reads a copy: takes no lock and no slot, and works while the holder of the lock is stopped or
     dead. Without options it shows everything but the pages. Neither tokens nor secrets are in a
@@ -383,10 +383,10 @@ def dump(name: str, as_json: bool, pages: bool, limit: int, **chosen: bool) -> N
 
 
 def document(image: Image, chosen: dict[str, bool], pages: bool, limit: int) -> dict[str, object]:
-    """The sections asked for; without a choice all but the pages."""
+    """The chosen sections; without a choice all but the pages."""
     everything = not pages and not any(chosen.values())
     result: dict[str, object] = {"segment": facts.segment(image)}
-    lock = facts.lock(image)  # as it was, before the copy is put in order
+    lock = facts.lock(image)  # before `undo` changes the copy
     undone = undo(image)
     for section, make in SECTIONS.items():
         if everything or chosen.get(section):
@@ -397,7 +397,7 @@ def document(image: Image, chosen: dict[str, bool], pages: bool, limit: int) -> 
 
 
 def _chosen(facts: dict[str, object], chosen: dict[str, bool]) -> dict[str, object]:
-    """The sections asked for that there are; without a choice all."""
+    """The chosen sections that exist; without a choice all."""
     always = {"not_working", "hints"}
     if not any(chosen.values()):
         return facts

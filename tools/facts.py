@@ -1,7 +1,7 @@
-"""What `dump` says, as plain values for JSON. Tables are made of the same values.
+"""The values of `dump`, for JSON. Tables are made of the same values.
 
-Nothing here leads back to what the pages are about: of a key only the first digits are shown,
-tickets without the words that adopting takes, and of the secret nothing at all.
+They do not reveal the content of pages: they have only the first digits of a key, tickets without
+the words needed to adopt them, and no secret.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightcache.shm import ClientInfo
 from lightcache.shm import layout as shm_layout
 from lightcache.tools.image import Copy, Image
 
-# ---- The pages of a copy, one by one, for `dump --pages`.
+# ---- Pages, for `dump --pages`
 
 
 def pages(image: Image, limit: int) -> Facts:
@@ -44,7 +44,7 @@ def _page(found: npt.NDArray[Any], pins: npt.NDArray[np.uint16], page: int) -> F
     word, used, parent = int(record["word"]), int(record["used"]), int(record["parent"])
     valid = parent < len(found) and found[parent]["gen"] == record["parent_gen"]
     reservation = word >> layout.RESERVATION_SHIFT
-    held = word & layout.STATE_MASK == PageState.HELD  # then its client stands there
+    held = word & layout.STATE_MASK == PageState.HELD  # then these bits are its client
     return {
         "page": page,
         "state": name_of(PageState, word & layout.STATE_MASK),
@@ -62,7 +62,7 @@ def _page(found: npt.NDArray[Any], pins: npt.NDArray[np.uint16], page: int) -> F
     }
 
 
-# ---- What /proc says of a client, where this process can see it.
+# ---- Clients in /proc, if this process can see them
 
 
 _STATES = {
@@ -99,8 +99,8 @@ def state_of(client: ClientInfo, tid: int = 0) -> str:
 
 
 def has_ended(client: ClientInfo) -> bool:
-    """Whether a client's process is certainly gone: of our PID namespace, and no process has its
-    number. What /proc hides still has it."""
+    """Whether a client's process has certainly ended: it is of our PID namespace, and no process
+    has its number, not even one that /proc hides."""
     if not client.pidns or client.pidns != own_pid_namespace():
         return False
     try:
@@ -121,7 +121,7 @@ def _stat(path: Path) -> list[str] | None:
     return [field.decode("ascii", "replace") for field in fields] if len(fields) > 19 else None
 
 
-# ---- What `dump` says, as plain values for JSON. Tables are made of the same values.
+# ---- All other sections of `dump`
 
 
 Facts = dict[str, Any]
@@ -203,7 +203,7 @@ def _pool_facts(image: Image) -> Facts:
 
 
 def totals(image: Image) -> Facts:
-    """Pages by state, counted from the records; and whether the counters say the same."""
+    """Pages by state, counted from the records, and whether the counters agree."""
     root = image.root
     used, grown = min(root.fresh, image.pages), min(root.grown, image.pages)
     words = records(image)["word"][:used] & layout.STATE_MASK
@@ -240,14 +240,14 @@ def totals(image: Image) -> Facts:
 
 
 def _no_memory(image: Image) -> float:
-    """For so long calls evict instead of asking for memory; 0: they ask."""
+    """Seconds for which calls evict instead of requesting memory; 0: they request it."""
     left = (image.root.no_memory_ns - image.taken_ns) / 1e9
     return left if image.root.grown < image.pages and 0 < left <= 60 else 0.0
 
 
 def _ticket_pins(image: Image) -> npt.NDArray[np.int64]:
-    """Pins of each page by tickets whose deadline has passed: they hold nothing, and the next call
-    that makes room takes them back."""
+    """Pins of each page by tickets whose deadline has passed: these hold nothing, and the next call
+    that evicts releases them."""
     place, pins = image.place, np.zeros(image.pages, np.int64)
     records = _table(image, layout.TicketRecord, place.ticket, place.tickets)
     for record in records:
@@ -406,7 +406,7 @@ def _reservation(image: Image, number: int, record: layout.ReservationRecord) ->
 
 
 def tickets(image: Image) -> list[Facts]:
-    """Tickets that are outstanding: who gave them, who has yet to adopt."""
+    """Tickets that have not ended: their owners, and the clients that have yet to adopt."""
     place = image.place
     records = _table(image, layout.TicketRecord, place.ticket, place.tickets)
     return [_ticket(image, i, record) for i, record in enumerate(records) if record.state]

@@ -1,4 +1,4 @@
-"""`lightcache ls`: what there is, without attaching to any of it."""
+"""`lightcache ls`: all segments, without attaching to them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from lightcache.tools.output import Command, age, cell, console, emit, json_opti
 def ls(as_json: bool) -> None:
     """List all segments of this machine, of every user.
 
-    Nothing is mapped, locked or attached to. Sizes of pools are their lengths; "in memory" is what
-    they take so far. Of other users' segments only names, owners and sizes are seen.
+    Nothing is mapped, locked or attached to. "pool" is a pool's length, "in memory" the memory it
+    has so far. For other users' segments only name, owner and size are shown.
     """
     segments = [describe(info) for info in list_segments()]
     if as_json:
@@ -34,7 +34,7 @@ def ls(as_json: bool) -> None:
 
 
 def describe(info: SegmentInfo) -> dict[str, Any]:
-    """A segment as JSON has it."""
+    """A segment, for JSON."""
     lengths, allocated = _dependents(info)
     pages, independent = _index(info)
     return {
@@ -60,7 +60,7 @@ def describe(info: SegmentInfo) -> dict[str, Any]:
 
 
 def state_of(info: SegmentInfo) -> str:
-    """In a word or two."""
+    """The state, in a word or two."""
     if not info.seen:
         return "another user's" if info.uid not in (-1, os.geteuid()) else "unreadable"
     if info.retired:
@@ -77,8 +77,8 @@ _UNFINISHED = {
 
 
 def _index(info: SegmentInfo) -> tuple[int | None, bool]:
-    """Pages, and whether it is independent: from the configuration in the header; None where there
-    is none to be read."""
+    """Pages, and whether it is independent, from the configuration in the header; None: it has no
+    index, or cannot be read."""
     with contextlib.suppress(LightcacheError, OSError):
         segment = OpenObject.open(info.name, writable=False)
         if segment is not None and info.ready:
@@ -133,7 +133,7 @@ def _table(rows: list[dict[str, Any]]) -> Any:
 
 
 def _pool(entry: dict[str, Any]) -> str | None:
-    """Its length, and its folder where that is not the usual one."""
+    """Its length, and its folder if that is not the usual one."""
     if not entry["pool_bytes"]:
         return None
     folders = {str(path_of(full).parent) for full in entry["dependents"]} - {str(names.FOLDER)}

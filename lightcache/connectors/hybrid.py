@@ -92,8 +92,10 @@ class Checkpoints:
         self._kv = kv.index
         planes = planes_of_states(pages, self._states(seen))
         self._pool = Pooled(states, pages.geometry, planes, pages.device, pinned)
-        self._mover = StateBackend(pages, self._pool)
-        self._all = hybrid.Checkpoints(None, states, self._mover, most=most, parting=self._parting)
+        self._backend = StateBackend(pages, self._pool)
+        self._all = hybrid.Checkpoints(
+            None, states, self._backend, most=most, parting=self._parting
+        )
 
     def _parting(self, path: Path) -> Pages:
         return self._kv.children(path.keys, namespace=path.kv)
@@ -137,7 +139,7 @@ class Checkpoints:
         """
         self._all.poll()
         prepare(self.pages, past)
-        with self._mover.lent(self._states(past)) as slot:
+        with self._backend.lent(self._states(past)) as slot:
             with self._all.lock:
                 movement = self._all.traffic.load(lease, slot)
             with self._told(movement):
@@ -157,7 +159,7 @@ class Checkpoints:
             TransferFailed: the copy failed. Any other exception of the copy is raised as is.
         """
         self._all.poll()
-        with self._mover.lent(found.states) as slot:
+        with self._backend.lent(found.states) as slot:
             movement = self._all.donate(slot, path, count, fork=fork)
             if movement is None:
                 return

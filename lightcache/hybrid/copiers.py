@@ -19,17 +19,17 @@ from lightcache.kernels.geometry import KVGroup, Plane, held_heads
 
 @dataclass(frozen=True)
 class Section:
-    """A run of a part's first axis that tensor-parallel ranks divide among them by heads."""
+    """A range of a part's first axis that tensor-parallel ranks divide by heads."""
 
     name: str
     heads: int
     size: int = 1
-    """Places of the axis that each head has."""
+    """Elements of the axis in each head."""
 
 
 @dataclass(frozen=True)
 class StatePart:
-    """One of the tensors that a linear layer keeps for each sequence."""
+    """One tensor of a linear layer's state, for one sequence."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,8 +39,8 @@ class StatePart:
     sharded: bool = True
     """Divided among tensor-parallel ranks; otherwise each has all of it."""
     sections: tuple[Section, ...] = ()
-    """Of the first axis, in its order: each is divided by itself, as the q, k and v channels of a
-    convolution are. None: every place of the axis is a head."""
+    """Of the first axis, in its order. Each is divided by itself, as the q, k and v channels of a
+    convolution. None: every element of the axis is a head."""
 
     def __post_init__(self) -> None:
         """Check.
@@ -63,14 +63,14 @@ class StatePart:
             or sum(each.heads * each.size for each in self.sections) != self.shape[0]
         ):
             raise ConfigError(
-                f"{where}: expected sections of a sharded part that are together its "
-                f"{self.shape[0]} places of the first axis, found sharded={self.sharded} and "
+                f"{where}: expected sections of a sharded part that cover the {self.shape[0]} "
+                f"elements of its first axis, found sharded={self.sharded} and "
                 f"{self.sections}"
             )
 
     def planes(self) -> tuple[Plane, ...]:
-        """Of a page: one for each section, named `part_section`; the whole part is one of the
-        part's name. A head's row is all that it has of the part, in the order of the shape."""
+        """Planes of a page: one for each section, named `part_section`; without sections one with
+        the part's name. A head's row has all its elements, in the order of the shape."""
         inner = math.prod(self.shape[1:]) * self.dtype_bytes
         if self.sections:
             return tuple(
@@ -183,7 +183,7 @@ def gated_delta_parts(
 
 
 class Copying(Protocol):
-    """Copies that were launched."""
+    """Launched copies."""
 
     def done(self) -> bool:
         """Whether they have been executed, so that reads on any stream see the result. Does not
@@ -195,8 +195,8 @@ class Copying(Protocol):
 
 
 class StateCopier(Protocol):
-    """Copies states from slot to slot. A launch for all pairs; launches of one stream happen in
-    order, and before what is launched there later."""
+    """Copies states from slot to slot, in one launch for all pairs. Launches of one stream are
+    executed in order with all other work there."""
 
     def copy(self, sources: Pages, targets: Pages, stream: Any = None) -> Copying:
         """Copy slot sources[i] to slot targets[i], int32. No slot is both a source and a target, or
@@ -219,7 +219,7 @@ class _Done:
 
 
 class ArrayCopier:
-    """For states in an array of the host, slot by slot: copies at once."""
+    """For states in a host array, slot by slot. Copies synchronously."""
 
     def __init__(self, states: npt.NDArray[Any]) -> None:
         """Args:

@@ -268,7 +268,7 @@ def _slots(numbers: list[int]) -> Pages:
     return np.array(numbers, np.int32)
 
 
-# ---- KV after the deepest checkpoint of a path, evicted first
+# ---- Tail eviction: KV after the last checkpoint of a path
 
 
 @dataclass(eq=False)
@@ -279,7 +279,7 @@ class _Tail:
     path: Path
 
 
-class Tails:
+class TailEviction:
     """Evicts KV of ended requests after the last position from which a request could continue."""
 
     def __init__(self, owner: HybridManager) -> None:
@@ -343,7 +343,7 @@ class Donor:
         """No request saves yet."""
         self._owner = owner
         self._going: list[HybridRequest] = []
-        self._tails = Tails(owner)
+        self._tails = TailEviction(owner)
 
     # ---- while a request runs
 
@@ -1074,7 +1074,7 @@ __all__ = [
     "HybridManager",
     "HybridRequest",
     "Restored",
-    "Tails",
+    "TailEviction",
     "Taken",
     "restore",
     "zero",

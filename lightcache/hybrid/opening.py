@@ -1,4 +1,4 @@
-"""From the tensors that an engine keeps its states in to all that `Checkpoints` needs."""
+"""States of an engine: from its tensors to everything that `Checkpoints` needs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lightcache.kernels.pinned import PinnedPages
 
 
-# ---- The index of a device's slots.
+# ---- The index of a device's slots
 
 
 def create_slots(
@@ -56,7 +56,7 @@ def create_slots(
         return create()
 
 
-# ---- From the tensors that an engine keeps its states in to all that `Checkpoints` needs.
+# ---- States of an engine
 
 GROUP = "state"
 """Name of the only group of these geometries."""
@@ -69,18 +69,18 @@ class StateLayout:
     """The layout of states on the device and in pages."""
 
     geometry: PageGeometry
-    """A page is one state: of each layer one part behind the other."""
+    """A page is one state: the parts of one layer after the other."""
     planes: DevicePlanes
     """Keeps the tensors alive."""
     dtypes: str
-    """Names and dtypes of the parts, as "conv:bfloat16,recurrent:float32": a geometry knows widths
-    alone, so this belongs in a cache's fingerprint beside it."""
+    """Names and dtypes of the parts, such as "conv:bfloat16,recurrent:float32". A geometry has
+    sizes only, so a cache's fingerprint needs both."""
     slots: int
-    """That every tensor has."""
+    """Slots of every tensor."""
 
 
 def state_layout(parts: Parts, *, layers: Sequence[int] | None = None) -> StateLayout:
-    """Describe the tensors that an engine keeps its states in. Nothing is copied.
+    """Describe an engine's tensors of states. Copies nothing.
 
     Args:
         parts: by name, such as "conv" and "recurrent": tensors of shape (slots, ...) and any
@@ -145,10 +145,10 @@ class States:
         slots: PageIndex | None,
         host: Cache | None,
     ) -> None:
-        """For `open_states`. Pins the host's pool where the tensors are on a GPU."""
+        """For `open_states`. Pins the host's pool if the tensors are on a GPU."""
         self.layout, self.copier = layout, copier
         self.slots = slots
-        """The index of the device's slots; None: there is none for checkpoints."""
+        """The index of the device's slots; None: checkpoints have no device slots."""
         self.host = host
         self.pinned: PinnedPages | None = None
         """The host's pool as a GPU sees it; registered in the background: `pinned.wait()`."""

@@ -968,7 +968,7 @@ class KVCacheManager:
             space = self._weights.scope_of(prompt.tenant)
             if space is None:
                 raise Abandoned(
-                    "prefetch: the weights are being changed; ask again behind finish_update"
+                    "prefetch: the weights are being changed; ask again after finish_update"
                 )
             keys = prompt.keys(space.host_spec)
             first = self.host.peek(keys, namespace=space.host)

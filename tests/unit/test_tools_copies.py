@@ -369,7 +369,7 @@ def test_check_names_what_is_broken(run: Run, made: str) -> None:
 def test_check_of_an_interrupted_repair(run: Run, made: str) -> None:
     poke(made, ROOT + layout.RootRecord.repairing.offset, u32(1))
     assert "a repair was killed" in run("check", made, "--wait", 0, status=1).stdout
-    assert "a repair is under way" in " ".join(load(run, made)["hints"])
+    assert "a repair is running" in " ".join(load(run, made)["hints"])
     run("repair", made)
     run("check", made)
 

@@ -131,7 +131,7 @@ def test_sweep_asks(left: str, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["sweep", "--prefix", left]
     refused = CliRunner().invoke(cli.group, command)
     assert (refused.exit_code, asked) == (2, [2])
-    assert "all processes that used it were killed" in refused.stdout
+    assert "all its clients were killed" in refused.stdout
     assert f"~pool-{'0' * 32} (8.0 KiB): its segment '{left}-b' is gone" in refused.stdout
     assert "nothing was removed; `lightcache sweep --yes`" in refused.stderr
     assert read_segment(f"{left}-a") is not None
@@ -175,7 +175,7 @@ def test_sweep_removes_what_it_listed_alone(left: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(maintenance, "_agreed", agreed)
     swept = CliRunner().invoke(cli.group, ["sweep", "--prefix", left])
     opened.pop().close()
-    assert f"left /lightcache.{left}-a: it came to be used" in swept.stdout
+    assert f"left /lightcache.{left}-a: it is used now" in swept.stdout
     assert "1 objects removed" in swept.stdout
     assert late.exists()
     late.unlink()
@@ -219,7 +219,7 @@ def test_of_another_user_every_command_says_whose(cache_name: str, command: list
 @needs_root
 def test_sweep_says_whose_it_did_not_look_at(cache_name: str) -> None:
     said = as_nobody("sweep", "--prefix", cache_name).stdout
-    assert "not looked at: 1 of user 0 (root)" in said
+    assert "not listed: 1 of user 0 (root)" in said
 
 
 # ---------------------------------------------------------------- nobody reads it

@@ -191,7 +191,7 @@ class DiskStorage(Owned):
     @classmethod
     def open(cls, path: str, options: Mapping[str, str], spec: StorageSpec) -> DiskStorage:
         """Open with the options of a URL such as
-        `disk:/mnt/nvme/cache?capacity=1TiB&threads=8&direct=no&index=protect`."""
+        `disk:/mnt/nvme/cache?capacity=1TiB&threads=8&direct=no&index=keep`."""
         return cls(path, spec, **parse(path, options))
 
     @staticmethod
@@ -369,7 +369,7 @@ def _health(what: str, retry: float, clock: Clock) -> CircuitBreaker:
 
     def text(errors: int, why: str) -> str:
         return (
-            f"{what}: {why}; it is written to again when that is over, and tried every {retry:g} s;"
+            f"{what}: {why}; it is tried every {retry:g} s, and written to again when that succeeds;"
             " what is on it is still read"
         )
 
