@@ -304,8 +304,8 @@ class DeviceTransfer:
             passed = time.monotonic() - start
             if timeout is not None and passed >= timeout:
                 raise WaitTimeout(
-                    f"a transfer of {self.nbytes} bytes is in flight after {timeout} s; wait again: "
-                    "its pages and slots are in use until it has finished"
+                    f"a transfer of {self.nbytes} bytes is in flight after {timeout} s; wait "
+                    "again: its pages and slots are in use until it has finished"
                 )
             if passed < _SPIN:
                 continue

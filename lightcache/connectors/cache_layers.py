@@ -8,7 +8,7 @@ from lightcache.connectors._requirements import BOTH, STATEFUL, DynamicLayer
 from lightcache.errors import ConfigError
 
 KEEP_EVERY_TOKEN = (DynamicLayer, *BOTH)
-"""Classes of layers that keep the keys and values of every token as they are."""
+"""Classes of layers that keep the keys and values of every token unchanged."""
 _KINDS = ("conv", "recurrent")
 
 
@@ -25,8 +25,8 @@ def state_layers(past: Any) -> tuple[int, ...]:
 
 
 def parts_of(layer: Any) -> dict[str, Any]:
-    """The tensors of a layer's state: "conv" and "recurrent", if it has them; the second of a kind
-    is "conv1", and so on.
+    """The tensors of a layer's state: "conv" and "recurrent", if it has them; "conv1" is the second
+    of its kind, and so on.
 
     Raises:
         ConfigError: a release of transformers that keeps them in another way.

@@ -50,7 +50,7 @@ class Checkpoint:
     """The state after the first tokens of a sequence; it never changes."""
 
     tokens: int
-    """How many it knows: everything about them, and of nothing else."""
+    """Number of tokens that the state covers."""
     states: States = field(repr=False)
     """Tensors by layer and part."""
     named: int = 0
@@ -119,9 +119,8 @@ class Checkpoints:
         return None if space is None else Path(keys, space, namespace)
 
     def last_ready(self, path: Path, most: int | None = None) -> int:
-        """Number of leading pages that the prompt's deepest checkpoint covers; 0: there is none.
-        Pins nothing. Looks from the last page, or from page `most`, to the front: a few ns a
-        page."""
+        """Number of leading pages that the prompt's last checkpoint covers; 0: there is none. Pins
+        nothing. Searches from the last page, or from page `most`, to the front: a few ns a page."""
         position = self._all.last_ready(path, most)
         return 0 if position is None else position[1]
 
@@ -141,37 +140,37 @@ class Checkpoints:
         prepare(self.pages, past)
         with self._backend.lent(self._states(past)) as slot:
             with self._all.lock:
-                movement = self._all.traffic.load(lease, slot)
-            with self._told(movement):
-                wait_on(movement, None)
-                movement.done()
+                transfer = self._all.traffic.load(lease, slot)
+            with self._told(transfer):
+                wait_on(transfer, None)
+                transfer.done()
 
     def save(self, path: Path, count: int, found: Checkpoint, *, fork: bool = False) -> None:
-        """Copy a checkpoint into the cache, after the deepest one before it, unless it is there or
+        """Copy a checkpoint into the cache, after the last one before it, unless it is there or
         another process is writing it. Blocks until it is published. Without room, or in a namespace
         that was cleared meanwhile, it is not saved.
 
         Args:
             count: pages of the path that it covers.
-            fork: prompts part there.
+            fork: prompts diverge there.
 
         Raises:
             TransferFailed: the copy failed. Any other exception of the copy is raised as is.
         """
         self._all.poll()
         with self._backend.lent(found.states) as slot:
-            movement = self._all.donate(slot, path, count, fork=fork)
-            if movement is None:
+            transfer = self._all.donate(slot, path, count, fork=fork)
+            if transfer is None:
                 return
-            with self._told(movement):
+            with self._told(transfer):
                 try:
-                    movement.wait()
+                    transfer.wait()
                 except TransferFailed:
-                    if not isinstance(movement.error, Abandoned):
+                    if not isinstance(transfer.error, Abandoned):
                         raise
 
     @contextlib.contextmanager
-    def _told(self, movement: BlockTransfer) -> Iterator[None]:
+    def _told(self, transfer: BlockTransfer) -> Iterator[None]:
         """Raise an exception other than a LightcacheError here, where the caller waits for the
         copy, and not in the next call, which polls."""
         foreign = self._all.traffic.moves.foreign
@@ -184,11 +183,11 @@ class Checkpoints:
             raise
         except Exception:  # from the wait itself, which fails the copy as well
             with contextlib.suppress(Exception):
-                movement.wait()  # else it fails later, and the next call raises
+                transfer.wait()  # else it fails later, and the next call raises
             try:
                 foreign.tell()
             except Exception as other:
-                if other is not movement.error:
+                if other is not transfer.error:
                     foreign.note(other)
             raise
 
@@ -203,7 +202,7 @@ class Checkpoints:
         )
 
     def stats(self) -> hybrid.CheckpointStats:
-        """Figures of this connector."""
+        """Counters of this connector."""
         return self._all.stats()
 
     def close(self) -> None:
@@ -214,14 +213,14 @@ class Checkpoints:
 # ---- The PrefixCache of a hybrid model, which also takes checkpoints of its state
 
 _DECODED = 2
-"""Checkpoints kept of what was generated: the newest, and one before it, which is of use when the
-newest is beyond what is kept."""
+"""Checkpoints kept of generated tokens: the newest, and one before it, for use if the newest is
+after the kept tokens."""
 
 
 class HybridPrefixCache(PrefixCache):
     """Keys, values and recurrent states of one sequence, for `past_key_values=`.
 
-    A state covers all tokens at once, so it cannot be cropped: `checkpoint` before tokens that may
+    A state covers all its tokens, so it cannot be cropped: `checkpoint` before tokens that may
     be rejected, and `rewind` to it. Between two forward passes the state may be copied, and saved
     under the tokens that it covers: at the positions given to `save_at`, and while decoding at
     multiples of an interval.
@@ -241,15 +240,15 @@ class HybridPrefixCache(PrefixCache):
         self._pages, self._every = pages, every
         self._states = pages.geometry.layers
         self._seen = 0
-        """Tokens there were when it was looked at last."""
+        """Number of tokens at the last `look`."""
         self._valid: weakref.WeakSet[Checkpoint] = weakref.WeakSet()
-        """Checkpoints of tokens that are held still."""
+        """Checkpoints of tokens that are still held."""
         self._wanted: set[int] = set()
         self._prompt: dict[int, Checkpoint] = {}
         self._decoded: dict[int, Checkpoint] = {}
         self.branching: int | None = None
-        """Where the prompt leaves what others had computed, if no checkpoint was found there: a
-        multiple of the grid, in tokens."""
+        """The branching point, if no checkpoint was found there: a multiple of the grid, in
+        tokens."""
 
     @property
     def several(self) -> bool:
@@ -286,7 +285,7 @@ class HybridPrefixCache(PrefixCache):
         return copies
 
     def rewind(self, checkpoint: Checkpoint) -> None:
-        """Return to a checkpoint of this cache: drops all that was computed or named since.
+        """Return to a checkpoint of this cache: drops all tokens computed or named since.
 
         Raises:
             ConfigError: a checkpoint of another cache, or of tokens that were dropped since.
@@ -312,7 +311,7 @@ class HybridPrefixCache(PrefixCache):
         self._wanted |= positions
 
     def look(self) -> None:
-        """Take a checkpoint if one is wanted at the current position. Between forward passes only;
+        """Take a checkpoint if one is due at the current position. Between forward passes only;
         the connector calls it when the next pass begins."""
         held = self.held
         if held in (self._seen, self.reused):
@@ -327,7 +326,7 @@ class HybridPrefixCache(PrefixCache):
 
     @property
     def taken(self) -> list[Checkpoint]:
-        """Checkpoints taken so far, the shallowest first."""
+        """Checkpoints taken so far, by position."""
         return [checkpoint for _, checkpoint in sorted((self._prompt | self._decoded).items())]
 
     def _void(self, held: int) -> None:
@@ -349,7 +348,7 @@ class HybridPrefixCache(PrefixCache):
         """
         if self.held and not self.has_previous_state(self._states[0]):
             raise ConfigError(
-                f"past_key_values: expected the state behind the {self.held} tokens whose keys and "
+                f"past_key_values: expected the state after the {self.held} tokens whose keys and "
                 "values are held, found none; use `prefix`, which restores both"
             )
         self.look()
@@ -367,7 +366,7 @@ class HybridPrefixCache(PrefixCache):
         several = int(conv_states.shape[-1]) > 1
         if several and not self._pages.continues and self.has_previous_state(layer_idx):
             raise ConfigError(
-                f"past_key_values: expected one token at a time behind a state, found "
+                f"past_key_values: expected one token at a time after a state, found "
                 f"{int(conv_states.shape[-1])}: this release of transformers ignores the state of "
                 "this model with several; call connector.prefill(past) before generate"
             )
@@ -462,7 +461,7 @@ def check_states(states: Any, model: Any, pages: ModelPages) -> None:
     if pages.states is None:
         if states is not None:
             raise ConfigError(
-                f"states: expected None for {kind}, whose layers keep keys and values alone, found "
+                f"states: expected None for {kind}, whose layers keep only keys and values, found "
                 f"the cache {states.name!r}"
             )
     elif states is None:
@@ -476,7 +475,7 @@ def check_states(states: Any, model: Any, pages: ModelPages) -> None:
             raise ConfigError(
                 f"states: expected a cache made with independent=True, found {states.name!r} "
                 "without; "
-                "its deepest states would go first. Remove it, or take another name, and use "
+                "its last states would be evicted first. Remove it, or take another name, and use "
                 "open_caches, or Cache.open with describe(model).states.options"
             )
 
@@ -501,7 +500,7 @@ class HybridPrefixes:
         cache, states: of keys and values, and of states.
         pinned: the pool of `states`, see `Connector`.
         chunk, every, path_limit: see `Connector`.
-        figures: of the connector.
+        figures: counters of the connector.
 
         Raises:
             ConfigError: sizes out of range, or settings that conflict, all in one message.
@@ -566,8 +565,7 @@ class HybridPrefixes:
                     load(past, lease)
                     self.checkpoints.load(past, state)
                     break
-                # Evicted between the look and the match. Each turn looks at fewer pages, so this
-                # ends.
+                # Evicted between lookup and match. Each turn tries fewer pages, so this ends.
                 reach = len(lease.pages) if len(state.pages) else position - 1
         tokens = kv * self.grid.page_tokens
         self.checkpoints.count(tokens, past.held)

@@ -19,10 +19,10 @@ from lightcache.kernels.geometry import KVGroup, PageGeometry
 GROUP = "kv"
 """Name of the only group of these geometries."""
 SAMPLES = 64
-"""Values of each tensor that the fingerprint looks at."""
+"""Values of each tensor in the fingerprint."""
 _NAMED = "name:"
-# Fields about a model's origin, its use by callers, or facts that the fingerprint has elsewhere;
-# never fields that affect keys and values.
+# Fields about a model's origin or its use by callers, and fields that the fingerprint has already;
+# none of these affects keys and values.
 _IRRELEVANT = {
     "_name_or_path",
     "architectures",
@@ -43,16 +43,16 @@ _IRRELEVANT = {
 
 @dataclass(frozen=True)
 class ModelPages:
-    """The pages of one model: what a cache for it must be created with."""
+    """The pages of one model: the configuration of its cache."""
 
     geometry: PageGeometry
     """One group, "kv": planes `k` and `v` of every layer that keeps them."""
     fingerprint: str
-    """Three words: whose weights these are, KV dtype, `geometry.fingerprint()`."""
+    """Three words: weights, KV dtype, `geometry.fingerprint()`."""
     dtype: torch.dtype
     """Of keys and values."""
     device: str
-    """Where the model is: "cpu", or as "cuda:0"."""
+    """The model's device: "cpu", or such as "cuda:0"."""
     states: StatePages | None = None
     """Of a hybrid model: pages of its recurrent states, for a second cache."""
     needs_positions: bool = False
@@ -177,7 +177,7 @@ def _check_kind(model: Any) -> None:
         raise ConfigError(f"model: expected a model of transformers, found {type(model).__name__}")
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
-            f"model: expected a decoder alone, found {type(model).__name__}, an encoder and a "
+            f"model: expected only a decoder, found {type(model).__name__}, an encoder and a "
             "decoder; these are not supported yet"
         )
     if (getattr(model, "tp_size", None) or 1) != 1:
@@ -192,8 +192,8 @@ def _check_kind(model: Any) -> None:
     wrong = sorted({type(layer).__name__ for layer in empty.layers if type(layer) not in known})
     if wrong or not attention_layers(empty):
         raise ConfigError(
-            f"model: expected layers that keep the keys and values of every token, and beside them "
-            f"perhaps layers of recurrent states, found {', '.join(wrong) or 'states alone'} in "
+            f"model: expected layers that keep the keys and values of every token, with or without "
+            f"layers of recurrent states, found {', '.join(wrong) or 'only states'} in "
             f"{type(model).__name__}; sliding windows and shared layers are not supported yet"
         )
     _check_positions(model)
@@ -280,15 +280,15 @@ def _digest(model: Any) -> str:
         digest.update(_sampled(tensor for _, tensor in weights))
     except (RuntimeError, NotImplementedError) as error:
         raise ConfigError(
-            f"model: the weights of {type(model).__name__} cannot be looked into ({error}); give "
+            f"model: the weights of {type(model).__name__} cannot be read ({error}); give "
             "describe(model, name=...) the name of the checkpoint"
         ) from error
     return digest.hexdigest()
 
 
 def _sampled(tensors: Iterable[torch.Tensor]) -> bytes:
-    """Evenly spaced values, including the first and the last. Gathered first, so that a device is
-    waited for once."""
+    """Evenly spaced values, including the first and the last. Gathers them first, to wait for a
+    device only once."""
     parts = []
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)

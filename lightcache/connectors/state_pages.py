@@ -1,4 +1,4 @@
-"""What a hybrid model keeps besides keys and values: a recurrent state, as one page of a cache."""
+"""The recurrent states of a hybrid model: each is one page of a cache of their own."""
 
 from __future__ import annotations
 
@@ -33,32 +33,31 @@ class Part:
     """One tensor of the state of each layer."""
 
     name: str
-    """"conv", "recurrent", and "conv1" where a layer has several."""
+    """"conv" or "recurrent"; "conv1" and so on if a layer has several."""
     shape: tuple[int, ...]
-    """With the row of the batch in front: [1, channels, width], [1, heads, key_dim, value_dim]."""
+    """Including the batch: [1, channels, width], [1, heads, key_dim, value_dim]."""
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class StatePages:
-    """Pages of one model's states: what a cache for them must be created with."""
+    """Pages of one model's states: the configuration of their cache."""
 
     geometry: PageGeometry
     """One group, "state": a plane for each part, of every layer that has a state."""
     fingerprint: str
-    """Three words: whose weights these are, names and dtypes of the parts,
-    `geometry.fingerprint()`."""
+    """Three words: weights, names and dtypes of the parts, `geometry.fingerprint()`."""
     parts: tuple[Part, ...]
     device: str
-    """Where the model is: "cpu", or as "cuda:0"."""
+    """The model's device: "cpu", or such as "cuda:0"."""
     continues: bool
-    """Whether this release of transformers continues from a state with several tokens at once. If
-    not, the connector computes one after the other behind a state (Jamba, in 5.23)."""
+    """Whether this release of transformers continues from a state with several tokens in one pass.
+    If not, the connector computes tokens after a state one by one (Jamba, in 5.23)."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """For `Cache.create` and `Cache.open`, as `ModelPages.options`. A page is one state, and
-        worth something without those before it."""
+        """For `Cache.create` and `Cache.open`, as `ModelPages.options`. A page is one state, usable
+        without the pages before it."""
         return {
             "page_bytes": self.geometry.page_bytes,
             "page_tokens": 1,
@@ -72,12 +71,12 @@ def describe_states(model: Any, past: DynamicCache, weights: str, device: str) -
     """Pages of the states of a hybrid model.
 
     Args:
-        past: what it keeps of one token.
+        past: the model's cache of one token.
         weights: first word of the fingerprint.
 
     Raises:
         ConfigError: no states, states of several shapes, or a release of transformers that cannot
-            continue from them at all.
+            continue from them.
     """
     layers = state_layers(past)
     tensors = [
@@ -108,10 +107,10 @@ def describe_states(model: Any, past: DynamicCache, weights: str, device: str) -
 
 
 def _continues(model: Any, device: str) -> bool:
-    """Whether it continues with several tokens as with one by one.
+    """Whether the model continues from a state with several tokens in one pass.
 
     Raises:
-        ConfigError: with neither.
+        ConfigError: it cannot continue with single tokens either.
     """
     whole = _first_states(computed(model, device, _TOKENS))
     fresh = _first_states(computed(model, device, _TOKENS[2:]))
@@ -123,12 +122,12 @@ def _continues(model: Any, device: str) -> bool:
             return continues
     raise ConfigError(
         f"model: expected a state from which the next token can be computed, found that "
-        f"{type(model).__name__} computes something else than without a cache; it is not supported"
+        f"{type(model).__name__} computes other values than without a cache; it is not supported"
     )
 
 
 def _first_states(past: DynamicCache) -> list[torch.Tensor]:
-    """Of the first two layers that have any: before rounding has gone through many."""
+    """States of the first two layers that have any, where rounding errors are small."""
     return [
         tensor
         for number in state_layers(past)[:2]
@@ -137,8 +136,8 @@ def _first_states(past: DynamicCache) -> list[torch.Tensor]:
 
 
 def _near(split: list[torch.Tensor], whole: list[torch.Tensor], fresh: list[torch.Tensor]) -> bool:
-    """Whether states are those of all tokens, measured by how far those are that know the last
-    ones only."""
+    """Whether states are those of all tokens, relative to the distance of states of only the last
+    tokens."""
     # One and several tokens are rounded differently: by 1e-7 of a state in float32, 3e-3 in
     # bfloat16. Models of random weights that ignore their state were wrong by 7e-2.
     exact = all(tensor.dtype == torch.float32 for tensor in whole)
@@ -154,7 +153,7 @@ def _distance(tensor: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def prepare(pages: StatePages, past: DynamicCache) -> None:
-    """Give every layer that keeps a state tensors for one, with nothing in them yet."""
+    """Give every layer that keeps a state uninitialised tensors for one."""
     for number in pages.geometry.layers:
         set_parts(
             past.layers[number],
@@ -166,7 +165,7 @@ def prepare(pages: StatePages, past: DynamicCache) -> None:
 
 
 def planes_of_states(pages: StatePages, states: dict[int, dict[str, torch.Tensor]]) -> DevicePlanes:
-    """Where one state lies, by layer and part; the only slot is 0. Keeps the tensors alive.
+    """The planes of one state, by layer and part; the only slot is 0. Keeps the tensors alive.
 
     Raises:
         ConfigError: tensors of other shapes or dtypes than the model's.
@@ -195,27 +194,27 @@ def planes_of_states(pages: StatePages, states: dict[int, dict[str, torch.Tensor
     )
 
 
-# ---- Moves states between pages and the tensors of one sequence.
+# ---- Copies of states between pages and the tensors of one sequence
 
 States = dict[int, dict[str, Any]]
 """Tensors of one state, by layer and part."""
 
 
 class StateBackend:
-    """A `TransferBackend` between host pages and slots that are numbers only while a copy is asked
-    for: each stands for tensors of its own."""
+    """A `TransferBackend` between host pages and tensors. A slot number stands for the tensors of
+    one state while a copy begins."""
 
     shards = 1
 
     def __init__(self, pages: StatePages, pool: Pooled) -> None:
-        """No slot stands for anything."""
+        """No slot has tensors yet."""
         self._pages, self._pool = pages, pool
         self._lent: dict[int, States] = {}
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def lent(self, states: States) -> Iterator[int]:
-        """A slot that stands for these tensors within the `with`. A copy that goes on behind it
+        """A slot that stands for these tensors within the `with`. A copy still in flight after it
         keeps them alive."""
         with self._lock:
             slot = next(number for number in itertools.count() if number not in self._lent)
@@ -236,7 +235,7 @@ class StateBackend:
             self._pool.wait_for(new.pages)
             return self._engine(slots).offload(new, _places(slots))
         except BaseException:
-            new.release()  # also behind what is no error of ours, when nobody else does
+            new.release()  # also after exceptions that no other code handles
             raise
 
     def save(self, held: Allocation, slots: Slots) -> TransferHandle:
@@ -245,13 +244,13 @@ class StateBackend:
         return self._engine(slots).save(held, _places(slots))
 
     def _engine(self, slots: Slots) -> EngineBackend:
-        """For the one slot among these."""
+        """The engine for the only slot among these."""
         planes = planes_of_states(self._pages, self._lent[int(slots.max())])
         return EngineBackend(self._pool.engine, planes=planes)
 
 
 def _places(slots: Slots) -> Slots:
-    """Of tensors that hold one state, the only place is 0."""
+    """Slots with 0 instead of the slot number: tensors of one state have only that slot."""
     return np.where(slots < 0, -1, 0).astype(np.int64)
 
 

@@ -57,7 +57,7 @@ class Transfers:
         """
         if self.hybrid is not None:
             raise ConfigError(
-                "restore: expected a model of keys and values alone, found recurrent states; load "
+                "restore: expected a model of only keys and values, found recurrent states; load "
                 "both into `empty`: with `load`, and with `hybrid.checkpoints.load`"
             )
         return self._restore(lease, None, window)
@@ -144,7 +144,7 @@ class Transfers:
 
         Args:
             past: a `PrefixCache`, or a `DynamicCache` of one row, holding all tokens of the pages.
-            held: which pages.
+            held: the pages.
             positions: of the pages in the prompt's keys, needed for a shard; see `Offload`.
 
         Raises:

@@ -77,7 +77,7 @@ class Connector(Transfers):
             chunk, every: of a hybrid model's `Grid`: prefill saves states at multiples of chunk and
                 page_tokens, and decoding at those of `every` as well. Processes may use different
                 values.
-            path_limit: bound on states of a hybrid model on one path, at least 2; the shallowest
+            path_limit: bound on states of a hybrid model on one path, at least 2; the first ones
                 beyond it are evicted, except where prompts diverge, and those in use. 0: no bound.
                 The default is that of `lightcache.hybrid.Checkpoints`.
 
@@ -119,7 +119,7 @@ class Connector(Transfers):
             self.pinned = self._pool.pinned
             """The pool as a GPU sees it; `pinned.wait()` waits for all of it. None on the CPU."""
             self.hybrid: HybridPrefixes | None = None
-            """For a model with recurrent states: what finds, takes and saves checkpoints."""
+            """Of a model with recurrent states: finds, takes and saves checkpoints."""
             if states is not None:
                 self.hybrid = HybridPrefixes(
                     cache,
@@ -191,7 +191,7 @@ class Connector(Transfers):
             self._figures.add(refused=1)
 
     def stats(self) -> ConnectorStats:
-        """Figures of this connector."""
+        """Counters of this connector."""
         states = None if self.hybrid is None else self.hybrid.checkpoints.stats()
         return self._figures.snapshot(states)
 

@@ -1,5 +1,5 @@
-"""Trial passes of a few tokens that show what a model keeps; nothing is guessed from
-configurations."""
+"""Trial passes of a few tokens that show what a model caches, without guessing from its
+configuration."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lightcache.errors import ConfigError
 
 _TOKENS = 4
 _TRIALS = 3
-"""Trials with other tokens that a model must fail to be refused: rounding alone may send a token to
-another expert."""
+"""A model is refused if it fails this many trials with different tokens: rounding alone may send a
+token to another expert."""
 _SIGNS = {"is_causal": False, "is_decoder": False, "use_bidirectional_attention": True}
-"""What configurations call attention that is not causal."""
+"""Configuration fields of attention that is not causal."""
 
 
 def computed(
@@ -114,8 +114,8 @@ def check_passes(model: Any, device: str, vocabulary: int, *, several: bool = Tr
         Whether the model needs the positions of tokens that continue others.
 
     Raises:
-        ConfigError: the model adds rows, is not causal, or cannot continue from its cache. Names
-            which, and the cause if the configuration shows it.
+        ConfigError: the model adds rows, is not causal, or cannot continue from its cache; with the
+            cause if the configuration shows it.
     """
     rows = {int(keys.shape[2]) for keys, _ in _kept(computed(model, device, (0,)))}
     if rows - {1}:
@@ -141,7 +141,7 @@ def _wrong(
     rest = [prompt[2:]] if several else [[token] for token in prompt[2:]]
     whole = _kept(computed(model, device, prompt))
     parts = _kept(computed(model, device, prompt[:2], *rest, positions=positions))
-    # Of the same last token after other tokens: how much it depends on those before it.
+    # The same last token after other tokens: shows how much it depends on the tokens before it.
     fresh = _kept(computed(model, device, [*other[:-1], prompt[-1]]))
     name = type(model).__name__
     for layer, (all_, split, far) in enumerate(zip(whole, parts, fresh, strict=True)):

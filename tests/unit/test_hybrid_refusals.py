@@ -229,10 +229,10 @@ def test_keys_and_values_without_their_state(connector: lct.Connector, qwen: Any
     past = connector.empty()
     keys = connector.cache.hash_pages(ids[0].tolist())
     connector.load(past, connector.cache.match(keys[:2])).wait()
-    with pytest.raises(ConfigError, match="expected the state behind the 32 tokens"):
+    with pytest.raises(ConfigError, match="expected the state after the 32 tokens"):
         qwen(ids[:, 32:], past_key_values=past)
     with connector.cache.match(keys[:2]) as lease:
-        with pytest.raises(ConfigError, match="restore: expected a model of keys and values alone"):
+        with pytest.raises(ConfigError, match="restore: expected a model of only keys and values"):
             connector.restore(lease)
     assert connector.hybrid
     checkpoints = connector.hybrid.checkpoints

@@ -369,8 +369,8 @@ def _health(what: str, retry: float, clock: Clock) -> CircuitBreaker:
 
     def text(errors: int, why: str) -> str:
         return (
-            f"{what}: {why}; it is tried every {retry:g} s, and written to again when that succeeds;"
-            " what is on it is still read"
+            f"{what}: {why}; it is tried every {retry:g} s, and written to again when that "
+            "succeeds; its pages are still read"
         )
 
     return CircuitBreaker(1, retry, clock, text=text, works=f"{what} is written to again", log=log)
