@@ -1232,7 +1232,7 @@ class PageIndex:
         sizes = bounds[1:] - bounds[:-1]
         if len(held) != wanted or (begins < 0).any() or (begins > sizes).any():
             raise ConfigError(
-                f"name: expected starts within each request, and a page for each key behind them "
+                f"name: expected starts within each request, and a page for each key after them "
                 f"({wanted}), found {len(held)} pages"
             )
         named = NamingResult(wanted) if into is None else into

@@ -465,7 +465,7 @@ def _page_tokens(engine: Any, given: int | None) -> int:
 
 
 def _slots_of(pages: int, positions: Any, slots: npt.NDArray[Any], tokens: int) -> npt.NDArray[Any]:
-    """Slots of some pages of a prompt, one page behind the other."""
+    """Slots of some pages of a prompt, one page after the other."""
     if positions is None:
         if len(slots) != pages * tokens:
             raise ConfigError(

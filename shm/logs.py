@@ -124,7 +124,7 @@ class SharedLog:
         lifetime: str = "attached",
     ) -> SharedLog:
         """Attach to an equal log, as reader or writer, or create it; see `Segment.open`. So ranks
-        and leader may start in any order: a reader of a log without a writer waits for one.
+        and writer may start in any order: a reader of a log without a writer waits for one.
 
         Raises:
             InUse: `writer` is True, and a living writer exists.

@@ -49,7 +49,7 @@ class StateSpace:
     tier."""
 
     kv: Namespace
-    """Of the host's KV, beside which it was opened: says whose states these are."""
+    """The namespace of the host's KV for which it was opened."""
     device: Namespace | None
     host: Namespace | None
 
@@ -69,7 +69,7 @@ class Path:
     """uint64 of shape (n, 2)."""
     space: StateSpace
     kv: Namespace | None = None
-    """Where KV has these keys; None: in its default namespace."""
+    """The namespace of KV with these keys; None: its default one."""
 
     def key(self, count: int) -> Keys:
         """The one key of the position that ends the first `count` keys."""
@@ -184,7 +184,7 @@ class _Group:
     lease: Lease
     transfers: list[BlockTransfer]
     origins: dict[int, _Origin]
-    """Of those that are to be on the host, by their slots."""
+    """Checkpoints to be written to the host, by slot."""
 
 
 @dataclass(eq=False)
@@ -197,9 +197,9 @@ class Copied:
     over: bool = False
 
 
-class StateTraffic:
-    """All copies of one `Checkpoints`, whose lock is held around every call. Calls that begin a
-    copy, and `close`, take it themselves."""
+class StateTransfers:
+    """All copies of one `Checkpoints`. Its lock is held around every call; calls that begin a copy,
+    and `close`, take it themselves."""
 
     def __init__(
         self, owner: Checkpoints, backend: TransferBackend | None, time_limit: float
@@ -455,46 +455,45 @@ class StateTraffic:
 
 @dataclass(frozen=True)
 class CheckpointStats:
-    """Figures of this process since the checkpoints were made, in checkpoints unless stated
+    """Counters of this process since the checkpoints were made, in checkpoints unless stated
     otherwise."""
 
     requests: int = 0
-    """Taken."""
+    """Requests taken."""
     device_hits: int = 0
-    """Requests that went on from a checkpoint of the device."""
+    """Requests that continued from a checkpoint of the device."""
     host_hits: int = 0
     storage_hits: int = 0
-    """Of these of the host, from one that storage was read for."""
+    """Of the host hits, those read from storage."""
     usable_tokens: int = 0
-    """Of prompts, that need not be computed."""
+    """Tokens of prompts that need not be computed."""
     unusable_tokens: int = 0
-    """Whose KV was there, behind the checkpoint."""
+    """Tokens after the checkpoint whose KV was cached."""
     donated: int = 0
     """Saved states that became checkpoints."""
     merged: int = 0
-    """Saved states that were there already."""
+    """Saved states that were checkpoints already."""
     refused: int = 0
-    """Saved states that could not become checkpoints: no room under the key, or weights that have
-    gone."""
+    """Saved states that could not become checkpoints: no room under the key, or cleared weights."""
     bounded: int = 0
-    """Evicted because their path had too many."""
+    """Checkpoints evicted because their path had too many."""
     copies: int = 0
-    """From a checkpoint to a working slot."""
+    """Copies from a checkpoint to a working slot."""
     loads: int = 0
     failed_loads: int = 0
     offloads: int = 0
     failed_offloads: int = 0
     no_room: int = 0
-    """That were to be written to the host and found no room."""
+    """Checkpoints not written to the host because there was no room."""
     demotions: int = 0
-    """That left the device ahead of need, and that the host had then."""
+    """Checkpoints evicted from the device ahead of need, with a copy on the host."""
     demotions_lost: int = 0
-    """That left the device and that the host had not: not to be written there; or, with write-back,
-    evicted because a slot was needed at once."""
+    """Checkpoints evicted from the device without a copy on the host: not to be written there; or,
+    with write-back, evicted because a slot was needed immediately."""
     kept_unwritten: int = 0
-    """Demotions that were given up, for the host had no room or the write failed: they stayed."""
+    """Checkpoints that stayed on the device because the host had no room or the write failed."""
     dropped_tokens: int = 0
-    """KV behind the deepest checkpoint of requests that ended, by policy."""
+    """Tokens of KV after the last checkpoint of ended requests, evicted by `drop_tails`."""
 
     @property
     def request_ratio(self) -> float:
@@ -516,21 +515,21 @@ class Counts(Counter[str]):
             self[name] += count
 
     def snapshot(self) -> CheckpointStats:
-        """As they are now."""
+        """The current values."""
         return CheckpointStats(**self)
 
 
 # ---- The bound on checkpoints of one path
 
 PATH_LIMIT = 2
-"""Checkpoints on one path, where nothing else is said: a conversation goes on from its last one,
-and others make more of the room of those before it (docs/benchmarks.md)."""
-_PARTED = 1 << 12  # most remembered forks
+"""Default bound on checkpoints of one path: a conversation continues from its last one, and other
+conversations use the slots of earlier ones better (docs/benchmarks.md)."""
+_PARTED = 1 << 12  # maximum number of remembered forks
 
 
 class PathBound:
-    """Bounds the checkpoints of one path: evicts the shallowest beyond it, but never forks, the
-    deepest, or checkpoints in use, and the newest last. The process that adds a checkpoint enforces
+    """Bounds the checkpoints of one path: evicts the first ones beyond it, but never forks, the
+    last, or checkpoints in use, and the newest last. The process that adds a checkpoint enforces
     the bound on the path it knows; continuations by other keys are bounded when a checkpoint is
     added there."""
 
@@ -540,7 +539,7 @@ class PathBound:
         """No fork is known.
 
         Args:
-            most: on one path of either tier; None: no bound.
+            most: maximum on one path of either tier; None: no bound.
             parting: see `Checkpoints`.
 
         Raises:
@@ -550,9 +549,9 @@ class PathBound:
         self._counts = counts
         self._parting = parting
         self._parted: OrderedDict[bytes, None] = OrderedDict()
-        """Keys at which prompts part."""
+        """Keys at which prompts diverge."""
 
-    def parts(self, key: Keys) -> None:
+    def note_fork(self, key: Keys) -> None:
         """Note that prompts diverge here, though no checkpoint follows yet."""
         self._parted[key.tobytes()] = None
         if len(self._parted) > _PARTED:
@@ -572,7 +571,7 @@ class PathBound:
         if excess <= 0:
             return
         children = index.children(keys[present], namespace=space)
-        children = np.maximum(children, self._parting_behind(path, present))
+        children = np.maximum(children, self._parting_after(path, present))
         forks = self._forks(children, keys[present])
         others = zip(present[:-1].tolist(), forks, strict=False)
         for i, fork in sorted(others, key=lambda one: one[0] == count - 1):
@@ -580,9 +579,9 @@ class PathBound:
                 self._counts.add(bounded=1)
                 excess -= 1
 
-    def _parting_behind(self, path: Path, present: Positions) -> Pages:
-        """The most continuations of KV between each checkpoint and the next, from any process, even
-        if the checkpoints of other branches have been evicted."""
+    def _parting_after(self, path: Path, present: Positions) -> Pages:
+        """The maximum number of continuations of KV between each checkpoint and the next, from any
+        process, even if the checkpoints of other branches have been evicted."""
         if self._parting is None:
             return np.zeros(len(present), np.int32)
         return np.maximum.reduceat(self._parting(path), present)
@@ -593,13 +592,13 @@ class PathBound:
         forks = []
         for count, key in zip(children.tolist(), keys, strict=True):
             if count > 1:
-                self.parts(key)
+                self.note_fork(key)
             forks.append(key.tobytes() in self._parted)
         return forks
 
 
 def _standing(index: PageIndex, keys: Keys, space: Namespace | None) -> Positions:
-    """Positions of checkpoints on a path, the shallowest first. They are few among thousands of
+    """Positions of checkpoints on a path, ascending. They are few among thousands of
     keys, so `last_ready` steps from one to the next, 5 ns a key in all."""
     positions, end = [], len(keys)
     while end := index.last_ready(keys[:end], namespace=space):
@@ -608,8 +607,7 @@ def _standing(index: PageIndex, keys: Keys, space: Namespace | None) -> Position
     return np.array(positions[::-1], np.int64)
 
 
-# ---- Checkpoints: saved states of recurrent layers, found by the keys of KV, in tiers of their
-# own.
+# ---- Checkpoints
 
 _NEW, _PRESENT = int(KeyStatus.NEW), int(KeyStatus.PRESENT)
 Found = tuple[Tier, int]
@@ -647,16 +645,17 @@ class Checkpoints:
             host: an independent cache whose pages are states; None: none.
             backend: moves bytes between slots and host pages; a page holds one token, the slot.
             copier: copies from slot to slot.
-            write: THROUGH: write a checkpoint to the host at once; BACK: when the device needs its
-                slot. Always at once without a device, or with a storage, which is written from the
-                host.
-            most: most checkpoints on one path of either tier; beyond it the shallowest are evicted,
-                except forks. A conversation continues from its last checkpoint, so the room of
-                earlier ones serves other conversations better (docs/benchmarks.md). None: no bound.
+            write: THROUGH: write a checkpoint to the host immediately; BACK: when the device needs
+                its slot. Always THROUGH without a device, or with a storage, which is written from
+                the host.
+            most: maximum number of checkpoints on one path of either tier; beyond it the first
+                ones are evicted, except forks. A conversation continues from its last checkpoint,
+                so other conversations use the slots of earlier ones better (docs/benchmarks.md).
+                None: no bound.
             low_water: slots to keep free by writing back early. None: with BACK a fiftieth of all,
                 at least 1; else none.
             storage: a `StorageTier` or `StorageClient` of the host cache; None: none.
-            time_limit: most seconds that a call waits for a lock.
+            time_limit: maximum seconds that a call waits for a lock.
             parting: the number of KV pages that continue each position of a path, as
                 `PageIndex.children` of the KV index: prompts of any process diverge where it is two
                 or more. None: only children of checkpoints count.
@@ -669,7 +668,7 @@ class Checkpoints:
                 raise ConfigError(
                     f"checkpoints: expected indexes made with independent=True, found {index}; "
                     "else "
-                    "the deepest checkpoints would go first"
+                    "the last checkpoints would be evicted first"
                 )
         if slots is None and host is None:
             raise ConfigError("checkpoints: expected slots, a host cache or both, found neither")
@@ -689,7 +688,7 @@ class Checkpoints:
         self.lock = threading.RLock()
         self.counts = Counts()
         self.spaces = StateSpaces(slots, host)
-        self.traffic = StateTraffic(self, backend, time_limit)
+        self.traffic = StateTransfers(self, backend, time_limit)
         self._planned: dict[Hashable, Tier] = {}
         self.most = most
         self._bound = PathBound(most, self.counts, parting)
@@ -705,13 +704,13 @@ class Checkpoints:
         """The existing tiers with their indexes; the device first."""
         return self._tiers
 
-    # ---- finding
+    # ---- lookup
 
     def last_ready(
         self, path: Path, most: int | None = None, *, tiers: frozenset[str] | None = None
     ) -> Found | None:
-        """The deepest checkpoint among the first `most` positions of a path, on the device, or on
-        the host if deeper there; None: there is none. Pins nothing, and is not a use. No lock;
+        """The last checkpoint among the first `most` positions of a path, on the device, or on the
+        host if that has a later one; None: there is none. Pins nothing, and is not a use. No lock;
         about 5 ns a position.
 
         Args:
@@ -792,7 +791,9 @@ class Checkpoints:
         if self.slots is None:
             raise ConfigError("acquire: there are no device slots here; give the engine's own")
         if n > self.slots.pages:
-            raise OutOfPages(f"acquire: {n} slots were asked for, there are {self.slots.pages}")
+            raise OutOfPages(
+                f"acquire: expected at most {self.slots.pages} slots, all there are, found {n}"
+            )
         with self.lock:
             if self.write is WritePolicy.BACK and self.host is not None:
                 self._make_room(n, self.slots)
@@ -816,7 +817,7 @@ class Checkpoints:
         if len(slots) and self.slots is not None:
             self.slots.free(slots)
 
-    # ---- making them
+    # ---- donation
 
     def donate(
         self,
@@ -850,7 +851,7 @@ class Checkpoints:
         """
         with self.lock:
             if fork:
-                self._bound.parts(path.key(count))
+                self._bound.note_fork(path.key(count))
             if self.slots is None:
                 return self.traffic.offload(slot, path, count, of=of, ends=ends) if host else None
             pinned = self._name(slot, path, count)
@@ -889,7 +890,7 @@ class Checkpoints:
         return int(named.pages[0]) if named.status[0] in (_NEW, _PRESENT) else None
 
     def give_back(self, slots: Sequence[int]) -> None:
-        """As `free`, at once or as soon as the lock is available."""
+        """As `free`, now or as soon as the lock is available."""
         if self.slots is None or not len(slots):
             return
         try:
@@ -900,7 +901,7 @@ class Checkpoints:
             self._later += slots
 
     def chain(self, tier: Tier, path: Path, count: int) -> Keys:
-        """The key of a new checkpoint, preceded by that of the deepest checkpoint before it."""
+        """The key of a new checkpoint, preceded by that of the last checkpoint before it."""
         index = self._index(tier)
         assert index is not None
         before = index.last_ready(path.keys[: count - 1], namespace=path.space.of(tier))
@@ -984,7 +985,7 @@ class Checkpoints:
             self._bound.enforce(self.host.index, path, Tier.HOST, count)
 
     def stats(self) -> CheckpointStats:
-        """Figures of this process."""
+        """Counters of this process."""
         with self.lock:
             return self.counts.snapshot()
 
@@ -1022,7 +1023,7 @@ __all__ = [
     "PathBound",
     "StateSpace",
     "StateSpaces",
-    "StateTraffic",
+    "StateTransfers",
     "Tier",
     "clear_states",
 ]

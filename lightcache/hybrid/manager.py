@@ -56,24 +56,24 @@ class HybridRequest:
     options: RequestOptions
     match: HybridMatch
     states: StateSpace | None
-    """None: no checkpoint is made of it."""
+    """None: it saves no checkpoints."""
     found: Taken | None
     """Until it is restored."""
     running: Request
-    """Its KV."""
+    """Its request in the KV manager."""
     slots: RequestSlots | None = None
-    """From then on."""
+    """Its slots, from `restore` on."""
     loading: BlockTransfer | None = None
-    """What brings the state from the host."""
+    """The load of its state from the host."""
     transfers: list[BlockTransfer] = field(default_factory=list)
-    """Copies between its slots and the host, that one included."""
+    """Copies between its slots and the host, including `loading`."""
     copies: list[Copied] = field(default_factory=list)
     """Launches that write its slots."""
     leaving: list[int] = field(default_factory=list)
-    """Of one that has ended: slots to be given back."""
+    """After its end: slots to give back."""
 
     counted: Counts = field(default_factory=Counts)
-    """What it adds to the figures."""
+    """Its counts in the statistics."""
 
     @property
     def busy(self) -> bool:
@@ -110,7 +110,7 @@ def _went_well(load: BlockTransfer) -> bool:
     return load.state is State.DONE
 
 
-# ---- Restoring: a request's initial state in its working slot
+# ---- Restore: a request's initial state in its working slot
 
 
 @dataclass(frozen=True)
@@ -120,13 +120,13 @@ class Restored:
     working: Pages
     """The working slot of each, int32."""
     sources: Pages
-    """Slots of checkpoints that are copied, in one launch,"""
+    """Slots of checkpoints that one launch copies to `targets`."""
     targets: Pages
-    """to these working slots."""
+    """Working slots."""
     zeroed: Pages
     """Working slots without a match."""
     loads: dict[Hashable, BlockTransfer]
-    """Of those whose state comes from the host."""
+    """Loads of states from the host, by request."""
 
     def wait_on(self, stream: Any = None) -> None:
         """Let a device stream (None: the current one) wait for the loads. Copies need no wait: they
@@ -283,7 +283,7 @@ class TailEviction:
     """Evicts KV of ended requests after the last position from which a request could continue."""
 
     def __init__(self, owner: HybridManager) -> None:
-        """None."""
+        """Notes no request yet."""
         self._owner = owner
         self._waiting: list[_Tail] = []
 
@@ -332,7 +332,7 @@ class TailEviction:
         owner.checkpoints.counts.add(dropped_tokens=dropped)
 
 
-# ---- Donating: saved states become checkpoints, and slots of ended requests go back
+# ---- Promotion: saved states become checkpoints, and slots of ended requests are given back
 
 
 class Donor:
@@ -342,7 +342,7 @@ class Donor:
     def __init__(self, owner: HybridManager) -> None:
         """No request saves yet."""
         self._owner = owner
-        self._going: list[HybridRequest] = []
+        self._ending: list[HybridRequest] = []
         self._tails = TailEviction(owner)
 
     # ---- while a request runs
@@ -353,7 +353,7 @@ class Donor:
         if position < 1 or position % self._owner.parts.step:
             raise ConfigError(
                 f"saving {request.id!r}: expected a position that is a multiple of "
-                f"{self._owner.parts.step}, found {position}; ask `save_plan`"
+                f"{self._owner.parts.step}, found {position}; use that of `save_plan`"
             )
         if request.states is None:
             return None
@@ -395,8 +395,8 @@ class Donor:
         return position in self._exchange(request, slots)
 
     def _exchange(self, request: HybridRequest, slots: RequestSlots) -> list[int]:
-        """Saved states of the prompt become checkpoints, if a replacement slot is free for each;
-        the state to keep comes first. Returns the positions of the new checkpoints."""
+        """Turn saved states of the prompt into checkpoints, if a replacement slot is free for each;
+        first the state to keep. Returns the positions of the new checkpoints."""
         checkpoints = self._owner.checkpoints
         waiting = [state for state in slots.confirmed if state.position <= len(request.prompt)]
         if checkpoints.slots is None or not waiting or not request.sound():
@@ -464,11 +464,11 @@ class Donor:
     def end(
         self, request: HybridRequest, kept: int | None, at: int | None, publish: bool, stream: Any
     ) -> int:
-        """See `HybridManager.release`. Returns the position of the deepest state donated."""
+        """See `HybridManager.release`. Returns the position of the last state donated."""
         request.let_go()
         if request.loading is not None and request.loading.state is State.QUEUED:
             request.loading.cancel()
-        self._going.append(request)  # first: its slots go back whatever is raised below
+        self._ending.append(request)  # first: its slots are given back also after an exception
         position, left = 0, []
         try:
             left = self._last(request, kept, at) if publish else []
@@ -529,18 +529,18 @@ class Donor:
     def poll(self) -> None:
         """Give back slots that no copy uses."""
         still, checkpoints = [], self._owner.checkpoints
-        for request in self._going:
+        for request in self._ending:
             if request.busy:
                 still.append(request)
             else:
                 checkpoints.give_back(request.leaving)
-        self._going = still
+        self._ending = still
         self._tails.poll()
 
     @property
     def going(self) -> int:
         """Number of ended requests that still hold slots."""
-        return len(self._going)
+        return len(self._ending)
 
 
 def _slots_of(request: HybridRequest) -> RequestSlots:
@@ -585,7 +585,7 @@ class HybridManager:
                 f"found {grid}"
             )
         if checkpoints.copier is None:
-            raise ConfigError("checkpoints: requests are restored by a copier; give copier=")
+            raise ConfigError("checkpoints: expected a copier, found none; give copier=")
         self.manager, self.checkpoints, self.grid = manager, checkpoints, grid
         self.config = config or HybridConfig()
         check_features(self.config, checkpoints, grid)
@@ -595,7 +595,7 @@ class HybridManager:
         """Shared by its parts."""
         self._policy = SavePolicy(grid, self.config.saves, self.config.tail, self.config.between)
         self.inner = manager.state
-        """What the parts of the manager share."""
+        """The state shared by the parts of the KV manager."""
         self._lock = self.inner.lock
         self._planner = HybridPlanner(self.parts)
         self._donor = Donor(self)
@@ -604,7 +604,7 @@ class HybridManager:
         self._guard = self.inner.new_guard(self._planner.let_go, "HybridManager")
         self._requests: dict[Hashable, HybridRequest] = {}
 
-    # ---- finding
+    # ---- lookup
 
     def plan(
         self,
@@ -615,8 +615,8 @@ class HybridManager:
         limit: int | None = None,
         device_tokens: int | None = None,
     ) -> HybridMatch:
-        """Find the deepest position that both KV and a checkpoint reach, over all tiers, and pin
-        both tentatively up to it. Otherwise as `KVCacheManager.plan`: cheap when repeated."""
+        """Find the last position that both KV and a checkpoint reach, over all tiers, and pin both
+        tentatively up to it. Otherwise as `KVCacheManager.plan`: cheap when repeated."""
         with self._lock:
             batch = self.manager.lookup.single(request, prompt, options, limit, device_tokens)
             lookup = LookupRequest._make(batch.entries[0][1])
@@ -781,9 +781,9 @@ class HybridManager:
         slots: Sequence[Sequence[int]] | None = None,
         stream: Any = None,
     ) -> Restored:
-        """Give taken requests their slots, and begin to bring each initial state to the working
-        slot: copied from a device checkpoint, loaded from the host, or zero. One launch makes all
-        copies. A checkpoint stays pinned until its copy has been executed. Returns at once.
+        """Give taken requests their slots, and begin to fill each working slot with the initial
+        state: copied from a device checkpoint, loaded from the host, or zero. One launch makes all
+        copies. A checkpoint stays pinned until its copy has been executed. Does not block.
 
         Args:
             slots: the engine's, if checkpoints have no device slots: for each request a working
@@ -818,7 +818,7 @@ class HybridManager:
 
     def skip_load(self, request: Hashable) -> HybridMatch:
         """Call instead of `restore` and `load` if there is no room for the KV to load: takes the
-        deepest checkpoint within the KV on the device instead. Returns the new match.
+        last checkpoint within the KV on the device instead. Returns the new match.
 
         Raises:
             ConfigError: the request was restored already.
@@ -854,7 +854,7 @@ class HybridManager:
             return restarted.match
 
     def _begin_anew(self, running: HybridRequest, limit: int) -> None:
-        """Plan and take again, no deeper than `limit`."""
+        """Plan and take again, with at most `limit` tokens."""
         del self._requests[running.id]
         running.let_go()
         self.checkpoints.counts.subtract(running.counted)
@@ -888,7 +888,7 @@ class HybridManager:
 
     def saving(self, request: Hashable, position: int) -> int | None:
         """The slot to which the pass being launched writes the state after `position` tokens: for
-        states inside of a pass, and for engines that write two states at once. None: save nothing.
+        states inside a pass, and for engines that write two states in a pass. None: save nothing.
 
         Raises:
             ConfigError: not a position at which checkpoints are looked up, or not after those saved
@@ -909,7 +909,7 @@ class HybridManager:
 
     def saved(self, request: Hashable, position: int) -> bool:
         """Confirm a save: the results of its pass have arrived. A state of the prompt becomes a
-        checkpoint at once if a replacement slot is free and the request's loads have succeeded;
+        checkpoint now if a replacement slot is free and the request's loads have succeeded;
         while a load is in flight it waits for the end, and after a failed load it never becomes
         one. A state of generated tokens becomes a checkpoint when the request ends. Returns whether
         it is one now.
@@ -945,12 +945,12 @@ class HybridManager:
         Args:
             at: position of the working slot's state, if no step of the request is in flight: it can
                 be donated like a saved state. None: a step may still write its slots.
-            kept: most tokens to keep; None: all committed ones.
+            kept: maximum tokens to keep; None: all committed ones.
             publish: False: abort; make no checkpoint.
             stream: of its last step; None: the current one.
 
         Returns:
-            Position of the deepest state donated now; 0: none.
+            Position of the last state donated now; 0: none.
         """
         with self._lock:
             self._planner.cancel(request)

@@ -48,7 +48,7 @@ CONFLICTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"draft_slots": 1}, ["nothing is drafted"]),
     ({"device_slots": 23, "host_states": 1}, ["device_slots=23: .* need 1 more"]),
     ({"device_slots": 24}, ["device_slots=24: .* no checkpoint would be kept"]),
-    ({"device_states": 0}, ["device_states=0: a state is donated"]),
+    ({"device_states": 0}, ["device_states=0: a donated state stays"]),
     ({"device_states": 77}, ["device_states=77: of 100 device slots, .* leave 76"]),
     ({"storage": True}, ["storage: "]),
     ({"grid": Grid(64, 64), "tail": True}, ["tail: "]),

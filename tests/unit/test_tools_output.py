@@ -81,7 +81,7 @@ def test_a_narrow_terminal_has_one_row_below_the_other() -> None:
 
 
 def test_a_title_is_not_broken() -> None:
-    shown = printed(80, lines("storage service of llama-3-8b", [("serving", "nobody")]))
+    shown = printed(80, lines("storage service of llama-3-8b", [("serving", "no service")]))
     assert shown == ["storage service of llama-3-8b", "  serving  nobody"]
 
 
@@ -100,7 +100,7 @@ def test_sweep_keeps_to_a_prefix(segment_name: str, script: Any) -> None:
     swept = CliRunner().invoke(cli.group, ["sweep", "--prefix", mine, "--yes"])
     first, last = swept.output.splitlines()
     assert first.startswith(f"/lightcache.{mine} (")
-    assert first.endswith("would go on with it, warm")
+    assert first.endswith("would use it, warm")
     assert last == "1 objects removed"
     assert read_segment(other) is not None
     assert CliRunner().invoke(cli.group, ["sweep", "--prefix", ""]).exit_code == 2

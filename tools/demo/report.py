@@ -197,7 +197,7 @@ def milliseconds(seconds: float | None) -> str:
 
 
 class Show:
-    """Prints a run while it goes on."""
+    """Prints the progress of a run."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._head = console, _HEAD

@@ -179,7 +179,7 @@ class Worker:
         self._commit(running, np.array(running.tokens[:-1], np.int32))
 
     def _forward(self, running: Running, tokens: Any, *, last: bool = True) -> None:
-        """One pass. The token that follows is of the answer, unless the prompt goes on."""
+        """One pass. The next token belongs to the answer, unless the prompt continues."""
         token, logprob = forward(self.model, tokens, running.sequence)
         running.computed += len(tokens)
         if last:
