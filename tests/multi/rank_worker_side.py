@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from support.crew import PAGE
-from support.shard_mover import SECRET, ShardBackend
+from support.shard_backend import SECRET, ShardBackend
 from support.stamped import StampedDevice, stamps_of
 
 from lightcache import Cache, ReservationShard

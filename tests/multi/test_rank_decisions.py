@@ -18,7 +18,7 @@ from multi import pausing
 from multi.rank_worker_side import digest_of
 from support.crew import PAGE
 from support.manager_world import Engine, open_cache
-from support.shard_mover import open_sharded
+from support.shard_backend import open_sharded
 from support.stamped import stamps_of
 
 from lightcache.errors import TransferFailed

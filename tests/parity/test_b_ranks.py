@@ -14,7 +14,7 @@ import pytest
 from support.crew import PAGE, Crew
 from support.manager_world import Engine, open_cache
 from support.scripts import with_support
-from support.shard_mover import open_sharded
+from support.shard_backend import open_sharded
 
 from lightcache.errors import Abandoned, TransferFailed, WaitTimeout
 from lightcache.manager import KVCacheManager, ManagedBlocks, ManagerConfig, Prompt, WritePolicy

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from support.keys import prompt
-from support.shard_mover import SECRET, ShardBackend, open_sharded
+from support.shard_backend import SECRET, ShardBackend, open_sharded
 from support.stamped import StampedDevice, Stamps, stamps_of
 
 from lightcache import Cache, Reservation

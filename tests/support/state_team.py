@@ -1,4 +1,4 @@
-"""Engines of several ranks whose states are tensors of bytes: each rank has its heads, and a leader
+"""Engines of several ranks whose states are tensors of bytes: each rank has its heads, and a coordinator
 orders what they copy. Teams of other sizes share the host's caches."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def of_rank(whole: Any, part: StatePart, rank: int, ranks: int) -> Any:
 
 
 class StateRank:
-    """One rank: its tensors, its engine, its follower."""
+    """One rank: its tensors, its engine, its worker."""
 
     def __init__(self, states: str, log: str, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks

@@ -544,7 +544,10 @@ def test_trees_against_stamps(case: Any, random: Any) -> None:
         (lambda d: d.reads([0], [-1, 0, 1, 3], [9]), "earlier node"),
         (lambda d: d.reads([0], [0, 0, 1, 2], [9]), "-1 for node 0"),
         (lambda d: d.reads([0], [-1, 0, -1, 2], [9]), "earlier node"),
-        (lambda d: d.ancestors(d.chain, [3, 1], [0, 2]), "row 1: expected at most the 1 tokens .* found 2"),
+        (
+            lambda d: d.ancestors(d.chain, [3, 1], [0, 2]),
+            "row 1: expected at most the 1 tokens .* found 2",
+        ),
     ],
 )
 def test_drafts_that_are_none(call: Any, what: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.crew import PAGE, Rank
 from support.scripts import with_support
-from support.shard_mover import open_sharded
+from support.shard_backend import open_sharded
 
 from lightcache import Cache
 from lightcache.errors import Abandoned, ConfigError, WaitTimeout
