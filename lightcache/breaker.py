@@ -124,9 +124,9 @@ class CircuitBreaker:
             opens = self._opened is None and (silent or self._failures >= self._most)
             if opens or self._probing:
                 self._opened, self._probing = self._clock(), False
-            said = self._text(self._failures, why)
+            message = self._text(self._failures, why)
         if opens:  # once, not with every probe that fails
-            self._log.warning("%s", said)
+            self._log.warning("%s", message)
         return opens
 
     def reset(self) -> None:

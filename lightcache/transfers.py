@@ -472,7 +472,7 @@ def _slots_of(pages: int, positions: Any, slots: npt.NDArray[Any], tokens: int) 
                 f"slots: expected the {pages * tokens} of the shard's {pages} pages, found "
                 f"{len(slots)}; or give positions= and the slots of the whole prompt"
             )
-        found = slots
+        rows = slots
     else:
         where = integers(positions, "positions")
         if len(where) != pages:
@@ -485,13 +485,13 @@ def _slots_of(pages: int, positions: Any, slots: npt.NDArray[Any], tokens: int) 
                 f"slots: the pages at positions {low} to {high - 1} hold tokens {low * tokens} to "
                 f"{high * tokens - 1}, found {len(slots)} slots; give those of the whole prompt"
             )
-        found = slots[: high * tokens].reshape(high, tokens)[where].reshape(-1)
-    if len(found) and int(found.min()) < 0:
+        rows = slots[: high * tokens].reshape(high, tokens)[where].reshape(-1)
+    if len(rows) and int(rows.min()) < 0:
         raise ConfigError(
             "slots: a token of a page to be written has a negative slot, so the page would not be "
             "whole; reserve only pages whose tokens are all on the device"
         )
-    return found
+    return rows
 
 
 __all__ = ["Load", "Offload"]

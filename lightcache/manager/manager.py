@@ -715,7 +715,9 @@ class KVCacheManager:
 
     def _publish_rest(self, ended: list[Request]) -> None:
         spaces = CheckedSpaces(self._weights)
-        late = [each for each in ended if each.loading is not None or each.sound is not None]
+        late = [
+            request for request in ended if request.loading is not None or request.sound is not None
+        ]
         if late:  # perhaps a load was in flight at the last commit
             self._traffic.poll()
             self._full_blocks.cache_blocks(late, spaces)
@@ -1081,12 +1083,12 @@ class KVCacheManager:
         """Return the counters and set them to zero."""
         with self._lock:
             self.state.gather()
-            found = self._counts.snapshot()
+            stats = self._counts.snapshot()
             self._tell()  # the node's total continues
             self._counts.clear()
             self._told.clear()
             self._recent.clear()
-            return found
+            return stats
 
     def recent_stats(self) -> ManagerStats:
         """What the last `config.window` requests asked for and found; other counters are 0."""

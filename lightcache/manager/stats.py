@@ -246,7 +246,7 @@ class Recent:
 
     def change(self, counts: Counters, **by: int) -> None:
         """Change the counts of a request that was added."""
-        if any(each is counts for each in self._each):
+        if any(known is counts for known in self._each):
             self._sum.update(by)
         counts.update(by)
 

@@ -1,4 +1,4 @@
-"""A killed coordinator: its ranks finish their copies, release the pages, and work for the next one."""
+"""A killed coordinator: its ranks finish their copies, give pages back, and serve the next one."""
 
 from __future__ import annotations
 
