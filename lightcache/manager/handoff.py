@@ -323,8 +323,8 @@ def receive(
     Args:
         prompt: the computed tokens and at least one more; else the last one is computed again.
         handed: the hand-off from the prefill side.
-        table: attached devices: the request's blocks, for `handed.tokens + handed.partial` tokens
-            at least. Owned devices: None; blocks for the whole prompt are allocated here.
+        table: mirrored blocks: the request's blocks, for `handed.tokens + handed.partial` tokens
+            at least. Managed blocks: None; blocks for the whole prompt are allocated here.
         device_tokens: as for `plan`.
 
     Raises:

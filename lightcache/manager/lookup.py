@@ -357,7 +357,10 @@ class PrefixLookup:
         """
         self._state.check_open("plan")
         if device_tokens is not None and self._state.device.owned:
-            raise ConfigError("device_tokens: an owned device knows what it has; leave it out")
+            raise ConfigError(
+                "device_tokens: expected None, as the manager looks up its managed blocks; leave "
+                "it out"
+            )
         return self._within_tiers(lookup_batch(requests, prompts, options, limits, device_tokens))
 
     def _within_tiers(self, batch: LookupBatch) -> LookupBatch:

@@ -181,7 +181,7 @@ class _Origin:
     offset: int
     """Token of the first block at which it begins."""
     lives: Any = None
-    """Attached devices: for each block a number that changes with its content. On an owned device a
+    """Mirrored blocks: for each block a number that changes with its content. For managed blocks a
     block stays as long as its descendants, so the last block's key is enough."""
 
 
@@ -221,10 +221,10 @@ class WriteBack:
         self._origins: dict[int, dict[bytes, _Origin]] = {}
         """Pages by last block and page key."""
         self._homes: dict[int, _Home] = {}
-        """Owned devices: homes by block. A home is stale if its block has another key by now."""
+        """Managed blocks: homes by block. A home is stale if its block has another key by now."""
         self._groups: list[_Group] = []
         self._evicting: list[tuple[list[BlockTransfer], list[_Origin]]] = []
-        """Attached devices: copies of blocks that the engine is going to evict, and their pages."""
+        """Mirrored blocks: copies of blocks that the engine is going to evict, and their pages."""
 
     @property
     def blocks(self) -> int:
@@ -291,7 +291,7 @@ class WriteBack:
         return len(blocks)
 
     def evicting(self, blocks: Pages, keys: Keys) -> int:
-        """Attached devices: see `KVCacheManager.evicting`. Returns how many copies were begun."""
+        """Mirrored blocks: see `KVCacheManager.evicting`. Returns how many copies were begun."""
         begun: list[BlockTransfer] = []
         written: list[_Origin] = []
         self._evicting.append((begun, written))

@@ -366,7 +366,7 @@ class ManagerConfig:
 
 _MANY = 64  # single keys from which an array is worth its cost
 
-# Kinds of blocks in a request's table (owned devices).
+# Kinds of blocks in a request's table (managed blocks).
 HELD, PINNED, LEASED = 0, 1, 2
 
 
@@ -506,7 +506,7 @@ class Request:
     device_chain: Chain
     host_chain: Chain
     hit: Lease | None = None
-    """Device blocks that were found; owned devices."""
+    """Device blocks that were found; managed blocks."""
     host: Lease | None = None
     """Host pages that were found, until they are loaded."""
     host_first: int = 0
@@ -711,11 +711,11 @@ def _packed(request: Request, tokens: Tokens | None) -> bytes:
 
 
 def check_table(device: DeviceTier, request: Request, table: Any, total: int) -> Pages:
-    """Check and convert a request's block table, of an attached device. Only blocks that can be
+    """Check and convert a request's block table, of mirrored blocks. Only blocks that can be
     named now are checked.
 
     Raises:
-        ConfigError: no row of block numbers, or a table for an owned device, which has its own.
+        ConfigError: no row of block numbers, or a table for managed blocks, which the manager has.
     """
     if device.owned:
         raise ConfigError(

@@ -260,7 +260,7 @@ class Engine:
             return len(lease)
 
     def check_device(self, prompt: ManagerPrompt) -> int:
-        """The same of the device's blocks; owned devices, whose blocks can be pinned."""
+        """The same of the device's blocks; managed blocks, which can be pinned."""
         index, space = self.device.index, self.manager.state.weights.open_space(prompt.tenant)
         if self.blocks is not None or index is None:
             return 0

@@ -1,5 +1,5 @@
-"""Engines of several ranks whose states are tensors of bytes: each rank has its heads; a coordinator
-orders what they copy. Teams of other sizes share the host's caches."""
+"""Engines of several ranks whose states are tensors of bytes: each rank has its heads, and a
+coordinator orders their copies. Teams of other sizes share the host's caches."""
 
 from __future__ import annotations
 
