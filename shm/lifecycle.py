@@ -133,8 +133,8 @@ def _second_description(opened: OpenObject, readonly: bool) -> Iterator[int | No
         path = names.FOLDER / opened.object_name.removeprefix("/")
         raise PermissionDenied(f"open {path}: {owners.whose(path)}") from error
     try:
-        found = os.fstat(second.fd)
-        yield second.fd if (found.st_dev, found.st_ino) == opened.identity else None
+        status = os.fstat(second.fd)
+        yield second.fd if (status.st_dev, status.st_ino) == opened.identity else None
     finally:
         second.close_fd()
 
@@ -153,9 +153,9 @@ def create(wanted: SegmentSpec, initialise: Initialise, *, timeout: float | None
     """
     pause = ofd.Pause(timeout)
     while True:
-        made = try_create(wanted, initialise, pause)
-        if made is not None:
-            return made
+        created = try_create(wanted, initialise, pause)
+        if created is not None:
+            return created
         opened = OpenObject.open(wanted.name, writable=False)
         if opened is None:
             continue

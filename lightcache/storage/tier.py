@@ -454,8 +454,8 @@ class StorageTier(BaseTier):
             progress = TaskProgress("write", len(wanted), page_tokens)
             progress.count(skipped=len(wanted) - pages)
             progress.say(reason)
-            own = keys[:pages].copy()
-            job = WriteJob(executor, progress, deadline, own, lease, namespace, rows)
+            kept_keys = keys[:pages].copy()
+            job = WriteJob(executor, progress, deadline, kept_keys, lease, namespace, rows)
         except BaseException:
             lease.__exit__(None, None, None)
             raise
@@ -518,8 +518,10 @@ class StorageTier(BaseTier):
         if executor.breaker.shut:
             return executor.ended_task("read", len(keys), executor.breaker.reason, failed=1)
         progress = TaskProgress("read", len(keys), executor.page_tokens)
-        own = keys.copy()
-        return executor.submit_job(DeepestJob(executor, progress, deadline, own, most, namespace))
+        kept_keys = keys.copy()
+        return executor.submit_job(
+            DeepestJob(executor, progress, deadline, kept_keys, most, namespace)
+        )
 
     def failed_task(
         self, kind: Literal["read", "write"], pages: int, error: LightcacheError

@@ -72,15 +72,15 @@ class _Batch:
 
     def say(self, status: WriteStatus, positions: Sequence[int], reason: str = "") -> None:
         """Set the status of these positions, where there is none yet."""
-        for at in positions:
-            if self.statuses[at] is None:
-                self.statuses[at] = status
+        for position in positions:
+            if self.statuses[position] is None:
+                self.statuses[position] = status
                 self.reason = self.reason or reason
 
     @property
     def rest(self) -> list[int]:
         """Positions without a status."""
-        return [at for at, status in enumerate(self.statuses) if status is None]
+        return [position for position, status in enumerate(self.statuses) if status is None]
 
     @property
     def done(self) -> bool:
@@ -90,7 +90,9 @@ class _Batch:
     def result(self) -> WriteResult:
         """The result, once every page has a status."""
         assert None not in self.statuses
-        return WriteResult(tuple(each for each in self.statuses if each is not None), self.reason)
+        return WriteResult(
+            tuple(status for status in self.statuses if status is not None), self.reason
+        )
 
 
 class Writer:
@@ -241,15 +243,15 @@ def read_pages(
     work = [None if slot < 0 else _PageRead(folder, name, slot, view) for name, slot, view in every]
     lanes.run([page for page in work if page is not None], READ, deadline)
     statuses, bad, reason, late = [], [], "", False
-    for at, page in enumerate(work):
+    for position, page in enumerate(work):
         status = ReadStatus.ABSENT if page is None else page.status
         why = "" if page is None else page.why
         if status is None:
             status, why, late = ReadStatus.FAILED, deadline.reason, True
-        if status is ReadStatus.CORRUPT and not folder.index.peek(keys[at : at + 1]):
+        if status is ReadStatus.CORRUPT and not folder.index.peek(keys[position : position + 1]):
             status, why = ReadStatus.ABSENT, ""  # another thread deleted it while we read it
         if status is ReadStatus.CORRUPT or (page is not None and page.unreadable):
-            bad.append(at)
+            bad.append(position)
         statuses.append(status)
         reason = reason or why
     return Read(ReadResult(tuple(statuses), reason), bad, late)

@@ -85,8 +85,8 @@ def board_name(cache_name: str, uuid: str) -> str:
 
 def group_of(cache: Cache) -> int | None:
     """The group whose members may attach to a cache."""
-    found = cache.index.segment.stat()
-    return found.st_gid if found.st_mode & stat.S_IRGRP else None
+    status = cache.index.segment.stat()
+    return status.st_gid if status.st_mode & stat.S_IRGRP else None
 
 
 class Board:
@@ -294,7 +294,10 @@ def board_copy(payload: memoryview, clients: Sequence[ClientInfo]) -> BoardCopy:
     found = np.frombuffer(payload, np.uint64, len(_WORDS))
     words = dict(zip(_WORDS, found.tolist(), strict=True))
     word = words["service"]
-    alive = any(one.alive and (one.slot, one.epoch) == (word & 0xFF, word >> 8) for one in clients)
+    alive = any(
+        client.alive and (client.slot, client.epoch) == (word & 0xFF, word >> 8)
+        for client in clients
+    )
     serving = alive and words["phase"] == Phase.SERVING
     return BoardCopy(words, bool(word), serving, tier_stats(words, alive))
 
