@@ -357,10 +357,7 @@ class PrefixLookup:
         """
         self._state.check_open("plan")
         if device_tokens is not None and self._state.device.owned:
-            raise ConfigError(
-                "device_tokens: expected None, as the manager looks up its managed blocks; leave "
-                "it out"
-            )
+            raise ConfigError("device_tokens: ManagedBlocks know what they have; leave it out")
         return self._within_tiers(lookup_batch(requests, prompts, options, limits, device_tokens))
 
     def _within_tiers(self, batch: LookupBatch) -> LookupBatch:

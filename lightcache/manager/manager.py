@@ -812,7 +812,7 @@ class KVCacheManager:
 
     def _owned(self, call: str) -> ManagedBlocks:
         if not isinstance(self.device, ManagedBlocks):
-            raise ConfigError(f"{call}: the engine owns mirrored blocks")
+            raise ConfigError(f"{call}: the engine allocates the blocks of MirroredBlocks")
         return self.device
 
     # ---- Polling and device blocks
@@ -878,7 +878,7 @@ class KVCacheManager:
         Returns how many had a name."""
         with self._lock:
             if not isinstance(self.device, MirroredBlocks):
-                raise ConfigError("evicted: managed blocks are evicted by the manager; see `drop`")
+                raise ConfigError("evicted: ManagedBlocks evict by themselves; see `drop`")
             return self.device.evicted(numbers_of(blocks))
 
     def evicting(self, blocks: Pages | Sequence[int]) -> int:
@@ -907,9 +907,8 @@ class KVCacheManager:
             copies = self._traffic.in_flight + self._traffic.queued
             if self._requests or len(self._frees) or copies:
                 raise InUse(
-                    f"set_blocks: expected an idle manager, found {len(self._requests)} active "
-                    f"requests and {copies} copies in flight or queued; release, resume, and wait "
-                    "for them first"
+                    f"set_blocks: {len(self._requests)} requests run, and {copies} copies are "
+                    "in flight or wait; release, resume, and wait for them first"
                 )
             count(blocks, "blocks", 1, MAX_PAGES)  # checked before anything is forgotten
             check_blocks(self.backend, blocks, self.device.block_tokens)

@@ -719,8 +719,8 @@ def check_table(device: DeviceTier, request: Request, table: Any, total: int) ->
     """
     if device.owned:
         raise ConfigError(
-            f"table of {request.id!r}: managed blocks are those that `allocate` returned; leave "
-            "the table out"
+            f"table of {one.id!r}: blocks of ManagedBlocks are those that `allocate` returned; "
+            "leave the table out"
         )
     numbers = pages(table)
     fresh = numbers[request.named : total // device.block_tokens]

@@ -141,8 +141,8 @@ def decode(data: bytes) -> Message:
         )
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise CacheCorrupted(
-            f"rank messages: expected one of a coordinator, found {len(data)} bytes that are none "
-            f"({error}); does another program write to this log?"
+            f"a coordinator's message of {len(data)} bytes makes no sense ({error}); is its log "
+            "written to by something else?"
         ) from error
 
 
@@ -217,15 +217,12 @@ class Joiner:
             CacheCorrupted: not written by a coordinator.
         """
         if len(entry) < _PART.size:
-            raise CacheCorrupted(
-                f"rank messages: expected an entry of {_PART.size} bytes at least, found "
-                f"{len(entry)}; does another program write to this log?"
-            )
+            raise CacheCorrupted(f"an entry of {len(entry)} bytes is not a coordinator's")
         version, flags = _PART.unpack_from(entry)
         if version != VERSION:
             raise LayoutMismatch(
-                f"rank messages: expected version {VERSION}, found {version}; run the coordinator "
-                "and its ranks with the same release"
+                f"the coordinator writes version {version} of its log, this process reads "
+                f"{VERSION}; run the same release everywhere"
             )
         if flags & _BEGINS:
             self._parts = []
