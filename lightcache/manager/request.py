@@ -719,7 +719,7 @@ def check_table(device: DeviceTier, request: Request, table: Any, total: int) ->
     """
     if device.owned:
         raise ConfigError(
-            f"table of {one.id!r}: blocks of ManagedBlocks are those that `allocate` returned; "
+            f"table of {request.id!r}: blocks of ManagedBlocks are those that `allocate` returned; "
             "leave the table out"
         )
     numbers = pages(table)

@@ -36,7 +36,7 @@ def test_blocks_for_which_the_lock_does_not_come(
         for _ in range(2):
             assert manager.poll() == 0
         assert manager.gauges().leaving == 2
-        with pytest.raises(InUse, match="found 0 active"):
+        with pytest.raises(InUse, match="0 requests run"):
             manager.set_blocks(32)
     held = world.index.stats().held
     assert held > 0

@@ -98,7 +98,7 @@ def test_a_startup_message_is_empty() -> None:
 
 
 def test_another_release_is_named() -> None:
-    with pytest.raises(LayoutMismatch, match="found 9"):
+    with pytest.raises(LayoutMismatch, match="version 9"):
         Joiner().take(b"\x09\x03abc")
 
 
@@ -107,7 +107,7 @@ def test_bytes_of_another_writer_are_refused() -> None:
         Joiner().take(b"x")
     whole = encode(Order(Kind.LOAD, 1, bytes(16), np.arange(8), 0))
     for wrong in (b"", b"\x01", whole[:-1], b"\xff" + whole[1:], struct.pack("<BI", 4, 2) + b"{}"):
-        with pytest.raises(CacheCorrupted, match="expected one of a coordinator"):
+        with pytest.raises(CacheCorrupted, match="makes no sense"):
             decode(wrong)
 
 

@@ -40,7 +40,7 @@ class Kill:
     turn: int
     copied_pages: int
     pages: int
-    doomed_pages: int  # pages that it was writing, which no key leads to
+    doomed_pages: int  # pages that it was writing, which have no key any more
     recovered_s: float  # from the signal until its pages could be used again
 
 

@@ -66,7 +66,7 @@ class Worker:
         memory = DeviceMemory(self.model, blocks=self.blocks, block_tokens=size, slots=self.slots)
         self.memory = memory
         self._open_cache(stack)
-        self.backend = HeldMover(self.engine, size, pipe)
+        self.backend = HeldBackend(self.engine, size, pipe)
         self.open_manager(stack)
 
     def _open_cache(self, stack: ExitStack) -> None:
@@ -300,7 +300,7 @@ class HybridWorker(Worker):
         self.states.slots.evict(self.slots)
 
 
-class HeldMover(EngineBackend):
+class HeldBackend(EngineBackend):
     """Moves bytes between host and device, as `EngineBackend`. For the demo's kill it can stop in
     the middle of an offload."""
 
