@@ -409,8 +409,8 @@ def test_a_copy_that_hangs_when_the_coordinator_leaves(
         patch.setattr(rank.backend, "offload", lambda *what: Endless())
         crew.log.close()
         with pytest.raises(WaitTimeout, match="1 copies are in flight"):
-            rank.follower.step(0)
-    rank.follower._going.clear()
+            rank.worker.step(0)
+    rank.worker._running.clear()
 
 
 def test_what_a_coordinator_refuses(crews: Any) -> None:
