@@ -1,7 +1,7 @@
 """What the transfer engine asks of a device: streams, events, memory, launching, copying.
 
 `CudaDevice` is torch's view of an NVIDIA or AMD GPU. Tests put one in its place that does all of it
-at once in host memory, with the kernels interpreted.
+immediately in host memory, with the kernels interpreted.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class CudaDevice:
 
     def lost(self, error: BaseException) -> bool:
         """Whether an error of asking an event means that the device works no more. While a stream
-        is captured, in any thread, asking is not allowed, and copies go on all the same."""
+        is captured, in any thread, asking is not allowed, and copies continue."""
         return "captur" not in str(error).lower()
 
     def empty(self, nbytes: int) -> torch.Tensor:

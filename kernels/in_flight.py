@@ -32,7 +32,7 @@ class Ring:
     """Slots of device memory that pages pass through, in order."""
 
     def __init__(self, device: Any, slots: int, slot_bytes: int) -> None:
-        """Allocates at once."""
+        """Allocates immediately."""
         self.slots, self.slot_bytes = slots, slot_bytes
         self.memory: torch.Tensor = device.empty(slots * slot_bytes)
         self.address = int(self.memory.data_ptr())
@@ -54,7 +54,7 @@ class IndexBlock:
     """Buffers for the jobs and slots of one transfer: one in pinned memory, one on the device."""
 
     def __init__(self, device: Any, words: int) -> None:
-        """Allocates at once."""
+        """Allocates immediately."""
         self.words = words
         self.host, self.device = device.words(words)
         self.view: npt.NDArray[np.int64] = self.host.numpy()
@@ -140,7 +140,7 @@ class Lane:
         """Two: while the last programs of one kernel wait for the bus, the next one begins."""
         self.ring: Ring | None = None
         self.going: deque[DeviceTransfer] = deque()
-        """Transfers that may go on, oldest first."""
+        """Transfers that may be in flight, oldest first."""
 
     def next_direct(self) -> Any:
         """The stream for the next direct transfer."""
@@ -304,8 +304,8 @@ class DeviceTransfer:
             passed = time.monotonic() - start
             if timeout is not None and passed >= timeout:
                 raise WaitTimeout(
-                    f"a transfer of {self.nbytes} bytes goes on after {timeout} s; wait again: "
-                    "its pages and slots are in use until it is over"
+                    f"a transfer of {self.nbytes} bytes is in flight after {timeout} s; wait "
+                    "again: its pages and slots are in use until it has finished"
                 )
             if passed < _SPIN:
                 continue
@@ -373,7 +373,7 @@ class DeviceTransfer:
             self.run_calls()
 
     def __repr__(self) -> str:
-        state = "failed" if self._error else "over" if self._over else "going on"
+        state = "failed" if self._error else "finished" if self._over else "in flight"
         return f"<Transfer {self.nbytes} bytes, {state}>"
 
 
@@ -437,7 +437,7 @@ class InFlight:
         self.events, self.blocks = Events(device), IndexBlocks(device, copier)
         self.offload, self.load = Lane(device, True), Lane(device, False)
         self.finished: deque[DeviceTransfer] = deque()
-        """Over, but somebody is still to be told."""
+        """Finished, but not all callbacks were called."""
         self.closed = False
         self.pacer: Pacer | None = None
         self._pid = os.getpid()

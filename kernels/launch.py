@@ -99,7 +99,7 @@ class Launcher:
 
         Args:
             table: `each.table` on the device.
-            packed: whether pages are staged, cells one behind the other.
+            packed: whether pages are staged, cells one after the other.
             to_page: the direction.
         """
         values = constants(each.shape, packed, to_page)

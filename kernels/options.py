@@ -21,7 +21,7 @@ class Thresholds:
     direct_page: int = 512 << 10
     """Pages smaller than this go directly: the copy engine loses time with each copy."""
     direct_total: int = 2 << 20
-    """So do transfers smaller than this: they are over before staging would have begun."""
+    """So do transfers smaller than this: they finish before staging would have begun."""
     copy_bytes: int = 8 << 20
     """Where device bytes lie as page bytes do: least mean size of a copy for the copy engine
     alone."""

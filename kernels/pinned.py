@@ -588,7 +588,7 @@ class PinnedPages(HostPages):
             self._raise_if_over(int(numbers.max()) + 1)
             raise NotReady(
                 f"page {int(numbers.max())} is not registered with the GPU driver yet: "
-                f"{self.ready} of {self.pages} pages are; `wait` for it, or go on without it"
+                f"{self.ready} of {self.pages} pages are; `wait` for it, or continue without it"
             )
         if self._closing:
             raise Detached("the pinned pages were closed; pin the pool again")

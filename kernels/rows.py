@@ -277,7 +277,7 @@ class Plan:
         found = [planes.find(geometry, cell) for cell in self.cells]
         sizes = [cell.nbytes for cell in self.cells]
         self.packed: Table = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
-        """Where each cell begins when cells stand one behind the other; one more for the end."""
+        """Where each cell begins if cells stand one after the other, and the end of the last."""
         self.slots = min(
             (
                 plane.slots * cell.plane.unit_tokens

@@ -299,7 +299,7 @@ class Steps:
         self.parts, self.lane, self.after = parts, lane, after
         self.direct_stream = lane.next_direct()
         self.block: IndexBlock | None = None
-        """Index rows, and slots behind them."""
+        """Index rows, followed by slots."""
         self.words = 0
         """Of the rows."""
         self.slot_words = 0
@@ -586,7 +586,7 @@ class Submission:
             self.transfer.fail(error)
             if pacer is None:
                 self._end()
-            else:  # steps handed over already are left out
+            else:  # steps submitted already are left out
                 pacer.put(self._end_locked, 0)
             raise
 

@@ -129,22 +129,22 @@ def offsets(array: Any, key_count: int) -> Offsets:
         ConfigError: wrong shape or dtype, or not ascending, or not ending at the last key.
     """
     try:
-        found = np.ascontiguousarray(array)
+        bounds = np.ascontiguousarray(array)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"offsets: expected int64 of shape (requests + 1,): {error}") from None
-    if found.ndim != 1 or len(found) < 1 or found.dtype.kind not in "iu":
+    if bounds.ndim != 1 or len(bounds) < 1 or bounds.dtype.kind not in "iu":
         raise ConfigError(
             "offsets: expected integers of shape (requests + 1,), found "
-            f"{found.dtype} {found.shape}"
+            f"{bounds.dtype} {bounds.shape}"
         )
-    found = found.astype(_I64, copy=False)
-    if found[0] != 0 or found[-1] != key_count or (found[1:] < found[:-1]).any():
+    bounds = bounds.astype(_I64, copy=False)
+    if bounds[0] != 0 or bounds[-1] != key_count or (bounds[1:] < bounds[:-1]).any():
         raise ConfigError(
             f"offsets: expected to ascend from 0 to the number of keys ({key_count}), found "
-            f"{found[0]} to {found[-1]}"
-            + (", descending in between" if (np.diff(found) < 0).any() else "")
+            f"{bounds[0]} to {bounds[-1]}"
+            + (", descending in between" if (np.diff(bounds) < 0).any() else "")
         )
-    return found if found.flags.writeable else found.copy()
+    return bounds if bounds.flags.writeable else bounds.copy()
 
 
 def starts(array: Any, bounds: Offsets) -> Offsets:
@@ -160,12 +160,12 @@ def starts(array: Any, bounds: Offsets) -> Offsets:
     requests = len(bounds) - 1
     if array is None:
         return np.zeros(requests, np.int64)
-    found = np.asarray(array)
-    if found.shape != (requests,) or (requests and found.dtype.kind not in "iu"):
+    numbers = np.asarray(array)
+    if numbers.shape != (requests,) or (requests and numbers.dtype.kind not in "iu"):
         raise ConfigError(
-            f"starts: expected {requests} integers, found {found.dtype} {found.shape}"
+            f"starts: expected {requests} integers, found {numbers.dtype} {numbers.shape}"
         )
-    begins = np.ascontiguousarray(found, np.int64)
+    begins = np.ascontiguousarray(numbers, np.int64)
     if requests and (begins.min() < 0 or (begins > bounds[1:] - bounds[:-1]).any()):
         raise ConfigError(
             "starts: expected starts within the keys of each request, found "
@@ -183,16 +183,17 @@ def pages(array: Any) -> Pages:
     """
     if isinstance(array, np.ndarray) and array.dtype is _I32 and array.ndim == 1:
         return array if array.flags.carray else array.copy()
-    found = np.asarray(array)
-    if found.size == 0 and found.ndim == 1:
+    numbers = np.asarray(array)
+    if numbers.size == 0 and numbers.ndim == 1:
         return np.empty(0, np.int32)
-    if found.ndim != 1 or found.dtype.kind not in "iu":
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
         raise ConfigError(
-            f"pages: expected page numbers, int32 of shape (n,), found {found.dtype} {found.shape}"
+            f"pages: expected page numbers, int32 of shape (n,), found {numbers.dtype} "
+            f"{numbers.shape}"
         )
-    if found.min() < 0 or found.max() >= 1 << 31:
-        raise ConfigError(f"pages: expected page numbers, found {found.min()} to {found.max()}")
-    return found.astype(np.int32)
+    if numbers.min() < 0 or numbers.max() >= 1 << 31:
+        raise ConfigError(f"pages: expected page numbers, found {numbers.min()} to {numbers.max()}")
+    return numbers.astype(np.int32)
 
 
 def count(value: Any, what: str, low: int, high: int) -> int:

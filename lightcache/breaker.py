@@ -121,9 +121,9 @@ class CircuitBreaker:
             opens = self.opened is None and (silent or self.failures >= self._most)
             if opens or self._probing:
                 self.opened, self._probing = self._clock(), False
-            said = self._text(self.failures, why)
+            message = self._text(self.failures, why)
         if opens:  # once, not with every probe that fails
-            self._log.warning("%s", said)
+            self._log.warning("%s", message)
         return opens
 
     def reset(self) -> None:

@@ -134,7 +134,7 @@ class CacheSpec:
 def check_config(name: str, config: Mapping[str, Any]) -> None:
     """Check the types of the configuration that `create` wrote: other writers may have changed
     it."""
-    each, tokens = config["page_bytes"], config.get("page_tokens")
+    page_bytes, tokens = config["page_bytes"], config.get("page_tokens")
     if FOLDER_ITEM in config and path_in(dict(config)) is None:
         raise CacheCorrupted(
             f"the cache {name!r} has the pool's folder {config[FOLDER_ITEM]!r} in its header; "
@@ -142,20 +142,21 @@ def check_config(name: str, config: Mapping[str, Any]) -> None:
         )
     texts = [config.get(item) for item in ("fingerprint", "algorithm", "secret")]
     if (
-        type(each) is not int
-        or not 1 <= each <= _MAX_PAGE
+        type(page_bytes) is not int
+        or not 1 <= page_bytes <= _MAX_PAGE
         or not (tokens is None or type(tokens) is int)
         or not all(isinstance(text, str) for text in texts)
     ):
         raise CacheCorrupted(
-            f"the cache {name!r} has page_bytes {each!r}, page_tokens {tokens!r} and (fingerprint, "
-            f"algorithm, secret) {texts!r} in its header; remove it with `lightcache rm`"
+            f"the cache {name!r} has page_bytes {page_bytes!r}, page_tokens {tokens!r} and "
+            f"(fingerprint, algorithm, secret) {texts!r} in its header; remove it with "
+            "`lightcache rm`"
         )
 
 
-def secret_of(given: bytes | None) -> bytes:
+def secret_of(secret: bytes | None) -> bytes:
     """Return the given secret; None: that of the file, which is created if it is missing."""
-    return given if given is not None else load_or_create_secret(DEFAULT_SECRET.expanduser())
+    return secret if secret is not None else load_or_create_secret(DEFAULT_SECRET.expanduser())
 
 
 def digest_of(secret: bytes) -> str:
@@ -258,10 +259,10 @@ def engine_of(
     require("torch", "kernels", f"an engine for planes on {planes.device}")
     from importlib import import_module  # torch is imported only if there is a device
 
-    made: Engine = import_module("lightcache.kernels.engine").TransferEngine(
+    engine: Engine = import_module("lightcache.kernels.engine").TransferEngine(
         geometry, planes, memory, **how
     )
-    return made
+    return engine
 
 
 def check_format(cache: Cache, geometry: PageGeometry) -> None:
@@ -450,11 +451,11 @@ class Cache:
             timeout=timeout,
         )
         try:
-            found = index.segment.config.get("fingerprint")
-            if fingerprint is not None and found != fingerprint:
+            fingerprint_found = index.segment.config.get("fingerprint")
+            if fingerprint is not None and fingerprint_found != fingerprint:
                 raise LayoutMismatch(
-                    f"the cache {name!r} is for {found!r}, expected {fingerprint!r}; attach to "
-                    "another one, or open your own"
+                    f"the cache {name!r} is for {fingerprint_found!r}, expected {fingerprint!r}; "
+                    "attach to another one, or open your own"
                 )
         except BaseException:
             index.close()

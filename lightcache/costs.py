@@ -75,14 +75,14 @@ class Costs:
                 f"costs: {os.fspath(path)!r} cannot be read ({error}); make it with `lightcache "
                 "doctor --calibrate --out FILE`"
             ) from None
-        found = dict(data) if isinstance(data, dict) else {}
-        given = {"prefill_tokens_per_s": prefill_tokens_per_s, "page_tokens": page_tokens}
-        found.update((name, value) for name, value in given.items() if value is not None)
+        measured = dict(data) if isinstance(data, dict) else {}
+        overrides = {"prefill_tokens_per_s": prefill_tokens_per_s, "page_tokens": page_tokens}
+        measured.update((name, value) for name, value in overrides.items() if value is not None)
         for name in (*_MEASURED, *_GIVEN):
-            if found.get(name) is None:
+            if measured.get(name) is None:
                 remedy = "give it here" if name in _GIVEN else "calibrate again"
                 raise ConfigError(f"costs: {os.fspath(path)!r} says no {name}; {remedy}")
-        return cls(**{name: found[name] for name in (*_MEASURED, *_GIVEN)})
+        return cls(**{name: measured[name] for name in (*_MEASURED, *_GIVEN)})
 
     def load_seconds(self, pages: int) -> float:
         """Seconds to load this many pages in one transfer; 0 for none."""
@@ -118,8 +118,8 @@ class Costs:
     def host_weight(self) -> float:
         """Cost of loading a token, relative to computing it, at most 1: for
         `RouterPolicy.host_weight`. Excludes the overhead, which is per request."""
-        each = self.page_bytes / self.load_bytes_per_s
-        return min(1.0, each * self.prefill_tokens_per_s / self.page_tokens)
+        page_s = self.page_bytes / self.load_bytes_per_s
+        return min(1.0, page_s * self.prefill_tokens_per_s / self.page_tokens)
 
 
 def _check(value: Any, name: str, *, zero: bool) -> None:

@@ -215,10 +215,10 @@ class PageHasher:
 
     def copy(self) -> "PageHasher":
         """Return an independent hasher with the same state. About 1 us."""
-        made: PageHasher = object.__new__(PageHasher)
-        made.__dict__.update(self.__dict__)
-        made._state, made._pending = self._state.copy(), dict(self._pending)
-        return made
+        copied: PageHasher = object.__new__(PageHasher)
+        copied.__dict__.update(self.__dict__)
+        copied._state, copied._pending = self._state.copy(), dict(self._pending)
+        return copied
 
     @property
     def pages(self) -> int:
@@ -340,18 +340,18 @@ def _read_secret(path: Path) -> bytes:
     return content
 
 
-def _refuse_unsafe(path: Path, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
+def _refuse_unsafe(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
         raise PermissionDenied(f"secret file {path} is no plain file; choose another path")
-    if found.st_uid != os.geteuid():
+    if status.st_uid != os.geteuid():
         raise PermissionDenied(
-            f"secret file {path} belongs to user {owners.user(found.st_uid)}, expected "
+            f"secret file {path} belongs to user {owners.user(status.st_uid)}, expected "
             f"{owners.user(os.geteuid())}; choose a path of your own"
         )
-    if found.st_mode & 0o077:
+    if status.st_mode & 0o077:
         raise PermissionDenied(
-            f"secret file {path} has mode {stat.S_IMODE(found.st_mode):04o}, expected 0600; others "
-            "may have read it: remove it, so that a new secret is made"
+            f"secret file {path} has mode {stat.S_IMODE(status.st_mode):04o}, expected 0600; "
+            "others may have read it: remove it, so that a new secret is made"
         )
 
 
@@ -404,8 +404,8 @@ def _canonical(tokens: Tokens) -> NDArray[np.uint32]:
     array = np.ascontiguousarray(array, dtype=width)
     unsigned = array.view(f"u{array.itemsize}")
     if unsigned.max() >= MARK:
-        at = int(np.argmax(unsigned >= MARK))
-        raise ConfigError(f"token {at} is {array[at]}, expected 0 to {MARK - 1}")
+        place = int(np.argmax(unsigned >= MARK))
+        raise ConfigError(f"token {place} is {array[place]}, expected 0 to {MARK - 1}")
     return unsigned.astype("<u4", copy=False)
 
 
@@ -414,10 +414,10 @@ def _few(tokens: list[int]) -> bytes | None:
     if len(tokens) > _FEW or (tokens and type(tokens[0]) is bool):
         return None
     try:
-        found = _PACKED[len(tokens)](*tokens)
+        block = _PACKED[len(tokens)](*tokens)
     except struct.error:
         return None  # `_canonical` raises the error
-    return None if _MARK_BYTES in found else found  # a match across two tokens is harmless
+    return None if _MARK_BYTES in block else block  # a match across two tokens is harmless
 
 
 def pack_tokens(tokens: Tokens) -> bytes:

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from lightcache._arguments import Pages
 
 
-# ---- What is taken from an index and given back: once, by name, by leaving a `with`, or with the
-# last reference to it.
+# ---- Pages that are taken from an index and given back once: by a call, by leaving a `with`, or
+# with the last reference.
 
 
 @dataclass(frozen=True)
 class Hold:
-    """How pages are given back by a copy, or a call, that takes them over. Internal: see
+    """How a copy or a call that takes pages over gives them back. Internal: see
     `lightcache.transfers`. All calls may be repeated after an interrupt."""
 
     core: Core
@@ -58,7 +58,7 @@ class Releasable:
     An object is made before the call that takes pages, over the arrays that the core writes them
     into. `ended` is to be True, or missing, until there is something to give back, and to become
     True after the call that gives back, which may be repeated. So an interrupt at any point leaks
-    nothing, and never gives back what is another's.
+    nothing, and never gives back another client's pages.
     """
 
     __slots__ = ("_core", "ended")
@@ -113,7 +113,7 @@ class Releasable:
             self._give_back()
 
 
-# ---- Pages without a key, held by this client; and the result of naming them.
+# ---- Allocations: pages without a key, held by this client
 
 Positions = npt.NDArray[np.int64]
 Statuses = npt.NDArray[np.uint8]
@@ -152,15 +152,14 @@ class Allocation(Releasable):
 
     @classmethod
     def attached_to(cls, core: Core, pages: Pages) -> tuple[Allocation, partial[None]]:
-        """The reverse of `detach`, for pages of which none has been named: as
-        `Lease.attached_to`."""
+        """The reverse of `detach`, for pages that have not been named: as `Lease.attached_to`."""
         progress = layout.HeldProgress(done=len(pages))
         allocation = cls(core, pages, None, progress, ended=True)
         return allocation, partial(setattr, allocation, "ended", False)
 
     @property
     def pages(self) -> Pages:
-        """The pages, int32 of shape (n,), in no order that means anything.
+        """The pages, int32 of shape (n,), in no particular order.
 
         Raises:
             LeaseLost: freed or detached already.
@@ -188,8 +187,8 @@ class Allocation(Releasable):
 
     def free(self) -> None:
         """Give back the pages that have not been named since they were allocated. A page that
-        others pin (through a ticket) is free when they have released it. Takes the lock; once is
-        enough.
+        other clients pin (through a ticket) is free when they have released it. Takes the lock,
+        once.
 
         Raises:
             LeaseLost: freed or detached already.
@@ -202,7 +201,7 @@ class Allocation(Releasable):
         self.ended = True
 
     def ticket(self, adopters: list[ClientId], *, timeout: float = 60.0) -> Ticket:
-        """Pin the same pages for others, which `adopt` the ticket's 16 bytes. See `Ticket`.
+        """Pin the same pages for other clients, which `adopt` the ticket's 16 bytes. See `Ticket`.
 
         Args:
             adopters: clients that may adopt, each once; see `PageIndex.client_id`.
@@ -288,8 +287,7 @@ class NamingResult:
         )
 
 
-# ---- Tickets: pins handed from one client to others, through 16 bytes in the engine's own
-# message.
+# ---- Tickets: pins that one client gives to others, through 16 bytes in the engine's own message
 
 TICKET_BYTES = ctypes.sizeof(layout.TicketRef)
 
@@ -309,7 +307,7 @@ class TicketStatus:
     adopted: frozenset[int]
     done: frozenset[int]
     failed: frozenset[int]
-    """Told so, died, or (after the deadline) never adopted."""
+    """Adopters that reported a failure, died, or (after the deadline) never adopted."""
     late: bool
     """The deadline has passed: it can no longer be adopted."""
 
@@ -327,8 +325,9 @@ def slots(mask: int) -> frozenset[int]:
 
 
 class Ticket:
-    """Allocation by its giver. Its pages stay pinned until every adopter has adopted or died or the
-    deadline has passed, whether the giver lives or not. Drop it when its verdict is known."""
+    """Pins that this client gives to other clients, the adopters. The pages stay pinned until every
+    adopter has adopted or died or the deadline has passed, even if this client dies. Drop the
+    ticket when its verdict is known."""
 
     def __init__(self, core: Core, ref: layout.TicketRef) -> None:
         """For `give_ticket`, before the call that fills `ref`."""
@@ -339,7 +338,7 @@ class Ticket:
         """Whether it was dropped or revoked."""
 
     def __bytes__(self) -> bytes:
-        """The 16 bytes that travel."""
+        """The 16 bytes to send to the adopters."""
         return bytes(self._ref)
 
     def poll(self) -> TicketStatus:
@@ -368,7 +367,7 @@ class Ticket:
         )
 
     def drop(self) -> None:
-        """End it for its giver; clients that have adopted keep their pins. Takes the lock; once.
+        """End it for this client; clients that have adopted keep their pins. Takes the lock, once.
 
         Raises:
             LeaseLost: dropped before.
@@ -378,7 +377,7 @@ class Ticket:
     def revoke(self) -> None:
         """Drop it, and refuse every later adoption: its pages are free as soon as the clients that
         adopted have released them. For a ticket that was never sent, or whose purpose has failed.
-        Takes the lock; once.
+        Takes the lock, once.
 
         Raises:
             LeaseLost: dropped or revoked before.
@@ -401,7 +400,7 @@ class Ticket:
             leave(self.drop, error)
 
     def __del__(self) -> None:
-        """Its verdict can no longer be asked for. Adopters continue, and pins last as promised."""
+        """Its verdict is lost. Adopters continue, and pins last as promised."""
         if not getattr(self, "ended", True) and self._ref.gen and not self._core.unusable():
             self.drop()
 
@@ -475,7 +474,7 @@ REFUSALS = {
     Code.STALE: "it has ended: dropped, or all its adopters are done",
     Code.OWNER: "this client is not among its adopters, or its shard was adopted by another",
     Code.TWICE: "it was adopted by this client before, or the shard was",
-    Code.TIMEOUT: "its deadline has passed, or the giver's side declared this client failed",
+    Code.TIMEOUT: "its deadline has passed, or its owner declared this client failed",
 }
 
 
@@ -519,8 +518,8 @@ class Lease(Releasable):
 
     @classmethod
     def attached_to(cls, core: Core, pages: Pages) -> tuple[Lease, partial[None]]:
-        """The reverse of `detach`: a lease of pages of which one pin each is the caller's. It is
-        empty until the call that is returned with it is made: `together` with the calls after which
+        """The reverse of `detach`: a lease of pages that the caller pins once each, and the call
+        that fills it. It is empty until then: make that call `together` with the calls after which
         the pins are no longer the caller's."""
         buffer = buffer_for(len(pages))
         lease = cls(core, buffer)
@@ -576,7 +575,7 @@ class Lease(Releasable):
             check(code, "release a lease")
 
     def detach(self) -> Pages:
-        """The pages, int32, whose pins are the caller's from now on: `PageIndex.unpin` gives them
+        """The pages, int32. Their pins are the caller's from now on: `PageIndex.unpin` gives them
         up, `PageIndex.unname` takes their keys away. This object has nothing left to release.
 
         Raises:
@@ -590,7 +589,7 @@ class Lease(Releasable):
         return pages
 
     def ticket(self, adopters: list[ClientId], *, timeout: float = 60.0) -> Ticket:
-        """Pin the same pages for others, which `adopt` the ticket's 16 bytes. See `Ticket`.
+        """Pin the same pages for other clients, which `adopt` the ticket's 16 bytes. See `Ticket`.
 
         Args:
             adopters: clients that may adopt, each once; see `PageIndex.client_id`.

@@ -59,9 +59,9 @@ _NS = {
 }
 # Fields named TIER_evicted_CAUSE.
 _EVICTED = {
-    (tier, cause): each.name
-    for each in fields(ManagerStats)
-    for tier, evicted, cause in [each.name.partition("_evicted_")]
+    (tier, cause): field.name
+    for field in fields(ManagerStats)
+    for tier, evicted, cause in [field.name.partition("_evicted_")]
     if evicted
 }
 _LABELLED = frozenset(
@@ -78,37 +78,37 @@ _CHECKPOINT_LABELLED = frozenset(
 
 _OWN = frozenset({"cache", "tier", "state", "role", "direction", "part", "cause"})
 
-_SAID = {
+_HELP = {
     "requests": "Requests taken.",
     "hit_requests": "Requests with any token that need not be computed.",
     "prompt_tokens": "Tokens of all prompts.",
-    "below_break_even": "Tokens found on the host and computed all the same: so few load slower.",
+    "below_break_even": "Tokens found on the host but computed: loading so few is slower.",
     "cut_items": "Matches cut back to the start of a multimodal item.",
-    "absent_pages": "Pages looked for on the host and not there; failures are counted apart.",
-    "no_room_pages": "Pages to be written to the host for which there was no room.",
+    "absent_pages": "Pages looked for on the host but not found; failures are not counted here.",
+    "no_room_pages": "Pages not written to the host because there was no room.",
     "storage_declined_pages": "Pages not read from storage: computing them is faster.",
-    "duplicates": "Device blocks whose content another one had already.",
-    "demotions": "Device blocks evicted for low_water or demote that the host has.",
-    "demotions_lost": "Device blocks evicted for low_water or demote that the host has not.",
-    "kept_by_match": "Blocks to be demoted that a request came for meanwhile.",
-    "waits": "Requests that waited for another one's prefix.",
+    "duplicates": "Device blocks whose content another block had already.",
+    "demotions": "Device blocks evicted for low_water or demote, with a copy on the host.",
+    "demotions_lost": "Device blocks evicted for low_water or demote, without a copy on the host.",
+    "kept_by_match": "Blocks to be demoted that a request used first.",
+    "waits": "Requests that waited for another request's prefix.",
     "errors": "Calls that failed and were answered as a miss.",
 }
 
-_CHECKPOINTS_SAID = {
+_CHECKPOINTS_HELP = {
     "requests": "Requests of hybrid models taken.",
     "usable_tokens": "Tokens of prompts that need not be computed.",
-    "unusable_tokens": "Tokens whose KV was there, behind the checkpoint.",
+    "unusable_tokens": "Tokens after the checkpoint whose KV was cached.",
     "donated": "Saved states that became checkpoints.",
     "merged": "Saved states that were checkpoints already.",
     "refused": "Saved states that could not become checkpoints.",
     "bounded": "Checkpoints evicted because their path had too many.",
     "copies": "Copies from a checkpoint to a working slot.",
-    "no_room": "Checkpoints to be written to the host for which there was no room.",
-    "demotions": "Checkpoints that left the device ahead of need, and that the host had.",
-    "demotions_lost": "Checkpoints that left the device, and that the host had not.",
-    "kept_unwritten": "Checkpoints that stayed on the device, for they could not be written.",
-    "dropped_tokens": "Tokens of KV dropped behind the deepest checkpoint of their path.",
+    "no_room": "Checkpoints not written to the host because there was no room.",
+    "demotions": "Checkpoints evicted from the device ahead of need, with a copy on the host.",
+    "demotions_lost": "Checkpoints evicted from the device, without a copy on the host.",
+    "kept_unwritten": "Checkpoints that stayed on the device because they could not be written.",
+    "dropped_tokens": "Tokens of KV evicted after the last checkpoint of their path.",
 }
 
 
@@ -125,30 +125,30 @@ class Totals(Protocol):
     """A source of the managers' counters, such as `NodeCounters`."""
 
     def total(self) -> ManagerStats:
-        """All counts so far; every figure only rises."""
+        """All counts so far; each only rises."""
 
 
 class _Labelled(Collector):
     """Metrics that share some labels."""
 
     def __init__(self, cache: str, labels: Mapping[str, str] | None) -> None:
-        own = _OWN & (labels or {}).keys()
-        if own:
+        reserved = _OWN & (labels or {}).keys()
+        if reserved:
             raise ConfigError(
-                f"labels: {', '.join(sorted(own))} are the metrics' own; choose other names"
+                f"labels: {', '.join(sorted(reserved))} are the metrics' own; choose other names"
             )
         self._labels = {"cache": cache, **(labels or {})}
 
-    def _gauge(self, name: str, said: str, values: Mapping[_K, float], *labels: str) -> Metric:
+    def _gauge(self, name: str, text: str, values: Mapping[_K, float], *labels: str) -> Metric:
         """A gauge of `values`, which are keyed by the values of `labels`."""
-        metric = GaugeMetricFamily(f"lightcache_{name}", said, labels=[*self._labels, *labels])
+        metric = GaugeMetricFamily(f"lightcache_{name}", text, labels=[*self._labels, *labels])
         for more, value in values.items():
             metric.add_metric([*self._labels.values(), *more], value)
         return metric
 
-    def _counter(self, name: str, said: str, values: Mapping[_K, float], *labels: str) -> Metric:
+    def _counter(self, name: str, text: str, values: Mapping[_K, float], *labels: str) -> Metric:
         """Like `_gauge`, for a counter; appends `_total` to the name."""
-        metric = CounterMetricFamily(f"lightcache_{name}", said, labels=[*self._labels, *labels])
+        metric = CounterMetricFamily(f"lightcache_{name}", text, labels=[*self._labels, *labels])
         for more, value in values.items():
             metric.add_metric([*self._labels.values(), *more], value)
         return metric
@@ -184,21 +184,21 @@ class CacheMetrics(_Labelled):
 
     def collect(self) -> Iterator[Metric]:
         """All metrics at this moment, without the parts that cannot be read."""
-        read, found = {"host": _read(self._cache.index)}, self._total()
+        read, totals = {"host": _read(self._cache.index)}, self._total()
         device = self._device.index if isinstance(self._device, DeviceTier) else self._device
         if device is not None:
             read["device"] = _read(device)
-        up = {(tier,): float(one is not None) for tier, one in read.items()}
+        up = {(tier,): float(reading is not None) for tier, reading in read.items()}
         if self._counters is not None:
-            up["counters",] = float(found is not None)
+            up["counters",] = float(totals is not None)
         yield self._gauge("up", "Whether this part could be read.", up, "part")
-        tiers = {tier: one for tier, one in read.items() if one is not None}
+        tiers = {tier: reading for tier, reading in read.items() if reading is not None}
         if tiers:
             yield from self._pages(tiers)
             yield from self._locks(tiers)
             yield self._clients(tiers)
-        if found is not None:
-            yield from self._figures(found)
+        if totals is not None:
+            yield from self._figures(totals)
 
     def _total(self) -> ManagerStats | None:
         with contextlib.suppress(LightcacheError):
@@ -210,89 +210,93 @@ class CacheMetrics(_Labelled):
     def _clients(self, tiers: Mapping[str, _Reading]) -> Metric:
         clients = Counter(
             (tier, client.role, _life(client))
-            for tier, one in tiers.items()
-            for client in one.clients
+            for tier, reading in tiers.items()
+            for client in reading.clients
         )
-        said = "Processes that have a slot: alive, dead and not yet reaped, or in quarantine."
-        return self._gauge("clients", said, clients, "tier", "role", "state")
+        text = "Processes that have a slot: alive, dead and not yet reaped, or in quarantine."
+        return self._gauge("clients", text, clients, "tier", "role", "state")
 
     def _pages(self, tiers: Mapping[str, _Reading]) -> Iterator[Metric]:
-        stats = {tier: one.stats for tier, one in tiers.items()}
+        stats = {tier: reading.stats for tier, reading in tiers.items()}
         states = {
             (tier, state): float(number)
-            for tier, found in stats.items()
+            for tier, totals in stats.items()
             for state, number in (
-                ("free", found.free),
-                ("writing", found.writing),
-                ("ready", found.ready),
-                ("doomed", found.doomed),
-                ("ungrown", found.pages - found.grown),
+                ("free", totals.free),
+                ("writing", totals.writing),
+                ("ready", totals.ready),
+                ("doomed", totals.doomed),
+                ("ungrown", totals.pages - totals.grown),
             )
         }
         yield self._gauge(
             "pages", "Pages by state; ungrown: no memory yet.", states, "tier", "state"
         )
-        for name, field, said in (
+        for name, field, text in (
             ("capacity_pages", "pages", "Pages there can be."),
-            ("evictable_pages", "evictable", "Ready pages on which nothing hangs."),
-            ("reservations", "reservations", "Reservations not yet over."),
-            ("tickets", "tickets", "Tickets outstanding."),
+            ("evictable_pages", "evictable", "Ready pages without children."),
+            ("reservations", "reservations", "Reservations that have not ended."),
+            ("tickets", "tickets", "Tickets that have not ended."),
         ):
-            values = {(tier,): float(getattr(found, field)) for tier, found in stats.items()}
-            yield self._gauge(name, said, values, "tier")
-        clocks = {(tier,): float(found.clock) for tier, found in stats.items()}
+            values = {(tier,): float(getattr(totals, field)) for tier, totals in stats.items()}
+            yield self._gauge(name, text, values, "tier")
+        clocks = {(tier,): float(totals.clock) for tier, totals in stats.items()}
         yield self._counter("uses", "Matches and reservations.", clocks, "tier")
         size = {(): float(self._cache.page_bytes)}
         yield self._gauge("page_bytes", "Bytes of a page of the host.", size)
 
     def _locks(self, tiers: Mapping[str, _Reading]) -> Iterator[Metric]:
-        locks = {tier: one.lock for tier, one in tiers.items()}
-        for name, field, unit, said in (
+        locks = {tier: reading.lock for tier, reading in tiers.items()}
+        for name, field, unit, text in (
             ("lock_takings", "acquisitions", 1, "Times that the lock was taken."),
             ("lock_waits", "contended", 1, "Takings that had to wait."),
             ("lock_wait_seconds", "wait_ns", 1e-9, "Time spent waiting for the lock."),
             ("lock_hold_seconds", "hold_ns", 1e-9, "Time that the lock was held."),
-            ("lock_recoveries", "recoveries", 1, "Holders that died and were cleared up behind."),
+            ("lock_recoveries", "recoveries", 1, "Times that a dead holder's work was undone."),
             ("lock_undone_words", "undone_words", 1, "Stores of dead holders that were undone."),
         ):
             values = {(tier,): getattr(lock, field) * unit for tier, lock in locks.items()}
-            yield self._counter(name, said, values, "tier")
+            yield self._counter(name, text, values, "tier")
         longest = {(tier,): lock.hold_max_ns * 1e-9 for tier, lock in locks.items()}
-        yield self._gauge("lock_hold_max_seconds", "Longest that it was held.", longest, "tier")
+        yield self._gauge(
+            "lock_hold_max_seconds", "Longest time that the lock was held.", longest, "tier"
+        )
 
     # ---- the managers' counters
 
-    def _figures(self, found: ManagerStats) -> Iterator[Metric]:
-        def each(names: Mapping[str, str]) -> dict[tuple[str, ...], float]:
-            return {(label,): float(getattr(found, name)) for label, name in names.items()}
+    def _figures(self, totals: ManagerStats) -> Iterator[Metric]:
+        def values_of(names: Mapping[str, str]) -> dict[tuple[str, ...], float]:
+            return {(label,): float(getattr(totals, name)) for label, name in names.items()}
 
-        hits = "Tokens that were not computed, by where they were found."
-        yield self._counter("hit_tokens", hits, each(_TOKENS), "tier")
-        moved = "Transfers between host and device that went well."
-        yield self._counter("transfers", moved, each(_MOVED), "direction")
-        yield self._counter("failed_transfers", "Those that did not.", each(_FAILED), "direction")
-        yield self._counter("transferred_pages", "Pages moved.", each(_PAGES), "direction")
-        said = "Bytes moved between host and device; of a page moved in part, that part."
-        yield self._counter("transferred_bytes", said, each(_BYTES), "direction")
-        said = "Bytes of pages that storage brought, and that it stored."
-        yield self._counter("storage_bytes", said, each(_STORED), "direction")
-        said = "Pages that were to be stored and are not, by cause."
-        yield self._counter("unstored_pages", said, each(_UNSTORED), "cause")
-        for metric, names, said in (
-            ("transfer_seconds", _TRANSFER_NS, "Time of transfers that went well, added up."),
-            ("storage_seconds", _STORAGE_NS, "Time of reads from storage and writes, added up."),
+        hits = "Tokens that were not computed, by the tier that had them."
+        yield self._counter("hit_tokens", hits, values_of(_TOKENS), "tier")
+        moved = "Transfers between host and device that succeeded."
+        yield self._counter("transfers", moved, values_of(_MOVED), "direction")
+        yield self._counter(
+            "failed_transfers", "Transfers that failed.", values_of(_FAILED), "direction"
+        )
+        yield self._counter("transferred_pages", "Pages moved.", values_of(_PAGES), "direction")
+        text = "Bytes moved between host and device."
+        yield self._counter("transferred_bytes", text, values_of(_BYTES), "direction")
+        text = "Bytes of pages read from storage and written to it."
+        yield self._counter("storage_bytes", text, values_of(_STORED), "direction")
+        text = "Pages that were not written to storage, by cause."
+        yield self._counter("unstored_pages", text, values_of(_UNSTORED), "cause")
+        for metric, names, text in (
+            ("transfer_seconds", _TRANSFER_NS, "Total time of transfers that succeeded."),
+            ("storage_seconds", _STORAGE_NS, "Total time of reads from storage and writes to it."),
         ):
-            seconds = {labels: ns * 1e-9 for labels, ns in each(names).items()}
-            yield self._counter(metric, said, seconds, "direction")
-        for metric, (name, said) in _NS.items():
-            yield self._counter(metric, said, {(): getattr(found, name) * 1e-9})
-        gone = {labels: float(getattr(found, name)) for labels, name in _EVICTED.items()}
-        said = "Blocks of the device, pages of the host and of storage that were evicted, by cause."
-        yield self._counter("evictions", said, gone, "tier", "cause")
-        for name in (each.name for each in fields(found)):
+            seconds = {labels: ns * 1e-9 for labels, ns in values_of(names).items()}
+            yield self._counter(metric, text, seconds, "direction")
+        for metric, (name, text) in _NS.items():
+            yield self._counter(metric, text, {(): getattr(totals, name) * 1e-9})
+        evicted = {labels: float(getattr(totals, name)) for labels, name in _EVICTED.items()}
+        text = "Evicted blocks of the device, pages of the host and of storage, by cause."
+        yield self._counter("evictions", text, evicted, "tier", "cause")
+        for name in (field.name for field in fields(totals)):
             if name not in _LABELLED and not name.endswith("_ns"):
-                said = _SAID.get(name, f"The managers' {name.replace('_', ' ')}.")
-                yield self._counter(name, said, {(): float(getattr(found, name))})
+                text = _HELP.get(name, f"The managers' {name.replace('_', ' ')}.")
+                yield self._counter(name, text, {(): float(getattr(totals, name))})
 
 
 class CheckpointMetrics(_Labelled):
@@ -319,25 +323,25 @@ class CheckpointMetrics(_Labelled):
 
     def collect(self) -> Iterator[Metric]:
         """All metrics at this moment."""
-        found = self._risen(self._checkpoints.stats())
-        own = found["host_hits"] - found["storage_hits"]
-        hits = {(tier,): float(found[name]) for tier, name in _CHECKPOINT_HITS.items()}
-        said = "Requests that went on from a checkpoint, by where it was found."
-        yield self._counter("checkpoint_hits", said, hits | {("host",): float(own)}, "tier")
-        for name, names, said in (
+        totals = self._risen(self._checkpoints.stats())
+        from_host = totals["host_hits"] - totals["storage_hits"]
+        hits = {(tier,): float(totals[name]) for tier, name in _CHECKPOINT_HITS.items()}
+        text = "Requests that continued from a checkpoint, by the tier that had it."
+        yield self._counter("checkpoint_hits", text, hits | {("host",): float(from_host)}, "tier")
+        for name, names, text in (
             ("checkpoint_transfers", _MOVED, "Checkpoints moved between host and device."),
-            ("checkpoint_failed_transfers", _FAILED, "Those whose copy failed."),
+            ("checkpoint_failed_transfers", _FAILED, "Transfers of checkpoints that failed."),
         ):
-            values = {(direction,): float(found[each]) for direction, each in names.items()}
-            yield self._counter(name, said, values, "direction")
-        for name in found.keys() - _CHECKPOINT_LABELLED:
-            said = _CHECKPOINTS_SAID.get(name, f"The checkpoints' {name.replace('_', ' ')}.")
-            yield self._counter(f"checkpoint_{name}", said, {(): float(found[name])})
+            values = {(direction,): float(totals[key]) for direction, key in names.items()}
+            yield self._counter(name, text, values, "direction")
+        for name in totals.keys() - _CHECKPOINT_LABELLED:
+            text = _CHECKPOINTS_HELP.get(name, f"The checkpoints' {name.replace('_', ' ')}.")
+            yield self._counter(f"checkpoint_{name}", text, {(): float(totals[name])})
 
     def _risen(self, stats: CheckpointStats) -> dict[str, int]:
         """The highest value so far of each counter. A request that restarts lowers some counts, and
         Prometheus would take a lower value for a restarted counter."""
-        for name in (each.name for each in fields(stats)):
+        for name in (field.name for field in fields(stats)):
             self._most[name] = max(self._most.get(name, 0), getattr(stats, name))
         return self._most
 

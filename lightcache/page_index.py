@@ -210,8 +210,8 @@ def _positions(pages: Pages, parents: Pages) -> Pages:
     if not len(pages):
         return np.zeros(0, np.int32)
     order = np.argsort(pages)
-    at = np.searchsorted(pages, parents, sorter=order).clip(max=len(pages) - 1)
-    found = order[at]
+    places = np.searchsorted(pages, parents, sorter=order).clip(max=len(pages) - 1)
+    found = order[places]
     positions: Pages = np.where(pages[found] == parents, found, -1).astype(np.int32)
     return positions
 
@@ -268,12 +268,12 @@ def _limit(pages: int | None, what: str) -> int:
     return _arguments.count(limit, what, 0, namespaces.NO_CHANGE)
 
 
-def _state_of(found: layout.NamespaceRecord, entry: int) -> NamespaceState:
+def _state_of(record: layout.NamespaceRecord, entry: int) -> NamespaceState:
     try:
-        return NamespaceState(found.state)
+        return NamespaceState(record.state)
     except ValueError:
         raise CacheCorrupted(
-            f"namespace {entry}: state {found.state} is none; run `lightcache check`"
+            f"namespace {entry}: state {record.state} is none; run `lightcache check`"
         ) from None
 
 
@@ -429,13 +429,12 @@ class PageIndex:
             reaper=_reaper,
             timeout=timeout,
         )
-        found = segment.config.get("independent", False) is True
-        if independent is not None and found != independent:
+        is_independent = segment.config.get("independent", False) is True
+        if independent is not None and is_independent != independent:
             segment.close()
             raise LayoutMismatch(
-                f"the index {name!r}: independent: expected {independent}, found {found}; attach "
-                "to "
-                "another one, or open your own"
+                f"the index {name!r}: independent: expected {independent}, found "
+                f"{is_independent}; attach to another one, or open your own"
             )
         return cls._joined(segment, role, device, lock_timeout)
 
@@ -797,10 +796,10 @@ class PageIndex:
             ConfigError: `seconds` is below 0 or not a number.
             PermissionDenied, Detached.
         """
-        given: object = seconds
-        if not isinstance(given, int | float) or not 0 <= given < 1e9:
-            raise ConfigError(f"seconds: expected a number, at least 0, found {given!r}")
-        check(self.core.quick.lci_no_memory(self.core.handle, int(given * 1e9)), "no_memory")
+        value: object = seconds
+        if not isinstance(value, int | float) or not 0 <= value < 1e9:
+            raise ConfigError(f"seconds: expected a number, at least 0, found {value!r}")
+        check(self.core.quick.lci_no_memory(self.core.handle, int(value * 1e9)), "no_memory")
 
     def grows_by(self, memory: Memory) -> None:
         """Set the object that is asked for memory, instead of NoSpace, when free pages have
@@ -884,18 +883,18 @@ class PageIndex:
         seconds = seconds_of(timeout)
         space = self.default_namespace if namespace is None else namespace
         ref = space.ref if type(space) is Namespace else self._ref_of(space)
-        asked = count, keys[-1].tobytes() if count else b"", ref
+        plan_key = count, keys[-1].tobytes() if count else b"", ref
         if self._peek1(self._handle, None, 0, 0) < 0:
             self.core.check_usable("plan")  # raises
         book = self._book
         with book.lock:
             deadline = book.expire() + seconds
             plan = self._plan_of(request)
-            if plan is None or plan.asked != asked:
+            if plan is None or plan.asked != plan_key:
                 lease = self.match(keys, namespace=space)
                 if plan is not None:
                     lease = self._better(plan, keys, lease, space)
-                plan = PinnedPrefix(keys if frozen else keys.copy(), asked, space, lease)
+                plan = PinnedPrefix(keys if frozen else keys.copy(), plan_key, space, lease)
                 book.enter(request, plan, deadline)
             else:
                 self._look_again(plan)
@@ -1018,8 +1017,8 @@ class PageIndex:
     def _look_again(self, plan: PinnedPrefix) -> None:
         """Pin more if the prefix has grown, and nothing if its namespace was cleared. If nothing
         has changed, the peek finds the last pinned page and no page after it."""
-        found = self.peek(plan.edge, namespace=plan.space)
-        if found != (plan.pages > 0):
+        counts = self.peek(plan.edge, namespace=plan.space)
+        if counts != (plan.pages > 0):
             self._exchange(plan, self.match(plan.keys, namespace=plan.space))
 
     def _exchange(self, plan: PinnedPrefix, lease: Lease) -> int:
@@ -1047,13 +1046,13 @@ class PageIndex:
 
     def _open(self, space: Namespace) -> bool:
         """True if this namespace has not been cleared. A new namespace may have the same name."""
-        found = ctypes.c_uint32()
+        number = ctypes.c_uint32()
         names = (namespaces.encoded(name, "namespace") for name in (space.weights, space.tenant))
-        code = self.core.quick.lci_namespace_find(self.core.handle, *names, ctypes.byref(found))
+        code = self.core.quick.lci_namespace_find(self.core.handle, *names, ctypes.byref(number))
         if code == Code.MISSING:
             return False
         check(code, "plan")
-        return found.value == space.ref
+        return number.value == space.ref
 
     def _grown(self, queue: Queue, same: Offsets, counts: Pages, space: Namespace) -> list[int]:
         """Return the known plans that must be matched again, from one peek at the edges of all."""
@@ -1354,10 +1353,10 @@ class PageIndex:
         self, code: int, what: str, pages: Pages, progress: layout.HeldProgress, why: str
     ) -> None:
         if code == Code.OWNER:
-            at = int(progress.refused)
+            place = int(progress.refused)
             raise LeaseLost(
-                f"{what}: page {pages[at]} (number {at} of {len(pages)}) {why}, or stands twice "
-                f"among them; the first {progress.done} were done; pass each page of yours once"
+                f"{what}: page {pages[place]} (number {place} of {len(pages)}) {why}, or is passed "
+                f"twice; the first {progress.done} were done; pass each page of yours once"
             )
         check(code, what)
 
@@ -1386,18 +1385,24 @@ class PageIndex:
                 exceed the pages of the index. Nothing was changed.
         """
         names = namespaces.encoded(weights, "weights"), namespaces.encoded(tenant, "tenant")
-        found = ctypes.c_uint32()
+        number = ctypes.c_uint32()
         if self._segment.readonly:
-            code = self.core.quick.lci_namespace_find(self.core.handle, *names, ctypes.byref(found))
+            code = self.core.quick.lci_namespace_find(
+                self.core.handle, *names, ctypes.byref(number)
+            )
             if code == Code.MISSING:
                 raise LeaseLost(f"namespace: there is none of weights {weights!r}, {tenant!r}")
         else:
             limits = layout.NamespaceLimits(
                 quota=_limit(quota, "quota"), minimum=_limit(minimum, "minimum")
             )
-            asked = ctypes.byref(limits)
+            wanted = ctypes.byref(limits)
             code = self.core.locked(
-                "lci_namespace_limits", *names, asked, ctypes.byref(found), what="open a namespace"
+                "lci_namespace_limits",
+                *names,
+                wanted,
+                ctypes.byref(number),
+                what="open a namespace",
             )
             if code == Code.FULL:
                 raise OutOfPages("namespace: all 256 are in use; clear those of old weights")
@@ -1408,7 +1413,7 @@ class PageIndex:
                     f"were promised, in an index of {self.pages}; lower one of them"
                 )
         check(code, "namespace")
-        return Namespace(weights, tenant, found.value)
+        return Namespace(weights, tenant, number.value)
 
     def clear(self, namespace: Namespace | None = None) -> None:
         """Clear a namespace (None: the default one). From the first instant lookups find none of
@@ -1439,10 +1444,10 @@ class PageIndex:
             return _NORMAL
         if good < 0:
             check(good, "namespace_state")
-        found = self._namespace_record(ref & 0xFF)
-        if found.epoch & 0xFFFFFF != ref >> 8:
+        record = self._namespace_record(ref & 0xFF)
+        if record.epoch & 0xFFFFFF != ref >> 8:
             return NamespaceState.CLEARED  # and another namespace has its entry now
-        return _state_of(found, ref & 0xFF)
+        return _state_of(record, ref & 0xFF)
 
     def namespaces(self) -> list[Namespace]:
         """All namespaces in use, of all clients. Takes no lock; others may open and clear
@@ -1451,13 +1456,16 @@ class PageIndex:
         Raises:
             Detached: closed, replaced, or a forked child.
         """
-        found = []
+        listed = []
         for entry in range(layout.NAMESPACES):
-            one = self._namespace_record(entry)
-            if _state_of(one, entry) is NamespaceState.NORMAL:
-                names = one.weights.decode(errors="replace"), one.tenant.decode(errors="replace")
-                found.append(Namespace(*names, (one.epoch & 0xFFFFFF) << 8 | entry))
-        return found
+            record = self._namespace_record(entry)
+            if _state_of(record, entry) is NamespaceState.NORMAL:
+                names = (
+                    record.weights.decode(errors="replace"),
+                    record.tenant.decode(errors="replace"),
+                )
+                listed.append(Namespace(*names, (record.epoch & 0xFFFFFF) << 8 | entry))
+        return listed
 
     def namespace_pages(self, namespace: Namespace | None = None) -> int:
         """Number of pages of a namespace (None: the default one); 0 after it was cleared. Takes no
@@ -1467,13 +1475,13 @@ class PageIndex:
             Detached: closed, replaced, or a forked child.
         """
         ref = self._ref(namespace)
-        found = self._namespace_record(ref & 0xFF)
-        return int(found.pages) if found.epoch & 0xFFFFFF == ref >> 8 else 0
+        record = self._namespace_record(ref & 0xFF)
+        return int(record.pages) if record.epoch & 0xFFFFFF == ref >> 8 else 0
 
     def _namespace_record(self, entry: int) -> layout.NamespaceRecord:
         with self._segment.busy():
-            at = self._segment.address + self.core.places.namespaces + entry * _RECORD
-            return layout.NamespaceRecord.from_buffer_copy(ctypes.string_at(at, _RECORD))
+            address = self._segment.address + self.core.places.namespaces + entry * _RECORD
+            return layout.NamespaceRecord.from_buffer_copy(ctypes.string_at(address, _RECORD))
 
     def use(self, namespace: Namespace) -> None:
         """Set the namespace that calls of this handle use without `namespace=`."""
@@ -1481,11 +1489,11 @@ class PageIndex:
         self.default_namespace = namespace
 
     def _find_default(self) -> Namespace:
-        found = ctypes.c_uint32()
-        code = self.core.quick.lci_namespace_find(self.core.handle, b"", b"", ctypes.byref(found))
+        number = ctypes.c_uint32()
+        code = self.core.quick.lci_namespace_find(self.core.handle, b"", b"", ctypes.byref(number))
         if code == Code.MISSING and not self._segment.readonly:
             return self.namespace()
-        return Namespace("", "", found.value)
+        return Namespace("", "", number.value)
 
     def _ref(self, namespace: Namespace | None) -> int:
         if namespace is None:
@@ -1542,8 +1550,8 @@ class PageIndex:
         where, n = _arguments.keys(keys)
         _arguments.count(start, "start", 0, n)
         progress = layout.WalkProgress()
-        ref, told = self._ref(namespace), ctypes.byref(progress)
-        code = self.core.locked("lci_drop", where, n, start, ref, told, what="drop")
+        ref, total = self._ref(namespace), ctypes.byref(progress)
+        code = self.core.locked("lci_drop", where, n, start, ref, total, what="drop")
         check(code, "drop")
         return int(progress.pages)
 
@@ -1685,10 +1693,10 @@ class PageIndex:
         """
         where, n = _arguments.keys(keys)
         ref = self._ref(namespace)
-        found: int = self.core.quick.lci_deepest1(self.core.handle, where, n, ref)
-        if found < 0:
-            check(found, "last_ready")
-        return found
+        position: int = self.core.quick.lci_deepest1(self.core.handle, where, n, ref)
+        if position < 0:
+            check(position, "last_ready")
+        return position
 
     def last_ready_many(
         self, keys: Keys, offsets: Offsets, *, namespace: Namespace | None = None
@@ -1741,8 +1749,8 @@ class PageIndex:
     def adopt(
         self, ticket: bytes, *, shard: int | None = None, timeout: float | None = None
     ) -> Lease | ReservationShard:
-        """Pin a ticket's pages for this client. A lease's ticket gives a `Lease` (then tell its
-        giver with `done`). A reservation's ticket gives a `ReservationShard` to write; pass
+        """Pin a ticket's pages for this client. A lease's ticket gives a `Lease`: report the
+        outcome with `done`. A reservation's ticket gives a `ReservationShard` to write; pass
         `shard`.
 
         Raises:
@@ -1754,7 +1762,7 @@ class PageIndex:
         return reservations.adopt(self.core, ticket, shard, timeout)
 
     def done(self, ticket: bytes, ok: bool = True) -> None:
-        """Report the outcome of a lease's ticket that this client adopted. The giver sees it in
+        """Report the outcome of a lease's ticket that this client adopted. The owner sees it in
         `poll`. Takes no lock.
 
         Raises:
@@ -1769,7 +1777,7 @@ class PageIndex:
 
     def refuse_orphans(self) -> int:
         """Refuse all tickets of dead clients from now on. For a client that has read all their
-        messages. Tickets that no other client can adopt release their pins at once, not at their
+        messages. Tickets that no other client can adopt release their pins now, not at their
         deadline. Dead clients are not reaped: other clients may use what they adopted, or adopt
         later. Takes the lock. Returns the number of tickets refused.
 
@@ -1777,7 +1785,9 @@ class PageIndex:
             LockTimeout, PermissionDenied, Detached.
         """
         refused = 0
-        dead = [(one.slot, one.epoch) for one in self._segment.clients() if not one.alive]
+        dead = [
+            (client.slot, client.epoch) for client in self._segment.clients() if not client.alive
+        ]
         for slot, epoch in dead or [(0, 0)]:  # each call also covers clients already reaped
             code = self.core.locked(
                 "lci_ticket_refuse_orphans", slot, epoch, what="refuse orphaned tickets"

@@ -181,8 +181,8 @@ class Queue:
     def keys_of(self, i: int) -> Keys:
         """Return a copy of request i's keys, so that a plan does not keep the keys of the whole
         queue."""
-        found: Keys = self.keys[self.begins[i] : self.ends[i]].copy()
-        return found
+        own_keys: Keys = self.keys[self.begins[i] : self.ends[i]].copy()
+        return own_keys
 
     def part(self, which: list[int]) -> tuple[Keys, Offsets]:
         """Return the keys of some requests, concatenated, and their offsets."""
@@ -219,8 +219,8 @@ def queue_of(
     # A record of 16 bytes becomes one `bytes`, at a third of the cost of a list of two integers.
     # A request without keys gets another's last key: it may count as changed, at no cost.
     lasts = keys[ends - 1].view(_KEY).ravel().tolist() if n else [b""] * len(names)
-    asked = list(zip(counts, lasts, itertools.repeat(ref)))
-    return Queue(names, keys, bounds, begins, ends, asked, limit is not None)
+    plan_keys = list(zip(counts, lasts, itertools.repeat(ref)))
+    return Queue(names, keys, bounds, begins, ends, plan_keys, limit is not None)
 
 
 def gathered(keys: Keys, begins: Offsets, ends: Offsets) -> tuple[Keys, Offsets]:

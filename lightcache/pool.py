@@ -1,8 +1,8 @@
 """HostPool: the bytes of the pages, in a shared memory object beside the index.
 
 The object has its full length from the beginning, but no memory. Memory comes in chunks, up to a
-mark in the index (`grown`). So the first pages can be used at once, and a full /dev/shm is an error
-instead of a signal. If a growing process dies, any process attached for writing continues.
+mark in the index (`grown`). So the first pages can be used immediately, and a full /dev/shm is an
+error instead of a signal. If a growing process dies, any process attached for writing continues.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ def check_numa(numa: Numa, nodes: Path = _NODES) -> Numa:
         return numa
     if type(numa) is int and numa >= 0 and ((nodes / f"node{numa}").exists() or numa == 0):
         return numa
-    there = sorted(path.name for path in nodes.glob("node[0-9]*"))
+    present = sorted(path.name for path in nodes.glob("node[0-9]*"))
     raise ConfigError(
         'numa: expected None, "interleave", "gpu:0" (or another number) for the node of that GPU, '
-        f"or the number of one of the memory nodes {there or ['node0']}, found {numa!r}"
+        f"or the number of one of the memory nodes {present or ['node0']}, found {numa!r}"
     )
 
 
@@ -104,8 +104,8 @@ def advised_node(numa: Numa) -> int:
     if numa == "interleave":
         return _native.ALL_NODES
     if isinstance(numa, str):
-        found = node_of_pci(pci_address(int(numa.removeprefix("gpu:"))))
-        return _native.ANY_NODE if found is None else found
+        node = node_of_pci(pci_address(int(numa.removeprefix("gpu:"))))
+        return _native.ANY_NODE if node is None else node
     return numa
 
 
@@ -125,9 +125,10 @@ def pci_address(gpu: int) -> str:
     count = torch.cuda.device_count()
     if gpu >= count:
         raise ConfigError(f'numa="gpu:{gpu}": torch finds {count} GPUs; give the node instead')
-    found: Any = torch.cuda.get_device_properties(gpu)
+    properties: Any = torch.cuda.get_device_properties(gpu)
     try:
-        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        bus = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}"
+        return f"{bus}:{properties.pci_device_id:02x}.0"
     except AttributeError:
         raise ConfigError(
             f'numa="gpu:{gpu}": torch {torch.__version__} does not say its address; give the node'
@@ -241,16 +242,16 @@ def lacking_room(segment: Segment) -> str | None:
             if parsed is None or parsed.what != "pool":
                 continue
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                found = os.stat(entry, dir_fd=folder.fd, follow_symlinks=False)
-                lacking = found.st_size - found.st_blocks * 512
-                if stat.S_ISREG(found.st_mode) and lacking > 0:
+                status = os.stat(entry, dir_fd=folder.fd, follow_symlinks=False)
+                lacking = status.st_size - status.st_blocks * 512
+                if stat.S_ISREG(status.st_mode) and lacking > 0:
                     owed, pools = owed + lacking, pools + 1
         room = folder.room()
     if owed <= room.bytes:
         return None
-    who = "this cache's pool" if pools == 1 else f"{pools} caches' pools in {folder.path}"
+    subject = "this cache's pool" if pools == 1 else f"{pools} caches' pools in {folder.path}"
     return (
-        f"{who} are to have {format_size(owed)} of memory that they do not have yet, found "
+        f"{subject} are to have {format_size(owed)} of memory that they do not have yet, found "
         f"{format_size(room.bytes)} {room.limit}: some will have fewer pages than was asked for, "
         "and evict earlier; make them smaller, remove some (`lightcache ls`, `lightcache rm`), or "
         "enlarge it"
@@ -287,27 +288,27 @@ def _gone(path: str, cache: str) -> str:
 
 
 def _check(fd: int, segment: Segment, path: str, length: int) -> None:
-    found, owner = os.fstat(fd), segment.stat().st_uid
-    problem = _strange(found, owner, path)
+    status, owner = os.fstat(fd), segment.stat().st_uid
+    problem = _strange(status, owner, path)
     if problem:
         raise PermissionDenied(problem)
-    problem = _too_short(found, length, path)
+    problem = _too_short(status, length, path)
     if problem:
         raise CacheCorrupted(problem)
 
 
-def _strange(found: os.stat_result, owner: int, path: str) -> str | None:
+def _strange(status: os.stat_result, owner: int, path: str) -> str | None:
     """Return why this owner cannot have made the object; None: it is valid."""
-    if stat.S_ISLNK(found.st_mode):
+    if stat.S_ISLNK(status.st_mode):
         kind = "a symbolic link"
-    elif not stat.S_ISREG(found.st_mode):
+    elif not stat.S_ISREG(status.st_mode):
         kind = "no regular file"
-    elif found.st_nlink != 1 or found.st_uid != owner or found.st_mode & 0o007:
+    elif status.st_nlink != 1 or status.st_uid != owner or status.st_mode & 0o007:
         kind = ""
     else:
         return None
-    parts = [kind, f"user {owners.user(found.st_uid)}", f"{found.st_nlink} links"]
-    parts += [f"mode {stat.S_IMODE(found.st_mode):04o}"]
+    parts = [kind, f"user {owners.user(status.st_uid)}", f"{status.st_nlink} links"]
+    parts += [f"mode {stat.S_IMODE(status.st_mode):04o}"]
     return (
         f"the pool {path}: expected one regular file of user {owners.user(owner)}, mode 0600 or "
         f"0660, found {', '.join(filter(None, parts))}; find out who made it, remove it and create "
@@ -315,11 +316,11 @@ def _strange(found: os.stat_result, owner: int, path: str) -> str | None:
     )
 
 
-def _too_short(found: os.stat_result, length: int, path: str) -> str | None:
-    if found.st_size == length:
+def _too_short(status: os.stat_result, length: int, path: str) -> str | None:
+    if status.st_size == length:
         return None
     return (
-        f"the pool {path}: expected {length} bytes, found {found.st_size}; it was truncated or "
+        f"the pool {path}: expected {length} bytes, found {status.st_size}; it was truncated or "
         "extended: remove the cache with `lightcache rm` and create it anew"
     )
 
@@ -348,28 +349,28 @@ def look(
         config: in its header; not trusted.
         pages, grown: pages of the index, and those that have memory according to it.
     """
-    each = config.get("page_bytes")
-    if type(each) is not int or each < 1:
+    page_bytes = config.get("page_bytes")
+    if type(page_bytes) is not int or page_bytes < 1:
         return None
     name = names.dependent_name(cache, "pool", uuid)
     path = f"{path_in(dict(config)) or names.FOLDER}{name}"
     try:
         with Folder.open(path_in(dict(config)) or names.FOLDER) as folder:
-            found = os.stat(name.removeprefix("/"), dir_fd=folder.fd, follow_symlinks=False)
-            length = folder.length(pages * each)
+            status = os.stat(name.removeprefix("/"), dir_fd=folder.fd, follow_symlinks=False)
+            length = folder.length(pages * page_bytes)
     except FileNotFoundError:
         return PoolObject(path, 0, 0, _gone(path, cache))
     except (LightcacheError, OSError) as error:
         return PoolObject(path, 0, 0, f"the pool {path}: {error}", seen=False)
-    allocated = found.st_blocks * 512
-    problem = _strange(found, owner, path) or _too_short(found, length, path)
-    if problem is None and allocated < grown * each:
+    allocated = status.st_blocks * 512
+    problem = _strange(status, owner, path) or _too_short(status, length, path)
+    if problem is None and allocated < grown * page_bytes:
         problem = (
-            f"the pool {path}: {format_size(grown * each)} were given memory, found "
+            f"the pool {path}: {format_size(grown * page_bytes)} were given memory, found "
             f"{format_size(allocated)}; something has taken it away, and ready pages read as "
             "zeros: remove the cache with `lightcache rm` and create it anew"
         )
-    return PoolObject(path, found.st_size, allocated, problem)
+    return PoolObject(path, status.st_size, allocated, problem)
 
 
 # ---- The pool.
@@ -471,8 +472,8 @@ class HostPool:
         if not self._base.value:
             check(Code.CLOSED, "use the pool")
         window = (ctypes.c_uint8 * self.nbytes).from_address(self._base.value or 0)
-        for gone in [each for each, user in list(self._users.items()) if user() is None]:
-            self._users.pop(gone, None)
+        for dead in [number for number, user in list(self._users.items()) if user() is None]:
+            self._users.pop(dead, None)
         self._users[token] = weakref.ref(window)
         window.owner = self  # type: ignore[attr-defined]
         return window
@@ -602,7 +603,7 @@ class HostPool:
         from concurrent.futures import ThreadPoolExecutor  # imported late: takes 20 ms
 
         share = max(1 << 21, -(-(end - start) // max(1, threads)) + 4095 & ~4095)
-        parts = [(at, min(end, at + share)) for at in range(start, end, share)]
+        parts = [(begin, min(end, begin + share)) for begin in range(start, end, share)]
         with self._index.segment.busy(), ThreadPoolExecutor(len(parts)) as workers:
             codes = list(workers.map(lambda part: self._populate_part(*part), parts))
         errors = [system_errno(code) for code in codes if code < 0]

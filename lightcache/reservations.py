@@ -86,14 +86,14 @@ class Reservation(Releasable):
         return np.flatnonzero(self._status == int(status)) + self._start
 
     def _pages_of(self, status: KeyStatus) -> Pages:
-        found: Pages = self._page[self._status == int(status)]
-        return found
+        pages: Pages = self._page[self._status == int(status)]
+        return pages
 
     @property
     def all_new(self) -> bool:
         """True if every key that was asked for has a new page."""
-        made: int = self._progress.made
-        return made == len(self._page)
+        created: int = self._progress.made
+        return created == len(self._page)
 
     @property
     def pages(self) -> Pages:
@@ -273,7 +273,7 @@ class Reservation(Releasable):
 class ReservationShard(Releasable):
     """One shard of another client's reservation, adopted from a ticket: pages to write, pinned by
     this client. `publish` it, or leave the `with`. An unpublished shard abandons the whole
-    reservation, and its giver is told that it failed."""
+    reservation, and the ticket's owner learns that it failed."""
 
     def __init__(
         self,
@@ -305,7 +305,7 @@ class ReservationShard(Releasable):
         return self._lease.pages
 
     def publish(self) -> bool:
-        """Publish this shard of all pages. Also reports success to the ticket's giver.
+        """Publish this shard of all pages. Also reports success to the ticket's owner.
 
         Returns:
             True if the pages are ready now: this was the last shard.
@@ -330,7 +330,7 @@ class ReservationShard(Releasable):
             raise Abandoned("publish: the reservation was abandoned, cleared, or its owner died")
         check(code, f"publish shard {self.shard}")
         self._told = True
-        # It is published even if the ticket was revoked or late, or its giver died.
+        # It is published even if the ticket was revoked or late, or its owner died.
         ticket_done_code(self._core, self._ticket, True)
         return bool(code)
 
@@ -487,8 +487,8 @@ class ReservationBatch:
         if self.all_new:
             every: Pages = self._page.copy()
             return every
-        found: Pages = self._page[self._status == _NEW]
-        return found
+        pages: Pages = self._page[self._status == _NEW]
+        return pages
 
     def publish(self) -> list[LightcacheError | None]:
         """Declare all shards of all new pages written. Takes no lock. A failure does not stop the
@@ -525,12 +525,12 @@ class ReservationBatch:
         """
         if self.ended or self._published:
             raise LeaseLost("split: this batch was released, split or published before")
-        parts, at = [], 0
+        parts, begin = [], 0
         for i, size in enumerate(self._sizes.tolist()):
             progress = layout.ReserveProgress.from_buffer(self._records, i * _PROGRESS.itemsize)
-            page, status = self._page[at : at + size], self._status[at : at + size]
+            page, status = self._page[begin : begin + size], self._status[begin : begin + size]
             parts.append(Reservation(self._core, int(self._starts[i]), page, status, progress))
-            at += size
+            begin += size
         self.ended = True  # an interrupt before: both give back, and the core does it once
         return parts
 

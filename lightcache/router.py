@@ -59,7 +59,7 @@ class RouterPolicy:
         """Check the fields.
 
         Raises:
-            ConfigError: a figure out of range.
+            ConfigError: a number is out of range.
         """
         if self.page_tokens is not None:
             _arguments.count(self.page_tokens, "page_tokens", 1, 1 << 30)
@@ -68,7 +68,7 @@ class RouterPolicy:
         check_figure(self.refresh, "refresh", math.inf)
 
 
-def check_figure(value: Any, what: str, most: float) -> None:
+def check_figure(value: Any, name: str, most: float) -> None:
     """Check that a value is a finite number from 0 to `most`.
 
     Raises:
@@ -79,7 +79,7 @@ def check_figure(value: Any, what: str, most: float) -> None:
     number = -1.0 if isinstance(value, bool) or not isinstance(value, Real) else float(value)
     if not 0 <= number <= most or number == math.inf:
         limit = "a finite number of at least 0" if most == math.inf else f"0 to {most:g}"
-        raise ConfigError(f"{what}: expected {limit}, found {value!r}")
+        raise ConfigError(f"{name}: expected {limit}, found {value!r}")
 
 
 def seed_of(name: str) -> int:
@@ -98,8 +98,8 @@ def mixed(word: int) -> int:
 
 # ---- The indexes of a router: attached read-only, closed when their owner dies, reattached later.
 
-_NOT_YET = "was not looked at so far"
-_DEAD = "nobody who writes it lives"
+_NOT_YET = "has not been checked yet"
+_DEAD = "no client attached for writing lives"
 _Names = tuple[str, str]
 
 
@@ -111,7 +111,7 @@ class Source:
     handles are read-only: they take no slot and cannot change anything.
     """
 
-    def __init__(self, given: PageIndex | str | None, *, owned: bool, page_tokens: int) -> None:
+    def __init__(self, index: PageIndex | str | None, *, owned: bool, page_tokens: int) -> None:
         """Attaches to nothing yet.
 
         Args:
@@ -121,15 +121,15 @@ class Source:
         Raises:
             ConfigError: neither an index nor a segment's name.
         """
-        if given is not None and not isinstance(given, (PageIndex, str)):
-            raise ConfigError(f"expected a PageIndex, its name or None, found {given!r}")
-        self._index = given if isinstance(given, PageIndex) else None
+        if index is not None and not isinstance(index, (PageIndex, str)):
+            raise ConfigError(f"expected a PageIndex, its name or None, found {index!r}")
+        self._index = index if isinstance(index, PageIndex) else None
         self._ours = False
         self._owned, self._page_tokens = owned, page_tokens
-        self.name = given.name if isinstance(given, PageIndex) else given
+        self.name = index.name if isinstance(index, PageIndex) else index
         if self.name is not None:
             names.object_name(self.name)
-        self.problem: str | None = None if given is None else _NOT_YET
+        self.problem: str | None = None if index is None else _NOT_YET
         """Why it counts as having no pages; None: it is usable."""
         self.misfit = False
         """True if the problem is a page size that differs from that of the keys."""
@@ -161,9 +161,9 @@ class Source:
             self.let_go()
             self.misfit = True
             self.problem = (
-                f"index {name!r} has pages of {tokens} tokens, and the keys that are routed are of "
+                f"index {name!r} has pages of {tokens} tokens, and the routed keys are of pages of "
                 f"{self._page_tokens}, so none of them can be found there; give the router indexes "
-                "of one size, and keys of it (policy.page_tokens=): docs/guides/router.md, Keys"
+                "and keys of one page size (policy.page_tokens=): docs/guides/router.md, Keys"
             )
 
     def _usable(self, index: PageIndex) -> bool:
@@ -224,22 +224,22 @@ class Source:
             return None
         wanted = weights, tenant
         if wanted not in self._refs:
-            found = ctypes.c_uint32()
+            number = ctypes.c_uint32()
             encoded = namespaces.encoded(weights, "weights"), namespaces.encoded(tenant, "tenant")
             code = self._index.core.quick.lci_namespace_find(
-                self._index.core.handle, *encoded, ctypes.byref(found)
+                self._index.core.handle, *encoded, ctypes.byref(number)
             )
             if code != Code.MISSING:
                 check(code, "look for a namespace")
-            self._refs[wanted] = None if code else Namespace(weights, tenant, found.value)
+            self._refs[wanted] = None if code else Namespace(weights, tenant, number.value)
         return self._refs[wanted]
 
 
 def page_tokens_of(index: PageIndex) -> int | None:
     """Tokens of a page or device block of an index; None: not in its configuration."""
     config = index.segment.config
-    found = config.get("page_tokens", config.get("block_tokens"))
-    return found if type(found) is int else None
+    tokens = config.get("page_tokens", config.get("block_tokens"))
+    return tokens if type(tokens) is int else None
 
 
 # ---- The router.
@@ -297,16 +297,16 @@ class _Tally:
     missed: int = 0
     other_namespace: int = 0
 
-    def note(self, n: int, choice: RoutingDecision) -> None:
-        self.requests[choice.worker] += 1
+    def note(self, n: int, decision: RoutingDecision) -> None:
+        self.requests[decision.worker] += 1
         self.pages += n
-        self.device += choice.device_pages
-        self.host += max(choice.host_pages - choice.device_pages, 0)
-        self.stale += bool(choice.stale)
+        self.device += decision.device_pages
+        self.host += max(decision.host_pages - decision.device_pages, 0)
+        self.stale += bool(decision.stale)
 
 
 @dataclass
-class _Asked:
+class _Query:
     """The workers of a call, and the data shared by its requests."""
 
     names: list[str]
@@ -365,7 +365,8 @@ class Router:
         self._index = index
         self._host = Source(index, owned=False, page_tokens=tokens)
         self._workers = {
-            name: Source(given, owned=True, page_tokens=tokens) for name, given in workers.items()
+            name: Source(index_or_name, owned=True, page_tokens=tokens)
+            for name, index_or_name in workers.items()
         }
         self._seeds = {name: seed_of(name) for name in workers}
         self._tally = _Tally(dict.fromkeys(workers, 0))
@@ -415,15 +416,15 @@ class Router:
         """
         n = _arguments.keys(keys)[1]
         with self._lock:
-            asked = self._asked(loads, among, namespace)
-            host = self._host.peek(keys, asked.weights, asked.tenant)
+            query = self._query(loads, among, namespace)
+            host = self._host.peek(keys, query.weights, query.tenant)
             device = [
-                self._workers[name].peek(keys, asked.weights, asked.tenant) for name in asked.names
+                self._workers[name].peek(keys, query.weights, query.tenant) for name in query.names
             ]
-            asked.stale = self._stale(asked.names)
-            choice = self._choose(n, int(keys[0, 0]) if n else 0, host, device, asked)
-            self._note(n, choice, host or any(device), asked)
-            return choice
+            query.stale = self._stale(query.names)
+            decision = self._choose(n, int(keys[0, 0]) if n else 0, host, device, query)
+            self._note(n, decision, host or any(device), query)
+            return decision
 
     def route_many(
         self,
@@ -447,32 +448,32 @@ class Router:
         """
         bounds = _arguments.offsets(offsets, _arguments.keys(keys)[1])
         with self._lock:
-            asked = self._asked(loads, among, namespace)
-            where = asked.weights, asked.tenant
+            query = self._query(loads, among, namespace)
+            where = query.weights, query.tenant
             host = self._host.peek_many(keys, bounds, *where).tolist()
-            found = [
-                self._workers[name].peek_many(keys, bounds, *where).tolist() for name in asked.names
+            pages_by_worker = [
+                self._workers[name].peek_many(keys, bounds, *where).tolist() for name in query.names
             ]
-            asked.stale = self._stale(asked.names)
-            choices = []
+            query.stale = self._stale(query.names)
+            decisions = []
             ends = bounds[1:].tolist()
             for i, (begin, end) in enumerate(zip(bounds[:-1].tolist(), ends, strict=True)):
                 first = int(keys[begin, 0]) if end > begin else 0
-                device = [pages[i] for pages in found]
-                choice = self._choose(end - begin, first, host[i], device, asked)
-                self._note(end - begin, choice, host[i] or any(device), asked)
-                choices.append(choice)
+                device = [pages[i] for pages in pages_by_worker]
+                decision = self._choose(end - begin, first, host[i], device, query)
+                self._note(end - begin, decision, host[i] or any(device), query)
+                decisions.append(decision)
                 if spread:
-                    at = asked.names.index(choice.worker)
-                    asked.loads[at] = choice.costs[choice.worker]
-            return choices
+                    chosen = query.names.index(decision.worker)
+                    query.loads[chosen] = decision.costs[decision.worker]
+            return decisions
 
-    def _asked(
+    def _query(
         self,
         loads: Mapping[str, float],
         among: Iterable[str] | None,
         namespace: Namespace | None,
-    ) -> _Asked:
+    ) -> _Query:
         if self._closed:
             raise Detached("route: this router was closed; make another one")
         if self._clock() >= self._next:
@@ -484,60 +485,63 @@ class Router:
         for name in names:
             if name not in self._workers:
                 raise ConfigError(
-                    f"among: there is no worker {name!r}; there are {', '.join(self._workers)}"
+                    f"among: expected some of {', '.join(self._workers)}, found {name!r}"
                 )
             load = loads.get(name)
             if load is None:
-                raise ConfigError(f"loads: expected one of {name!r} too, or leave it out in among=")
+                raise ConfigError(
+                    f"loads: expected a load of {name!r} too; or pass among= without it"
+                )
             check_figure(load, f"loads[{name!r}]", math.inf)
             tokens.append(self.policy.load_weight * load)
         space = namespace
         if space is None and self._index is not None:
             space = self._index.default_namespace
         home = ("", "") if space is None else (space.weights, space.tenant)
-        return _Asked(names, tokens, *home, named=namespace is not None)
+        return _Query(names, tokens, *home, named=namespace is not None)
 
     def _stale(self, names: list[str]) -> tuple[str, ...]:
         return tuple(name for name in names if self._workers[name].problem is not None)
 
     def _choose(
-        self, n: int, first: int, host: int, device: list[int], asked: _Asked
+        self, n: int, first: int, host: int, device: list[int], query: _Query
     ) -> RoutingDecision:
         """`asked.loads` are in tokens."""
         page, weight = self._page_tokens, self.policy.host_weight
         costs = [
             ((n - max(pages, host)) + weight * max(host - pages, 0)) * page + load
-            for pages, load in zip(device, asked.loads, strict=True)
+            for pages, load in zip(device, query.loads, strict=True)
         ]
         least = min(costs)
         best = [i for i, cost in enumerate(costs) if cost == least]
         if len(best) > 1:
-            idlest = min(asked.loads[i] for i in best)
-            best = [i for i in best if asked.loads[i] == idlest]
-        at = best[0]
+            idlest = min(query.loads[i] for i in best)
+            best = [i for i in best if query.loads[i] == idlest]
+        chosen = best[0]
         if len(best) > 1:
-            at = max(best, key=lambda i: mixed(self._seeds[asked.names[i]] ^ first))
-        by_worker = MappingProxyType(dict(zip(asked.names, costs, strict=True)))
-        return RoutingDecision(asked.names[at], device[at], host, by_worker, asked.stale)
+            chosen = max(best, key=lambda i: mixed(self._seeds[query.names[i]] ^ first))
+        by_worker = MappingProxyType(dict(zip(query.names, costs, strict=True)))
+        return RoutingDecision(query.names[chosen], device[chosen], host, by_worker, query.stale)
 
     # ---- requests without a hit
 
-    def _note(self, n: int, choice: RoutingDecision, found: int, asked: _Asked) -> None:
-        self._tally.note(n, choice)
-        if found:
+    def _note(self, n: int, decision: RoutingDecision, hits: int, query: _Query) -> None:
+        self._tally.note(n, decision)
+        if hits:
             self._in_a_row = 0
         elif n:
             self._tally.missed += 1
-            self._look_elsewhere(asked)
+            self._look_elsewhere(query)
 
-    def _look_elsewhere(self, asked: _Asked) -> None:
-        """No index has a page of a request. Keys made differently from the managers' keys look the
-        same as keys of a new prompt, so warn about the cases that can be told apart."""
-        names = asked.weights, asked.tenant
+    def _look_elsewhere(self, query: _Query) -> None:
+        """Called for a request of which no index has a page. Keys that are not made as the
+        managers' keys look like keys of a new prompt, so warn about the cases that differ."""
+        names = query.weights, query.tenant
         if names not in self._where:
-            looked = [self._host, *(self._workers[name] for name in asked.names)]
-            found = [source.pages_of(*names) for source in looked]
-            self._where[names] = sum(own for own, _ in found), {one for _, o in found for one in o}
+            sources = [self._host, *(self._workers[name] for name in query.names)]
+            counts = [source.pages_of(*names) for source in sources]
+            others = {names for _, list_of_others in counts for names in list_of_others}
+            self._where[names] = sum(own for own, _ in counts), others
         own, others = self._where[names]
         if own:
             self._in_a_row += 1
@@ -545,34 +549,34 @@ class Router:
                 self._tell_of_keys()
         elif others:
             self._tally.other_namespace += 1
-            self._tell_of_namespace(asked, others)
+            self._tell_of_namespace(query, others)
 
     def _tell_of_keys(self) -> None:
         if "keys" in self._told:
             return
         self._told.add("keys")
         _log.warning(
-            "%d requests one after another had no page in any index; if their prompts have "
-            "beginnings in common, their keys are not those of the managers: the fingerprint, the "
-            "secret, %d tokens a page, the salt and the namespace must be the same",
+            "%d requests in a row had no page in any index; if their prompts share prefixes, their "
+            "keys are not the managers' keys: the fingerprint, the secret, %d tokens a page, the "
+            "salt and the namespace must be the same",
             _IN_A_ROW,
             self._page_tokens,
         )
 
-    def _tell_of_namespace(self, asked: _Asked, others: set[tuple[str, str]]) -> None:
+    def _tell_of_namespace(self, query: _Query, others: set[tuple[str, str]]) -> None:
         """Warn about a namespace without pages. A new tenant is normal if the call passed its
         namespace."""
-        if asked.named and asked.weights in {weights for weights, _ in others}:
+        if query.named and query.weights in {weights for weights, _ in others}:
             return
-        if ("weights", asked.weights) in self._told:
+        if ("weights", query.weights) in self._told:
             return
-        self._told.add(("weights", asked.weights))
+        self._told.add(("weights", query.weights))
         _log.warning(
-            "requests are routed under weights %r, tenant %r, of which no index has a page; there "
-            "are pages under %s: give hash_pages and route the same namespace=, or `use` it in the "
-            "cache that the router has",
-            asked.weights,
-            asked.tenant,
+            "requests are routed with weights %r, tenant %r, and no index has a page of these; "
+            "there are pages of %s: pass the same namespace= to hash_pages and route, or `use` it "
+            "in the router's cache",
+            query.weights,
+            query.tenant,
             ", ".join(f"weights {one!r}, tenant {two!r}" for one, two in sorted(others)[:4]),
         )
 
@@ -629,16 +633,16 @@ class Router:
 
 
 def _page_tokens(policy: RouterPolicy, host: PageIndex | None) -> int:
-    found = None if host is None else page_tokens_of(host)
+    tokens = None if host is None else page_tokens_of(host)
     if policy.page_tokens is not None:
-        if found not in (None, policy.page_tokens):
+        if tokens not in (None, policy.page_tokens):
             raise ConfigError(
-                f"policy: expected page_tokens={found}, the size of the host's pages, found "
+                f"policy: expected page_tokens={tokens}, the host's page size, found "
                 f"{policy.page_tokens}; leave one of them out (docs/guides/router.md)"
             )
         return policy.page_tokens
     if host is None:
-        raise ConfigError("policy: without a host index, say page_tokens in it")
+        raise ConfigError("policy: expected page_tokens, as there is no host index; set it")
     return host.page_tokens
 
 

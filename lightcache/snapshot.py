@@ -129,30 +129,30 @@ def check_copy(copy: Bytes, pages: int, *, quiet: bool) -> CheckReport:
     quick = layout.load().quick
     where = _arguments.address_of_any(copy)
     undone = quick.lci_recover_copy(where, len(copy), pages)
-    found = layout.CheckRecord()
+    record = layout.CheckRecord()
     if undone < 0:
-        found.broken = -1
-        found.message = (
-            b"the undo log names words outside of the index, or has entries though nobody holds "
+        record.broken = -1
+        record.message = (
+            b"the undo log names words outside of the index, or has entries though no client holds "
             b"the lock"
         )
         undone = 0
     else:
-        check(quick.lci_check(where, len(copy), pages, quiet, ctypes.byref(found)), "check")
-    message = found.message.decode(errors="replace")
-    if not found.broken:
+        check(quick.lci_check(where, len(copy), pages, quiet, ctypes.byref(record)), "check")
+    message = record.message.decode(errors="replace")
+    if not record.broken:
         message = f"{pages} pages: every invariant holds"
     return CheckReport(
-        clean=found.broken == 0,
+        clean=record.broken == 0,
         message=message,
-        invariant=found.broken,
-        page=found.page,
-        free=found.free,
-        writing=found.writing,
-        ready=found.ready,
-        doomed=found.doomed,
-        held=found.held,
-        pins=found.pins,
+        invariant=record.broken,
+        page=record.page,
+        free=record.free,
+        writing=record.writing,
+        ready=record.ready,
+        doomed=record.doomed,
+        held=record.held,
+        pins=record.pins,
         quiet=quiet,
         recovered=undone,
     )
@@ -160,8 +160,8 @@ def check_copy(copy: Bytes, pages: int, *, quiet: bool) -> CheckReport:
 
 def _stamp(core: Core) -> tuple[int, int, int]:
     size = ctypes.sizeof(shm_layout.LockRecord)
-    at = core.segment.address + shm_layout.LOCK_OFFSET
-    lock = shm_layout.LockRecord.from_buffer_copy(ctypes.string_at(at, size))
+    address = core.segment.address + shm_layout.LOCK_OFFSET
+    lock = shm_layout.LockRecord.from_buffer_copy(ctypes.string_at(address, size))
     return lock.word & ~shm_layout.LOCK_WAITERS, lock.acquisitions, lock.log_count
 
 

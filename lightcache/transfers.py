@@ -282,8 +282,8 @@ class _InFlight:
         self.transfer = self._keeper.begin(engine, partial(getattr(engine, verb), move, **how))
 
     def done(self) -> bool:
-        """Whether the copy is over, and what it held given back. Does not block; publishing takes
-        no lock, abandoning does.
+        """Whether the copy has finished, and its pages are given back. Does not block; publishing
+        takes no lock, abandoning does.
 
         Raises:
             TransferFailed: the copy failed.
@@ -301,13 +301,13 @@ class _InFlight:
         return over
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until the copy is over, and give back what it held.
+        """Block until the copy has finished, and give back its pages.
 
         Args:
             timeout: seconds; None: as long as it takes.
 
         Raises:
-            WaitTimeout: it goes on; wait again.
+            WaitTimeout: it is in flight; wait again.
             Otherwise as `done`.
         """
         try:
@@ -324,7 +324,7 @@ class Offload(_InFlight):
 
         offload = Offload(engine, cache.reserve(keys, len(hit)), slots)
         ...
-        engine.poll()                  # each step: publishes what is over
+        engine.poll()                  # each step: publishes finished copies
 
     Keep it until it is `done`: a dropped one is aborted. Device slots may be used again when it is
     done, aborted or not. As a context manager: leaving waits, leaving by an exception aborts.
@@ -376,13 +376,13 @@ class Offload(_InFlight):
     @property
     def ready(self) -> bool | None:
         """Whether the pages were made ready by this: False if other shards are still missing, or
-        if it failed or was aborted; None while the copy goes on."""
+        if it failed or was aborted; None while the copy is in flight."""
         return self._keeper.ready
 
     def abort(self) -> None:
-        """Give up: the keys are abandoned when this returns. The copy goes on, and holds the pages
-        until it is over; `wait` and `done` then tell when the device slots may be used again. Does
-        nothing if it was published before.
+        """Give up: the keys are abandoned when this returns. The copy continues, and holds the
+        pages until it has finished; `wait` and `done` then tell when the device slots may be used
+        again. Does nothing if it was published before.
 
         Raises:
             LockTimeout: the keys could not be abandoned yet; call again.
@@ -465,14 +465,14 @@ def _page_tokens(engine: Any, given: int | None) -> int:
 
 
 def _slots_of(pages: int, positions: Any, slots: npt.NDArray[Any], tokens: int) -> npt.NDArray[Any]:
-    """Slots of some pages of a prompt, one page behind the other."""
+    """Slots of some pages of a prompt, one page after the other."""
     if positions is None:
         if len(slots) != pages * tokens:
             raise ConfigError(
                 f"slots: expected the {pages * tokens} of the shard's {pages} pages, found "
                 f"{len(slots)}; or give positions= and the slots of the whole prompt"
             )
-        found = slots
+        rows = slots
     else:
         where = integers(positions, "positions")
         if len(where) != pages:
@@ -485,13 +485,13 @@ def _slots_of(pages: int, positions: Any, slots: npt.NDArray[Any], tokens: int) 
                 f"slots: the pages at positions {low} to {high - 1} hold tokens {low * tokens} to "
                 f"{high * tokens - 1}, found {len(slots)} slots; give those of the whole prompt"
             )
-        found = slots[: high * tokens].reshape(high, tokens)[where].reshape(-1)
-    if len(found) and int(found.min()) < 0:
+        rows = slots[: high * tokens].reshape(high, tokens)[where].reshape(-1)
+    if len(rows) and int(rows.min()) < 0:
         raise ConfigError(
             "slots: a token of a page to be written has a negative slot, so the page would not be "
             "whole; reserve only pages whose tokens are all on the device"
         )
-    return found
+    return rows
 
 
 __all__ = ["Load", "Offload"]

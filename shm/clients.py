@@ -65,14 +65,14 @@ def read_table(table: bytes, fd: int, own_slot: int = 0) -> list[ClientInfo]:
         own_slot: the slot whose byte `fd` itself holds; the kernel does not report own locks.
     """
     now = time.time_ns()
-    found = []
+    clients = []
     for slot in range(1, layout.SLOTS):
         record = ClientRecord.from_buffer_copy(table, slot * _RECORD)
         if record.state == ClientState.FREE:
             continue
         alive = slot == own_slot or ofd.held(fd, layout.BYTE_SLOTS + slot)
-        found.append(_info(slot, record, alive, now))
-    return found
+        clients.append(_info(slot, record, alive, now))
+    return clients
 
 
 def _info(slot: int, record: ClientRecord, alive: bool, now_ns: int) -> ClientInfo:

@@ -33,7 +33,7 @@ def try_create(wanted: SegmentSpec, initialise: Initialise, pause: ofd.Pause) ->
     full = names.object_name(wanted.name)
     ForkWord()  # raises on a kernel that is too old, before there is an object
     try:
-        made = posix_ipc.SharedMemory(full, posix_ipc.O_CREX, mode=_PLAIN_MODE)
+        created = posix_ipc.SharedMemory(full, posix_ipc.O_CREX, mode=_PLAIN_MODE)
     except posix_ipc.ExistentialError:
         return None
     except posix_ipc.PermissionsError as error:
@@ -43,14 +43,14 @@ def try_create(wanted: SegmentSpec, initialise: Initialise, pause: ofd.Pause) ->
         kind = NoSpace if error.errno == errno.ENOSPC else LightcacheError
         raise kind(f"create {full}: {error}") from error
     try:
-        os.fchmod(made.fd, _PLAIN_MODE)  # the umask may have narrowed it
-        return _lock_and_build(made.fd, wanted, initialise, pause)
+        os.fchmod(created.fd, _PLAIN_MODE)  # the umask may have narrowed it
+        return _lock_and_build(created.fd, wanted, initialise, pause)
     except BaseException:
         with contextlib.suppress(LightcacheError):
             remove_leftover(wanted.name, wanted.group)
         raise
     finally:
-        made.close_fd()
+        created.close_fd()
 
 
 def _lock_and_build(
@@ -63,9 +63,9 @@ def _lock_and_build(
         return None
     hold = Hold(opened, readonly=False)
     try:
-        found = os.fstat(fd)
+        status = os.fstat(fd)
         if (
-            opened.identity != (found.st_dev, found.st_ino)
+            opened.identity != (status.st_dev, status.st_ino)
             or not ofd.lock(opened.fd, layout.BYTE_LIFE, pause)
             or not opened.is_named()
         ):
@@ -116,7 +116,7 @@ def _no_space(wanted: SegmentSpec, needed: int) -> NoSpace:
     return NoSpace(
         f"the segment {wanted.name!r} needs {wanted.total_bytes} bytes"
         f"{f', {needed} of them still missing' if needed else ''}, and {room.bytes} bytes are "
-        f"{room.limit}; ask for less, remove what nobody uses (`lightcache ls`, `lightcache rm`), "
+        f"{room.limit}; ask for less, remove unused caches (`lightcache ls`, `lightcache rm`), "
         "or enlarge /dev/shm"
     )
 

@@ -48,16 +48,16 @@ def checked_path(path: str | os.PathLike[str]) -> str | None:
             nor hugetlbfs.
     """
     text = os.fspath(path)
-    found = Path(text)
-    if not found.is_absolute() or ".." in found.parts or "\0" in text or str(found) == "/":
+    folder = Path(text)
+    if not folder.is_absolute() or ".." in folder.parts or "\0" in text or str(folder) == "/":
         raise ConfigError(
             f"pool_path: expected the absolute path of a folder, without '..', found {text!r}"
         )
-    if found == names.FOLDER:
+    if folder == names.FOLDER:
         return None
     try:
-        with Folder.open(found):
-            return str(found)
+        with Folder.open(folder):
+            return str(folder)
     except (NotReady, PermissionDenied) as error:
         raise ConfigError(f"pool_path: {error}") from error
 
@@ -174,21 +174,21 @@ class Folder:
 
     def may_unlink(self, owner: int) -> bool:
         """True if mode and sticky bit let this user unlink files of `owner` in it."""
-        found = os.fstat(self.fd)
-        free = not found.st_mode & stat.S_ISVTX or os.geteuid() in (0, found.st_uid, owner)
+        status = os.fstat(self.fd)
+        free = not status.st_mode & stat.S_ISVTX or os.geteuid() in (0, status.st_uid, owner)
         return free and os.access(".", os.W_OK | os.X_OK, dir_fd=self.fd, effective_ids=True)
 
     def dependents(self, name: str, uuid: str, owner: int) -> list[str]:
         """Names of the dependents of the segment with this UUID: regular files of its owner."""
-        found = []
+        dependents = []
         for entry in os.listdir(self.fd):
             parsed = names.parse_dependent(f"/{entry}")
             if parsed and (parsed.segment, parsed.uuid) == (name, uuid):
                 with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                     kind = os.stat(entry, dir_fd=self.fd, follow_symlinks=False)
                     if stat.S_ISREG(kind.st_mode) and kind.st_uid == owner:
-                        found.append(parsed.object_name)
-        return sorted(found)
+                        dependents.append(parsed.object_name)
+        return sorted(dependents)
 
     # ---- close
 

@@ -262,14 +262,14 @@ def facts(
     structures: Mapping[str, type[ctypes.Structure]], constants: Mapping[str, int]
 ) -> dict[str, str]:
     """The facts of the ctypes declarations, in the form of the C side (`native/facts.h`)."""
-    found = {name: str(value) for name, value in constants.items()}
+    values = {name: str(value) for name, value in constants.items()}
     for name, structure in structures.items():
-        found[name] = str(ctypes.sizeof(structure))
+        values[name] = str(ctypes.sizeof(structure))
         for field in structure._fields_:
             if field[0] != "reserved" and not field[0].startswith("pad"):  # unused bytes
                 descriptor = getattr(structure, field[0])
-                found[f"{name}.{field[0]}"] = f"{descriptor.offset}+{descriptor.size}"
-    return found
+                values[f"{name}.{field[0]}"] = f"{descriptor.offset}+{descriptor.size}"
+    return values
 
 
 def verify(

@@ -36,7 +36,7 @@ class Obstacle(Enum):
     """Why a name cannot be attached to at this moment; the value ends a message."""
 
     MISSING = "there is no such segment; create it, or use open"
-    BUSY = "its creator has not finished, or somebody is replacing or unlinking it; wait longer"
+    BUSY = "another process is creating, replacing or unlinking it; wait longer"
     DEAD = "its creator died before finishing; open or create removes the leftover"
     RETIRED = "it was retired but not removed; open or create removes the leftover"
     MOVED = "its name changes hands all the time; try again"
@@ -133,8 +133,8 @@ def _second_description(opened: OpenObject, readonly: bool) -> Iterator[int | No
         path = names.FOLDER / opened.object_name.removeprefix("/")
         raise PermissionDenied(f"open {path}: {owners.whose(path)}") from error
     try:
-        found = os.fstat(second.fd)
-        yield second.fd if (found.st_dev, found.st_ino) == opened.identity else None
+        status = os.fstat(second.fd)
+        yield second.fd if (status.st_dev, status.st_ino) == opened.identity else None
     finally:
         second.close_fd()
 
@@ -153,9 +153,9 @@ def create(wanted: SegmentSpec, initialise: Initialise, *, timeout: float | None
     """
     pause = ofd.Pause(timeout)
     while True:
-        made = try_create(wanted, initialise, pause)
-        if made is not None:
-            return made
+        created = try_create(wanted, initialise, pause)
+        if created is not None:
+            return created
         opened = OpenObject.open(wanted.name, writable=False)
         if opened is None:
             continue
@@ -223,7 +223,7 @@ def unlink(name: str, group: int | None, *, force: bool, timeout: float | None) 
             if not force and opened.is_occupied():
                 living = clients.read_table(opened.client_table(), opened.fd)
                 raise InUse(
-                    f"unlink {name!r}: somebody is attached "
+                    f"unlink {name!r}: a client is attached "
                     f"({clients.describe([client for client in living if client.alive])}); let "
                     "them close it first"
                 )

@@ -42,12 +42,12 @@ class SegmentInfo:
 
 def list_segments() -> list[SegmentInfo]:
     """All segments of this machine with our prefix, by name. Does not block."""
-    found = []
+    listed = []
     for name in names.segment_names():
         info = read_segment(name)
         if info is not None:
-            found.append(info)
-    return found
+            listed.append(info)
+    return listed
 
 
 def read_segment(name: str) -> SegmentInfo | None:
@@ -72,28 +72,28 @@ def _unseen(name: str, problem: str) -> SegmentInfo:
     info = SegmentInfo(name, problem=problem, seen=False)
     with contextlib.suppress(OSError):
         path = names.FOLDER / names.object_name(name).removeprefix("/")
-        found = os.stat(path, follow_symlinks=False)
-        dependents = tuple(one.object_name for one in names.dependents(name))
-        return replace(info, bytes=found.st_size, uid=found.st_uid, dependents=dependents)
+        status = os.stat(path, follow_symlinks=False)
+        dependents = tuple(dependent.object_name for dependent in names.dependents(name))
+        return replace(info, bytes=status.st_size, uid=status.st_uid, dependents=dependents)
     return info
 
 
 def _read(opened: OpenObject) -> SegmentInfo:
     header = opened.header()
-    found = os.fstat(opened.fd)
+    status = os.fstat(opened.fd)
     if is_foreign(header):
         return SegmentInfo(
             opened.name,
             problem=f"magic {header.magic:#x}, version {header.abi}: made by another release",
-            bytes=found.st_size,
-            uid=found.st_uid,
+            bytes=status.st_size,
+            uid=status.st_uid,
         )
     table = clients.read_table(opened.client_table(), opened.fd)
     uuid = bytes(header.uuid).hex()
     return SegmentInfo(
         opened.name,
-        problem=_problem(opened, header, found.st_size),
-        bytes=found.st_size,
+        problem=_problem(opened, header, status.st_size),
+        bytes=status.st_size,
         kind=_name(SegmentKind, header.kind),
         ready=bool(header.ready),
         retired=bool(header.retired),
@@ -102,7 +102,7 @@ def _read(opened: OpenObject) -> SegmentInfo:
         idle_limit_s=header.idle_ns / 1e9,
         unused_s=opened.unused_ns() / 1e9 if header.used_ns else 0.0,
         uuid=uuid,
-        uid=found.st_uid,
+        uid=status.st_uid,
         creator_pid=header.creator_pid,
         age_s=max(0, time.time_ns() - header.created_ns) / 1e9 if header.created_ns else 0.0,
         clients=sum(client.alive for client in table),

@@ -151,13 +151,15 @@ class LockedCalls:
             return "the lock was contended for too long; try again"
         epoch = lock.word >> layout.LOCK_EPOCH_SHIFT
         clients = (c for c in self.segment.clients() if c.slot == slot)
-        who = next((c for c in clients if c.epoch & layout.LOCK_EPOCH_MASK == epoch), None)
+        holder = next((c for c in clients if c.epoch & layout.LOCK_EPOCH_MASK == epoch), None)
         name = (
-            f"client {slot} ({who.role or 'no role'}, pid {who.pid})" if who else f"client {slot}"
+            f"client {slot} ({holder.role or 'no role'}, pid {holder.pid})"
+            if holder
+            else f"client {slot}"
         )
         return (
             f"{name} {self._doing(lock)}; if it is stopped, continue or kill it (a dead holder is "
-            "replaced at once); lookups go on meanwhile"
+            "replaced immediately); lookups continue"
         )
 
     def _doing(self, lock: layout.LockRecord) -> str:

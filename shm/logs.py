@@ -124,7 +124,7 @@ class SharedLog:
         lifetime: str = "attached",
     ) -> SharedLog:
         """Attach to an equal log, as reader or writer, or create it; see `Segment.open`. So ranks
-        and leader may start in any order: a reader of a log without a writer waits for one.
+        and writer may start in any order: a reader of a log without a writer waits for one.
 
         Raises:
             InUse: `writer` is True, and a living writer exists.
@@ -176,8 +176,8 @@ class SharedLog:
     def _writer(self) -> str:
         """Name of the writer, for messages."""
         slot = self._calls.quick.lcx_log_writer(self._calls.handle)
-        who = next((str(one) for one in self.segment.clients() if one.slot == slot), "")
-        return f"it has a writer ({who})" if slot > 0 and who else "another one came first"
+        writer = next((str(client) for client in self.segment.clients() if client.slot == slot), "")
+        return f"it has a writer ({writer})" if slot > 0 and writer else "another one came first"
 
     # ---- append
 
@@ -209,7 +209,9 @@ class SharedLog:
         self._until(attempt, self._room, timeout, self._too_slow)
 
     def _too_slow(self, timeout: float | None) -> NoReturn:
-        slow = [one for one in self.behind() if one.behind >= self.capacity and one.alive]
+        slow = [
+            reader for reader in self.behind() if reader.behind >= self.capacity and reader.alive
+        ]
         names = "; ".join(map(str, slow)) or "just now none of them"
         raise WaitTimeout(
             f"the log {self.segment.name!r} was full for {timeout} s: of its {self.capacity} "
@@ -231,14 +233,14 @@ class SharedLog:
                 Reading continues once there is another writer.
             PermissionDenied: attached as the writer, or read-only.
         """
-        found: list[bytes] = []
+        entries: list[bytes] = []
 
         def attempt() -> bool:
-            found.extend(self._read(self._room_for_one(), 1))
-            return bool(found)
+            entries.extend(self._read(self._room_for_one(), 1))
+            return bool(entries)
 
         self._until(attempt, self._news, timeout, self._nothing_came)
-        return found[0]
+        return entries[0]
 
     def _nothing_came(self, timeout: float | None) -> NoReturn:
         raise WaitTimeout(
@@ -266,7 +268,7 @@ class SharedLog:
             if check(quick.lcx_log_ended(handle), what):
                 raise Abandoned(
                     f"{what}: its writer has left or was killed, and all that it appended was read "
-                    "here; go on reading when somebody has attached with writer=True"
+                    "here; read on when another client has attached with writer=True"
                 )
             return []
         ends = list(accumulate(lengths[: check(code, what)], initial=0))
@@ -301,14 +303,14 @@ class SharedLog:
         """Each reader, with the number of entries that it has still to read. About 1 us a slot;
         takes no lock."""
         counts = self._behind()[1]
-        clients = {one.slot: one for one in self.segment.clients()}
-        found = []
+        clients = {client.slot: client for client in self.segment.clients()}
+        readers = []
         for slot, count in enumerate(counts):
-            one = clients.get(slot)
+            client = clients.get(slot)
             if count >= 0:
-                who = (one.pid, one.role, one.alive) if one else (0, "", False)
-                found.append(LogReader(slot, *who, behind=count))
-        return tuple(found)
+                who = (client.pid, client.role, client.alive) if client else (0, "", False)
+                readers.append(LogReader(slot, *who, behind=count))
+        return tuple(readers)
 
     def __len__(self) -> int:
         """Number of entries that the slowest reader has still to read: `capacity` if the log is

@@ -45,7 +45,7 @@ def object_name(name: str) -> str:
         )
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"the name {name!r} is not allowed: begin with an ASCII letter or digit and go on with "
+            f"the name {name!r} is not allowed: expected an ASCII letter or digit, followed by "
             "letters, digits, '.', '_' or '-' (no slash)"
         )
     return PREFIX + name
@@ -81,17 +81,17 @@ def _objects() -> list[str]:
 
 def segment_names() -> list[str]:
     """Names of all existing segments, ready or not, of all users."""
-    found = (full.removeprefix(PREFIX) for full in _objects())
-    return [name for name in found if _NAME.fullmatch(name)]
+    named = (full.removeprefix(PREFIX) for full in _objects())
+    return [name for name in named if _NAME.fullmatch(name)]
 
 
 def dependents(name: str | None = None, uuid: str | None = None) -> list[Dependent]:
     """All dependents, those of one segment name, or those of one segment with this UUID."""
     parsed = (parse_dependent(full) for full in _objects())
     return [
-        found
-        for found in parsed
-        if found
-        and (name is None or found.segment == name)
-        and (uuid is None or found.uuid == uuid)
+        dependent
+        for dependent in parsed
+        if dependent
+        and (name is None or dependent.segment == name)
+        and (uuid is None or dependent.uuid == uuid)
     ]

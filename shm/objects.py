@@ -95,8 +95,8 @@ class OpenObject:
                 "group (group=), or choose another name"
             )
         check(code, f"open {opened.path}")
-        found = os.fstat(opened.fd)
-        opened.identity = (found.st_dev, found.st_ino)
+        status = os.fstat(opened.fd)
+        opened.identity = (status.st_dev, status.st_ino)
         return opened
 
     def open_for_locks(self, writable: bool) -> int:
@@ -136,10 +136,10 @@ class OpenObject:
         """True if the name still refers to this object. Stays true while the life byte is locked,
         because unlinking and replacing need that lock."""
         try:
-            found = os.stat(self.path, follow_symlinks=False)
+            status = os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
             return False
-        return (found.st_dev, found.st_ino) == self.identity
+        return (status.st_dev, status.st_ino) == self.identity
 
     def size(self) -> int:
         """Bytes of the object at this moment."""
@@ -155,19 +155,19 @@ class OpenObject:
             PermissionDenied: not a regular file, several names, writable by all users, or an
                 unexpected user or group.
         """
-        found = os.fstat(self.fd)
+        status = os.fstat(self.fd)
         problem = None
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             problem = "a regular file was expected, found another type"
-        elif found.st_nlink > 1:
-            problem = f"one name was expected, found {found.st_nlink} hard links"
-        elif found.st_mode & 0o007:
-            problem = f"mode 0600 or 0660 was expected, found {stat.S_IMODE(found.st_mode):04o}"
-        elif found.st_uid != os.geteuid() and (group is None or found.st_gid != group):
+        elif status.st_nlink > 1:
+            problem = f"one name was expected, found {status.st_nlink} hard links"
+        elif status.st_mode & 0o007:
+            problem = f"mode 0600 or 0660 was expected, found {stat.S_IMODE(status.st_mode):04o}"
+        elif status.st_uid != os.geteuid() and (group is None or status.st_gid != group):
             problem = (
                 f"user {owners.user(os.geteuid())}{'' if group is None else f' or group {group}'} "
-                f"was expected to own it, found user {owners.user(found.st_uid)}, group "
-                f"{found.st_gid}"
+                f"was expected to own it, found user {owners.user(status.st_uid)}, group "
+                f"{status.st_gid}"
             )
         if problem:
             raise PermissionDenied(
@@ -210,14 +210,14 @@ class OpenObject:
         """Its dependents: names of objects, and paths of files in another folder."""
         header = self.header()
         uuid = bytes(header.uuid).hex()
-        found = [dependent.object_name for dependent in names.dependents(self.name, uuid)]
+        listed = [dependent.object_name for dependent in names.dependents(self.name, uuid)]
         with (
             contextlib.suppress(NotReady, PermissionDenied),
             folders.elsewhere(header) as other,
         ):
             if other:
-                found += [f"{other.path}{full}" for full in self._placed(other)]
-        return found
+                listed += [f"{other.path}{full}" for full in self._placed(other)]
+        return listed
 
     def memory(self) -> int:
         """Bytes of shared memory that it and its dependents use now."""
@@ -226,9 +226,9 @@ class OpenObject:
     def unused_ns(self) -> int:
         """Time since a client last used it: joined, left, took its lock, or called `mark_used`. The
         lock's clock stops during suspension, so its time may be too late, but never too early."""
-        found = os.pread(self.fd, ctypes.sizeof(layout.LockRecord), layout.LOCK_OFFSET)
+        data = os.pread(self.fd, ctypes.sizeof(layout.LockRecord), layout.LOCK_OFFSET)
         lock = layout.LockRecord.from_buffer_copy(
-            found.ljust(ctypes.sizeof(layout.LockRecord), b"\0")
+            data.ljust(ctypes.sizeof(layout.LockRecord), b"\0")
         )
         by_header = max(0, time.time_ns() - int(self.header().used_ns))
         by_lock = time.monotonic_ns() - int(lock.since_ns)

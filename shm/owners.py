@@ -28,17 +28,17 @@ def whose(path: str | os.PathLike[str]) -> str:
     """Owner, group and mode of a path, and this process's user: the facts missing from "Permission
     denied". If the path does not exist, or is not visible, uses the nearest folder above it that
     is."""
-    at = Path(path)
+    place = Path(path)
     while True:
         try:
-            found = os.stat(at, follow_symlinks=False)
+            status = os.stat(place, follow_symlinks=False)
             break
         except OSError:
-            if at == at.parent:
+            if place == place.parent:
                 return f"this process runs as user {user(os.geteuid())}"
-            at = at.parent
-    what = "it" if at == Path(path) else str(at)
+            place = place.parent
+    what = "it" if place == Path(path) else str(place)
     return (
-        f"{what} belongs to user {user(found.st_uid)} and group {_group(found.st_gid)}, mode "
-        f"{stat.S_IMODE(found.st_mode):04o}, and this process runs as user {user(os.geteuid())}"
+        f"{what} belongs to user {user(status.st_uid)} and group {_group(status.st_gid)}, mode "
+        f"{stat.S_IMODE(status.st_mode):04o}, and this process runs as user {user(os.geteuid())}"
     )

@@ -204,16 +204,16 @@ class SharedRing:
             ConfigError: an invalid `timeout`.
             LockTimeout: names the lock's holder, and since when; nothing was removed.
         """
-        found: list[bytes] = []
+        messages: list[bytes] = []
 
         def attempt() -> bool:
             out, length = self._room_for_one(), ctypes.c_uint32()
             if self._pop(out, ctypes.byref(length), 1):
-                found.append(bytes(memoryview(out)[: length.value]))
-            return bool(found)
+                messages.append(bytes(memoryview(out)[: length.value]))
+            return bool(messages)
 
         self._until(attempt, self._filled, timeout, "empty")
-        return found[0]
+        return messages[0]
 
     def pop_many(self, limit: int) -> list[bytes]:
         """Remove and return the oldest messages, at most `limit`, in one step, without waiting.

@@ -81,9 +81,9 @@ _SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
 @functools.cache
 def library() -> _native.Library:
     """The library of this layer with these functions declared."""
-    found = _native.load()
-    found.declare(_SIGNATURES)
-    return found
+    loaded = _native.load()
+    loaded.declare(_SIGNATURES)
+    return loaded
 
 
 def item_of(segment: Segment, item: str) -> int:
@@ -154,13 +154,13 @@ def check_copy(kind: SegmentKind, config: Mapping[str, Any], where: int, nbytes:
     if undone < 0:
         return CopyReport("its undo log names words outside of it, or has entries and no holder", 0)
     sizes = [config.get(item) for item in bounds]
-    said = dict(zip(bounds, sizes, strict=True))
-    if not all(type(size) is int and 1 <= size <= bounds[item] for item, size in said.items()):
-        return CopyReport(f"its header says {said}", undone)
+    record = dict(zip(bounds, sizes, strict=True))
+    if not all(type(size) is int and 1 <= size <= bounds[item] for item, size in record.items()):
+        return CopyReport(f"its header says {record}", undone)
     text = ctypes.create_string_buffer(256)
     code = getattr(quick, name)(where, nbytes, *sizes, text, len(text))
     if code == Code.RANGE:
-        return CopyReport(f"{nbytes} bytes are too few for {said}", undone)
+        return CopyReport(f"{nbytes} bytes are too few for {record}", undone)
     return CopyReport(text.value.decode(errors="replace") if check(code, "check") else "", undone)
 
 

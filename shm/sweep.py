@@ -56,20 +56,20 @@ class Leftover:
 
 def leftovers(prefix: str = "") -> list[Leftover]:
     """What `sweep` would remove now. Does not block, and changes nothing."""
-    found = []
+    listed = []
     for name in names.segment_names():
         if name.startswith(prefix):
             with contextlib.suppress(LightcacheError, OSError), _unneeded(name) as left:
                 if left:
                     opened, why = left
-                    found.append(Leftover(opened.object_name, name, why, opened.memory()))
+                    listed.append(Leftover(opened.object_name, name, why, opened.memory()))
     for dependent in names.dependents():
         if dependent.segment.startswith(prefix):
             with contextlib.suppress(LightcacheError, OSError):
                 if _orphaned(dependent):
                     full, why = dependent.object_name, f"its segment {dependent.segment!r} is gone"
-                    found.append(Leftover(full, dependent.segment, why, memory_of(full)))
-    return found
+                    listed.append(Leftover(full, dependent.segment, why, memory_of(full)))
+    return listed
 
 
 def sweep(
@@ -139,15 +139,15 @@ def make_room(enough: Callable[[], bool], spare: str | None = None) -> list[str]
 
 def _longest_idle(spare: str | None) -> list[str]:
     """Segments beyond their idle limits, longest unused first."""
-    found = []
+    idle = []
     for name in names.segment_names():
         with contextlib.suppress(LightcacheError, OSError):
             opened = None if name == spare else OpenObject.open(name, writable=False)
             if opened is not None:
                 with contextlib.closing(opened):
                     if opened.is_idle():
-                        found.append((opened.unused_ns(), name))
-    return [name for _, name in sorted(found, reverse=True)]
+                        idle.append((opened.unused_ns(), name))
+    return [name for _, name in sorted(idle, reverse=True)]
 
 
 @contextlib.contextmanager
@@ -180,10 +180,10 @@ def _why_unneeded(opened: OpenObject) -> str | None:
     if header.retired:
         return "it was replaced or removed, and not all of it went"
     if header.lifetime == Lifetime.ATTACHED and not opened.is_occupied():
-        return "all processes that used it were killed; the next `open` would go on with it, warm"
+        return "all its clients were killed; the next `open` would use it, warm"
     if opened.is_idle():
         unused, limit = (duration(ns / 1e9) for ns in (opened.unused_ns(), header.idle_ns))
-        return f"nobody used it for {unused}, and its idle limit is {limit}"
+        return f"unused for {unused}, and its idle limit is {limit}"
     return None
 
 

@@ -89,9 +89,12 @@ class _Atomic:
 
     def compare_exchange(self, expected: int, value: int) -> bool:
         """Set the value if it is `expected`. Returns whether it was."""
-        found = self._type(expected)
+        current = self._type(expected)
         code = self._compare(
-            self._segment.attachment, self._at, ctypes.byref(found), value & ((1 << self._bits) - 1)
+            self._segment.attachment,
+            self._at,
+            ctypes.byref(current),
+            value & ((1 << self._bits) - 1),
         )
         return bool(check(code, f"use an atomic of {self._segment.name!r}"))
 

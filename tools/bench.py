@@ -26,9 +26,9 @@ def installed() -> click.Command:
     """The benchmarks' own command; where they are not installed, one that says how to get them."""
     if importlib.util.find_spec("lightcache_bench") is None:
         return missing
-    found = importlib.import_module("lightcache_bench._command").bench
-    assert isinstance(found, click.Command)
-    return found
+    command = importlib.import_module("lightcache_bench._command").bench
+    assert isinstance(command, click.Command)
+    return command
 
 
 bench = installed()

@@ -36,10 +36,10 @@ class Result:
     report: CheckReport
     note: str = ""
     pool: PoolObject | None = None
-    """Where the pages are; None: an index without a pool, or nothing is known of it."""
+    """The object with the pages; None: an index without a pool, or it is unknown."""
 
     def with_pool(self, pool: PoolObject | None) -> Result:
-        """The same, and what was found of the pool."""
+        """The same, with the state of the pool."""
         status = self.status
         if pool and pool.problem and status != BROKEN:
             status = BROKEN if pool.seen else FAILED
@@ -57,8 +57,8 @@ class Result:
 def check(ctx: click.Context, name: str, lock: bool, wait: float, as_json: bool) -> None:
     """Check the cache NAME, or a list, dict, ring, log or other segment.
 
-    Works on a copy, without lock or slot, also while the holder of the lock is stopped or dead:
-    what that one had begun is undone in the copy, as the next holder would do.
+    Works on a copy, without lock or slot, also if the holder of the lock is stopped or dead: its
+    unfinished step is undone in the copy, as the next holder would do.
 
     Exit status: 0 every invariant holds, 1 one is broken (the first is named), 2 it could not be
     checked.
@@ -78,24 +78,24 @@ def check(ctx: click.Context, name: str, lock: bool, wait: float, as_json: bool)
 
 
 def _structure(name: str, kind: SegmentKind, wait: float, as_json: bool) -> int:
-    """What holds no index; the exit status."""
+    """Check a segment without an index; returns the exit status."""
     try:
-        found = structures.check(name, kind, wait)
+        checked = structures.check(name, kind, wait)
     except CacheCorrupted as error:
-        found = structures.Checked(False, str(error))
-    status = FAILED if found.clean is None else OK if found.clean else BROKEN
-    note = _BUSY if found.clean is None else ""
-    what = kind.name.lower()
+        checked = structures.Checked(False, str(error))
+    status = FAILED if checked.clean is None else OK if checked.clean else BROKEN
+    note = _BUSY if checked.clean is None else ""
+    name_of_kind = kind.name.lower()
     if as_json:
         word = {OK: "clean", BROKEN: "broken", FAILED: "unchecked"}[status]
-        emit({"name": name, "kind": what, "status": word, "note": note, **asdict(found)})
+        emit({"name": name, "kind": name_of_kind, "status": word, "note": note, **asdict(checked)})
     elif status == FAILED:
-        fail(f"{name!r} could not be checked: {found.message}; {note}")
+        fail(f"{name!r} could not be checked: {checked.message}; {note}")
     else:
-        broken = "" if found.clean else "broken: "
-        click.echo(f"{name}: {what}: {broken}{printable(found.message)}")
-        if found.recovered:
-            click.echo(f"  {found.recovered} log entries of an unfinished step undone")
+        broken = "" if checked.clean else "broken: "
+        click.echo(f"{name}: {name_of_kind}: {broken}{printable(checked.message)}")
+        if checked.recovered:
+            click.echo(f"  {checked.recovered} log entries of an unfinished step undone")
     return status
 
 
@@ -109,8 +109,8 @@ def _attached(name: str) -> Result:
 
 
 def _copied(name: str, wait: float) -> Result:
-    """The index from copies, and the pool as it is. A pool that is gone when its cache has been
-    removed meanwhile is no finding."""
+    """Check the index in copies, and the pool itself. A missing pool is no finding if the cache was
+    removed meanwhile."""
     result, image = _index_copied(name, wait)
     pool = facts.pool(image)
     if pool and pool.problem:
@@ -121,8 +121,8 @@ def _copied(name: str, wait: float) -> Result:
 
 
 def _index_copied(name: str, wait: float) -> tuple[Result, Image]:
-    """Take copies until one speaks for itself. Clean is clean, also in a copy that is torn between
-    two instants; a finding counts when it is of one instant and the next copy repeats it."""
+    """Take copies until one is conclusive. A clean copy is, even if it mixes two instants; a
+    finding is if it is of one instant and the next copy repeats it."""
     end = time.monotonic() + wait
     before: tuple[Image, CheckReport] | None = None
     while True:
@@ -144,9 +144,9 @@ def _index_copied(name: str, wait: float) -> tuple[Result, Image]:
 def _half_repaired(image: Image) -> Result:
     holder = facts.lock(image)["holder"]
     if holder and holder["alive"]:
-        return Result(FAILED, _damaged("a repair is under way"), "try again when it is over")
+        return Result(FAILED, _damaged("a repair is running"), "try again when it has finished")
     return Result(
-        BROKEN, _damaged("a repair was killed; whoever locks next, or `repair`, redoes it")
+        BROKEN, _damaged("a repair was killed; the next holder of the lock, or `repair`, redoes it")
     )
 
 
@@ -176,7 +176,7 @@ def _check_image(image: Image) -> CheckReport:
 
 
 def _repeats(before: tuple[Image, CheckReport], now: tuple[Image, CheckReport]) -> bool:
-    """Whether two findings in a row are one and the same, and nobody was just pinning."""
+    """Whether two findings in a row are the same, and no client was pinning."""
     first, second = before[1], now[1]
     if (first.invariant, first.page) != (second.invariant, second.page):
         return False
@@ -184,8 +184,8 @@ def _repeats(before: tuple[Image, CheckReport], now: tuple[Image, CheckReport]) 
 
 
 def _moving(before: Image, now: Image) -> bool:
-    """Whether some client may have been pinning: it looked something up between two copies, came
-    or went, is stopped in the middle of whatever it does, or died there and was not reaped."""
+    """Whether a client may have been pinning: it made a lookup, joined or left between two copies,
+    or it is stopped, or dead and not reaped."""
     stamps = [
         [(c.slot, c.epoch, c.alive, c.lookups, c.reserved_pages) for c in image.clients]
         for image in (before, now)
@@ -196,7 +196,7 @@ def _moving(before: Image, now: Image) -> bool:
 
 def _undecided(image: Image, report: CheckReport) -> Result:
     if report.invariant in PIN_INVARIANTS:
-        # Everything before the pins held in this copy; and clients were at work on the pins.
+        # All invariants before the pins hold in this copy, and clients were changing the pins.
         again = snapshot.check_copy(image.data, image.pages, quiet=False)
         if again.clean:
             return Result(
@@ -207,7 +207,7 @@ def _undecided(image: Image, report: CheckReport) -> Result:
         report = again
     note = (
         "the cache was never quiet for the time of a copy, so this may be an artefact; wait longer "
-        "(--wait), or hold reservations up while it is copied (--lock)"
+        "(--wait), or block reservations while it is copied (--lock)"
     )
     return Result(FAILED, replace(report, quiet=False), note)
 

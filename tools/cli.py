@@ -8,27 +8,27 @@ import click
 
 import lightcache
 
-# name: (module in this package, what it does, in a line)
+# name: (module in this package, summary)
 COMMANDS = {
     "ls": ("ls", "List all segments of this machine."),
-    "dump": ("dump", "Show what is in a cache, without touching it."),
+    "dump": ("dump", "Show the content of a cache, without touching it."),
     "check": ("check", "Derive every invariant of a cache again, from a copy."),
     "create": ("create", "Create a cache and give it its memory."),
     "rm": ("maintenance", "Remove a cache and its pool."),
-    "reap": ("maintenance", "Take back what dead clients held."),
+    "reap": ("maintenance", "Release what dead clients held."),
     "repair": ("maintenance", "Rebuild everything that is derived from the records."),
-    "disable": ("maintenance", "Make every lookup and reservation an error, at once."),
+    "disable": ("maintenance", "Make every lookup and reservation fail, immediately."),
     "enable": ("maintenance", "Undo `disable`."),
-    "sweep": ("maintenance", "Remove what the dead left and nobody needs."),
+    "sweep": ("maintenance", "Remove unused segments and pools."),
     "storage": ("storage_service", "Serve a cache with a storage, for all of its processes."),
-    "doctor": ("doctor", "Look at this machine, and say what to change."),
-    "demo": ("demo", "A router and model workers serve out of one cache."),
+    "doctor": ("doctor", "Examine this machine, and recommend changes."),
+    "demo": ("demo", "A router and model workers share one cache."),
     "bench": ("bench", "Run a benchmark."),
 }
 
 
 class LazyGroup(click.Group):
-    """Knows its commands by name and summary; loads the one that is asked for."""
+    """Knows its commands by name and summary; imports a command's module when it runs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """All names, in the order of `COMMANDS`."""
@@ -57,7 +57,7 @@ class LazyGroup(click.Group):
 )
 @click.version_option(lightcache.__version__, prog_name="lightcache")
 def group() -> None:
-    """Look after the KV caches in this machine's shared memory."""
+    """Inspect and maintain the KV caches in this machine's shared memory."""
 
 
 def main() -> None:

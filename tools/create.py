@@ -29,20 +29,24 @@ from lightcache.tools.output import Command, bar, emit, json_option
 @click.option("--page-bytes", help='Size of a page in bytes, or as "8MiB".')
 @click.option("--fingerprint", help="Model, KV dtype and geometry, in any form.")
 @click.option("--page-tokens", type=int, help="Tokens of a page.")
-@click.option("--independent", is_flag=True, help="For states: any page may go while others stay.")
-@click.option("--algorithm", default="xxh3_128", show_default=True, help="Of the keys.")
+@click.option(
+    "--independent", is_flag=True, help="For states: any page may be evicted before others."
+)
+@click.option(
+    "--algorithm", default="xxh3_128", show_default=True, help="Hash algorithm of the keys."
+)
 @click.option(
     "--lifetime",
     type=click.Choice(["persistent", "attached"]),
     default="persistent",
     show_default=True,
-    help="Until `lightcache rm`; or until the last client leaves, this command being one.",
+    help="Until `lightcache rm`; or until the last client leaves, including this command.",
 )
-@click.option("--group", help="Its members may attach, too.")
+@click.option("--group", help="A group whose members may attach as well.")
 @click.option(
     "--secret-file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Holds the secret of the keys (mode 0600); made if it is not there.",
+    help="File with the secret of the keys (mode 0600); created if it is missing.",
 )
 @click.option("--huge-pages", is_flag=True, help="Ask for transparent huge pages.")
 @click.option(
@@ -50,7 +54,7 @@ from lightcache.tools.output import Command, bar, emit, json_option
 )
 @click.option("--pool-path", help="Folder on a tmpfs or hugetlbfs for the pool; else /dev/shm.")
 @click.option("--no-prefault", is_flag=True, help="Leave the memory to the clients.")
-@click.option("--threads", type=click.IntRange(1, 256), help="For zeroing; default: up to 8.")
+@click.option("--threads", type=click.IntRange(1, 256), help="To zero memory; default: up to 8.")
 @json_option
 def create(
     name: str | None,
@@ -63,10 +67,10 @@ def create(
 ) -> None:
     """Create the cache NAME.
 
-    It has its memory when the command returns (unless --no-prefault), and lives until `lightcache
+    It has its memory when the command returns (unless --no-prefault), and exists until `lightcache
     rm NAME`. Engines `attach` to it, or `open` it with the same configuration and
-    lifetime="persistent". With --lifetime attached the command stays, and the cache goes with its
-    last client.
+    lifetime="persistent". With --lifetime attached the command stays, and the cache is removed with
+    its last client.
     """
     name = _check_given(name, configuration)
     with _secret(secret_file) as secret:
@@ -89,15 +93,15 @@ def _check_given(name: str | None, configuration: dict[str, Any]) -> str:
     """The name.
 
     Raises:
-        click.UsageError: names all that is missing.
+        click.UsageError: names all missing options.
     """
-    given = {
+    options = {
         "NAME": name,
         "--size (or --pages)": configuration["size"] or configuration["pages"] is not None,
         "--page-bytes": configuration["page_bytes"],
         "--fingerprint": configuration["fingerprint"],
     }
-    missing = [what for what, value in given.items() if not value]
+    missing = [option for option, value in options.items() if not value]
     if missing or name is None:
         raise click.UsageError(
             f"missing: {', '.join(missing)}; for example `lightcache create {name or 'llama'} "
@@ -107,16 +111,16 @@ def _check_given(name: str | None, configuration: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _secret(given: Path | None) -> Iterator[bytes]:
-    """The secret in a file, for the time in which a cache is created. A file that was made for it
-    goes again when that fails, unless another cache has come to use it meanwhile."""
-    path = given or DEFAULT_SECRET.expanduser()
-    there = os.path.lexists(path)
+def _secret(option: Path | None) -> Iterator[bytes]:
+    """The secret of a file, while a cache is created. If that fails, a file that was created for it
+    is removed, unless another cache uses it."""
+    path = option or DEFAULT_SECRET.expanduser()
+    exists = os.path.lexists(path)
     secret = load_or_create_secret(path)
     try:
         yield secret
     except BaseException:
-        if not there and not _is_used(secret):
+        if not exists and not _is_used(secret):
             with contextlib.suppress(OSError):
                 path.unlink()
         raise
@@ -134,7 +138,7 @@ def _is_used(secret: bytes) -> bool:
 
 
 def _undo(cache: Cache, name: str) -> None:
-    """Not all of its memory was to be had: remove it, unless somebody has attached meanwhile."""
+    """There was not enough memory: remove the cache, unless another client has attached."""
     with contextlib.suppress(LightcacheError):
         cache.close()
         Segment.unlink(name)
@@ -160,17 +164,17 @@ def _report(cache: Cache, as_json: bool) -> None:
             }
         )
         return
-    behind = "" if pool.grown == pool.pages else f", {pool.grown:,} of them with memory so far"
+    note = "" if pool.grown == pool.pages else f", {pool.grown:,} of them with memory so far"
     click.echo(
-        f"created {cache.name}: {pool.pages:,} pages of {format_size(pool.page_bytes)}{behind}; "
+        f"created {cache.name}: {pool.pages:,} pages of {format_size(pool.page_bytes)}{note}; "
         f"pool {format_size(pool.nbytes)}, index {format_size(cache.index.segment.nbytes)}"
     )
 
 
 def _stay() -> None:
-    """Until Ctrl-C or SIGTERM: then leave in order."""
+    """Wait for Ctrl-C or SIGTERM, then leave in order."""
     end = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: end.set())
-    click.echo("it goes with its last client, and this command is one; Ctrl-C ends it", err=True)
+    click.echo("the cache is removed with its last client; Ctrl-C ends this one", err=True)
     end.wait()

@@ -1,4 +1,4 @@
-"""`lightcache doctor`: what this machine offers, and what to change."""
+"""`lightcache doctor`: checks this machine, and recommends changes."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ if TYPE_CHECKING:
     from lightcache.kernels.pinned import Driver
 
 
-# ---- One line of `doctor`.
+# ---- Findings
 
 
 class Level(str, Enum):
-    """How bad it is."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
@@ -67,7 +67,7 @@ class Level(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Something looked at. A finding that is not ok has a remedy."""
+    """The result of one check. A finding that is not ok has a remedy."""
 
     name: str
     level: Level
@@ -94,14 +94,14 @@ def error(name: str, found: str, remedy: str) -> Finding:
 
 
 def text(path: str | Path) -> str:
-    """What a file of /proc or /sys says, stripped; empty where it cannot be read."""
+    """The content of a file of /proc or /sys, stripped; empty if it cannot be read."""
     try:
         return Path(path).read_text(errors="replace").strip()
     except OSError:
         return ""
 
 
-# ---- What `doctor` says of the kernel and of the namespaces this process lives in.
+# ---- The kernel, and this process's namespaces
 
 
 _MADV_WIPEONFORK = 18
@@ -111,12 +111,12 @@ _MADV_POPULATE_WRITE = 23
 def kernel() -> list[Finding]:
     """Machine and kernel."""
     machine, release = platform.machine(), platform.release()
-    said = f"{platform.system()} {release}, {machine}"
+    summary = f"{platform.system()} {release}, {machine}"
     if platform.system() != "Linux":
-        return [error("kernel", said, "lightcache needs Linux: its life locks are the kernel's")]
+        return [error("kernel", summary, "lightcache needs Linux: its life locks are the kernel's")]
     if machine not in ("x86_64", "aarch64"):
-        return [warning("kernel", said, "tested on x86_64 and aarch64 only: run the tests here")]
-    return [ok("kernel", said)]
+        return [warning("kernel", summary, "tested on x86_64 and aarch64 only: run the tests here")]
+    return [ok("kernel", summary)]
 
 
 def namespaces() -> list[Finding]:
@@ -128,7 +128,7 @@ def namespaces() -> list[Finding]:
         remedy = "mount -t proc proc /proc: without it a death is noticed later, never missed"
         return [warning("PID namespace", "/proc is not mounted", remedy)]
     if seen != str(os.getpid()):
-        remedy = "mount -t proc proc /proc inside the namespace: deaths are noticed sooner then"
+        remedy = "mount -t proc proc /proc inside the namespace, to notice deaths sooner"
         return [warning("PID namespace", f"{inode}, and /proc shows another one", remedy)]
     hidden = "hidepid" in next(
         (line for line in text("/proc/mounts").splitlines() if line.split()[1:2] == ["/proc"]), ""
@@ -140,9 +140,9 @@ def namespaces() -> list[Finding]:
 
 
 def byte_locks() -> list[Finding]:
-    """Open-file-description locks: how a client proves that it lives."""
+    """Open-file-description locks, which show that a client lives."""
     if not hasattr(fcntl, "F_OFD_SETLK"):
-        return [error("OFD locks", "this Python does not know them", "use CPython for Linux")]
+        return [error("OFD locks", "this Python lacks them", "use CPython for Linux")]
     fd = os.memfd_create("lightcache-doctor")
     try:
         # struct flock: type, whence, start, length, pid
@@ -167,7 +167,7 @@ class _Flock(ctypes.Structure):
 
 
 def pidfd() -> list[Finding]:
-    """How the end of a dead client's device copies is seen."""
+    """pidfd, which shows the end of a dead client's device copies."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError):
@@ -177,19 +177,19 @@ def pidfd() -> list[Finding]:
 
 
 def advice() -> list[Finding]:
-    """Kinds of madvise that matter."""
-    found = []
+    """Kinds of madvise in use."""
+    lines = []
     if _advised(_MADV_WIPEONFORK):
-        found.append(ok("WIPEONFORK", "works"))
+        lines.append(ok("WIPEONFORK", "works"))
     else:
         remedy = "needs Linux 4.14: without it a forked child cannot be told from its parent"
-        found.append(error("WIPEONFORK", "refused", remedy))
+        lines.append(error("WIPEONFORK", "refused", remedy))
     if _advised(_MADV_POPULATE_WRITE):
-        found.append(ok("POPULATE_WRITE", "works"))
+        lines.append(ok("POPULATE_WRITE", "works"))
     else:
         remedy = "with Linux 5.14 a pool gets its memory in fewer system calls"
-        found.append(warning("POPULATE_WRITE", "refused", remedy))
-    return found
+        lines.append(warning("POPULATE_WRITE", "refused", remedy))
+    return lines
 
 
 def _advised(kind: int) -> bool:
@@ -203,33 +203,33 @@ def _advised(kind: int) -> bool:
 SYSTEM_PROBES: tuple[Probe, ...] = (kernel, namespaces, byte_locks, pidfd, advice)
 
 
-# ---- What `doctor` says of shared memory, its limits, and the kinds of pages there are.
+# ---- Shared memory, its limits, and kinds of pages
 
 
 _SMALL = 1 << 30  # containers come with 64 MiB of /dev/shm unless told otherwise
 
 
 def shared_memory() -> list[Finding]:
-    """Size and room of /dev/shm."""
+    """Size of /dev/shm, and its free space."""
     name = str(FOLDER)
     try:
-        found = os.statvfs(FOLDER)
+        status = os.statvfs(FOLDER)
     except OSError as problem:
         remedy = "mount a tmpfs there: mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
         return [error(name, f"missing ({problem.strerror})", remedy)]
     if not os.access(FOLDER, os.W_OK | os.X_OK):
         return [error(name, "not writable for this user", "make its mode 1777")]
-    size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-    said = f"{format_size(size)}, {format_size(free)} free"
+    size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    summary = f"{format_size(size)}, {format_size(free)} free"
     if _kind_of(FOLDER) not in ("tmpfs", ""):
-        said += f", a {_kind_of(FOLDER)}"
-        return [warning(name, said, "mount a tmpfs there: anything else writes to a disk")]
+        summary += f", a {_kind_of(FOLDER)}"
+        return [warning(name, summary, "mount a tmpfs there: anything else writes to a disk")]
     remedy = "mount -o remount,size=... /dev/shm; in a container: --shm-size, or an emptyDir"
     if size < _SMALL:
-        return [warning(name, said, f"too small for a pool: {remedy}")]
+        return [warning(name, summary, f"too small for a pool: {remedy}")]
     if free < size // 20:
-        return [warning(name, said, f"nearly full: `lightcache ls`, and `rm`; {remedy}")]
-    return [ok(name, said)]
+        return [warning(name, summary, f"nearly full: `lightcache ls`, and `rm`; {remedy}")]
+    return [ok(name, summary)]
 
 
 def _kind_of(folder: Path) -> str:
@@ -237,35 +237,35 @@ def _kind_of(folder: Path) -> str:
     for line in text("/proc/mounts").splitlines():
         fields = line.split()
         if len(fields) > 2 and fields[1] == str(folder):
-            kind = fields[2]  # the last mount is the one that is seen
+            kind = fields[2]  # the last mount is the visible one
     return kind
 
 
 def cgroup() -> list[Finding]:
-    """The tightest memory limit above us: past it the kernel kills."""
+    """The lowest memory limit of our cgroups: beyond it the kernel kills."""
     rooms = memory._cgroup_rooms(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     if not rooms:
-        return [ok("cgroup memory", "no limit that is visible here")]
+        return [ok("cgroup memory", "no visible limit")]
     room = min(rooms, key=lambda room: room.bytes)
-    said = f"{format_size(room.bytes)} {room.limit}"
-    found = os.statvfs(FOLDER) if FOLDER.exists() else None
-    if found and room.bytes < found.f_bavail * found.f_frsize:
-        remedy = "pages of /dev/shm count against it: raise it above the pools you create"
-        return [warning("cgroup memory", f"{said}, less than is free in {FOLDER}", remedy)]
-    return [ok("cgroup memory", said)]
+    summary = f"{format_size(room.bytes)} {room.limit}"
+    status = os.statvfs(FOLDER) if FOLDER.exists() else None
+    if status and room.bytes < status.f_bavail * status.f_frsize:
+        remedy = "pages of /dev/shm count against it: raise it above the size of your pools"
+        return [warning("cgroup memory", f"{summary}, less than is free in {FOLDER}", remedy)]
+    return [ok("cgroup memory", summary)]
 
 
 def leftovers() -> list[Finding]:
-    """Segments that are in nobody's way but their memory."""
-    found = list_segments()
-    bad = [info.name for info in found if info.problem and info.problem != "being created"]
+    """Segments with a problem: they only take memory."""
+    segments = list_segments()
+    bad = [info.name for info in segments if info.problem and info.problem != "being created"]
     if bad:
         shown = ", ".join(bad[:5]) + (", ..." if len(bad) > 5 else "")
-        return [warning("segments", f"{len(bad)} of {len(found)} need a look: {shown}", _LEFT)]
-    return [ok("segments", f"{len(found)}, all in order" if found else "none")]
+        return [warning("segments", f"{len(bad)} of {len(segments)} need a look: {shown}", _LEFT)]
+    return [ok("segments", f"{len(segments)}, all in order" if segments else "none")]
 
 
-_LEFT = "`lightcache ls` says what is wrong; `lightcache sweep` removes what the dead left"
+_LEFT = "`lightcache ls` shows the problem; `lightcache sweep` removes unused segments"
 
 
 def memlock() -> list[Finding]:
@@ -295,10 +295,12 @@ def huge_pages() -> list[Finding]:
 def _hugetlb() -> str:
     wanted = ("HugePages_Total", "HugePages_Free", "Hugepagesize")
     lines = (line.partition(":") for line in text("/proc/meminfo").splitlines())
-    found = {name: value.strip() for name, _, value in lines if name in wanted}
-    if found.get("HugePages_Total", "0") == "0":
+    values = {name: value.strip() for name, _, value in lines if name in wanted}
+    if values.get("HugePages_Total", "0") == "0":
         return "none reserved (none are needed)"
-    return f"{found['HugePages_Total']} reserved of {found['Hugepagesize']}; --pool-path uses them"
+    return (
+        f"{values['HugePages_Total']} reserved of {values['Hugepagesize']}; --pool-path uses them"
+    )
 
 
 def numa() -> list[Finding]:
@@ -320,39 +322,39 @@ MEMORY_PROBES: tuple[Probe, ...] = (
 )
 
 
-# ---- What `doctor` says of versions, the C core, a compiler, and devices. Imports no torch.
+# ---- Versions, the C core, a compiler, and devices. Imports no torch.
 
 
 _NEEDED = ("numpy", "xxhash", "posix_ipc", "click", "rich")
-# package: (extra, what it is for)
+# package: (extra, use)
 _WELCOME = {
     "torch": ("kernels", "tensors and device transfers"),
     "triton": ("kernels", "device kernels"),
     "transformers": ("transformers", "models of Hugging Face transformers"),
-    "prometheus_client": ("metrics", "figures for Prometheus"),
+    "prometheus_client": ("metrics", "metrics for Prometheus"),
     "redis": ("redis", "storages redis: and valkey:"),
     "obstore": ("s3", "storages s3:"),
     "mooncake": ("mooncake", "storages mooncake:"),
 }
 _PACKAGES = {"mooncake": ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")}
-"""Those that a name stands for, where it is none."""
+"""Packages of a name that is not a package itself."""
 _PATIENCE = 10.0  # seconds: a driver that hangs must not hang us
 
 
 def versions() -> list[Finding]:
     """Python and packages, by their metadata."""
-    found = [ok("Python", f"{platform.python_version()} ({platform.python_implementation()})")]
+    results = [ok("Python", f"{platform.python_version()} ({platform.python_implementation()})")]
     for package in ("lightcache", *_NEEDED):
         version = _version(package)
         if version is None:
-            found.append(error(package, "not installed", f"pip install {package}"))
+            results.append(error(package, "not installed", f"pip install {package}"))
         else:
-            found.append(ok(package, version))
+            results.append(ok(package, version))
     for package, (extra, use) in _WELCOME.items():
         known = filter(None, map(_version, _PACKAGES.get(package, (package,))))
         absent = f"not installed (only for {use}); pip install 'lightcache[{extra}]'"
-        found.append(ok(package, next(known, absent)))
-    return found
+        results.append(ok(package, next(known, absent)))
+    return results
 
 
 def _version(package: str) -> str | None:
@@ -363,16 +365,16 @@ def _version(package: str) -> str | None:
 
 
 def core() -> list[Finding]:
-    """The two C libraries, and whether they are of this version."""
-    found = []
+    """The two C libraries, and whether they fit this version."""
+    results = []
     for name, load in (("C core, shm", shm_native.load), ("C core, index", index_native.load)):
         try:
             library = load()
         except LightcacheError as problem:
-            found.append(error(name, "not usable", str(problem)))
+            results.append(error(name, "not usable", str(problem)))
         else:
-            found.append(ok(name, f"layout {layout.ABI} as declared, {library.path}"))
-    return found
+            results.append(ok(name, f"layout {layout.ABI} as declared, {library.path}"))
+    return results
 
 
 def compiler() -> list[Finding]:
@@ -391,14 +393,14 @@ def devices() -> list[Finding]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         if nodes:
-            remedy = "make the driver's tools visible here (nvidia-smi), to see that it works"
+            remedy = "make the driver's tools visible here (nvidia-smi), to check that it works"
             return [warning("GPU", f"{len(nodes)} device nodes, no nvidia-smi", remedy)]
         return [ok("GPU", "none (host caches need none)")]
     query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     listed = [line for line in _output(query).splitlines() if line.strip()]
     if not listed:
-        remedy = "nvidia-smi lists none: look at its own message, at the driver and the container"
-        return [warning("GPU", f"{len(nodes)} device nodes, none that answers", remedy)]
+        remedy = "nvidia-smi lists none: check its own message, the driver and the container"
+        return [warning("GPU", f"{len(nodes)} device nodes, none answers", remedy)]
     return [ok("GPU", line.strip()) for line in listed]
 
 
@@ -420,20 +422,20 @@ def _output(command: list[str]) -> str:
 SOFTWARE_PROBES: tuple[Probe, ...] = (versions, core, compiler, devices)
 
 
-# ---- `lightcache doctor --pin NAME`: how long registering a cache with the GPU driver takes here.
+# ---- `lightcache doctor --pin NAME`: time to register a cache with the GPU driver
 
 
 def pinning(name: str, *, quiet: bool = False, driver: Driver | None = None) -> list[Finding]:
     """Register all of an existing cache, as an engine's process does when it starts, and undo it.
 
     Raises:
-        LightcacheError: there is no such cache, or not for us.
+        LightcacheError: there is no such cache, or this user may not attach.
     """
     with guest(name), Cache.attach(name, role="doctor", grow=False) as cache:
         pool = cache.pool
         if pool.grown < pool.pages:
-            found = f"{pool.grown} of {pool.pages} pages of {name} have memory"
-            return [warning("pinning", found, "wait until it has grown, and measure again")]
+            memory = f"{pool.grown} of {pool.pages} pages of {name} have memory"
+            return [warning("pinning", memory, "wait until it has grown, and measure again")]
         try:
             with bar(f"pinning {name}", pool.pages, quiet=quiet) as progress:
                 pinned = cache.pin(driver=driver, progress=progress)
@@ -441,21 +443,21 @@ def pinning(name: str, *, quiet: bool = False, driver: Driver | None = None) -> 
         except LightcacheError as problem:
             return [error("pinning", f"{name} could not be pinned", str(problem))]
         took = pinned.statistics
-        said = (
+        summary = (
             f"{format_size(took.nbytes)} of {name} in {took.seconds:.3f} s "
             f"({took.nbytes / max(took.seconds, 1e-9) / 1e9:.1f} GB/s, {took.pieces} pieces), "
             f"first pages after {took.first_seconds * 1e3:.1f} ms"
         )
-        return [ok("pinning", said)]
+        return [ok("pinning", summary)]
 
 
-# ---- `lightcache doctor --calibrate`: how fast pages are loaded, and what each load costs beside.
+# ---- `lightcache doctor --calibrate`: rate of loads, and overhead of each
 
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 """Pages of a transfer."""
 _MOST = 256 << 20  # bytes of a transfer
-_REPEATS = 7  # the fastest counts: what else the machine does only adds
+_REPEATS = 7  # the fastest counts: other work of the machine only adds time
 
 Measured = dict[str, Any]
 
@@ -466,21 +468,21 @@ def calibrated(
     """Measure. Blocks for seconds; the device should be idle.
 
     Raises:
-        ConfigError: a size that is none, or no multiple of 512 bytes; no such device.
+        ConfigError: an invalid size, or no multiple of 512 bytes; no such device.
     """
-    each = parse_size(page_bytes, "page_bytes")
-    plane_shape(each, 1)
+    size = parse_size(page_bytes, "page_bytes")
+    plane_shape(size, 1)
     wanted = _first_device() if device is None else device
-    batches = [pages for pages in BATCHES if pages <= 2 or pages * each <= _MOST]
-    name, took = (_on_host if wanted == "cpu" else _on_gpu)(wanted, each, batches)
-    load, overhead = fitted([(pages * each, seconds[1]) for pages, seconds in took.items()])
-    offload, _ = fitted([(pages * each, seconds[0]) for pages, seconds in took.items()])
+    batches = [pages for pages in BATCHES if pages <= 2 or pages * size <= _MOST]
+    name, took = (_on_host if wanted == "cpu" else _on_gpu)(wanted, size, batches)
+    load, overhead = fitted([(pages * size, seconds[1]) for pages, seconds in took.items()])
+    offload, _ = fitted([(pages * size, seconds[0]) for pages, seconds in took.items()])
     known = {"page_tokens": page_tokens, "prefill_tokens_per_s": prefill}
     return {
         "load_bytes_per_s": load,
         "offload_bytes_per_s": offload,
         "per_load_overhead_s": overhead,
-        "page_bytes": each,
+        "page_bytes": size,
         "device": name,
         "batches": [
             {"pages": pages, "load_s": seconds[1], "offload_s": seconds[0]}
@@ -491,9 +493,9 @@ def calibrated(
 
 
 def fitted(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """(bytes a second, seconds of each transfer beside) of (bytes, seconds): a straight line, on
-    which a point of twice the time weighs half. Where noise makes it fall, or cut the axis below 0,
-    there is no overhead, and the rate is that of the largest transfer."""
+    """(bytes a second, overhead of each transfer in seconds) of points (bytes, seconds): a straight
+    line, on which a point of twice the time has half the weight. If noise makes the slope or the
+    overhead negative, the overhead is 0, and the rate is that of the largest transfer."""
     sizes, seconds = (np.array(column, float) for column in zip(*points, strict=True))
     slope, overhead = np.polyfit(sizes, seconds, 1, w=1 / seconds)
     if slope <= 0 or overhead < 0:
@@ -532,16 +534,16 @@ def _on_gpu(device: str, page_bytes: int, batches: list[int]) -> tuple[str, dict
 
 
 def _times(engine: Any, batches: list[int], slots: int) -> dict[int, tuple[float, float]]:
-    """Seconds of (offloading, loading) so many pages in one transfer, to slots all over."""
+    """Seconds of (offloading, loading) so many pages in one transfer, to scattered slots."""
     order = np.random.default_rng(0).permutation(slots)
-    found = {}
+    times = {}
     for pages in batches:
         move = Move(np.arange(pages), order[: pages * slots // batches[-1]])
-        found[pages] = (
+        times[pages] = (
             _fastest(lambda move=move: engine.offload(move).wait()),  # type: ignore[misc]
             _fastest(lambda move=move: engine.load(move).wait()),  # type: ignore[misc]
         )
-    return found
+    return times
 
 
 def _fastest(call: Callable[[], object]) -> float:
@@ -573,7 +575,7 @@ def show(measured: Measured, out: str | None, as_json: bool) -> None:
         ("page", f"{measured['page_bytes']} bytes"),
         ("load", f"{measured['load_bytes_per_s'] / 1e9:.2f} GB/s"),
         ("offload", f"{measured['offload_bytes_per_s'] / 1e9:.2f} GB/s"),
-        ("each load", f"{measured['per_load_overhead_s'] * 1e6:.0f} us beside"),
+        ("each load", f"{measured['per_load_overhead_s'] * 1e6:.0f} us overhead"),
     ]
     if {"page_tokens", "prefill_tokens_per_s"} <= measured.keys():
         costs = Costs(**{name: measured[name] for name in Costs.__dataclass_fields__})
@@ -591,14 +593,14 @@ def show(measured: Measured, out: str | None, as_json: bool) -> None:
         screen.print(cell(f"written to {out}"))
 
 
-# ---- `lightcache doctor`: what this machine offers, and what to change.
+# ---- The command
 
 
 _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "red"}
 
 
 def examine() -> list[Finding]:
-    """All findings, in the order in which people read them."""
+    """All findings, in the order of output."""
     probes = (*MEMORY_PROBES, *SYSTEM_PROBES, *SOFTWARE_PROBES)
     return [finding for probe in probes for finding in probe()]
 
@@ -609,7 +611,9 @@ def examine() -> list[Finding]:
 @click.option("--page-bytes", metavar="SIZE", default="2MiB", help="For --calibrate (2MiB).")
 @click.option("--device", help="For --calibrate: cuda:0, or cpu; the first GPU if there is one.")
 @click.option("--page-tokens", type=int, metavar="N", help="For --calibrate: noted in the file.")
-@click.option("--prefill", type=float, metavar="N", help="The same: tokens computed in a second.")
+@click.option(
+    "--prefill", type=float, metavar="N", help="For --calibrate: tokens computed a second."
+)
 @click.option("--out", metavar="FILE", help="For --calibrate: write it for lightcache.costs.")
 @json_option
 @click.pass_context
@@ -624,7 +628,7 @@ def doctor(
     prefill: float | None,
     out: str | None,
 ) -> None:
-    """Look at this machine: memory, limits, kernel, versions, devices.
+    """Examine this machine: memory, limits, kernel, versions, devices.
 
     Each line is ok, a warning, or an error with the remedy. Exit status 1 if there is an error.
     """
@@ -643,19 +647,19 @@ def doctor(
         ("--prefill", prefill),
     ):
         if value is not None:
-            raise ConfigError(f"doctor: {option} is for what --calibrate measures; give both")
-    found = examine() if pin is None else pinning(pin, quiet=as_json)
+            raise ConfigError(f"doctor: {option} needs --calibrate; give both")
+    results = examine() if pin is None else pinning(pin, quiet=as_json)
     if as_json:
-        emit([asdict(finding) for finding in found])
+        emit([asdict(finding) for finding in results])
     else:
         screen = console()
-        for finding in found:
+        for finding in results:
             line = cell(f"{finding.level.value:<8}", _STYLES[finding.level])
             line += cell(f"{finding.name:<18} {finding.found}")
             screen.print(line, soft_wrap=True)
             if finding.remedy:
                 screen.print(cell(f"{'':8}{'':18} -> {finding.remedy}"), soft_wrap=True)
-    ctx.exit(BROKEN if any(finding.level is Level.ERROR for finding in found) else OK)
+    ctx.exit(BROKEN if any(finding.level is Level.ERROR for finding in results) else OK)
 
 
 __all__ = ["BATCHES", "calibrated", "fitted", "show"]

@@ -1,4 +1,4 @@
-"""`lightcache dump`, also `shm-dump`: what an operator asks at three in the morning."""
+"""`lightcache dump`, also `shm-dump`: the content of a segment, for operators."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from lightcache.tools.output import (
     table,
 )
 
-# ---- The tables of `dump`, made of the values of `facts`.
+# ---- Tables of the values of `facts`
 
 
 Facts = dict[str, Any]
 
 
 def segment_facts(info: SegmentInfo) -> Facts:
-    """What is said of a segment that holds no index."""
+    """The content of a segment without an index."""
     return {
         "name": info.name,
         "kind": info.kind,
@@ -53,22 +53,22 @@ def segment_facts(info: SegmentInfo) -> Facts:
 
 
 def _limit(info: Facts) -> str:
-    """Of a persistent one that may go for room."""
+    """The idle limit of a persistent segment."""
     limit = info.get("idle_limit_s")
     if not limit:
         return ""
     return f", idle limit {age(limit)}, last used {age(info['unused_s'])} ago"
 
 
-def show(found: Facts) -> None:
-    """Print what was found."""
+def show(facts: Facts) -> None:
+    """Print a document as tables."""
     out = console()
-    out.print(_segment(found["segment"]))
+    out.print(_segment(facts["segment"]))
     for name, view in _VIEWS.items():
-        if name in found:
+        if name in facts:
             out.print()
-            out.print(view(found[name]))
-    _hints(out, found["not_working"], found["hints"])
+            out.print(view(facts[name]))
+    _hints(out, facts["not_working"], facts["hints"])
 
 
 def _segment(info: Facts) -> RenderableType:
@@ -99,9 +99,9 @@ def _sizes(info: Facts) -> list[tuple[str, object]]:
     pairs: list[tuple[str, object]] = [("index", format_size(info["index_bytes"]) + flat)]
     pool = info["pool_bytes"]
     if pool:
-        said = f"{format_size(pool['length'])}, {format_size(pool['allocated'])} in memory"
+        text = f"{format_size(pool['length'])}, {format_size(pool['allocated'])} in memory"
         folder = Path(info["pool"]).parent
-        pairs.append(("pool", said + (f", in {folder}" if folder != names.FOLDER else "")))
+        pairs.append(("pool", text + (f", in {folder}" if folder != names.FOLDER else "")))
     return pairs
 
 
@@ -109,28 +109,28 @@ def _state(state: str) -> Text:
     return Text(state, style={"ready": "green", "disabled": "yellow"}.get(state, "red"))
 
 
-def _totals(found: Facts) -> RenderableType:
-    holds = Text("holds", "green") if found["accounting_holds"] else Text("does not hold", "red")
-    looked = found["hit_pages"] + found["missed_pages"]
+def _totals(facts: Facts) -> RenderableType:
+    holds = Text("holds", "green") if facts["accounting_holds"] else Text("does not hold", "red")
+    looked = facts["hit_pages"] + facts["missed_pages"]
     states = ("free", "writing", "ready", "evicting", "doomed", "held")
     pairs: list[tuple[str, object]] = [
-        ("pages", f"{found['pages']:,}, {found['grown']:,} with memory"),
-        *((name, f"{found[name]:,}  {percent(found[name], found['pages'])}") for name in states),
-        ("available", f"{found['available']:,}  without evicting"),
+        ("pages", f"{facts['pages']:,}, {facts['grown']:,} with memory"),
+        *((name, f"{facts[name]:,}  {percent(facts[name], facts['pages'])}") for name in states),
+        ("available", f"{facts['available']:,}  without evicting"),
         ("accounting", holds),
-        ("evictable", found["evictable"]),
-        ("kept", found["kept"]),
-        ("outstanding", f"{found['reservations']} reservations, {found['tickets']} tickets"),
-        ("hit rate", f"{percent(found['hit_pages'], looked)} of {looked:,} pages looked up"),
+        ("evictable", facts["evictable"]),
+        ("kept", facts["kept"]),
+        ("outstanding", f"{facts['reservations']} reservations, {facts['tickets']} tickets"),
+        ("hit rate", f"{percent(facts['hit_pages'], looked)} of {looked:,} pages looked up"),
     ]
     return lines("pages", pairs)
 
 
-def _lock(found: Facts) -> RenderableType:
+def _lock(facts: Facts) -> RenderableType:
     pairs: list[tuple[str, object]] = []
-    holder = found["holder"]
+    holder = facts["holder"]
     if holder is None:
-        pairs.append(("holder", Text("nobody", style="green")))
+        pairs.append(("holder", Text("none", style="green")))
     else:
         well = holder["alive"] and holder["process"] in ("running", "sleeping", "out of sight")
         pairs += [
@@ -138,15 +138,15 @@ def _lock(found: Facts) -> RenderableType:
             ("process", f"pid {holder['pid']}, thread {holder['tid'] or 'unknown'}"),
             ("alive", Text(_life(holder), style="green" if well else "red")),
             ("doing", _doing(holder)),
-            ("half done", f"{found['log_entries']} stores, to be undone if it dies"),
+            ("half done", f"{facts['log_entries']} stores, to be undone if it dies"),
         ]
-    taken = found["acquisitions"]
-    mean = found["hold_s"] / taken if taken else 0.0
+    acquisitions = facts["acquisitions"]
+    mean = facts["hold_s"] / acquisitions if acquisitions else 0.0
     pairs += [
-        ("taken", f"{taken:,} times, {found['contended']:,} waited"),
-        ("waited", f"{found['wait_s']:.6f} s in all"),
-        ("held", f"{mean * 1e6:.1f} us on average, {found['hold_max_s'] * 1e6:.1f} us at most"),
-        ("recoveries", f"{found['recoveries']}, {found['undone_words']} stores undone"),
+        ("taken", f"{acquisitions:,} times, {facts['contended']:,} waited"),
+        ("waited", f"{facts['wait_s']:.6f} s in all"),
+        ("held", f"{mean * 1e6:.1f} us on average, {facts['hold_max_s'] * 1e6:.1f} us at most"),
+        ("recoveries", f"{facts['recoveries']}, {facts['undone_words']} stores undone"),
     ]
     return lines("lock", pairs)
 
@@ -157,13 +157,13 @@ def _doing(holder: Facts) -> str:
     return f"{holder['operation']}, for {age(holder['held_s'])}"
 
 
-def _life(who: Facts) -> str:
-    return f"alive, {who['process']}" if who["alive"] else "dead"
+def _life(client: Facts) -> str:
+    return f"alive, {client['process']}" if client["alive"] else "dead"
 
 
-def _members(found: list[Facts]) -> RenderableType:
+def _members(members: list[Facts]) -> RenderableType:
     return table(
-        f"clients: {len(found)}",
+        f"clients: {len(members)}",
         ("slot", "role", "pid", "alive", "age"),
         (
             (
@@ -173,35 +173,35 @@ def _members(found: list[Facts]) -> RenderableType:
                 Text(_life(client), style="" if client["alive"] else "red"),
                 age(client["attached_s"]),
             )
-            for client in found
+            for client in members
         ),
         right="slot pid",
     )
 
 
-def _content(found: Facts) -> RenderableType:
+def _content(facts: Facts) -> RenderableType:
     pairs: list[tuple[str, object]] = []
-    for name, value in found.items():
+    for name, value in facts.items():
         if name == "writer":
             slot = f"client {value['slot']}, " if value["slot"] else ""
             pairs.append((name, f"{slot}{value['state']}"))
         elif name == "readers":
-            shown = [f"client {each['slot']}: {each['behind']:,} to read" for each in value]
+            shown = [f"client {item['slot']}: {item['behind']:,} to read" for item in value]
             pairs.append((name, "; ".join(shown) or None))
         elif isinstance(value, dict):
-            shown = [f"{key}: {each:,}" for key, each in value.items() if isinstance(each, int)]
+            shown = [f"{key}: {item:,}" for key, item in value.items() if isinstance(item, int)]
             pairs.append((name.replace("_", " "), "; ".join(shown) or None))
         else:
             pairs.append((name.replace("_", " "), value if isinstance(value, int) else str(value)))
     return lines("content", pairs)
 
 
-def _clients(found: list[Facts]) -> RenderableType:
-    if found and "pins" not in found[0]:
-        return _members(found)
+def _clients(clients: list[Facts]) -> RenderableType:
+    if clients and "pins" not in clients[0]:
+        return _members(clients)
     columns = ("slot", "role", "pid", "alive", "pins", "pages", "lookups", "hit", "reserved", "age")
     return table(
-        f"clients: {len(found)}",
+        f"clients: {len(clients)}",
         columns,
         (
             (
@@ -216,7 +216,7 @@ def _clients(found: list[Facts]) -> RenderableType:
                 client["reserved_pages"],
                 age(client["attached_s"]),
             )
-            for client in found
+            for client in clients
         ),
         right="slot pid pins pages lookups hit reserved",
     )
@@ -226,9 +226,9 @@ def _owner(slot: int, alive: bool) -> Text:
     return Text(f"{slot} {'alive' if alive else 'dead'}", style="" if alive else "red")
 
 
-def _reservations(found: list[Facts]) -> RenderableType:
+def _reservations(reservations: list[Facts]) -> RenderableType:
     return table(
-        f"reservations: {len(found)}",
+        f"reservations: {len(reservations)}",
         ("reservation", "state", "owner", "pages", "shards left", "owed by slots", "namespace"),
         (
             (
@@ -240,15 +240,15 @@ def _reservations(found: list[Facts]) -> RenderableType:
                 _numbers(entry["pending_slots"]),
                 entry["namespace"],
             )
-            for entry in found
+            for entry in reservations
         ),
         right="reservation pages namespace",
     )
 
 
-def _tickets(found: list[Facts]) -> RenderableType:
+def _tickets(tickets: list[Facts]) -> RenderableType:
     return table(
-        f"tickets: {len(found)}",
+        f"tickets: {len(tickets)}",
         ("ticket", "state", "giver", "pages", "held", "adopters", "adopted", "done", "deadline"),
         (
             (
@@ -260,7 +260,7 @@ def _tickets(found: list[Facts]) -> RenderableType:
                 *(_numbers(entry[name]) for name in ("adopters", "adopted", "done")),
                 "passed" if entry["deadline_in_s"] < 0 else age(entry["deadline_in_s"]),
             )
-            for entry in found
+            for entry in tickets
         ),
         right="ticket pages held",
     )
@@ -270,22 +270,22 @@ def _numbers(numbers: list[int]) -> str | None:
     return " ".join(map(str, numbers)) or None
 
 
-def _namespaces(found: list[Facts]) -> RenderableType:
+def _namespaces(namespaces: list[Facts]) -> RenderableType:
     columns = ("namespace", "weights", "tenant", "state", "pages", "quota", "minimum")
     return table(
-        f"namespaces: {len(found)}",
+        f"namespaces: {len(namespaces)}",
         columns,
-        ([entry[column] for column in columns] for entry in found),
+        ([entry[column] for column in columns] for entry in namespaces),
         right="namespace pages quota minimum",
     )
 
 
-def _pages(found: Facts) -> RenderableType:
-    part = "" if found["shown"] == found["in_use"] else f", the first {found['shown']:,} of them"
+def _pages(facts: Facts) -> RenderableType:
+    part = "" if facts["shown"] == facts["in_use"] else f", the first {facts['shown']:,} of them"
     return table(
-        f"pages in use: {found['in_use']:,}{part}",
+        f"pages in use: {facts['in_use']:,}{part}",
         tuple(_PAGE_COLUMNS.values()),
-        ([_page_cell(entry, field) for field in _PAGE_COLUMNS] for entry in found["pages"]),
+        ([_page_cell(entry, field) for field in _PAGE_COLUMNS] for entry in facts["pages"]),
         right="page ns gen tick hits parent children reservation",
     )
 
@@ -335,7 +335,7 @@ _VIEWS: dict[str, Callable[[Any], RenderableType]] = {
 }
 
 
-# ---- `lightcache dump`, also `shm-dump`: what an operator asks at three in the morning.
+# ---- The command
 
 
 SECTIONS: dict[str, Callable[[Image], object]] = {
@@ -359,7 +359,7 @@ SECTIONS: dict[str, Callable[[Image], object]] = {
 @click.option("--limit", default=100, show_default=True, help="Most pages to show; 0: all.")
 @json_option
 def dump(name: str, as_json: bool, pages: bool, limit: int, **chosen: bool) -> None:
-    """Show what is in the cache NAME, or in a list, dict, ring, log or other segment.
+    """Show the content of the cache NAME, or of a list, dict, ring, log or other segment.
 
     Reads a copy: takes no lock and no slot, and works while the holder of the lock is stopped or
     dead. Without options it shows everything but the pages. Neither tokens nor secrets are in a
@@ -370,35 +370,35 @@ def dump(name: str, as_json: bool, pages: bool, limit: int, **chosen: bool) -> N
     with opened(name) as (_, info):
         no_index = info.kind != "index"
     if no_index:
-        found: dict[str, object] = {
+        result: dict[str, object] = {
             "segment": segment_facts(info),
             **_chosen(structures.document(name), chosen),
         }
     else:
-        found = document(read(name), chosen, pages, limit)
+        result = document(read(name), chosen, pages, limit)
     if as_json:
-        emit(found)
+        emit(result)
     else:
-        show(found)
+        show(result)
 
 
 def document(image: Image, chosen: dict[str, bool], pages: bool, limit: int) -> dict[str, object]:
-    """The sections asked for; without a choice all but the pages."""
+    """The chosen sections; without a choice all but the pages."""
     everything = not pages and not any(chosen.values())
-    found: dict[str, object] = {"segment": facts.segment(image)}
-    lock = facts.lock(image)  # as it was, before the copy is put in order
+    result: dict[str, object] = {"segment": facts.segment(image)}
+    lock = facts.lock(image)  # before `undo` changes the copy
     undone = undo(image)
     for section, make in SECTIONS.items():
         if everything or chosen.get(section):
-            found[section] = lock if section == "lock" else make(image)
+            result[section] = lock if section == "lock" else make(image)
     if pages:
-        found["pages"] = facts.pages(image, limit)
-    return found | hints.sections(hints.of(image, lock, undone))
+        result["pages"] = facts.pages(image, limit)
+    return result | hints.sections(hints.of(image, lock, undone))
 
 
-def _chosen(found: dict[str, object], chosen: dict[str, bool]) -> dict[str, object]:
-    """The sections asked for that there are; without a choice all."""
+def _chosen(facts: dict[str, object], chosen: dict[str, bool]) -> dict[str, object]:
+    """The chosen sections that exist; without a choice all."""
     always = {"not_working", "hints"}
     if not any(chosen.values()):
-        return found
-    return {name: value for name, value in found.items() if chosen.get(name) or name in always}
+        return facts
+    return {name: value for name, value in facts.items() if chosen.get(name) or name in always}

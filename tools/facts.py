@@ -1,7 +1,7 @@
-"""What `dump` says, as plain values for JSON. Tables are made of the same values.
+"""The values of `dump`, for JSON. Tables are made of the same values.
 
-Nothing here leads back to what the pages are about: of a key only the first digits are shown,
-tickets without the words that adopting takes, and of the secret nothing at all.
+They do not reveal the content of pages: they have only the first digits of a key, tickets without
+the words needed to adopt them, and no secret.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from lightcache.shm import ClientInfo
 from lightcache.shm import layout as shm_layout
 from lightcache.tools.image import Copy, Image
 
-# ---- The pages of a copy, one by one, for `dump --pages`.
+# ---- Pages, for `dump --pages`
 
 
 def pages(image: Image, limit: int) -> Facts:
     """Pages that are not free, in order; at most `limit` of them (0: all)."""
-    found, pins = records(image), rows(image)
-    used = np.flatnonzero(found["word"] & layout.STATE_MASK)
+    table, pins = records(image), rows(image)
+    used = np.flatnonzero(table["word"] & layout.STATE_MASK)
     shown = used[:limit] if limit else used
     return {
         "in_use": len(used),
         "shown": len(shown),
-        "pages": [_page(found, pins, int(page)) for page in shown],
+        "pages": [_page(table, pins, int(page)) for page in shown],
     }
 
 
@@ -44,7 +44,7 @@ def _page(found: npt.NDArray[Any], pins: npt.NDArray[np.uint16], page: int) -> F
     word, used, parent = int(record["word"]), int(record["used"]), int(record["parent"])
     valid = parent < len(found) and found[parent]["gen"] == record["parent_gen"]
     reservation = word >> layout.RESERVATION_SHIFT
-    held = word & layout.STATE_MASK == PageState.HELD  # then its client stands there
+    held = word & layout.STATE_MASK == PageState.HELD  # then these bits are its client
     return {
         "page": page,
         "state": name_of(PageState, word & layout.STATE_MASK),
@@ -62,7 +62,7 @@ def _page(found: npt.NDArray[Any], pins: npt.NDArray[np.uint16], page: int) -> F
     }
 
 
-# ---- What /proc says of a client, where this process can see it.
+# ---- Clients in /proc, if this process can see them
 
 
 _STATES = {
@@ -94,13 +94,13 @@ def state_of(client: ClientInfo, tid: int = 0) -> str:
     main = _stat(Path(f"/proc/{client.pid}/stat"))
     if main is None or int(main[19]) != client.start_ticks:
         return "gone"
-    found = _stat(Path(f"/proc/{client.pid}/task/{tid}/stat")) if tid else main
-    return _STATES.get(found[0], found[0]) if found else "gone"
+    stat = _stat(Path(f"/proc/{client.pid}/task/{tid}/stat")) if tid else main
+    return _STATES.get(stat[0], stat[0]) if stat else "gone"
 
 
 def has_ended(client: ClientInfo) -> bool:
-    """Whether a client's process is certainly gone: of our PID namespace, and no process has its
-    number. What /proc hides still has it."""
+    """Whether a client's process has certainly ended: it is of our PID namespace, and no process
+    has its number, not even one that /proc hides."""
     if not client.pidns or client.pidns != own_pid_namespace():
         return False
     try:
@@ -121,7 +121,7 @@ def _stat(path: Path) -> list[str] | None:
     return [field.decode("ascii", "replace") for field in fields] if len(fields) > 19 else None
 
 
-# ---- What `dump` says, as plain values for JSON. Tables are made of the same values.
+# ---- All other sections of `dump`
 
 
 Facts = dict[str, Any]
@@ -191,19 +191,19 @@ def pool(image: Image) -> PoolObject | None:
 
 
 def _pool_facts(image: Image) -> Facts:
-    found = pool(image)
-    there = found is not None and found.length > 0
+    host_pool = pool(image)
+    present = host_pool is not None and host_pool.length > 0
     return {
-        "pool": found.path if found else None,
-        "pool_bytes": {"length": found.length, "allocated": found.allocated}
-        if found and there
+        "pool": host_pool.path if host_pool else None,
+        "pool_bytes": {"length": host_pool.length, "allocated": host_pool.allocated}
+        if host_pool and present
         else None,
-        "pool_problem": found.problem if found else None,
+        "pool_problem": host_pool.problem if host_pool else None,
     }
 
 
 def totals(image: Image) -> Facts:
-    """Pages by state, counted from the records; and whether the counters say the same."""
+    """Pages by state, counted from the records, and whether the counters agree."""
     root = image.root
     used, grown = min(root.fresh, image.pages), min(root.grown, image.pages)
     words = records(image)["word"][:used] & layout.STATE_MASK
@@ -240,63 +240,63 @@ def totals(image: Image) -> Facts:
 
 
 def _no_memory(image: Image) -> float:
-    """For so long calls evict instead of asking for memory; 0: they ask."""
+    """Seconds for which calls evict instead of requesting memory; 0: they request it."""
     left = (image.root.no_memory_ns - image.taken_ns) / 1e9
     return left if image.root.grown < image.pages and 0 < left <= 60 else 0.0
 
 
 def _ticket_pins(image: Image) -> npt.NDArray[np.int64]:
-    """Pins of each page by tickets whose deadline has passed: they hold nothing, and the next call
-    that makes room takes them back."""
-    place, found = image.place, np.zeros(image.pages, np.int64)
+    """Pins of each page by tickets whose deadline has passed: these hold nothing, and the next call
+    that evicts releases them."""
+    place, pins = image.place, np.zeros(image.pages, np.int64)
     records = _table(image, layout.TicketRecord, place.ticket, place.tickets)
     for record in records:
         if record.state and record.deadline_ns <= image.taken_ns:
             pages = _listed(image, record.pages)
-            np.add.at(found, pages[pages < image.pages], 1)
-    return found
+            np.add.at(pins, pages[pages < image.pages], 1)
+    return pins
 
 
 def _listed(image: Image, head: layout.PageList) -> npt.NDArray[np.int64]:
     """Pages of a reservation's or ticket's list, as far as it makes sense."""
-    found: list[int] = []
+    numbers: list[int] = []
     chunk, place, size = head.first, image.place, ctypes.sizeof(layout.ChunkRecord)
-    while len(found) < min(head.count, image.pages) and chunk < place.chunks:
+    while len(numbers) < min(head.count, image.pages) and chunk < place.chunks:
         record = layout.ChunkRecord.from_buffer_copy(image.data.data, place.chunk + chunk * size)
         count = min(record.count, len(record.page))
         if not count:
             break
-        found += record.page[:count]
+        numbers += record.page[:count]
         chunk = record.next
-    return np.array(found, np.int64)
+    return np.array(numbers, np.int64)
 
 
 def lock(image: Copy, operations: Mapping[int, str] = _OPERATIONS) -> Facts:
     """The holder of the lock, and its counters. `operations` names the holder's current
     operation."""
-    found = image.lock
+    record = image.lock
     return {
         "holder": _holder(image, operations),
-        "waiters": bool(found.word & shm_layout.LOCK_WAITERS),
-        "log_entries": found.log_count,
-        "acquisitions": found.acquisitions,
-        "contended": found.contended,
-        "wait_s": found.wait_ns / 1e9,
-        "hold_s": found.hold_ns / 1e9,
-        "hold_max_s": found.hold_max_ns / 1e9,
-        "recoveries": found.recoveries,
-        "undone_words": found.undone_words,
+        "waiters": bool(record.word & shm_layout.LOCK_WAITERS),
+        "log_entries": record.log_count,
+        "acquisitions": record.acquisitions,
+        "contended": record.contended,
+        "wait_s": record.wait_ns / 1e9,
+        "hold_s": record.hold_ns / 1e9,
+        "hold_max_s": record.hold_max_ns / 1e9,
+        "recoveries": record.recoveries,
+        "undone_words": record.undone_words,
     }
 
 
 def _holder(image: Copy, operations: Mapping[int, str]) -> Facts | None:
-    found = image.lock
-    slot = found.word & shm_layout.LOCK_SLOT_MASK
+    record = image.lock
+    slot = record.word & shm_layout.LOCK_SLOT_MASK
     if slot == 0:
         return None
-    epoch = found.word >> shm_layout.LOCK_EPOCH_SHIFT
-    said = found.said_by_holder
-    tid = found.holder & 0xFFFFFFFF if said else 0
+    epoch = record.word >> shm_layout.LOCK_EPOCH_SHIFT
+    claim = record.said_by_holder
+    tid = record.holder & 0xFFFFFFFF if claim else 0
     alive = _alive(image, slot, epoch)
     client = next((c for c in image.clients if c.slot == slot), None)
     return {
@@ -306,10 +306,10 @@ def _holder(image: Copy, operations: Mapping[int, str]) -> Facts | None:
         "pid": client.pid if client else None,
         "tid": tid,
         "process": state_of(client, tid) if client and alive else "gone",
-        "operation": operations.get(found.operation, f"unknown ({found.operation})")
-        if said
+        "operation": operations.get(record.operation, f"unknown ({record.operation})")
+        if claim
         else None,
-        "held_s": max(0, image.taken_ns - found.since_ns) / 1e9 if said else None,
+        "held_s": max(0, image.taken_ns - record.since_ns) / 1e9 if claim else None,
     }
 
 
@@ -380,8 +380,8 @@ def _table(image: Image, record: Any, offset: int, count: int) -> list[Any]:
 def reservations(image: Image) -> list[Facts]:
     """Reservations whose pages have not been collected."""
     place = image.place
-    found = _table(image, layout.ReservationRecord, place.reservation, place.reservations)
-    return [_reservation(image, i, record) for i, record in enumerate(found) if record.state]
+    records = _table(image, layout.ReservationRecord, place.reservation, place.reservations)
+    return [_reservation(image, i, record) for i, record in enumerate(records) if record.state]
 
 
 def _reservation(image: Image, number: int, record: layout.ReservationRecord) -> Facts:
@@ -406,10 +406,10 @@ def _reservation(image: Image, number: int, record: layout.ReservationRecord) ->
 
 
 def tickets(image: Image) -> list[Facts]:
-    """Tickets that are outstanding: who gave them, who has yet to adopt."""
+    """Tickets that have not ended: their owners, and the clients that have yet to adopt."""
     place = image.place
-    found = _table(image, layout.TicketRecord, place.ticket, place.tickets)
-    return [_ticket(image, i, record) for i, record in enumerate(found) if record.state]
+    records = _table(image, layout.TicketRecord, place.ticket, place.tickets)
+    return [_ticket(image, i, record) for i, record in enumerate(records) if record.state]
 
 
 def _ticket(image: Image, number: int, record: layout.TicketRecord) -> Facts:
@@ -437,7 +437,7 @@ def _slots(words: Any) -> list[int]:
 
 def namespaces(image: Image) -> list[Facts]:
     """Namespaces that are in use."""
-    found = _table(image, layout.NamespaceRecord, image.place.namespaces, layout.NAMESPACES)
+    records = _table(image, layout.NamespaceRecord, image.place.namespaces, layout.NAMESPACES)
     return [
         {
             "namespace": i,
@@ -448,6 +448,6 @@ def namespaces(image: Image) -> list[Facts]:
             "quota": record.quota or None,
             "minimum": record.minimum or None,
         }
-        for i, record in enumerate(found)
+        for i, record in enumerate(records)
         if record.state
     ]

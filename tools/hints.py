@@ -1,5 +1,5 @@
-"""Hints: what a cache does not do now, and other anomalies, one line each with the cause and the
-remedy. Collected here alone; `dump` prints them."""
+"""Hints: functions of a cache that do not work now, and other anomalies, one line each with the
+cause and the remedy. `dump` prints them."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from lightcache.tools.image import Copy, Image, read_any
 
 @dataclass(frozen=True)
 class Hint:
-    """One of these lines."""
+    """One line."""
 
     text: str
     stops: bool = False
-    """Something that the cache should do does not work until this has been mended."""
+    """True if a function of the cache does not work until this is repaired."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What sources of hints look at."""
+    """The input of all sources of hints."""
 
     copy: Copy
     lock: facts.Facts
-    """As it was before the copy was put in order."""
+    """As it was before `undo` changed the copy."""
 
     @property
     def name(self) -> str:
-        """The segment's."""
+        """Name of the segment."""
         return self.copy.info.name
 
     @property
     def waits(self) -> str:
-        """Calls that wait while a holder does not release the lock."""
+        """The calls that wait while the lock is held."""
         return "changes wait"
 
     @property
-    def goes_on(self) -> str:
-        """What is not."""
+    def unaffected(self) -> str:
+        """The calls that do not wait."""
         return ""
 
 
 @dataclass(frozen=True)
 class SeenCache(Seen):
-    """The same of a cache."""
+    """The same for a cache."""
 
     image: Image
-    """The copy, put in order by `undo`."""
+    """The copy, after `undo`."""
     undone: int
     """What `undo` returned."""
 
@@ -62,13 +62,13 @@ class SeenCache(Seen):
         return "reservations wait"
 
     @property
-    def goes_on(self) -> str:
+    def unaffected(self) -> str:
         """See `Seen`."""
-        return "; lookups go on meanwhile"
+        return "; lookups continue"
 
 
 def of(image: Image, lock: facts.Facts, undone: int) -> list[Hint]:
-    """Of a cache. Empty where there is nothing to say. Arguments: see `SeenCache`."""
+    """Hints of a cache. Arguments: see `SeenCache`."""
     seen = SeenCache(copy=image, lock=lock, image=image, undone=undone)
     return [
         *_segment(seen),
@@ -79,13 +79,13 @@ def of(image: Image, lock: facts.Facts, undone: int) -> list[Hint]:
 
 
 def of_structure(copy: Copy, lock: facts.Facts, content: facts.Facts) -> list[Hint]:
-    """Of a list, dict, ring, log, or any other segment that holds no index."""
+    """Hints of a list, dict, ring, log, or any other segment without an index."""
     seen = Seen(copy, lock)
     return [*_segment(seen), *_lock(seen), *_full(content), *_clients(seen)]
 
 
 def sections(hints: list[Hint]) -> facts.Facts:
-    """As `dump` has them."""
+    """The sections of `dump`."""
     return {
         "not_working": [hint.text for hint in hints if hint.stops],
         "hints": [hint.text for hint in hints if not hint.stops],
@@ -98,15 +98,15 @@ def _full(content: facts.Facts) -> Iterator[Hint]:
     for reader in content.get("readers", ()):
         if reader["behind"] >= (capacity or 1):
             yield Hint(
-                f"the writer waits: reader {reader['slot']} has {reader['behind']:,} entries still "
-                "to read, as many as there is room for; continue it or kill it",
+                f"the writer waits: reader {reader['slot']} has {reader['behind']:,} unread "
+                "entries, as many as the log holds; continue it or kill it",
                 stops=True,
             )
     if content.get("writer", {}).get("state") == "dead":
-        yield Hint("its writer was killed: readers read what there is, and then wait for another")
+        yield Hint("its writer was killed: readers read the rest, and then wait for another writer")
     if "pushed" in content and content["entries"] >= (capacity or 1):
         yield Hint(
-            "producers wait: it is full, and no consumer takes anything out of it just now",
+            "producers wait: it is full, and no consumer takes entries out of it",
             stops=True,
         )
 
@@ -119,36 +119,34 @@ def _segment(seen: Seen) -> Iterator[Hint]:
         again = f"`lightcache enable {seen.name}`"
         yield Hint(f"it is disabled: lookups and reservations fail; {again}", stops=True)
     if not seen.copy.steady:
-        yield Hint(
-            "it was never quiet while it was copied: figures of different instants are mixed"
-        )
+        yield Hint("it was never quiet while it was copied: values of different instants are mixed")
 
 
 def _pool(seen: SeenCache) -> Iterator[Hint]:
-    found = facts.pool(seen.image)
-    if found and found.problem:
-        yield Hint(found.problem, stops=True)
+    pool = facts.pool(seen.image)
+    if pool and pool.problem:
+        yield Hint(pool.problem, stops=True)
 
 
 def _lock(seen: Seen) -> Iterator[Hint]:
     holder = seen.lock["holder"]
     if holder is None:
         return
-    who = f"client {holder['slot']} (pid {holder['pid']})"
+    client = f"client {holder['slot']} (pid {holder['pid']})"
     if not holder["alive"] or holder["process"] in ("gone", "zombie", "dead"):
         yield Hint(
-            f"the lock's holder, {who}, is dead: the next process that needs the lock undoes what "
-            f"it left half done, or `lightcache reap {seen.name}` now{seen.goes_on}"
+            f"the lock's holder, {client}, is dead: the next process that needs the lock undoes "
+            f"its unfinished step, or `lightcache reap {seen.name}` now{seen.unaffected}"
         )
     elif holder["process"] in ("stopped", "traced"):
         yield Hint(
-            f"{seen.waits}: the lock's holder, {who}, is {holder['process']}; continue it "
-            f"(kill -CONT {holder['pid']}) or kill it{seen.goes_on}",
+            f"{seen.waits}: the lock's holder, {client}, is {holder['process']}; continue it "
+            f"(kill -CONT {holder['pid']}) or kill it{seen.unaffected}",
             stops=True,
         )
     elif (holder["held_s"] or 0) > 1:
         yield Hint(
-            f"{seen.waits}: {who} has held the lock for {holder['held_s']:.1f} s in "
+            f"{seen.waits}: {client} has held the lock for {holder['held_s']:.1f} s in "
             f"{holder['operation']}; it may be starved of processor time",
             stops=True,
         )
@@ -161,14 +159,14 @@ def _records(seen: SeenCache) -> Iterator[Hint]:
         yield Hint(f"reservations fail: the undo log is damaged; {again}", stops=True)
     if totals["repairing"]:
         yield Hint(
-            "a repair is under way, or its process died: the next process that locks does it again"
+            "a repair is running, or its process died: the next holder of the lock does it again"
         )
     if seen.image.steady and not totals["accounting_holds"]:
         yield Hint(f"the counters disagree with the records: {again}")
     if totals["late_ticket_pins"]:
         yield Hint(
-            f"{totals['late_ticket_pins']:,} pins are of tickets that were not adopted in time; "
-            "the next call that makes room takes them back"
+            f"{totals['late_ticket_pins']:,} pins belong to tickets that were not adopted in time; "
+            "the next call that evicts releases them"
         )
     bare = seen.image.pages - totals["grown"]
     if bare > 0 and totals["no_memory_s"]:
@@ -179,9 +177,7 @@ def _records(seen: SeenCache) -> Iterator[Hint]:
             stops=True,
         )
     elif bare > 0:
-        yield Hint(
-            f"{bare:,} pages have no memory yet; a client attached for writing gives it to them"
-        )
+        yield Hint(f"{bare:,} pages have no memory yet; clients attached for writing add it")
 
 
 def _clients(seen: Seen) -> Iterator[Hint]:
@@ -198,25 +194,25 @@ def _clients(seen: Seen) -> Iterator[Hint]:
     dead = sum(not client.alive for client in seen.copy.clients)
     if dead:
         yield Hint(
-            f"{dead} dead clients have not been reaped; a process that needs what they hold does "
-            f"it, or `lightcache reap {seen.name}` now"
+            f"{dead} dead clients have not been reaped; a process that needs their pages or slots "
+            f"does it, or `lightcache reap {seen.name}` now"
         )
 
 
-# Figures of `ManagerStats`, summed over all managers of the node: what they do without.
+# Counters of `ManagerStats`, summed over all managers of the node, that show failures.
 _WITHOUT = {
     "no_room_pages": "were not kept on the host, which had no room",
     "storage_refused_pages": "were not stored: no room in the storage, or in the queue before it",
     "storage_failed_pages": "were not stored: the storage failed",
-    "storage_skipped_pages": "were not stored: passed over, or gone before it was their turn",
+    "storage_skipped_pages": "were not stored: skipped, or evicted before their turn",
     "failed_loads": "loads failed",
     "failed_offloads": "offloads failed",
-    "errors": "calls of managers went on without the cache after an error",
+    "errors": "calls of managers continued without the cache after an error",
 }
 
 
 def _managers(seen: SeenCache) -> Iterator[Hint]:
-    """What the managers of this node have counted, those that are gone included."""
+    """The counters of all managers of this node, also of ended ones."""
     with contextlib.suppress(LightcacheError, OSError, ValueError):
         sums = facts.counted(read_any(f"{seen.name}.counters"))
         for name, text in _WITHOUT.items():
@@ -238,13 +234,13 @@ def _storage(seen: SeenCache) -> Iterator[Hint]:
             yield Hint(f"storage is not used: its service (pid {pid}) is gone; {start}", stops=True)
         elif not board.serving and (found.clients or found.info.occupied):
             yield Hint(
-                f"storage is not used: processes ask for a service, and none is there; {start}",
+                f"storage is not used: clients wait for a service, and none runs; {start}",
                 stops=True,
             )
         elif board.serving and board.tier.state != "closed":
             yield Hint(
-                f"storage is not used: it failed; its service (pid {pid}) tries it again by itself "
-                "and says why in its log",
+                f"storage is not used: it failed; its service (pid {pid}) retries it, and its log "
+                "has the reason",
                 stops=True,
             )
         if board.serving and board.tier.stuck:
@@ -252,8 +248,8 @@ def _storage(seen: SeenCache) -> Iterator[Hint]:
         tier = asdict(board.tier)
         causes = {name: number for name, number in tier.items() if name.startswith("unstored_")}
         if any(causes.values()):
-            said = [f"{n:,} {name.removeprefix('unstored_')}" for name, n in causes.items() if n]
-            yield Hint(f"so far the storage service has not stored pages: {', '.join(said)}")
+            lines = [f"{n:,} {name.removeprefix('unstored_')}" for name, n in causes.items() if n]
+            yield Hint(f"so far the storage service has not stored pages: {', '.join(lines)}")
 
 
 _OF_A_CACHE: tuple[Callable[[SeenCache], Iterator[Hint]], ...] = (

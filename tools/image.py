@@ -1,8 +1,8 @@
 """A copy of a segment, read with pread: nothing is mapped, locked or joined, no slot is taken.
 
-A stopped or dead holder of the lock does not matter, and neither does damage: reading can find a
-short file, but no signal comes of it. What the copy says is checked before use, because anybody
-who may write the segment may have written anything.
+A stopped or dead holder of the lock does not matter, nor does damage: a read may find a short file,
+but raises no signal. Values of the copy are checked before use, because any process with write
+access may have written them.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from lightcache.shm import ClientInfo, SegmentInfo, SegmentKind, clients, ofd, r
 from lightcache.shm import layout as shm_layout
 from lightcache.shm.objects import OpenObject
 
-# ---- Attaching for a moment, to do something and leave things as they were.
+# ---- Short attaches of tools
 
 
-group_option_help = "The segment's group, when somebody else of that group owns it."
+group_option_help = "The segment's group, if another user of that group owns it."
 
 
 @contextlib.contextmanager
 def guest(name: str) -> Iterator[SegmentInfo]:
-    """Keep a segment in being while a tool attaches to it and leaves.
+    """Keep a segment while a tool attaches to it and leaves.
 
-    The last client to leave takes a cache of lifetime "attached" with it. That must not be a tool
-    that came to a cache whose clients were all killed: the next `open` would go on warm. So the
-    tool also lives in it as a reader does, and that life ends like a killed process's, unnoticed.
+    The last client that leaves removes a cache of lifetime "attached". A tool must not do that to a
+    cache whose clients were all killed: the next `open` would find it warm. So the tool also holds
+    a reader's lock, which ends like that of a killed process.
 
     Raises:
-        NotReady: there is none of that name.
+        NotReady: there is no such segment.
     """
     info = require(name)
     opened = OpenObject.open(name, writable=False)
@@ -53,7 +53,7 @@ def guest(name: str) -> Iterator[SegmentInfo]:
         yield info
 
 
-# ---- A copy of a segment, read with pread: nothing is mapped, locked or joined, no slot is taken.
+# ---- Copies
 
 
 Bytes = npt.NDArray[np.uint8]
@@ -63,16 +63,16 @@ _HEAD_BYTES = shm_layout.PAYLOAD_OFFSET
 
 @dataclass
 class Copy:
-    """A copy of a segment and what was known of its clients when it was taken."""
+    """A copy of a segment, and its clients at that time."""
 
     info: SegmentInfo
     config: Mapping[str, Any]
     data: Bytes
     lock: shm_layout.LockRecord
-    """As it was copied: the holder, and how much of a critical section is undone in `data`."""
+    """As copied: the holder, and the size of the undo log."""
     clients: list[ClientInfo]
     steady: bool
-    """Nobody went through the lock while it was copied: `data`, once undone, is one instant."""
+    """The lock was not used during the copy: `data`, after `undo`, is of one instant."""
     taken_ns: int
     """CLOCK_MONOTONIC."""
 
@@ -84,27 +84,27 @@ class Copy:
 
 @dataclass
 class Image(Copy):
-    """That of an index."""
+    """A copy of an index."""
 
     pages: int
     place: layout.Geometry
 
     @property
     def root(self) -> layout.RootRecord:
-        """Totals, as the counters say them."""
+        """The root record, with the totals."""
         return layout.RootRecord.from_buffer_copy(self.data.data, self.place.root)
 
 
 def unknown(name: str) -> NotReady:
-    """The error for a name that leads nowhere."""
-    return NotReady(f"there is no cache {name!r}; `lightcache ls` shows what there is")
+    """The error for a name without a segment."""
+    return NotReady(f"there is no cache {name!r}; `lightcache ls` lists all")
 
 
 def require(name: str) -> SegmentInfo:
-    """What is known of a segment.
+    """The information about a segment.
 
     Raises:
-        NotReady: there is none of that name.
+        NotReady: there is no such segment.
         ConfigError: the name is not allowed.
     """
     info = read_segment(name)
@@ -115,22 +115,22 @@ def require(name: str) -> SegmentInfo:
 
 @contextlib.contextmanager
 def opened(name: str, layout_facts: str | None = None) -> Iterator[tuple[OpenObject, SegmentInfo]]:
-    """An object that can be read, and what is known of it. `layout_facts`: what it must hold.
+    """Open a segment's object for reading. `layout_facts`: the layout it must have.
 
     Raises:
-        NotReady: there is none, or it is not (yet) a segment.
-        LayoutMismatch: another release made it.
+        NotReady: there is no such object, or it is not (yet) a segment.
+        LayoutMismatch: another release created it.
         CacheCorrupted: truncated, or its header is damaged.
-        PermissionDenied: not for us to read.
+        PermissionDenied: this user may not read it.
     """
     info = require(name)
-    found = OpenObject.open(name, writable=False)
-    if found is None:
+    segment = OpenObject.open(name, writable=False)
+    if segment is None:
         raise unknown(name)
-    with contextlib.closing(found):
-        if not stat.S_ISREG(os.fstat(found.fd).st_mode):
+    with contextlib.closing(segment):
+        if not stat.S_ISREG(os.fstat(segment.fd).st_mode):
             raise CacheCorrupted(f"{name!r} is no shared memory object but something else")
-        header = found.header()
+        header = segment.header()
         if not header.ready and not wanted.is_foreign(header):
             problem = info.problem or "not ready"
             raise NotReady(f"{name!r}: {problem}; `lightcache sweep` removes what the dead left")
@@ -143,53 +143,53 @@ def opened(name: str, layout_facts: str | None = None) -> Iterator[tuple[OpenObj
             lifetime=None,
             group=None,
         )
-        wanted.verify_header(header, found.size(), expected)
-        yield found, info
+        wanted.verify_header(header, segment.size(), expected)
+        yield segment, info
 
 
 def read(name: str, tries: int = TRIES) -> Image:
-    """Copy an index. Tries a few times to catch it at an instant when nobody works on it; a copy
-    that was never steady is returned all the same, and says so.
+    """Copy an index. Tries a few times to copy it while the lock is free; otherwise the copy is
+    returned with `steady` False.
 
     Raises:
         As `opened`; CacheCorrupted also for an index that is not what its header says.
         LightcacheError: not an index, or there is no memory for the copy.
     """
-    with opened(name) as (found, info):
-        config, place = _verify_index(found)
-        copied = _copied(found, info, config, place.end, tries)
+    with opened(name) as (segment, info):
+        config, place = _verify_index(segment)
+        copied = _copied(segment, info, config, place.end, tries)
         return Image(**vars(copied), pages=place.pages, place=place)
 
 
 def read_any(name: str, tries: int = TRIES, *, layout_facts: str | None = None) -> Copy:
-    """The same of a segment of any kind, whole. `layout_facts`: what it must hold.
+    """Copy a segment of any kind. `layout_facts`: the layout it must have.
 
     Raises:
         As `opened`; LightcacheError: there is no memory for the copy.
     """
-    with opened(name, layout_facts) as (found, info):
-        return _copied(found, info, wanted.config_of(found.header()), found.size(), tries)
+    with opened(name, layout_facts) as (segment, info):
+        return _copied(segment, info, wanted.config_of(segment.header()), segment.size(), tries)
 
 
 def _copied(
-    found: OpenObject, info: SegmentInfo, config: Mapping[str, Any], length: int, tries: int
+    segment: OpenObject, info: SegmentInfo, config: Mapping[str, Any], length: int, tries: int
 ) -> Copy:
     _check_memory(length)
-    data, steady = _copy(found, length, tries)
+    data, steady = _copy(segment, length, tries)
     return Copy(
         info=info,
         config=config,
         data=data,
         lock=shm_layout.LockRecord.from_buffer_copy(data.data, shm_layout.LOCK_OFFSET),
-        clients=_clients(data, found),
+        clients=_clients(data, segment),
         steady=steady,
         taken_ns=time.monotonic_ns(),
     )
 
 
-def _verify_index(found: OpenObject) -> tuple[dict[str, Any], layout.Geometry]:
-    """The configuration of an index, and where it must then have what."""
-    name, header = found.name, found.header()
+def _verify_index(segment: OpenObject) -> tuple[dict[str, Any], layout.Geometry]:
+    """The configuration of an index, and the places of its parts."""
+    name, header = segment.name, segment.header()
     if header.kind != SegmentKind.INDEX:
         raise LightcacheError(f"{name!r} does not hold an index; see `lightcache ls`")
     expected = wanted.want(
@@ -201,23 +201,23 @@ def _verify_index(found: OpenObject) -> tuple[dict[str, Any], layout.Geometry]:
         lifetime=None,
         group=None,
     )
-    wanted.verify_header(header, found.size(), expected)
+    wanted.verify_header(header, segment.size(), expected)
     config = wanted.config_of(header)
     pages = config.get("pages")
     if not isinstance(pages, int) or not 1 <= pages <= MAX_PAGES:
         raise CacheCorrupted(f"{name!r}: its configuration says {pages!r} pages; remove it")
     place = geometry(pages)
-    if place.end > found.size():
+    if place.end > segment.size():
         raise CacheCorrupted(
             f"{name!r}: an index of {pages} pages takes {place.end} bytes, found "
-            f"{found.size()}; remove it"
+            f"{segment.size()}; remove it"
         )
     return config, place
 
 
-def _clients(data: Bytes, found: OpenObject) -> list[ClientInfo]:
+def _clients(data: Bytes, segment: OpenObject) -> list[ClientInfo]:
     table = data[shm_layout.CLIENTS_OFFSET : shm_layout.LOCK_OFFSET].tobytes()
-    return clients.read_table(table, found.fd)
+    return clients.read_table(table, segment.fd)
 
 
 def _check_memory(needed: int) -> None:
@@ -230,32 +230,32 @@ def _check_memory(needed: int) -> None:
                 )
 
 
-def _copy(found: OpenObject, length: int, tries: int) -> tuple[Bytes, bool]:
+def _copy(segment: OpenObject, length: int, tries: int) -> tuple[Bytes, bool]:
     data = np.empty(length, np.uint8)
     for _ in range(tries):
-        before = _stamp(found)
-        _read_into(found.fd, data)
-        if before == _stamp(found):
+        before = _stamp(segment)
+        _read_into(segment.fd, data)
+        if before == _stamp(segment):
             return data, True
     return data, False
 
 
 def _read_into(fd: int, data: Bytes) -> None:
     view = data.data
-    at = 0
-    while at < len(view):
-        got = os.preadv(fd, [view[at : at + (1 << 30)]], at)
+    done = 0
+    while done < len(view):
+        got = os.preadv(fd, [view[done : done + (1 << 30)]], done)
         if got == 0:
             raise CacheCorrupted(
-                f"the segment ended after {at} of {len(view)} bytes: it was truncated; remove it"
+                f"the segment ended after {done} of {len(view)} bytes: it was truncated; remove it"
             )
-        at += got
+        done += got
 
 
-def _stamp(found: OpenObject) -> tuple[int, int, bytes]:
-    """Changes whenever the lock changes hands or its holder stores anything: who holds it, how
-    often it was taken, and the undo log, which grows before each store."""
-    head = os.pread(found.fd, _HEAD_BYTES, 0).ljust(_HEAD_BYTES, b"\0")
+def _stamp(segment: OpenObject) -> tuple[int, int, bytes]:
+    """Changes if the lock changes hands or its holder stores anything: the holder, the number of
+    acquisitions, and the undo log, which grows before each store."""
+    head = os.pread(segment.fd, _HEAD_BYTES, 0).ljust(_HEAD_BYTES, b"\0")
     lock = shm_layout.LockRecord.from_buffer_copy(head, shm_layout.LOCK_OFFSET)
     entries = min(lock.log_count, shm_layout.LOG_ENTRIES)
     log = head[shm_layout.LOG_OFFSET : shm_layout.LOG_OFFSET + 8 * entries]
@@ -263,8 +263,8 @@ def _stamp(found: OpenObject) -> tuple[int, int, bytes]:
 
 
 def undo(image: Image) -> int:
-    """Undo in the copy what an unfinished critical section had stored. Returns the log entries
-    undone, or -1: the log names words outside of the index."""
+    """Undo an unfinished critical section in the copy. Returns the number of log entries undone, or
+    -1: the log names words outside of the index."""
     where = ctypes.c_void_p(image.data.ctypes.data)
     code: int = layout.load().quick.lci_recover_copy(where, len(image.data), image.pages)
     return max(code, -1)

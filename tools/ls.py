@@ -1,4 +1,4 @@
-"""`lightcache ls`: what there is, without attaching to any of it."""
+"""`lightcache ls`: all segments, without attaching to them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from lightcache.tools.output import Command, age, cell, console, emit, json_opti
 def ls(as_json: bool) -> None:
     """List all segments of this machine, of every user.
 
-    Nothing is mapped, locked or attached to. Sizes of pools are their lengths; "in memory" is what
-    they take so far. Of other users' segments only names, owners and sizes are seen.
+    Nothing is mapped, locked or attached to. "pool" is a pool's length, "in memory" the memory it
+    has so far. For other users' segments only name, owner and size are shown.
     """
-    found = [describe(info) for info in list_segments()]
+    segments = [describe(info) for info in list_segments()]
     if as_json:
-        emit(found)
-    elif not found:
+        emit(segments)
+    elif not segments:
         click.echo(f"no segments in {names.FOLDER}; `lightcache create` makes one")
     else:
-        console().print(_table(found))
+        console().print(_table(segments))
 
 
 def describe(info: SegmentInfo) -> dict[str, Any]:
-    """A segment as JSON has it."""
+    """A segment, for JSON."""
     lengths, allocated = _dependents(info)
     pages, independent = _index(info)
     return {
@@ -60,7 +60,7 @@ def describe(info: SegmentInfo) -> dict[str, Any]:
 
 
 def state_of(info: SegmentInfo) -> str:
-    """In a word or two."""
+    """The state, in a word or two."""
     if not info.seen:
         return "another user's" if info.uid not in (-1, os.geteuid()) else "unreadable"
     if info.retired:
@@ -77,13 +77,13 @@ _UNFINISHED = {
 
 
 def _index(info: SegmentInfo) -> tuple[int | None, bool]:
-    """Pages, and whether it is independent: from the configuration in the header; None where there
-    is none to be read."""
+    """Pages, and whether it is independent, from the configuration in the header; None: it has no
+    index, or cannot be read."""
     with contextlib.suppress(LightcacheError, OSError):
-        found = OpenObject.open(info.name, writable=False)
-        if found is not None and info.ready:
-            with contextlib.closing(found):
-                config = wanted.config_of(found.header())
+        segment = OpenObject.open(info.name, writable=False)
+        if segment is not None and info.ready:
+            with contextlib.closing(segment):
+                config = wanted.config_of(segment.header())
                 pages, independent = config.get("pages"), config.get("independent", False) is True
                 return (pages, independent) if isinstance(pages, int) else (None, False)
     return None, False
@@ -93,21 +93,21 @@ def _dependents(info: SegmentInfo) -> tuple[int, int]:
     lengths = allocated = 0
     for full in info.dependents:
         try:
-            found = os.stat(path_of(full), follow_symlinks=False)
+            status = os.stat(path_of(full), follow_symlinks=False)
         except OSError:
             continue  # removed meanwhile
-        lengths += found.st_size
-        allocated += found.st_blocks * 512
+        lengths += status.st_size
+        allocated += status.st_blocks * 512
     return lengths, allocated
 
 
-def _table(found: list[dict[str, Any]]) -> Any:
+def _table(rows: list[dict[str, Any]]) -> Any:
     colours = {
         "ready": "green",
         **dict.fromkeys(("disabled", "being created", "another user's"), "yellow"),
     }
     return table(
-        f"{len(found)} segments in {names.FOLDER}",
+        f"{len(rows)} segments in {names.FOLDER}",
         (
             *("name", "owner", "holds", "state", "pages", "size", "pool", "in memory", "clients"),
             *("life", "age"),
@@ -126,14 +126,14 @@ def _table(found: list[dict[str, Any]]) -> Any:
                 entry["lifetime"],
                 age(entry["age_s"]),
             )
-            for entry in found
+            for entry in rows
         ),
         right="pages size pool",
     )
 
 
 def _pool(entry: dict[str, Any]) -> str | None:
-    """Its length, and its folder where that is not the usual one."""
+    """Its length, and its folder if that is not the usual one."""
     if not entry["pool_bytes"]:
         return None
     folders = {str(path_of(full).parent) for full in entry["dependents"]} - {str(names.FOLDER)}

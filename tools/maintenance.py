@@ -1,4 +1,4 @@
-"""Keeping order: rm, reap, repair, disable, enable, sweep."""
+"""Maintenance: rm, reap, repair, disable, enable, sweep."""
 
 from __future__ import annotations
 
@@ -37,46 +37,46 @@ group_option = click.option("--group", help=group_option_help)
 
 @click.command(cls=Command)
 @click.argument("name")
-@click.option("--force", is_flag=True, help="Also while clients live in it: they find it retired.")
+@click.option("--force", is_flag=True, help="Also while clients are attached: their calls fail.")
 @group_option
 def rm(name: str, force: bool, group: str | None) -> None:
     """Remove the cache NAME and its pool."""
-    found = Segment.unlink(name, force=force, group=group)
-    # Where the header is damaged, its UUID does not lead to the pool; the pool's name leads to us.
+    removed = Segment.unlink(name, force=force, group=group)
+    # If the header is damaged, its UUID does not name the pool, but the pool's name names us.
     left = [sweep_dependent(dependent) for dependent in names.dependents(name)]
-    if not found and not any(left):
+    if not removed and not any(left):
         raise unknown(name)
     click.echo(f"removed {name}")
 
 
 @click.command(cls=Command)
 @click.argument("name", required=False)
-@click.option("--all", "everything", is_flag=True, help="All of this user's.")
+@click.option("--all", "everything", is_flag=True, help="All segments of this user.")
 @group_option
 @json_option
 @click.pass_context
 def reap(
     ctx: click.Context, name: str | None, everything: bool, group: str | None, as_json: bool
 ) -> None:
-    """Take back what dead clients of NAME held: pins, half-written pages, tickets, slots.
+    """Release what dead clients of NAME held: pins, half-written pages, tickets, slots.
 
-    Nobody needs this for correctness; whoever wants a slot or waits for a page does the same.
+    Correctness does not need it: a process that needs a slot or waits for a page does the same.
     """
     if (name is None) != everything:
         raise click.UsageError("give a NAME or --all, and not both")
     infos = [_ours(info) for info in list_segments()] if name is None else [name]
-    found: list[dict[str, Any]] = []
+    reaped: list[dict[str, Any]] = []
     for each in filter(None, infos):
         try:
-            found.append({"name": each, "dead": _reap(each, group)})
+            reaped.append({"name": each, "dead": _reap(each, group)})
         except (LightcacheError, OSError) as error:
             if name is not None:
                 raise
-            found.append({"name": each, "dead": None, "error": str(error)})
-    failed = [entry for entry in found if "error" in entry]
+            reaped.append({"name": each, "dead": None, "error": str(error)})
+    failed = [entry for entry in reaped if "error" in entry]
     if as_json:
-        emit(found)
-    for entry in found if not as_json else failed:
+        emit(reaped)
+    for entry in reaped if not as_json else failed:
         if "error" in entry:
             fail(f"{entry['name']}: {entry['error']}")
         else:
@@ -85,16 +85,16 @@ def reap(
 
 
 def _ours(info: SegmentInfo) -> str | None:
-    """Skips segments of other users, unready and retired ones."""
+    """The name; None for segments of other users, unready and retired ones."""
     usable = info.ready and not info.retired and info.problem is None
     return info.name if usable and info.uid == os.geteuid() else None
 
 
 def _reap(name: str, group: str | None) -> int:
-    """How many were dead, those in quarantine included."""
+    """The number of dead clients, including those in quarantine."""
     with guest(name) as info:
         if info.kind == "index":
-            # With all slots taken, attaching reaps; so the dead are counted before it.
+            # If all slots are taken, attaching reaps; so count the dead first.
             with PageIndex.attach(name, role="reap", group=group) as index:
                 return max(index.reap(), info.dead_clients)
         with Segment.attach(name, group=group) as segment:
@@ -107,9 +107,9 @@ def _reap(name: str, group: str | None) -> int:
 @click.argument("name")
 @group_option
 def repair(name: str, group: str | None) -> None:
-    """Rebuild chains, queue, free list and totals of the cache NAME from its records.
+    """Rebuild chains, queue, free list and totals of the cache NAME from its records, and check it.
 
-    Reservations wait meanwhile (0.3 s for a million pages), lookups do not. Then it is checked.
+    Reservations wait meanwhile (0.3 s for a million pages), lookups do not.
     """
     with guest(name), PageIndex.attach(name, role="repair", group=group) as index:
         index.repair()
@@ -119,7 +119,7 @@ def repair(name: str, group: str | None) -> None:
 
 
 def _switch(name: str, group: str | None, value: int) -> bool:
-    """Store the header's `disabled`; False when it was so before. Takes no slot and no lock."""
+    """Store the header's `disabled`; False if it had this value before. Takes no slot, no lock."""
     opened = OpenObject.open(name, writable=True)
     if opened is None:
         raise unknown(name)
@@ -147,9 +147,9 @@ def _switch(name: str, group: str | None, value: int) -> bool:
 @click.argument("name")
 @group_option
 def disable(name: str, group: str | None) -> None:
-    """Make every lookup and reservation in the cache NAME an error, at once and on this node.
+    """Make every lookup and reservation in the cache NAME fail, immediately, on this node.
 
-    Engines take the error for a miss. What is held stays held, and may be published and released.
+    Engines treat the error as a miss. Held pages stay held; they can be published and released.
     """
     changed = _switch(name, group, 1)
     click.echo(f"{name}: disabled{'' if changed else ' already'}; `lightcache enable` undoes it")
@@ -159,47 +159,56 @@ def disable(name: str, group: str | None) -> None:
 @click.argument("name")
 @group_option
 def enable(name: str, group: str | None) -> None:
-    """Undo `disable`: the cache NAME goes on with everything it had."""
+    """Undo `disable`: the cache NAME works again, with all its pages."""
     changed = _switch(name, group, 0)
     click.echo(f"{name}: enabled{'' if changed else ' already'}")
 
 
 @click.command(cls=Command)
-@click.option("--prefix", help="Only what belongs to segments whose names begin so.")
+@click.option("--prefix", help="Only segments whose names begin with it, and their objects.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option
 @click.pass_context
 def sweep(ctx: click.Context, prefix: str | None, yes: bool, as_json: bool) -> None:
-    """Remove everything of this user's that nobody needs: lists it, and asks.
+    """Remove all unused objects of this user: list them, and ask.
 
-    That is what creators left that died before finishing, persistent caches that no process used
-    for longer than their idle limit, caches of lifetime "attached" in which nobody lives any more,
-    retired segments, and pools without their cache. With --json, or where nobody can answer, it
-    only lists unless --yes is given.
+    These are segments whose creators died before finishing, persistent caches that no process used
+    for longer than their idle limit, caches of lifetime "attached" without a live client, retired
+    segments, and pools without their cache. With --json, or without a terminal, it only lists them
+    unless --yes is given.
     """
-    if prefix == "":  # as of a variable that is not set: all would go
+    if prefix == "":  # as of an unset variable: everything would be removed
         raise click.UsageError("--prefix: expected the beginning of a name, found none")
-    found = leftovers(prefix or "")
+    unneeded = leftovers(prefix or "")
     if not as_json:
-        _list_leftovers(found, prefix or "")
-    agreed = bool(found) and (yes or (not as_json and _agreed(len(found))))
-    removed = sweep_all(only={one.object_name for one in found}) if agreed else []
+        _list_leftovers(unneeded, prefix or "")
+    agreed = bool(unneeded) and (yes or (not as_json and _agreed(len(unneeded))))
+    removed = sweep_all(only={leftover.object_name for leftover in unneeded}) if agreed else []
     if as_json:
-        emit([{**asdict(one), "removed": one.object_name in removed} for one in found])
+        emit(
+            [
+                {**asdict(leftover), "removed": leftover.object_name in removed}
+                for leftover in unneeded
+            ]
+        )
         return
-    if agreed or not found:
+    if agreed or not unneeded:
         click.echo(f"{len(removed)} objects removed")
-    for one in found:
-        if agreed and one.object_name not in removed:
-            click.echo(f"left {one.object_name}: it came to be used, or was removed, meanwhile")
-    if found and not agreed:
-        click.echo("nothing was removed; `lightcache sweep --yes` does it without asking", err=True)
+    for leftover in unneeded:
+        if agreed and leftover.object_name not in removed:
+            click.echo(
+                f"left {leftover.object_name}: it is used now, or another process removed it"
+            )
+    if unneeded and not agreed:
+        click.echo("nothing was removed; `lightcache sweep --yes` removes without asking", err=True)
         ctx.exit(FAILED)
 
 
-def _list_leftovers(found: list[Leftover], prefix: str) -> None:
-    for one in found:
-        click.echo(f"{one.object_name} ({format_size(one.bytes)}): {printable(one.why)}")
+def _list_leftovers(listed: list[Leftover], prefix: str) -> None:
+    for leftover in listed:
+        click.echo(
+            f"{leftover.object_name} ({format_size(leftover.bytes)}): {printable(leftover.why)}"
+        )
     others = Counter(
         info.uid
         for info in list_segments()
@@ -207,12 +216,12 @@ def _list_leftovers(found: list[Leftover], prefix: str) -> None:
     )
     if others:
         whose = ", ".join(f"{count} of user {owners.user(uid)}" for uid, count in others.items())
-        click.echo(f"not looked at: {whose}; their owners, or root as them, sweep those")
+        click.echo(f"not listed: {whose}; their owners, or root as these users, sweep them")
 
 
 def _agreed(count: int) -> bool:
-    """False without a terminal to answer."""
+    """Ask. False without a terminal."""
     if not sys.stdin.isatty():
         return False
-    what = "this object" if count == 1 else f"these {count} objects"
-    return click.confirm(f"remove {what}?", default=False)
+    objects = "this object" if count == 1 else f"these {count} objects"
+    return click.confirm(f"remove {objects}?", default=False)

@@ -1,4 +1,4 @@
-"""How every command speaks: tables for people, JSON for scripts, errors in one line."""
+"""Output of all commands: tables for people, JSON for scripts, errors in one line."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from rich.text import Text
 
 from lightcache.errors import ConfigError, LightcacheError
 
-# ---- A bar for what takes a while, where somebody looks at it.
+# ---- Progress bar
 
 
 @contextlib.contextmanager
 def bar(
-    what: str, total: int, done: int = 0, *, quiet: bool = False
+    text: str, total: int, done: int = 0, *, quiet: bool = False
 ) -> Iterator[Callable[[int, int], None] | None]:
-    """For the time of the body: what to call with (done, total), by any thread. None where nobody
-    looks: standard error is no terminal, or `quiet`."""
+    """A progress bar while the body runs. Yields a function to call with (done, total), from any
+    thread; None if standard error is no terminal, or `quiet`."""
     out = console(stderr=True)
     if quiet or not out.is_terminal:
         yield None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     with Progress(*columns, TimeRemainingColumn(), console=out, transient=True) as progress:
-        task = progress.add_task(what, total=total, completed=done)
+        task = progress.add_task(text, total=total, completed=done)
         yield lambda done, _: progress.update(task, completed=done)
 
 
-# ---- How every command speaks: tables for people, JSON for scripts, errors in one line.
+# ---- Commands
 
 
 OK = 0
@@ -109,7 +109,7 @@ def console(stderr: bool = False) -> Console:
 
 
 def emit(value: Any) -> None:
-    """Print a value as JSON. Only strings can hold a character that a terminal would obey."""
+    """Print a value as JSON, control characters escaped."""
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     click.echo(
         "".join(
@@ -119,14 +119,14 @@ def emit(value: Any) -> None:
 
 
 def printable(text: object) -> str:
-    """Text from a segment, which anybody may have written: no control character survives."""
+    """Text from a segment, which another program may have written, control characters escaped."""
     return "".join(
         char if char.isprintable() or char == "\n" else f"\\x{ord(char):02x}" for char in str(text)
     )
 
 
 def cell(value: object, style: str = "") -> Text:
-    """A value in a table. Never markup: square brackets in a role stay square brackets."""
+    """A value in a table. Never markup: square brackets are printed as they are."""
     if value is None:
         return Text("-", style="dim")
     if isinstance(value, bool):
@@ -141,9 +141,8 @@ def cell(value: object, style: str = "") -> Text:
 def table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], right: str = ""
 ) -> RenderableType:
-    """A table; columns named in `right` (separated by blanks) are aligned to the right. Without a
-    row the title alone. On a terminal where words would have to be cut one row stands below the
-    other."""
+    """A table; columns named in `right` (separated by blanks) are aligned to the right. Without
+    rows only the title. On a terminal too narrow for it, rows are printed one below the other."""
     cells = [[cell(value) for value in row] for row in rows]
     if not cells:
         return Text(title, style="bold")
@@ -168,12 +167,12 @@ class _Fitting:
             yield lines("", zip(self._columns, row, strict=True))  # "": a line between them
 
     def _widths(self, most: int) -> list[int]:
-        """Of the columns, without what stands between them; none: they do not fit."""
+        """Widths of the columns, without separators; empty: they do not fit."""
         columns = [
             [Text(name), *cells]
             for name, cells in zip(self._columns, zip(*self._cells, strict=True), strict=True)
         ]
-        widths = [max(each.cell_len for each in column) for column in columns]
+        widths = [max(cell.cell_len for cell in column) for column in columns]
         least = [max(map(_longest, column)) for column in columns]
         room = most - 3 * len(widths) - 1  # a line in front of each, a blank at both sides
         if sum(least) > room:
@@ -184,13 +183,13 @@ class _Fitting:
         return widths
 
     def _whole(self, widths: list[int]) -> Table:
-        made = Table(title_justify="left", title_style="bold", header_style="bold")
-        made.title = self._title
+        table = Table(title_justify="left", title_style="bold", header_style="bold")
+        table.title = self._title
         for name, width in zip(self._columns, widths, strict=True):
-            made.add_column(name, justify="right" if name in self._right else "left", width=width)
+            table.add_column(name, justify="right" if name in self._right else "left", width=width)
         for line in self._cells:
-            made.add_row(*line)
-        return made
+            table.add_row(*line)
+        return table
 
 
 def _longest(text: Text) -> int:
@@ -198,11 +197,11 @@ def _longest(text: Text) -> int:
 
 
 def lines(title: str, pairs: Iterable[tuple[str, object]]) -> RenderableType:
-    """Names and values, one pair a line, below a title that is as long as it likes."""
-    made = Table.grid(padding=(0, 2))
+    """Names and values, one pair a line, below a title of any length."""
+    table = Table.grid(padding=(0, 2))
     for name, value in pairs:
-        made.add_row(Text(f"  {name}", style="dim"), cell(value))
-    return Group(Text(title, style="bold"), made)
+        table.add_row(Text(f"  {name}", style="dim"), cell(value))
+    return Group(Text(title, style="bold"), table)
 
 
 def age(seconds: float | None) -> str:
@@ -216,5 +215,5 @@ def age(seconds: float | None) -> str:
 
 
 def percent(part: int, whole: int) -> str:
-    """A share for people; "-" of nothing."""
+    """A share for people; "-" if the whole is 0."""
     return f"{100 * part / whole:.1f} %" if whole else "-"

@@ -35,29 +35,31 @@ _PAUSE = 0.5  # seconds between two looks at whether the service has ended by it
     "--url",
     "urls",
     multiple=True,
-    help="Of the storage, as disk:/mnt/x?capacity=1TiB. Twice: the nearer first.",
+    help="Of the storage, such as disk:/mnt/x?capacity=1TiB. Twice: the nearer first.",
 )
-@click.option("--threads", type=int, default=2, show_default=True, help="That call the storage.")
+@click.option(
+    "--threads", type=int, default=2, show_default=True, help="Threads that call the storage."
+)
 @click.option(
     "--min-tokens", type=int, default=0, show_default=True, help="Shorter prompts are not written."
 )
 @click.option(
-    "--seen", type=int, default=1, show_default=True, help="Times a page is offered until written."
+    "--seen", type=int, default=1, show_default=True, help="A page is written at its n-th offer."
 )
 @click.option(
     "--read-policy",
     type=click.Choice(["wait", "best_effort", "deadline"]),
     default="wait",
     show_default=True,
-    help="What a request does that is to run while it is read for.",
+    help="What to do with a request that is ready to run while its pages are read.",
 )
-@click.option("--read-seconds", type=float, default=1.0, show_default=True, help='Of "deadline".')
+@click.option("--read-seconds", type=float, default=1.0, show_default=True, help='For "deadline".')
 @click.option(
     "--busy",
     type=click.Choice(["wait", "skip"]),
     default="wait",
     show_default=True,
-    help="Pages that others are reading or computing.",
+    help="What to do with pages that another process reads or computes.",
 )
 @click.option(
     "--batch",
@@ -65,30 +67,30 @@ _PAUSE = 0.5  # seconds between two looks at whether the service has ended by it
     type=click.IntRange(1),
     default=16,
     show_default=True,
-    help="Pages of one call of the storage.",
+    help="Pages in one call of the storage.",
 )
 @click.option(
     "--prefill-tokens-per-s",
     type=float,
-    help="What the model computes: reads that would take longer are declined.",
+    help="Prefill rate of the model: slower reads are declined.",
 )
-@click.option("--write-pages", type=int, help="Most that writes pin; default: a quarter.")
+@click.option("--write-pages", type=int, help="Maximum pages that writes pin; default: a quarter.")
 @click.option(
     "--grace",
     type=float,
     default=1.0,
     show_default=True,
-    help="Seconds behind its time until a call of the storage counts as hanging.",
+    help="Seconds after its deadline until a call of the storage counts as hanging.",
 )
 @click.option(
     "--finish",
     type=click.FloatRange(0),
     default=30.0,
     show_default=True,
-    help="Seconds to finish what is queued, at the end.",
+    help="Seconds to finish queued tasks at the end.",
 )
 @click.option("--group", help=group_option_help)
-@click.option("--status", is_flag=True, help="Show what the service of NAME does, and end.")
+@click.option("--status", is_flag=True, help="Show the status of the service of NAME, and exit.")
 @json_option
 @click.pass_context
 def storage(
@@ -105,13 +107,13 @@ def storage(
 ) -> None:
     """Serve the cache NAME with a storage.
 
-    Processes that attach to the cache ask this one through shared memory (StorageClient); the
-    storage is opened here alone. It runs until Ctrl-C or SIGTERM, and finishes then what is queued;
-    a second signal ends it at once. Keys come from the clients, so it needs no secret.
+    Processes that attach to the cache send tasks through shared memory (StorageClient); only this
+    process opens the storage. It runs until Ctrl-C or SIGTERM, and then finishes queued tasks; a
+    second signal ends it immediately. Keys come from the clients, so it needs no secret.
     """
     if status:
         if urls:
-            raise click.UsageError("--status looks at a service that runs: give no --url")
+            raise click.UsageError("--status shows a running service: give no --url")
         ctx.exit(_show(_status(name, group), name, as_json))
     Deadline(finish, what="finish")  # a nan passes for a number above 0, and fails at the end
     if not urls:
@@ -138,7 +140,7 @@ def storage(
             try:
                 ended = service.close(finish)
             finally:
-                if not ended:  # closing it may wait for calls that hang: the process ends them
+                if not ended:  # closing it may wait for hanging calls: the process's exit ends them
                     closing.pop_all()
         problem = service.why or ("" if ended else "calls of the storage hang; see its log")
         _say_end(name, None if service.why else service.stats(), begun, as_json)
@@ -148,34 +150,34 @@ def storage(
 
 
 class Company:
-    """The other clients of a cache: whether they were there and have left. Then the service is the
-    last to leave, and a cache of lifetime "attached" goes with it, as with any other client. If
-    they were killed, or none came, it stays for the next to open, as after any tool."""
+    """The other clients of a cache: whether any attached, and all have left. Then the service is
+    the last client, and removes a cache of lifetime "attached", as any other client would. If they
+    were killed, or none attached, the cache stays for the next `open`."""
 
     def __init__(self, cache: Cache) -> None:
-        """Looks once."""
+        """Calls `look` once."""
         self._cache = cache
         self._came = False
         self.look()
 
     def look(self) -> None:
-        """Note who is there."""
+        """Note whether other clients are attached."""
         self._came |= any(client.alive for client in self._others())
 
     @property
     def left(self) -> bool:
-        """Whether some came, and all have left."""
+        """Whether others attached, and all have left."""
         return self._came and not self._others()
 
     def let_go(self, warm: contextlib.ExitStack) -> None:
-        """End what keeps the cache, if all have left."""
+        """Stop keeping the cache, if all have left."""
         if self.left:
             warm.close()
 
     def _others(self) -> list[ClientInfo]:
-        own = self._cache.client_id
+        ours = self._cache.client_id
         with contextlib.suppress(LightcacheError):  # removed under us
-            return [one for one in self._cache.clients() if one.slot != own.slot]
+            return [client for client in self._cache.clients() if client.slot != ours.slot]
         return []
 
 
@@ -183,7 +185,7 @@ class Signals:
     """SIGINT and SIGTERM: the first one sets `end`, the next one interrupts."""
 
     def __init__(self) -> None:
-        """As before, until it is entered."""
+        """Changes no handler until it is entered."""
         self.end = threading.Event()
         self._before: dict[int, Any] = {}
 
@@ -221,7 +223,7 @@ def _say_start(name: str, urls: tuple[str, ...], as_json: bool) -> None:
 
 
 def _say_end(name: str, stats: ServiceStats | None, begun: TierStats, as_json: bool) -> None:
-    """What this service did; as JSON the board's figures, of all services of the cache."""
+    """Print what this service did; as JSON the board's counters, of all services of the cache."""
     if as_json:
         click.echo(json.dumps(stats and dataclasses.asdict(stats)))
     elif stats is not None:
@@ -246,8 +248,8 @@ def _status(name: str, group: str | None) -> ServiceStats:
         return service_stats(name, group=group)
     except NotReady:
         raise NotReady(
-            f"no storage service of {name!r} is there, nor a client of one; `lightcache storage "
-            f"{name} --url ...` starts one"
+            f"{name!r} has no storage service, nor a client of one; `lightcache storage {name} "
+            "--url ...` starts one"
         ) from None
 
 
@@ -262,16 +264,16 @@ def _show(stats: ServiceStats, name: str, as_json: bool) -> int:
 def _show_lines(stats: ServiceStats, name: str) -> None:
     tier = dataclasses.asdict(stats.tier)
     mine = dataclasses.asdict(stats)
-    serving = f"pid {stats.pid}, {age(stats.age_s)}" if stats.serving else "nobody"
+    serving = f"pid {stats.pid}, {age(stats.age_s)}" if stats.serving else "no service"
     first = [("serving", serving), ("storage", _used(stats))]
     names = ("clients", "taken", "malformed", "halves", "late", "orphans", "lost", "full")
     sizes = ("read_bytes", "written_bytes")
     console().print(lines(f"storage service of {name}", first))
-    console().print(lines("messages", [(each, mine[each]) for each in names]))
+    console().print(lines("messages", [(field, mine[field]) for field in names]))
     rows: list[tuple[str, object]] = [
-        (each, format_size(value) if each in sizes else value)
-        for each, value in tier.items()
-        if each != "state"
+        (field, format_size(value) if field in sizes else value)
+        for field, value in tier.items()
+        if field != "state"
     ]
     console().print(lines("tier, in pages", rows))
 

@@ -15,7 +15,7 @@ from lightcache.tools import facts, hints
 from lightcache.tools.facts import Facts
 from lightcache.tools.image import Copy, guest, read_any
 
-_UNNAMED: Mapping[int, str] = {0: "a change"}  # lists and dicts do not say which
+_UNNAMED: Mapping[int, str] = {0: "a change"}  # lists and dicts do not name it
 _OPERATIONS: Mapping[SegmentKind, Mapping[int, str]] = {
     SegmentKind.RING: rings.OPERATIONS,
     SegmentKind.LOG: logs.OPERATIONS,
@@ -26,24 +26,23 @@ _DICT_COUNT = 8  # offset of the count in the root of native/dict_api.c
 
 
 def document(name: str) -> Facts:
-    """What `dump` says of it, from a copy: what is in it, the lock and the clients. Nothing of the
-    entries themselves."""
+    """The output of `dump`, from a copy: totals, the lock and the clients, without the entries."""
     copy = read_any(name)
     kind = _kind(copy)
     lock = facts.lock(copy, _OPERATIONS.get(kind, _UNNAMED))
     try:
         content = _content(kind, copy)
-    except ValueError:  # numpy and ctypes say so of what is too short
+    except ValueError:  # of numpy and ctypes, for data that is too short
         raise CacheCorrupted(
             f"{name!r}: {len(copy.data)} bytes are too few for the {kind.name.lower()} that its "
             f"header describes: {dict(copy.config)}; remove it with `lightcache rm`"
         ) from None
-    said = hints.of_structure(copy, lock, content)
+    notes = hints.of_structure(copy, lock, content)
     return {
         "content": content,
         "lock": lock,
         "clients": [facts.member(client) for client in copy.clients],
-        **hints.sections(said),
+        **hints.sections(notes),
     }
 
 
@@ -57,7 +56,7 @@ def _kind(copy: Copy) -> SegmentKind:
 
 
 def _content(kind: SegmentKind, copy: Copy) -> Facts:
-    at = layout.PAYLOAD_OFFSET
+    offset = layout.PAYLOAD_OFFSET
     make: Mapping[SegmentKind, Callable[[Copy, memoryview], Facts]] = {
         SegmentKind.LIST: _list,
         SegmentKind.DICT: _dict,
@@ -65,12 +64,12 @@ def _content(kind: SegmentKind, copy: Copy) -> Facts:
         SegmentKind.LOG: _log,
         SegmentKind.COUNTERS: _counters,
     }
-    found = make[kind](copy, copy.data.data[at:]) if kind in make else {}
-    return {**{key: value for key, value in copy.config.items() if key != "names"}, **found}
+    facts = make[kind](copy, copy.data.data[offset:]) if kind in make else {}
+    return {**{key: value for key, value in copy.config.items() if key != "names"}, **facts}
 
 
 def _size(copy: Copy, item: str, most: int) -> int:
-    """An item of the configuration, which anybody who may write the segment may have written."""
+    """An item of the configuration, limited: another program may have written it."""
     value = copy.config.get(item)
     return min(value, most) if type(value) is int and value > 0 else 0
 
@@ -98,12 +97,12 @@ def _log(copy: Copy, payload: memoryview) -> Facts:
     for slot, cursor in enumerate(root.cursors):
         if cursor.next:
             entry = (cursor.next & ~(1 << 63)) - 1
-            behind = max(0, min(capacity, root.appended - entry))
-            readers.append({"slot": slot, "position": entry, "behind": behind})
+            unread = max(0, min(capacity, root.appended - entry))
+            readers.append({"slot": slot, "position": entry, "behind": unread})
     word, slot = root.writer, root.writer & layout.LOCK_SLOT_MASK
     writer = next((c for c in copy.clients if c.slot == slot), None)
     if not word:
-        state = "there was none so far"
+        state = "none so far"
     elif word == layout.LOG_LEFT:
         state = "has left"
     else:
@@ -126,7 +125,7 @@ def _counters(copy: Copy, payload: memoryview) -> Facts:
 
 @dataclass(frozen=True)
 class Checked:
-    """What `check` found of a structure."""
+    """The result of a check of a structure."""
 
     clean: bool | None
     """None: it was never quiet for the time of a copy, and a finding may be an artefact."""
@@ -135,8 +134,8 @@ class Checked:
 
 
 def check(name: str, kind: SegmentKind, wait: float) -> Checked:
-    """Check a segment that holds no index. Lists, dicts and rings from copies, as an index; logs
-    and counters, which change without the lock, as they are, by a reader."""
+    """Check a segment without an index. Lists, dicts and rings are checked in copies, as an index;
+    logs and counters, which change without the lock, in place, as a reader."""
     if kind is SegmentKind.LOG:
         return _read_only(name, lambda: SharedLog.attach(name, readonly=True))
     if kind is SegmentKind.COUNTERS:
@@ -147,9 +146,9 @@ def check(name: str, kind: SegmentKind, wait: float) -> Checked:
 
 
 def _read_only(name: str, attach: Callable[[], Any]) -> Checked:
-    with guest(name), attach() as found:
+    with guest(name), attach() as structure:
         try:
-            found.check()
+            structure.check()
         except CacheCorrupted as error:
             return Checked(False, str(error))
     return Checked(True, "every invariant holds")
@@ -157,12 +156,12 @@ def _read_only(name: str, attach: Callable[[], Any]) -> Checked:
 
 def _plain(copy: Copy) -> Checked:
     if copy.lock.log_count and copy.steady:
-        return Checked(False, "its lock says that an unfinished step is to be undone; make it anew")
-    return Checked(True, "header, clients and lock are in order; what its words mean is not known")
+        return Checked(False, "its undo log has an unfinished step; create it again")
+    return Checked(True, "header, clients and lock are in order; its content was not checked")
 
 
 def _copied(name: str, kind: SegmentKind, wait: float) -> Checked:
-    """A finding counts when it is of one instant and the next copy repeats it."""
+    """A finding counts if it is of one instant and the next copy repeats it."""
     end, before = time.monotonic() + wait, ""
     while True:
         copy = read_any(name)
@@ -171,7 +170,7 @@ def _copied(name: str, kind: SegmentKind, wait: float) -> Checked:
         if not report.problem:
             return Checked(True, "every invariant holds", report.recovered)
         if copy.steady and report.problem == before:
-            return Checked(False, f"{report.problem}; make it anew", report.recovered)
+            return Checked(False, f"{report.problem}; create it again", report.recovered)
         if time.monotonic() >= end:
             return Checked(None, report.problem, report.recovered)
         before = report.problem if copy.steady else ""

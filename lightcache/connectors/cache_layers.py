@@ -8,28 +8,30 @@ from lightcache.connectors._requirements import BOTH, STATEFUL, DynamicLayer
 from lightcache.errors import ConfigError
 
 KEEP_EVERY_TOKEN = (DynamicLayer, *BOTH)
-"""Classes of layers that keep the keys and values of every token as they are."""
+"""Classes of layers that keep the keys and values of every token unchanged."""
 _KINDS = ("conv", "recurrent")
 
 
 def attention_layers(past: Any) -> tuple[int, ...]:
     """Numbers of the layers that keep keys and values, ascending."""
-    return tuple(at for at, layer in enumerate(past.layers) if isinstance(layer, DynamicLayer))
+    return tuple(
+        number for number, layer in enumerate(past.layers) if isinstance(layer, DynamicLayer)
+    )
 
 
 def state_layers(past: Any) -> tuple[int, ...]:
     """Numbers of the layers that keep a state, ascending; some may keep keys as well."""
-    return tuple(at for at, layer in enumerate(past.layers) if isinstance(layer, STATEFUL))
+    return tuple(number for number, layer in enumerate(past.layers) if isinstance(layer, STATEFUL))
 
 
 def parts_of(layer: Any) -> dict[str, Any]:
-    """The tensors of a layer's state: "conv" and "recurrent", if it has them; the second of a kind
-    is "conv1", and so on.
+    """The tensors of a layer's state: "conv" and "recurrent", if it has them; "conv1" is the second
+    of its kind, and so on.
 
     Raises:
         ConfigError: a release of transformers that keeps them in another way.
     """
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for kind in _KINDS:
         states = getattr(layer, f"{kind}_states", None)
         if not isinstance(states, dict):
@@ -37,8 +39,12 @@ def parts_of(layer: Any) -> dict[str, Any]:
                 f"model: expected {kind} states by number in {type(layer).__name__}, found "
                 f"{type(states).__name__}; hybrid models need a later release of transformers"
             )
-        found |= {f"{kind}{at or ''}": one for at, one in states.items() if one is not None}
-    return found
+        tensors |= {
+            f"{kind}{number or ''}": tensor
+            for number, tensor in states.items()
+            if tensor is not None
+        }
+    return tensors
 
 
 def set_parts(layer: Any, parts: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ class Checkpoint:
     """The state after the first tokens of a sequence; it never changes."""
 
     tokens: int
-    """How many it knows: everything about them, and of nothing else."""
+    """Number of tokens that the state covers."""
     states: States = field(repr=False)
     """Tensors by layer and part."""
     named: int = 0
@@ -60,7 +60,8 @@ class Checkpoint:
 def copied(past: PrefixCache, layers: tuple[int, ...], named: int) -> Checkpoint:
     """A checkpoint of the current state of these layers. On a GPU the copies are enqueued."""
     states = {
-        at: {name: one.clone() for name, one in parts_of(past.layers[at]).items()} for at in layers
+        layer: {name: tensor.clone() for name, tensor in parts_of(past.layers[layer]).items()}
+        for layer in layers
     }
     return Checkpoint(past.held, states, named)
 
@@ -91,14 +92,16 @@ class Checkpoints:
         self._kv = kv.index
         planes = planes_of_states(pages, self._states(seen))
         self._pool = Pooled(states, pages.geometry, planes, pages.device, pinned)
-        self._mover = StateBackend(pages, self._pool)
-        self._all = hybrid.Checkpoints(None, states, self._mover, most=most, parting=self._parting)
+        self._backend = StateBackend(pages, self._pool)
+        self._all = hybrid.Checkpoints(
+            None, states, self._backend, most=most, parting=self._parting
+        )
 
     def _parting(self, path: Path) -> Pages:
         return self._kv.children(path.keys, namespace=path.kv)
 
     def _states(self, past: PrefixCache) -> States:
-        return {at: parts_of(past.layers[at]) for at in self.pages.geometry.layers}
+        return {layer: parts_of(past.layers[layer]) for layer in self.pages.geometry.layers}
 
     def path(self, keys: Keys, namespace: Namespace | None = None) -> Path | None:
         """The positions of a prompt: keys, and their namespace. None: the namespace was cleared.
@@ -116,11 +119,10 @@ class Checkpoints:
         return None if space is None else Path(keys, space, namespace)
 
     def last_ready(self, path: Path, most: int | None = None) -> int:
-        """Number of leading pages that the prompt's deepest checkpoint covers; 0: there is none.
-        Pins nothing. Looks from the last page, or from page `most`, to the front: a few ns a
-        page."""
-        found = self._all.last_ready(path, most)
-        return 0 if found is None else found[1]
+        """Number of leading pages that the prompt's last checkpoint covers; 0: there is none. Pins
+        nothing. Searches from the last page, or from page `most`, to the front: a few ns a page."""
+        position = self._all.last_ready(path, most)
+        return 0 if position is None else position[1]
 
     def match(self, path: Path, count: int) -> Lease:
         """The checkpoint after `count` pages, pinned and marked as used; an empty lease if it is
@@ -136,39 +138,39 @@ class Checkpoints:
         """
         self._all.poll()
         prepare(self.pages, past)
-        with self._mover.lent(self._states(past)) as slot:
+        with self._backend.lent(self._states(past)) as slot:
             with self._all.lock:
-                movement = self._all.traffic.load(lease, slot)
-            with self._told(movement):
-                wait_on(movement, None)
-                movement.done()
+                transfer = self._all.traffic.load(lease, slot)
+            with self._told(transfer):
+                wait_on(transfer, None)
+                transfer.done()
 
     def save(self, path: Path, count: int, found: Checkpoint, *, fork: bool = False) -> None:
-        """Copy a checkpoint into the cache, after the deepest one before it, unless it is there or
+        """Copy a checkpoint into the cache, after the last one before it, unless it is there or
         another process is writing it. Blocks until it is published. Without room, or in a namespace
         that was cleared meanwhile, it is not saved.
 
         Args:
             count: pages of the path that it covers.
-            fork: prompts part there.
+            fork: prompts diverge there.
 
         Raises:
             TransferFailed: the copy failed. Any other exception of the copy is raised as is.
         """
         self._all.poll()
-        with self._mover.lent(found.states) as slot:
-            movement = self._all.donate(slot, path, count, fork=fork)
-            if movement is None:
+        with self._backend.lent(found.states) as slot:
+            transfer = self._all.donate(slot, path, count, fork=fork)
+            if transfer is None:
                 return
-            with self._told(movement):
+            with self._told(transfer):
                 try:
-                    movement.wait()
+                    transfer.wait()
                 except TransferFailed:
-                    if not isinstance(movement.error, Abandoned):
+                    if not isinstance(transfer.error, Abandoned):
                         raise
 
     @contextlib.contextmanager
-    def _told(self, movement: BlockTransfer) -> Iterator[None]:
+    def _told(self, transfer: BlockTransfer) -> Iterator[None]:
         """Raise an exception other than a LightcacheError here, where the caller waits for the
         copy, and not in the next call, which polls."""
         foreign = self._all.traffic.moves.foreign
@@ -181,11 +183,11 @@ class Checkpoints:
             raise
         except Exception:  # from the wait itself, which fails the copy as well
             with contextlib.suppress(Exception):
-                movement.wait()  # else it fails later, and the next call raises
+                transfer.wait()  # else it fails later, and the next call raises
             try:
                 foreign.tell()
             except Exception as other:
-                if other is not movement.error:
+                if other is not transfer.error:
                     foreign.note(other)
             raise
 
@@ -200,7 +202,7 @@ class Checkpoints:
         )
 
     def stats(self) -> hybrid.CheckpointStats:
-        """Figures of this connector."""
+        """Counters of this connector."""
         return self._all.stats()
 
     def close(self) -> None:
@@ -211,14 +213,14 @@ class Checkpoints:
 # ---- The PrefixCache of a hybrid model, which also takes checkpoints of its state
 
 _DECODED = 2
-"""Checkpoints kept of what was generated: the newest, and one before it, which is of use when the
-newest is beyond what is kept."""
+"""Checkpoints kept of generated tokens: the newest, and one before it, for use if the newest is
+after the kept tokens."""
 
 
 class HybridPrefixCache(PrefixCache):
     """Keys, values and recurrent states of one sequence, for `past_key_values=`.
 
-    A state covers all tokens at once, so it cannot be cropped: `checkpoint` before tokens that may
+    A state covers all its tokens, so it cannot be cropped: `checkpoint` before tokens that may
     be rejected, and `rewind` to it. Between two forward passes the state may be copied, and saved
     under the tokens that it covers: at the positions given to `save_at`, and while decoding at
     multiples of an interval.
@@ -238,15 +240,15 @@ class HybridPrefixCache(PrefixCache):
         self._pages, self._every = pages, every
         self._states = pages.geometry.layers
         self._seen = 0
-        """Tokens there were when it was looked at last."""
+        """Number of tokens at the last `look`."""
         self._valid: weakref.WeakSet[Checkpoint] = weakref.WeakSet()
-        """Checkpoints of tokens that are held still."""
+        """Checkpoints of tokens that are still held."""
         self._wanted: set[int] = set()
         self._prompt: dict[int, Checkpoint] = {}
         self._decoded: dict[int, Checkpoint] = {}
         self.branching: int | None = None
-        """Where the prompt leaves what others had computed, if no checkpoint was found there: a
-        multiple of the grid, in tokens."""
+        """The branching point, if no checkpoint was found there: a multiple of the grid, in
+        tokens."""
 
     @property
     def several(self) -> bool:
@@ -278,12 +280,12 @@ class HybridPrefixCache(PrefixCache):
     def checkpoint(self) -> Checkpoint:
         """A copy of the current state, to rewind to."""
         named = 0 if self._tokens is None else len(self._tokens)
-        made = copied(self, self._states, named)
-        self._valid.add(made)
-        return made
+        copies = copied(self, self._states, named)
+        self._valid.add(copies)
+        return copies
 
     def rewind(self, checkpoint: Checkpoint) -> None:
-        """Return to a checkpoint of this cache: drops all that was computed or named since.
+        """Return to a checkpoint of this cache: drops all tokens computed or named since.
 
         Raises:
             ConfigError: a checkpoint of another cache, or of tokens that were dropped since.
@@ -295,11 +297,11 @@ class HybridPrefixCache(PrefixCache):
                 "earlier `rewind` or `reset` has dropped"
             )
         self._shorten(self.held - checkpoint.tokens)
-        for at in self._states:
-            if checkpoint.states[at]:
-                set_parts(self.layers[at], checkpoint.states[at])
+        for layer in self._states:
+            if checkpoint.states[layer]:
+                set_parts(self.layers[layer], checkpoint.states[layer])
             else:
-                drop_parts(self.layers[at])
+                drop_parts(self.layers[layer])
         if self._tokens is not None:
             self._tokens = self._tokens[: max(checkpoint.named, checkpoint.tokens)]
         self._void(checkpoint.tokens)
@@ -309,7 +311,7 @@ class HybridPrefixCache(PrefixCache):
         self._wanted |= positions
 
     def look(self) -> None:
-        """Take a checkpoint if one is wanted at the current position. Between forward passes only;
+        """Take a checkpoint if one is due at the current position. Between forward passes only;
         the connector calls it when the next pass begins."""
         held = self.held
         if held in (self._seen, self.reused):
@@ -324,16 +326,16 @@ class HybridPrefixCache(PrefixCache):
 
     @property
     def taken(self) -> list[Checkpoint]:
-        """Checkpoints taken so far, the shallowest first."""
-        return [one for _, one in sorted((self._prompt | self._decoded).items())]
+        """Checkpoints taken so far, by position."""
+        return [checkpoint for _, checkpoint in sorted((self._prompt | self._decoded).items())]
 
     def _void(self, held: int) -> None:
         """Drop checkpoints that cover more than `held` tokens."""
-        for one in [each for each in self._valid if each.tokens > held]:
-            self._valid.discard(one)
-        for taken in (self._prompt, self._decoded):
-            for tokens in [each for each in taken if each > held]:
-                del taken[tokens]
+        for checkpoint in [each for each in self._valid if each.tokens > held]:
+            self._valid.discard(checkpoint)
+        for saved in (self._prompt, self._decoded):
+            for tokens in [each for each in saved if each > held]:
+                del saved[tokens]
         self._seen = min(self._seen, held)
 
     # ---- forward passes
@@ -346,7 +348,7 @@ class HybridPrefixCache(PrefixCache):
         """
         if self.held and not self.has_previous_state(self._states[0]):
             raise ConfigError(
-                f"past_key_values: expected the state behind the {self.held} tokens whose keys and "
+                f"past_key_values: expected the state after the {self.held} tokens whose keys and "
                 "values are held, found none; use `prefix`, which restores both"
             )
         self.look()
@@ -364,7 +366,7 @@ class HybridPrefixCache(PrefixCache):
         several = int(conv_states.shape[-1]) > 1
         if several and not self._pages.continues and self.has_previous_state(layer_idx):
             raise ConfigError(
-                f"past_key_values: expected one token at a time behind a state, found "
+                f"past_key_values: expected one token at a time after a state, found "
                 f"{int(conv_states.shape[-1])}: this release of transformers ignores the state of "
                 "this model with several; call connector.prefill(past) before generate"
             )
@@ -387,8 +389,8 @@ class HybridPrefixCache(PrefixCache):
     def reset(self) -> None:
         """See `PrefixCache.reset`."""
         super().reset()
-        for at in self._states:
-            drop_parts(self.layers[at])
+        for layer in self._states:
+            drop_parts(self.layers[layer])
         self._void(0)
 
 
@@ -411,9 +413,13 @@ def prefill(model: Any, past: Any, tokens: Any, *, grid: Grid, at_most: int | No
     if at_most is not None:
         whole(at_most, "at_most")
     prompt = past.name(None if tokens is None else token_ids(tokens))
-    most = len(prompt) - 1  # the caller computes the last token: its logits give the next one
-    bound = most - 1 if past.several else most
-    positions = {each for each in (past.branching, grid.floor(bound)) if each and each <= bound}
+    limit = len(prompt) - 1  # the caller computes the last token: its logits give the next one
+    bound = limit - 1 if past.several else limit
+    positions = {
+        position
+        for position in (past.branching, grid.floor(bound))
+        if position and position <= bound
+    }
     past.save_at(positions)
     if grid.floor(len(prompt)) == len(prompt):
         past.save_at({len(prompt)})
@@ -421,7 +427,7 @@ def prefill(model: Any, past: Any, tokens: Any, *, grid: Grid, at_most: int | No
         _compute(model, past, prompt[:end], at_most)
         past.look()
     if not past.several:
-        _compute(model, past, prompt[:most], at_most)
+        _compute(model, past, prompt[:limit], at_most)
 
 
 def _compute(model: Any, past: HybridPrefixCache, prompt: TokenIds, at_most: int | None) -> None:
@@ -430,8 +436,8 @@ def _compute(model: Any, past: HybridPrefixCache, prompt: TokenIds, at_most: int
     with torch.no_grad():
         while past.held < len(prompt):
             left = len(prompt) - past.held
-            most = left if past.several or not past.held else 1
-            count = min(most, at_most or most)
+            limit = left if past.several or not past.held else 1
+            count = min(limit, at_most or limit)
             if count > 2 and left - count == 1:
                 count -= 1  # no pass of one token
             piece = prompt[past.held :][:count]
@@ -455,7 +461,7 @@ def check_states(states: Any, model: Any, pages: ModelPages) -> None:
     if pages.states is None:
         if states is not None:
             raise ConfigError(
-                f"states: expected None for {kind}, whose layers keep keys and values alone, found "
+                f"states: expected None for {kind}, whose layers keep only keys and values, found "
                 f"the cache {states.name!r}"
             )
     elif states is None:
@@ -469,7 +475,7 @@ def check_states(states: Any, model: Any, pages: ModelPages) -> None:
             raise ConfigError(
                 f"states: expected a cache made with independent=True, found {states.name!r} "
                 "without; "
-                "its deepest states would go first. Remove it, or take another name, and use "
+                "its last states would be evicted first. Remove it, or take another name, and use "
                 "open_caches, or Cache.open with describe(model).states.options"
             )
 
@@ -494,7 +500,7 @@ class HybridPrefixes:
         cache, states: of keys and values, and of states.
         pinned: the pool of `states`, see `Connector`.
         chunk, every, path_limit: see `Connector`.
-        figures: of the connector.
+        figures: counters of the connector.
 
         Raises:
             ConfigError: sizes out of range, or settings that conflict, all in one message.
@@ -550,18 +556,17 @@ class HybridPrefixes:
         if path is None:
             return past
         kv = reach = self._cache.peek(keys, namespace=namespace)
-        while at := self.checkpoints.last_ready(path, reach):
+        while position := self.checkpoints.last_ready(path, reach):
             with (
-                self.checkpoints.match(path, at) as state,
-                self._cache.match(keys[:at], namespace=namespace) as lease,
+                self.checkpoints.match(path, position) as state,
+                self._cache.match(keys[:position], namespace=namespace) as lease,
             ):
-                if len(state.pages) and len(lease.pages) == at:
+                if len(state.pages) and len(lease.pages) == position:
                     load(past, lease)
                     self.checkpoints.load(past, state)
                     break
-                # Evicted between the look and the match. Each turn looks at fewer pages, so this
-                # ends.
-                reach = len(lease.pages) if len(state.pages) else at - 1
+                # Evicted between lookup and match. Each turn tries fewer pages, so this ends.
+                reach = len(lease.pages) if len(state.pages) else position - 1
         tokens = kv * self.grid.page_tokens
         self.checkpoints.count(tokens, past.held)
         self._figures.add(stateless_tokens=max(0, tokens - past.held))
@@ -592,11 +597,11 @@ class HybridPrefixes:
         if path is None:
             return
         stored = self._cache.peek(keys, namespace=namespace)
-        for one in past.taken:
-            pages, more = divmod(one.tokens, self.grid.page_tokens)
+        for checkpoint in past.taken:
+            pages, more = divmod(checkpoint.tokens, self.grid.page_tokens)
             if not more and pages <= stored:
-                fork = one.tokens == past.branching
-                self.checkpoints.save(path, pages, one, fork=fork)
+                fork = checkpoint.tokens == past.branching
+                self.checkpoints.save(path, pages, checkpoint, fork=fork)
 
     def close(self) -> None:
         """Wait for copies, and release the cache of states."""

@@ -19,10 +19,10 @@ from lightcache.kernels.geometry import KVGroup, PageGeometry
 GROUP = "kv"
 """Name of the only group of these geometries."""
 SAMPLES = 64
-"""Values of each tensor that the fingerprint looks at."""
+"""Values of each tensor in the fingerprint."""
 _NAMED = "name:"
-# Fields about a model's origin, its use by callers, or facts that the fingerprint has elsewhere;
-# never fields that affect keys and values.
+# Fields about a model's origin or its use by callers, and fields that the fingerprint has already;
+# none of these affects keys and values.
 _IRRELEVANT = {
     "_name_or_path",
     "architectures",
@@ -43,16 +43,16 @@ _IRRELEVANT = {
 
 @dataclass(frozen=True)
 class ModelPages:
-    """The pages of one model: what a cache for it must be created with."""
+    """The pages of one model: the configuration of its cache."""
 
     geometry: PageGeometry
     """One group, "kv": planes `k` and `v` of every layer that keeps them."""
     fingerprint: str
-    """Three words: whose weights these are, KV dtype, `geometry.fingerprint()`."""
+    """Three words: weights, KV dtype, `geometry.fingerprint()`."""
     dtype: torch.dtype
     """Of keys and values."""
     device: str
-    """Where the model is: "cpu", or as "cuda:0"."""
+    """The model's device: "cpu", or such as "cuda:0"."""
     states: StatePages | None = None
     """Of a hybrid model: pages of its recurrent states, for a second cache."""
     needs_positions: bool = False
@@ -119,9 +119,11 @@ def describe(model: Any, *, page_tokens: int = 16, name: str | None = None) -> M
         page_tokens=page_tokens,
     )
     geometry = PageGeometry([group])
-    who = f"{_text_config(model).model_type}:{_digest(model)}" if name is None else _NAMED + name
-    fingerprint = f"{who} {str(dtype).removeprefix('torch.')} {geometry.fingerprint()}"
-    states = describe_states(model, past, who, device) if state_layers(past) else None
+    weights = (
+        f"{_text_config(model).model_type}:{_digest(model)}" if name is None else _NAMED + name
+    )
+    fingerprint = f"{weights} {str(dtype).removeprefix('torch.')} {geometry.fingerprint()}"
+    states = describe_states(model, past, weights, device) if state_layers(past) else None
     needs_positions = check_passes(
         model, device, _vocabulary(model), several=states is None or states.continues
     )
@@ -160,12 +162,12 @@ def check_model(cache: Any, pages: ModelPages | StatePages) -> None:
 
 def _difference(cache: Any, pages: ModelPages | StatePages) -> str:
     """The most telling difference: weights of another dtype are always different weights."""
-    found, wanted = cache.fingerprint.split(" "), pages.fingerprint.split(" ")
-    if len(found) != len(wanted):
+    has, wanted = cache.fingerprint.split(" "), pages.fingerprint.split(" ")
+    if len(has) != len(wanted):
         return "fingerprints"
     kept = "states" if isinstance(pages, StatePages) else "keys and values"
-    what = ("configuration or weights", f"dtypes of {kept}", "formats of pages")
-    other = [what[at] for at in (1, 2, 0) if found[at] != wanted[at]]
+    subjects = ("configuration or weights", f"dtypes of {kept}", "formats of pages")
+    other = [subjects[i] for i in (1, 2, 0) if has[i] != wanted[i]]
     return other[0] if other else "sizes of pages"
 
 
@@ -175,7 +177,7 @@ def _check_kind(model: Any) -> None:
         raise ConfigError(f"model: expected a model of transformers, found {type(model).__name__}")
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
-            f"model: expected a decoder alone, found {type(model).__name__}, an encoder and a "
+            f"model: expected only a decoder, found {type(model).__name__}, an encoder and a "
             "decoder; these are not supported yet"
         )
     if (getattr(model, "tp_size", None) or 1) != 1:
@@ -190,8 +192,8 @@ def _check_kind(model: Any) -> None:
     wrong = sorted({type(layer).__name__ for layer in empty.layers if type(layer) not in known})
     if wrong or not attention_layers(empty):
         raise ConfigError(
-            f"model: expected layers that keep the keys and values of every token, and beside them "
-            f"perhaps layers of recurrent states, found {', '.join(wrong) or 'states alone'} in "
+            f"model: expected layers that keep the keys and values of every token, with or without "
+            f"layers of recurrent states, found {', '.join(wrong) or 'only states'} in "
             f"{type(model).__name__}; sliding windows and shared layers are not supported yet"
         )
     _check_positions(model)
@@ -199,9 +201,9 @@ def _check_kind(model: Any) -> None:
 
 def _check_positions(model: Any) -> None:
     """Keys are stored rotated, so the rotation must be the same in every longer prompt."""
-    found = getattr(_text_config(model), "rope_parameters", None) or {}
-    kinds = [found, *(each for each in found.values() if isinstance(each, dict))]
-    for kind in {str(each.get("rope_type", "default")) for each in kinds}:
+    ropes = getattr(_text_config(model), "rope_parameters", None) or {}
+    kinds = [ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))]
+    for kind in {str(rope.get("rope_type", "default")) for rope in kinds}:
         if "dynamic" in kind or kind == "longrope":
             raise ConfigError(
                 f"model: expected keys that do not depend on what follows them, found rotary "
@@ -224,32 +226,35 @@ def _text_config(model: Any) -> Any:
 
 def _vocabulary(model: Any) -> int:
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    found = getattr(embeddings, "num_embeddings", None) or getattr(
+    count = getattr(embeddings, "num_embeddings", None) or getattr(
         _text_config(model), "vocab_size", None
     )
-    return found if isinstance(found, int) and found > 0 else 1 << 30
+    return count if isinstance(count, int) and count > 0 else 1 << 30
 
 
 def _device_of(model: Any) -> str:
-    found = sorted({str(each.device) for each in model.parameters()})
-    if len(found) != 1 or not re.fullmatch(r"cpu|cuda:\d+", found[0]):
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) != 1 or not re.fullmatch(r"cpu|cuda:\d+", devices[0]):
         raise ConfigError(
-            f"model: expected all weights on the CPU or on one CUDA device, found {found}; load it "
-            "without device_map, and move it with model.to(...)"
+            f"model: expected all weights on the CPU or on one CUDA device, found {devices}; load "
+            "it without device_map, and move it with model.to(...)"
         )
-    return found[0]
+    return devices[0]
 
 
 def _kept_of(model: Any, past: DynamicCache) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of one token, which have the same shapes in all layers that keep them."""
-    layers = [past.layers[at] for at in attention_layers(past)]
+    layers = [past.layers[number] for number in attention_layers(past)]
     kept = [(layer.keys, layer.values) for layer in layers]
-    if not kept or any(one is None or one.dim() != 4 for pair in kept for one in pair):
+    if not kept or any(tensor is None or tensor.dim() != 4 for pair in kept for tensor in pair):
         raise ConfigError(
             f"model: {type(model).__name__} computed one token and cached no keys and values of "
             "[batch, heads, tokens, dim]; call model.eval(), and see that it uses its cache"
         )
-    shapes = {tuple((tuple(one.shape), one.dtype, one.device) for one in pair) for pair in kept}
+    shapes = {
+        tuple((tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in pair)
+        for pair in kept
+    }
     if len(shapes) != 1 or kept[0][0].shape[:3] != kept[0][1].shape[:3]:
         raise ConfigError(
             f"model: expected layers of one shape, found {sorted(map(str, shapes))} in "
@@ -263,23 +268,27 @@ def _digest(model: Any) -> str:
     config = {
         key: value for key, value in _text_config(model).to_dict().items() if key not in _IRRELEVANT
     }
-    found = hashlib.blake2b(digest_size=16)
-    found.update(json.dumps(config, sort_keys=True, default=str).encode())
-    weights = [(name, one) for name, one in model.state_dict().items() if torch.is_tensor(one)]
-    found.update(repr([(name, tuple(one.shape), str(one.dtype)) for name, one in weights]).encode())
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    weights = [
+        (name, tensor) for name, tensor in model.state_dict().items() if torch.is_tensor(tensor)
+    ]
+    digest.update(
+        repr([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in weights]).encode()
+    )
     try:
-        found.update(_sampled(one for _, one in weights))
+        digest.update(_sampled(tensor for _, tensor in weights))
     except (RuntimeError, NotImplementedError) as error:
         raise ConfigError(
-            f"model: the weights of {type(model).__name__} cannot be looked into ({error}); give "
+            f"model: the weights of {type(model).__name__} cannot be read ({error}); give "
             "describe(model, name=...) the name of the checkpoint"
         ) from error
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def _sampled(tensors: Iterable[torch.Tensor]) -> bytes:
-    """Evenly spaced values, including the first and the last. Gathered first, so that a device is
-    waited for once."""
+    """Evenly spaced values, including the first and the last. Gathers them first, to wait for a
+    device only once."""
     parts = []
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)

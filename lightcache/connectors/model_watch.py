@@ -1,8 +1,9 @@
 """Checks on a model's inputs and weights while a connector is open.
 
-Pages are found by token ids alone, so all else that affects keys and values must be as `describe`
-found it: the weights, no dropout, positions from 0 on, a causal mask, one row for each token. Hooks
-on the model check each forward pass that has a `PrefixCache`; `check_weights` checks the weights.
+Pages are found by token ids only, so everything else that affects keys and values must be as
+`describe` found it: the weights, no dropout, positions from 0 on, a causal mask, one row a token.
+Hooks on the model check each forward pass that has a `PrefixCache`; `check_weights` checks the
+weights.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from lightcache.connectors.trial import check_evaluated, parts_of_model
 from lightcache.errors import ConfigError, LayoutMismatch
 
 SAMPLE = 16
-"""Values of each tensor that are compared: a change that torch does not count is seen by these."""
+"""Values of each tensor that are compared, to notice changes that torch does not count."""
 _MASK = "attention_mask"
 
 
@@ -38,7 +39,7 @@ class ModelWatch:
         """
         self._model, self._needs_positions = model, needs_positions
         self._parameters: dict[Any, tuple[str, ...]] = {}
-        """Names of the positional arguments of each module that is looked at."""
+        """Names of the positional arguments of each watched module."""
         self._hooks: list[Any] = []
         self._weights = None if model is None else Weights(model, version)
         for module in () if model is None else _takers(model):
@@ -49,7 +50,7 @@ class ModelWatch:
             ]
 
     def __reduce__(self) -> tuple[type[ModelWatch], tuple[()]]:
-        """Hooks travel with copies of the model; the hooks of a copy do nothing."""
+        """Copies of the model have the hooks too, where they do nothing."""
         return ModelWatch, ()
 
     def check_weights(self, version: str) -> None:
@@ -76,13 +77,13 @@ class ModelWatch:
         names = self._parameters.get(module)
         if names is None:
             return
-        given = {**dict(zip(names, args, strict=False)), **named}
-        past = next((one for one in given.values() if isinstance(one, PrefixCache)), None)
+        inputs = {**dict(zip(names, args, strict=False)), **named}
+        past = next((value for value in inputs.values() if isinstance(value, PrefixCache)), None)
         if past is None or past.watch is not self:
             return
         if past.passing and past.passing[0] is not module:
             return  # a part of the model, within a pass that was checked
-        ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+        ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
         if ids is None and embeds is None:
             return  # a wrapper with other names; the model in it is checked
         past.check_sound()
@@ -92,15 +93,15 @@ class ModelWatch:
             except ConfigError as error:
                 raise past.spoil(str(error)) from None
         self._check_autocast(past, ids if embeds is None else embeds)
-        if given.get("use_cache") is False:
+        if inputs.get("use_cache") is False:
             raise past.spoil(
                 "the model was called with use_cache=False, with which `generate` feeds its whole "
-                "input in each step, behind what is held; give generate use_cache=True (the "
+                "input in each step, after the tokens held; give generate use_cache=True (the "
                 "generation_config of some models, such as MPT, says False)"
             )
         if ids is None or embeds is not None:
             raise past.spoil(
-                "the model was given inputs_embeds, expected input_ids alone: pages are found by "
+                "the model was given inputs_embeds, expected only input_ids: pages are found by "
                 "token ids, which do not say what these are"
             )
         if ids.dim() != 2:
@@ -108,10 +109,10 @@ class ModelWatch:
         rows, count = ids.shape
         one_row(rows)
         held = past.held
-        _check_alone(past, given)
+        _check_alone(past, inputs)
         past.given(ids[0])
-        _check_mask(past, given.get(_MASK), held, count)
-        self._check_positions(past, given.get("position_ids"), held, count)
+        _check_mask(past, inputs.get(_MASK), held, count)
+        self._check_positions(past, inputs.get("position_ids"), held, count)
         past.begin()
         past.passing = (module, held, held + count)
 
@@ -132,15 +133,15 @@ class ModelWatch:
             past.passing = ()
             if rows != {wanted}:
                 raise past.spoil(
-                    f"{type(self._model).__name__} was given {wanted - before} tokens behind "
+                    f"{type(self._model).__name__} was given {wanted - before} tokens after "
                     f"{before}, so expected {wanted} rows of keys in every layer, found "
                     f"{sorted(rows)}; a model that adds or drops rows is not supported"
                 )
 
-    def _check_autocast(self, past: PrefixCache, given: Any) -> None:
+    def _check_autocast(self, past: PrefixCache, tensor: Any) -> None:
         """Keys and values would have the dtype of the fingerprint, but be rounded to another dtype:
         0.5 % of a key in bfloat16."""
-        device, own = given.device.type, getattr(self._model, "dtype", None)
+        device, own = tensor.device.type, getattr(self._model, "dtype", None)
         if not torch.is_autocast_enabled(device):
             return
         dtype = torch.get_autocast_dtype(device)
@@ -155,7 +156,7 @@ class ModelWatch:
             if self._needs_positions and held:
                 raise past.spoil(
                     f"{type(self._model).__name__} counts positions from 0 in each pass unless it "
-                    f"is told, and was given none behind {held} tokens; give position_ids="
+                    f"gets them, and got none after {held} tokens; give position_ids="
                     f"torch.arange({held}, {held + count})[None], or use generate"
                 )
             return
@@ -175,18 +176,18 @@ class ModelWatch:
 
 def _takers(model: Any) -> list[Any]:
     """The model, and its parts that may be called with token ids in its place."""
-    found = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
-    return found if model in found else [model, *found]
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    return parts if model in parts else [model, *parts]
 
 
-def _check_alone(past: PrefixCache, given: Mapping[str, Any]) -> None:
+def _check_alone(past: PrefixCache, inputs: Mapping[str, Any]) -> None:
     """Check that the model gets token ids only: keys cover no other inputs."""
-    for name, one in given.items():
-        other = torch.is_tensor(one) and one.is_floating_point() and name != _MASK
-        if one is not None and (other or name.endswith("token_type_ids")):
+    for name, value in inputs.items():
+        other = torch.is_tensor(value) and value.is_floating_point() and name != _MASK
+        if value is not None and (other or name.endswith("token_type_ids")):
             raise past.spoil(
-                f"the model was given {name}, expected token ids alone: pages are found by these, "
-                "and what else keys and values depend on would be published under them"
+                f"the model was given {name}, expected only token ids: pages are found by these, "
+                "and keys and values that depend on other inputs would be published under them"
             )
 
 
@@ -195,8 +196,8 @@ def _check_mask(past: PrefixCache, mask: Any, held: int, count: int) -> None:
     if mask is None:
         return
     if isinstance(mask, Mapping):
-        for one in mask.values():
-            _check_mask(past, one, held, count)
+        for part in mask.values():
+            _check_mask(past, part, held, count)
         return
     wanted = held + count
     if not torch.is_tensor(mask) or mask.dim() not in (2, 4):
@@ -206,7 +207,7 @@ def _check_mask(past: PrefixCache, mask: Any, held: int, count: int) -> None:
         )
     if mask.shape[-1] < wanted or (mask.dim() == 4 and mask.shape[-2:] != (count, wanted)):
         raise past.spoil(
-            f"attention_mask: expected shape (1, {wanted}) for {count} tokens behind {held} held "
+            f"attention_mask: expected shape (1, {wanted}) for {count} tokens after {held} held "
             f"ones, found {tuple(mask.shape)}; give one for all tokens, held and new, or none"
         )
     if mask.dim() == 2:
@@ -229,12 +230,12 @@ def _check_mask(past: PrefixCache, mask: Any, held: int, count: int) -> None:
 
 
 class Weights:
-    """Notices that the weights of a model changed.
+    """Notices changes of a model's weights.
 
-    By the address and the version counter of each tensor, which see a tensor that was replaced and
-    every change in place that torch counts; and by `SAMPLE` values in the middle of each, for
-    changes that go past the counters (`.data`, other libraries). A change that bypasses the
-    counters and touches none of these values goes unnoticed.
+    The address and the version counter of each tensor show a replaced tensor and every change in
+    place that torch counts; `SAMPLE` values in the middle of each show changes that bypass the
+    counters (`.data`, other libraries). A change that bypasses the counters and touches none of
+    these values is not noticed.
     """
 
     def __init__(self, model: Any, version: str) -> None:
@@ -247,7 +248,7 @@ class Weights:
         self._generation = 0
         self._look()
         self._used = {version: self._generation}
-        """Which generation each version is of."""
+        """The generation of each version."""
 
     def check(self, version: str) -> None:
         """See `ModelWatch.check_weights`."""
@@ -259,7 +260,7 @@ class Weights:
         if used != now:
             raise LayoutMismatch(
                 f"the weights of {type(self._model).__name__} changed since this connector used "
-                f"them as version {version!r}: what is stored is of the former ones. Close the "
+                f"them as version {version!r}: stored pages are of the former weights. Close the "
                 "connector and open a cache for the model as it is now, or name each version of "
                 "the weights with namespace=cache.namespace(weights=...)"
             )
@@ -267,26 +268,28 @@ class Weights:
     def _look(self) -> None:
         """Begin a new generation if anything changed."""
         tensors = list(_saved(self._model))
-        places = [_place(one) for one in tensors]
+        places = [_place(tensor) for tensor in tensors]
         if moved := places != self._places:
             self._places, self._windows = places, _windows(tensors)
         sampled = {
             kind: torch.cat(views).view(torch.uint8) for kind, views in self._windows.items()
         }
-        if moved or not all(torch.equal(one, self._sampled[kind]) for kind, one in sampled.items()):
+        if moved or not all(
+            torch.equal(tensor, self._sampled[kind]) for kind, tensor in sampled.items()
+        ):
             self._sampled = sampled
             self._generation += 1
 
 
 def _saved(model: Any) -> Iterator[Any]:
-    """Parameters, and buffers that are saved with them. Reads what `parameters()` and
-    `named_buffers()` read, in a tenth of the time."""
+    """Parameters, and buffers that are saved with them: the tensors of `parameters()` and
+    `named_buffers()`, in a tenth of the time."""
     for part in parts_of_model(model):
-        yield from (one for one in part._parameters.values() if one is not None)
+        yield from (tensor for tensor in part._parameters.values() if tensor is not None)
         passing = part._non_persistent_buffers_set
-        for name, one in part._buffers.items():
-            if one is not None and name not in passing:
-                yield one
+        for name, tensor in part._buffers.items():
+            if tensor is not None and name not in passing:
+                yield tensor
 
 
 def _place(tensor: Any) -> tuple[int, int]:
@@ -298,17 +301,19 @@ def _place(tensor: Any) -> tuple[int, int]:
 
 def _windows(tensors: list[Any]) -> dict[Any, list[Any]]:
     """Views of the middle of each tensor, by dtype and device: joined in one call each."""
-    found: dict[Any, list[Any]] = {}
+    windows: dict[Any, list[Any]] = {}
     for tensor in tensors:
         with contextlib.suppress(RuntimeError, NotImplementedError):  # a packed kind
-            one = tensor.detach()
-            one = one.reshape(1) if one.dim() == 0 else one
-            while one.dim() > 1:
-                one = one[one.shape[0] // 2]
-            if one.numel():
-                start = max(0, (one.numel() - SAMPLE) // 2)
-                found.setdefault((one.dtype, one.device), []).append(one[start : start + SAMPLE])
-    return found
+            rows = tensor.detach()
+            rows = rows.reshape(1) if rows.dim() == 0 else rows
+            while rows.dim() > 1:
+                rows = rows[rows.shape[0] // 2]
+            if rows.numel():
+                start = max(0, (rows.numel() - SAMPLE) // 2)
+                windows.setdefault((rows.dtype, rows.device), []).append(
+                    rows[start : start + SAMPLE]
+                )
+    return windows
 
 
 __all__ = ["ModelWatch"]

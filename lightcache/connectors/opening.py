@@ -17,11 +17,11 @@ from lightcache.shm.errors import leave
 from lightcache.shm.listing import read_segment
 
 STATES = "-states"
-"""What the name of a cache of states ends in, behind that of its keys and values."""
+"""Suffix of the name of a cache of states, after the name of the cache of keys and values."""
 
 
 IDLE_LIMIT = 24 * 3600.0
-"""Seconds without use after which a cache may go when room is needed."""
+"""Seconds without use after which a cache may be removed to make room."""
 
 
 def open_cache(
@@ -57,7 +57,7 @@ def open_cache(
     pages = describe(model, page_tokens=page_tokens)
     if pages.states is not None:
         raise ConfigError(
-            f"model: expected keys and values alone, found recurrent states in "
+            f"model: expected only keys and values, found recurrent states in "
             f"{type(model).__name__}, which need a cache of their own; use open_caches"
         )
     return _open(name, pages.options, _lasting(lifetime, idle_limit) | options)
@@ -109,7 +109,7 @@ def open_caches(
     idle_limit: float | None = IDLE_LIMIT,
     **options: Any,
 ) -> Caches:
-    """Open what a model needs, hybrid or not. How long it lasts: see `open_cache`.
+    """Open the caches of a model, hybrid or not. For their lifetime see `open_cache`.
 
     Args:
         name: of the cache of keys and values; the cache of states is named `f"{name}-states"`.
@@ -142,11 +142,11 @@ def open_caches(
 def _undo(name: str) -> Callable[..., None]:
     """A callback that removes a cache that did not exist when this was called, if a later step
     fails: one cache without the other is of no use, and would stay."""
-    there = read_segment(name) is not None
+    exists = read_segment(name) is not None
 
     def undo(kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and not there:
-            with suppress(LightcacheError):  # another process lives in it by now
+        if kind is not None and not exists:
+            with suppress(LightcacheError):  # another process uses it now
                 Segment.unlink(name)
 
     return undo
@@ -155,8 +155,8 @@ def _undo(name: str) -> Callable[..., None]:
 def _lasting(lifetime: str | None, idle_limit: float | None) -> dict[str, Any]:
     """The options of `Cache.open` for these of `open_cache`."""
     if lifetime == "attached":
-        given = {} if idle_limit == IDLE_LIMIT else {"idle_limit": idle_limit}  # which is refused
-        return {"lifetime": lifetime, **given}
+        options = {} if idle_limit == IDLE_LIMIT else {"idle_limit": idle_limit}  # which is refused
+        return {"lifetime": lifetime, **options}
     if idle_limit is None:
         return {"lifetime": "persistent"}
     return {"lifetime": lifetime, "idle_limit": idle_limit}

@@ -50,7 +50,7 @@ class Pooled:
             raise
 
     def wait_for(self, pages: npt.NDArray[np.int32]) -> None:
-        """Wait until these pages are pinned; they have memory, so that is soon."""
+        """Wait until these pages are pinned. They have memory, so the wait is short."""
         if self.pinned is not None:
             self.pinned.wait(pages)
 

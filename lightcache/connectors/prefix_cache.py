@@ -1,4 +1,4 @@
-"""A DynamicCache that knows which tokens it holds, and how its tensors meet pages."""
+"""A DynamicCache that knows the tokens it holds, and the copies between its tensors and pages."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ log = logging.getLogger("lightcache.connectors")
 
 @dataclass(frozen=True)
 class ConnectorStats:
-    """Since the connector was made, in this process."""
+    """Counters of a connector, since it was made."""
 
     requests: int = 0
-    """`prefix` was entered."""
+    """Calls of `prefix`."""
     prompt_tokens: int = 0
-    """Of these requests."""
+    """Tokens of their prompts."""
     host_hits: int = 0
     """Requests that restored something from shared memory."""
     host_tokens: int = 0
-    """That they restored."""
+    """Tokens that they restored."""
     stateless_tokens: int = 0
-    """Of hybrid models: whose keys and values were there, and that were computed again because no
-    state was saved behind them."""
+    """Of hybrid models: tokens with stored keys and values that were computed again because no
+    state was saved after them."""
     saved_pages: int = 0
     present_pages: int = 0
-    """That were to be saved, and were there."""
+    """Pages that were stored already."""
     busy_pages: int = 0
-    """That were left to another process, which was writing them."""
+    """Pages that another process was writing."""
     no_room_pages: int = 0
-    """That were not saved because there was no room."""
+    """Pages that were not saved because there was no room."""
     cleared: int = 0
     """Requests whose namespace was cleared meanwhile: nothing of them was saved."""
     refused: int = 0
-    """Requests of which nothing was saved because of an error, or of what the model was given."""
+    """Requests of which nothing was saved because of an error, or because of the model's input."""
     off_grid: int = 0
     """Of hybrid models: prompts too short to have a position at which a state is saved."""
     states: CheckpointStats | None = None
@@ -79,7 +79,7 @@ class Counters:
         log.warning("%s", message)
 
     def snapshot(self, states: CheckpointStats | None) -> ConnectorStats:
-        """As they are now."""
+        """The current values."""
         with self._lock:
             return ConnectorStats(**self._counts, states=states)
 
@@ -101,19 +101,19 @@ def token_ids(tokens: Any) -> TokenIds:
     if isinstance(tokens, torch.Tensor):
         tokens = tokens.detach().cpu().numpy()
     try:
-        found = np.asarray(tokens)
+        ids = np.asarray(tokens)
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"tokens: expected ids of one prompt, found {error}") from None
-    if found.ndim == 2 and len(found) == 1:
-        found = found[0]
-    if found.ndim != 1:
+    if ids.ndim == 2 and len(ids) == 1:
+        ids = ids[0]
+    if ids.ndim != 1:
         raise ConfigError(
-            f"tokens: expected ids of one prompt, of shape (n,) or (1, n), found {found.dtype} "
-            f"{found.shape}; give each row of a batch a call of its own"
+            f"tokens: expected ids of one prompt, of shape (n,) or (1, n), found {ids.dtype} "
+            f"{ids.shape}; give each row of a batch a call of its own"
         )
-    if found.size and found.dtype.kind not in "iu":
-        raise ConfigError(f"tokens: expected whole numbers, found {found.dtype}")
-    return found.astype(np.int64)
+    if ids.size and ids.dtype.kind not in "iu":
+        raise ConfigError(f"tokens: expected whole numbers, found {ids.dtype}")
+    return ids.astype(np.int64)
 
 
 class Given:
@@ -122,7 +122,7 @@ class Given:
     def __init__(self) -> None:
         """Nothing yet."""
         self._pieces: list[tuple[int, int, Any]] = []
-        """First position, the one behind the last, and ids; None: they were restored."""
+        """First position, end, and ids; None: they were restored."""
 
     def add(self, first: int, count: int, ids: Any) -> None:
         """Note tokens from this position on: a tensor of any device, which is copied, or None."""
@@ -132,7 +132,7 @@ class Given:
             self._pieces.append((first, first + count, copied))
 
     def cut(self, length: int) -> None:
-        """Forget all from this position on."""
+        """Forget the ids from this position on."""
         while self._pieces and self._pieces[-1][1] > length:
             first, _, ids = self._pieces.pop()
             if first < length:
@@ -141,10 +141,10 @@ class Given:
     def unseen(self, length: int) -> int | None:
         """The first of `length` positions whose ids are unknown."""
         end = 0
-        for first, behind, _ in self._pieces:
+        for first, stop, _ in self._pieces:
             if first != end:
                 break
-            end = behind
+            end = stop
         return end if end < length else None
 
     def _join(self) -> None:
@@ -164,21 +164,21 @@ class Given:
     def other(self, tokens: TokenIds, first: int) -> tuple[int, int] | None:
         """The first position from `first` on where another id was computed, and that id."""
         self._join()
-        for at, behind, ids in self._pieces:
-            low, high = max(at, first), min(behind, len(tokens))
+        for start, stop, ids in self._pieces:
+            low, high = max(start, first), min(stop, len(tokens))
             if ids is None or low >= high:
                 continue
-            found = ids[low - at : high - at].numpy()
-            wrong = np.flatnonzero(found != tokens[low:high])
+            known = ids[low - start : high - start].numpy()
+            wrong = np.flatnonzero(known != tokens[low:high])
             if len(wrong):
-                return low + int(wrong[0]), int(found[wrong[0]])
+                return low + int(wrong[0]), int(known[wrong[0]])
         return None
 
 
 def _on_cpu(pieces: list[Any]) -> Any:
-    here = [one for one in pieces if one.device.type == "cpu"]  # joined before
-    there = [one for one in pieces if one.device.type != "cpu"]
-    return torch.cat([*here, *([torch.cat(there).cpu()] if there else [])])
+    local = [piece for piece in pieces if piece.device.type == "cpu"]  # joined before
+    remote = [piece for piece in pieces if piece.device.type != "cpu"]
+    return torch.cat([*local, *([torch.cat(remote).cpu()] if remote else [])])
 
 
 class PrefixCache(DynamicCache):
@@ -195,7 +195,7 @@ class PrefixCache(DynamicCache):
 
         Args:
             config: of the model.
-            tokens: the tokens it is going to hold; None: it is never saved under its tokens.
+            tokens: the tokens it will hold; None: it is never saved under its tokens.
         """
         super().__init__(config=config)
         self._attention = attention_layers(self)
@@ -207,14 +207,13 @@ class PrefixCache(DynamicCache):
         self._awaited: set[int] = set()
         """Layers that have not waited for `_load` yet."""
         self.watch: Any = None
-        """The `ModelWatch` of the connector that made it; None: what is computed is not looked
-        at."""
+        """The `ModelWatch` of the connector that made it; None: passes are not checked."""
         self.passing: tuple[Any, ...] = ()
-        """Of the pass that is under way: the module, and the tokens before and after it."""
+        """Of the current pass: the module, and the tokens before and after it."""
         self.spoilt: str | None = None
-        """Why nothing of it is saved any more."""
+        """Why it is no longer saved; None: it is."""
         self._doubts: dict[str, Any] = {}
-        """What may spoil it, and a flag on the device that says whether it does."""
+        """Inputs that may spoil it, each with a flag on the device: true if it does."""
         self._given = Given()
 
     @property
@@ -236,7 +235,7 @@ class PrefixCache(DynamicCache):
     @property
     def rows(self) -> set[int]:
         """Numbers of tokens that layers hold: between two passes they are all equal."""
-        return {int(self.layers[at].get_seq_length()) for at in self._attention}
+        return {int(self.layers[number].get_seq_length()) for number in self._attention}
 
     def extend(self, tokens: Any) -> None:
         """Name the tokens after the known ones, so that they are saved as well: usually the
@@ -260,13 +259,13 @@ class PrefixCache(DynamicCache):
         if self._cropped:
             raise ConfigError(
                 f"extend: this cache was cropped to {len(self._tokens)} of its known tokens, and "
-                "what was computed behind them is not known; begin another `prefix`"
+                "the tokens computed after them are unknown; begin another `prefix`"
             )
         if len(self._tokens) + len(more) > self.held + 1:
             raise ConfigError(
                 f"extend: {len(self._tokens)} tokens are known, and {self.held} computed, so "
                 f"expected at most {max(0, self.held + 1 - len(self._tokens))} more, found "
-                f"{len(more)}; give only what was generated, output[:, prompt:], and not before"
+                f"{len(more)}; give only the generated tokens, output[:, prompt:], and not before"
             )
         self.check_sound()
         tokens = np.concatenate([self._tokens, more])
@@ -299,7 +298,7 @@ class PrefixCache(DynamicCache):
         """Note that nothing from this position on was computed."""
         self._given.cut(length)
 
-    def check_given(self, tokens: TokenIds, first: int, who: str) -> None:
+    def check_given(self, tokens: TokenIds, first: int, call: str) -> None:
         """Check that these ids, from `first` on, were computed. Waits for a tensor on a device.
 
         Raises:
@@ -308,8 +307,8 @@ class PrefixCache(DynamicCache):
         wrong = self._given.other(tokens, first)
         if wrong is not None:
             raise ConfigError(
-                f"{who}: expected the tokens that were computed, {wrong[1]} at position "
-                f"{wrong[0]}, found {tokens[wrong[0]]}; give what was generated, "
+                f"{call}: expected the computed tokens, {wrong[1]} at position "
+                f"{wrong[0]}, found {tokens[wrong[0]]}; give the generated tokens, "
                 "output[:, prompt:]"
             )
 
@@ -328,15 +327,15 @@ class PrefixCache(DynamicCache):
             self._doubts[reason] = flag if former is None else former | flag
 
     def spoil(self, reason: str) -> ConfigError:
-        """Never save this cache any more; returns the error to raise."""
+        """Stop saving this cache; returns the error to raise."""
         self.spoilt = reason
         return ConfigError(f"past_key_values: {reason}. Nothing of it is saved")
 
     def check_sound(self) -> None:
-        """Whether what it holds may be saved.
+        """Check that the cache may be saved.
 
         Raises:
-            ConfigError: it may not; says why.
+            ConfigError: it may not; with the reason.
         """
         for reason, flag in self._doubts.items():
             if self.spoilt is None and bool(flag):
@@ -357,9 +356,9 @@ class PrefixCache(DynamicCache):
         unseen = self._given.unseen(len(self.tokens))
         if unseen is not None:
             raise self.spoil(
-                f"{len(self.tokens) - unseen} tokens from position {unseen} on were computed by "
-                "something else than the connector's model; compute with the model that the "
-                "Connector was given, which is compiled, if at all, behind that"
+                f"{len(self.tokens) - unseen} tokens from position {unseen} on were not computed "
+                "by the connector's model; compute with the model that the Connector was given; "
+                "to compile it, do so after that"
             )
 
     # ---- changes of the tokens held
@@ -489,8 +488,8 @@ def planes_of(pages: ModelPages, past: Any) -> DevicePlanes:
         raise ConfigError(f"past: expected a DynamicCache, found {type(past).__name__}")
     layers = pages.geometry.layers
     if attention_layers(past) != layers:
-        found = len(attention_layers(past))
-        raise ConfigError(f"past: expected {len(layers)} layers, found {found}")
+        kept = len(attention_layers(past))
+        raise ConfigError(f"past: expected {len(layers)} layers, found {kept}")
     if isinstance(past, PrefixCache):
         past.settle()
     for number, layer in ((at, past.layers[at]) for at in layers):
@@ -499,13 +498,13 @@ def planes_of(pages: ModelPages, past: Any) -> DevicePlanes:
                 f"past: expected layers that keep every token as it is, found layer {number} of "
                 f"{type(layer).__name__}"
             )
-        for one in (layer.keys, layer.values):
-            if one is not None and one.numel():
-                one_row(int(one.shape[0]))
-                if one.dtype != pages.dtype:
+        for tensor in (layer.keys, layer.values):
+            if tensor is not None and tensor.numel():
+                one_row(int(tensor.shape[0]))
+                if tensor.dtype != pages.dtype:
                     raise ConfigError(
-                        f"past: expected {pages.dtype}, as the model computes, found {one.dtype} "
-                        f"in layer {number}; is it computed under autocast?"
+                        f"past: expected {pages.dtype}, as the model computes, found "
+                        f"{tensor.dtype} in layer {number}; is it computed under autocast?"
                     )
     return layouts.dynamic_cache(layouts.Shard(pages.geometry), GROUP, past)
 

@@ -1,4 +1,4 @@
-"""What a hybrid model keeps besides keys and values: a recurrent state, as one page of a cache."""
+"""The recurrent states of a hybrid model: each is one page of a cache of their own."""
 
 from __future__ import annotations
 
@@ -33,32 +33,31 @@ class Part:
     """One tensor of the state of each layer."""
 
     name: str
-    """"conv", "recurrent", and "conv1" where a layer has several."""
+    """"conv" or "recurrent"; "conv1" and so on if a layer has several."""
     shape: tuple[int, ...]
-    """With the row of the batch in front: [1, channels, width], [1, heads, key_dim, value_dim]."""
+    """Including the batch: [1, channels, width], [1, heads, key_dim, value_dim]."""
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class StatePages:
-    """Pages of one model's states: what a cache for them must be created with."""
+    """Pages of one model's states: the configuration of their cache."""
 
     geometry: PageGeometry
     """One group, "state": a plane for each part, of every layer that has a state."""
     fingerprint: str
-    """Three words: whose weights these are, names and dtypes of the parts,
-    `geometry.fingerprint()`."""
+    """Three words: weights, names and dtypes of the parts, `geometry.fingerprint()`."""
     parts: tuple[Part, ...]
     device: str
-    """Where the model is: "cpu", or as "cuda:0"."""
+    """The model's device: "cpu", or such as "cuda:0"."""
     continues: bool
-    """Whether this release of transformers continues from a state with several tokens at once. If
-    not, the connector computes one after the other behind a state (Jamba, in 5.23)."""
+    """Whether this release of transformers continues from a state with several tokens in one pass.
+    If not, the connector computes tokens after a state one by one (Jamba, in 5.23)."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """For `Cache.create` and `Cache.open`, as `ModelPages.options`. A page is one state, and
-        worth something without those before it."""
+        """For `Cache.create` and `Cache.open`, as `ModelPages.options`. A page is one state, usable
+        without the pages before it."""
         return {
             "page_bytes": self.geometry.page_bytes,
             "page_tokens": 1,
@@ -68,31 +67,31 @@ class StatePages:
         }
 
 
-def describe_states(model: Any, past: DynamicCache, who: str, device: str) -> StatePages:
+def describe_states(model: Any, past: DynamicCache, weights: str, device: str) -> StatePages:
     """Pages of the states of a hybrid model.
 
     Args:
-        past: what it keeps of one token.
-        who: first word of the fingerprint.
+        past: the model's cache of one token.
+        weights: first word of the fingerprint.
 
     Raises:
         ConfigError: no states, states of several shapes, or a release of transformers that cannot
-            continue from them at all.
+            continue from them.
     """
     layers = state_layers(past)
-    found = [
+    tensors = [
         tuple(
-            Part(name, tuple(one.shape), one.dtype)
-            for name, one in parts_of(past.layers[at]).items()
+            Part(name, tuple(tensor.shape), tensor.dtype)
+            for name, tensor in parts_of(past.layers[number]).items()
         )
-        for at in layers
+        for number in layers
     ]
-    if len(set(found)) != 1 or not found[0]:
+    if len(set(tensors)) != 1 or not tensors[0]:
         raise ConfigError(
             f"model: expected states of one shape in every layer that keeps one, found "
-            f"{sorted(set(map(str, found)))} in {type(model).__name__}; these are not supported yet"
+            f"{sorted(set(map(str, tensors)))} in {type(model).__name__}; these are not supported"
         )
-    parts = found[0]
+    parts = tensors[0]
     planes = [
         Plane(part.name, torch.Size(part.shape).numel() * part.dtype.itemsize) for part in parts
     ]
@@ -100,7 +99,7 @@ def describe_states(model: Any, past: DynamicCache, who: str, device: str) -> St
     dtypes = ",".join(f"{part.name}:{str(part.dtype).removeprefix('torch.')}" for part in parts)
     return StatePages(
         geometry,
-        f"{who} {dtypes} {geometry.fingerprint()}",
+        f"{weights} {dtypes} {geometry.fingerprint()}",
         parts,
         device,
         _continues(model, device),
@@ -108,10 +107,10 @@ def describe_states(model: Any, past: DynamicCache, who: str, device: str) -> St
 
 
 def _continues(model: Any, device: str) -> bool:
-    """Whether it continues with several tokens as with one by one.
+    """Whether the model continues from a state with several tokens in one pass.
 
     Raises:
-        ConfigError: with neither.
+        ConfigError: it cannot continue with single tokens either.
     """
     whole = _first_states(computed(model, device, _TOKENS))
     fresh = _first_states(computed(model, device, _TOKENS[2:]))
@@ -123,37 +122,41 @@ def _continues(model: Any, device: str) -> bool:
             return continues
     raise ConfigError(
         f"model: expected a state from which the next token can be computed, found that "
-        f"{type(model).__name__} computes something else than without a cache; it is not supported"
+        f"{type(model).__name__} computes other values than without a cache; it is not supported"
     )
 
 
 def _first_states(past: DynamicCache) -> list[torch.Tensor]:
-    """Of the first two layers that have any: before rounding has gone through many."""
-    return [one for at in state_layers(past)[:2] for one in parts_of(past.layers[at]).values()]
+    """States of the first two layers that have any, where rounding errors are small."""
+    return [
+        tensor
+        for number in state_layers(past)[:2]
+        for tensor in parts_of(past.layers[number]).values()
+    ]
 
 
-def _near(found: list[torch.Tensor], whole: list[torch.Tensor], fresh: list[torch.Tensor]) -> bool:
-    """Whether states are those of all tokens, measured by how far those are that know the last
-    ones only."""
+def _near(split: list[torch.Tensor], whole: list[torch.Tensor], fresh: list[torch.Tensor]) -> bool:
+    """Whether states are those of all tokens, relative to the distance of states of only the last
+    tokens."""
     # One and several tokens are rounded differently: by 1e-7 of a state in float32, 3e-3 in
     # bfloat16. Models of random weights that ignore their state were wrong by 7e-2.
-    exact = all(one.dtype == torch.float32 for one in whole)
+    exact = all(tensor.dtype == torch.float32 for tensor in whole)
     noise, part = (1e-5, 1e-3) if exact else (5e-3, 3e-2)
     return all(
-        _distance(one, all_) <= noise * float(all_.float().norm()) + part * _distance(end, all_)
-        for one, all_, end in zip(found, whole, fresh, strict=True)
+        _distance(tensor, all_) <= noise * float(all_.float().norm()) + part * _distance(end, all_)
+        for tensor, all_, end in zip(split, whole, fresh, strict=True)
     )
 
 
-def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one.float() - other.float()).norm())
+def _distance(tensor: torch.Tensor, other: torch.Tensor) -> float:
+    return float((tensor.float() - other.float()).norm())
 
 
 def prepare(pages: StatePages, past: DynamicCache) -> None:
-    """Give every layer that keeps a state tensors for one, with nothing in them yet."""
-    for at in pages.geometry.layers:
+    """Give every layer that keeps a state uninitialised tensors for one."""
+    for number in pages.geometry.layers:
         set_parts(
-            past.layers[at],
+            past.layers[number],
             {
                 part.name: torch.empty(part.shape, dtype=part.dtype, device=pages.device)
                 for part in pages.parts
@@ -162,20 +165,20 @@ def prepare(pages: StatePages, past: DynamicCache) -> None:
 
 
 def planes_of_states(pages: StatePages, states: dict[int, dict[str, torch.Tensor]]) -> DevicePlanes:
-    """Where one state lies, by layer and part; the only slot is 0. Keeps the tensors alive.
+    """The planes of one state, by layer and part; the only slot is 0. Keeps the tensors alive.
 
     Raises:
         ConfigError: tensors of other shapes or dtypes than the model's.
     """
     shard = layouts.Shard(pages.geometry)
     for part in pages.parts:
-        for at in pages.geometry.layers:
-            one = states.get(at, {}).get(part.name)
-            if one is None or (tuple(one.shape), one.dtype) != (part.shape, part.dtype):
-                found = "none" if one is None else f"{one.dtype} {tuple(one.shape)}"
+        for number in pages.geometry.layers:
+            tensor = states.get(number, {}).get(part.name)
+            if tensor is None or (tuple(tensor.shape), tensor.dtype) != (part.shape, part.dtype):
+                found = "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
                 raise ConfigError(
                     f"past: expected a {part.name} state of {part.dtype} {part.shape} in layer "
-                    f"{at}, as the model keeps it, found {found}"
+                    f"{number}, as the model keeps it, found {found}"
                 )
     return join(
         *(
@@ -183,7 +186,7 @@ def planes_of_states(pages: StatePages, states: dict[int, dict[str, torch.Tensor
                 shard,
                 GROUP,
                 part.name,
-                {at: states[at][part.name].view(1, -1) for at in pages.geometry.layers},
+                {number: states[number][part.name].view(1, -1) for number in pages.geometry.layers},
                 axes="tc",
             )
             for part in pages.parts
@@ -191,27 +194,27 @@ def planes_of_states(pages: StatePages, states: dict[int, dict[str, torch.Tensor
     )
 
 
-# ---- Moves states between pages and the tensors of one sequence.
+# ---- Copies of states between pages and the tensors of one sequence
 
 States = dict[int, dict[str, Any]]
 """Tensors of one state, by layer and part."""
 
 
 class StateBackend:
-    """A `TransferBackend` between host pages and slots that are numbers only while a copy is asked
-    for: each stands for tensors of its own."""
+    """A `TransferBackend` between host pages and tensors. A slot number stands for the tensors of
+    one state while a copy begins."""
 
     shards = 1
 
     def __init__(self, pages: StatePages, pool: Pooled) -> None:
-        """No slot stands for anything."""
+        """No slot has tensors yet."""
         self._pages, self._pool = pages, pool
         self._lent: dict[int, States] = {}
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def lent(self, states: States) -> Iterator[int]:
-        """A slot that stands for these tensors within the `with`. A copy that goes on behind it
+        """A slot that stands for these tensors within the `with`. A copy still in flight after it
         keeps them alive."""
         with self._lock:
             slot = next(number for number in itertools.count() if number not in self._lent)
@@ -232,7 +235,7 @@ class StateBackend:
             self._pool.wait_for(new.pages)
             return self._engine(slots).offload(new, _places(slots))
         except BaseException:
-            new.release()  # also behind what is no error of ours, when nobody else does
+            new.release()  # also after exceptions that no other code handles
             raise
 
     def save(self, held: Allocation, slots: Slots) -> TransferHandle:
@@ -241,13 +244,13 @@ class StateBackend:
         return self._engine(slots).save(held, _places(slots))
 
     def _engine(self, slots: Slots) -> EngineBackend:
-        """For the one slot among these."""
+        """The engine for the only slot among these."""
         planes = planes_of_states(self._pages, self._lent[int(slots.max())])
         return EngineBackend(self._pool.engine, planes=planes)
 
 
 def _places(slots: Slots) -> Slots:
-    """Of tensors that hold one state, the only place is 0."""
+    """Slots with 0 instead of the slot number: tensors of one state have only that slot."""
     return np.where(slots < 0, -1, 0).astype(np.int64)
 
 

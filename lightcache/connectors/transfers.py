@@ -57,7 +57,7 @@ class Transfers:
         """
         if self.hybrid is not None:
             raise ConfigError(
-                "restore: expected a model of keys and values alone, found recurrent states; load "
+                "restore: expected a model of only keys and values, found recurrent states; load "
                 "both into `empty`: with `load`, and with `hybrid.checkpoints.load`"
             )
         return self._restore(lease, None, window)
@@ -144,7 +144,7 @@ class Transfers:
 
         Args:
             past: a `PrefixCache`, or a `DynamicCache` of one row, holding all tokens of the pages.
-            held: which pages.
+            held: the pages.
             positions: of the pages in the prompt's keys, needed for a shard; see `Offload`.
 
         Raises:
@@ -166,7 +166,9 @@ class Transfers:
         if not len(held.pages):
             return Offload(self.engine, held, np.arange(0), positions=positions)
         planes = self.planes(past)
-        length = min(int(past.layers[at].get_seq_length()) for at in self.pages.geometry.layers)
+        length = min(
+            int(past.layers[number].get_seq_length()) for number in self.pages.geometry.layers
+        )
         self._pool.wait_for(held.pages)
         return Offload(self.engine, held, np.arange(length), positions=positions, planes=planes)
 

@@ -77,7 +77,7 @@ class Connector(Transfers):
             chunk, every: of a hybrid model's `Grid`: prefill saves states at multiples of chunk and
                 page_tokens, and decoding at those of `every` as well. Processes may use different
                 values.
-            path_limit: bound on states of a hybrid model on one path, at least 2; the shallowest
+            path_limit: bound on states of a hybrid model on one path, at least 2; the first ones
                 beyond it are evicted, except where prompts diverge, and those in use. 0: no bound.
                 The default is that of `lightcache.hybrid.Checkpoints`.
 
@@ -95,10 +95,10 @@ class Connector(Transfers):
         self.cache = cache
         self.pages: ModelPages = describe_for(cache, model)
         check_states(states, model, self.pages)
-        for one in (cache, states):
-            if one is not None:
-                check_device(one, self.pages.device)
-        self._caches = [one for one in (cache, states) if one is not None]
+        for opened in (cache, states):
+            if opened is not None:
+                check_device(opened, self.pages.device)
+        self._caches = [opened for opened in (cache, states) if opened is not None]
         self._config = model.config
         self._figures = Counters()
         self._closed = False
@@ -119,7 +119,7 @@ class Connector(Transfers):
             self.pinned = self._pool.pinned
             """The pool as a GPU sees it; `pinned.wait()` waits for all of it. None on the CPU."""
             self.hybrid: HybridPrefixes | None = None
-            """For a model with recurrent states: what finds, takes and saves checkpoints."""
+            """Of a model with recurrent states: finds, takes and saves checkpoints."""
             if states is not None:
                 self.hybrid = HybridPrefixes(
                     cache,
@@ -191,14 +191,14 @@ class Connector(Transfers):
             self._figures.add(refused=1)
 
     def stats(self) -> ConnectorStats:
-        """Figures of this connector."""
+        """Counters of this connector."""
         states = None if self.hybrid is None else self.hybrid.checkpoints.stats()
         return self._figures.snapshot(states)
 
     def _check_use(self, namespace: Namespace | None) -> None:
         """Check that the caches are open, and their weights current."""
-        for one in self._caches:
-            one.index.segment.mark_used()
+        for cache in self._caches:
+            cache.index.segment.mark_used()
         space = self.cache.index.default_namespace if namespace is None else namespace
         self._watch.check_weights(space.weights)
 

@@ -1,5 +1,5 @@
-"""Trial passes of a few tokens that show what a model keeps; nothing is guessed from
-configurations."""
+"""Trial passes of a few tokens that show what a model caches, without guessing from its
+configuration."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lightcache.errors import ConfigError
 
 _TOKENS = 4
 _TRIALS = 3
-"""Trials with other tokens that a model must fail to be refused: rounding alone may send a token to
-another expert."""
+"""A model is refused if it fails this many trials with different tokens: rounding alone may send a
+token to another expert."""
 _SIGNS = {"is_causal": False, "is_decoder": False, "use_bidirectional_attention": True}
-"""What configurations call attention that is not causal."""
+"""Configuration fields of attention that is not causal."""
 
 
 def computed(
@@ -60,19 +60,21 @@ def forward(model: Any, past: DynamicCache, ids: Any, *, positions: bool = True)
 def takes_positions(model: Any) -> bool:
     """Whether a model accepts `position_ids`."""
     known = inspect.signature(model.forward).parameters
-    return "position_ids" in known or any(one.kind is one.VAR_KEYWORD for one in known.values())
+    return "position_ids" in known or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()
+    )
 
 
 def parts_of_model(model: Any) -> list[Any]:
     """`model.modules()`, in another order and five times as fast: each request calls this."""
-    found: dict[int, Any] = {}
+    parts: dict[int, Any] = {}
     open_ = [model]
     while open_:
         part = open_.pop()
-        if part is not None and id(part) not in found:
-            found[id(part)] = part
+        if part is not None and id(part) not in parts:
+            parts[id(part)] = part
             open_.extend(part._modules.values())
-    return list(found.values())
+    return list(parts.values())
 
 
 def check_evaluated(model: Any) -> None:
@@ -82,9 +84,9 @@ def check_evaluated(model: Any) -> None:
         ConfigError: a part is in training mode and drops values or adds noise.
     """
     for part in parts_of_model(model):
-        if part.training and (found := _chance(part)):
+        if part.training and (chance := _chance(part)):
             raise ConfigError(
-                f"model: {type(part).__name__} is in training mode with {found}, expected "
+                f"model: {type(part).__name__} is in training mode with {chance}, expected "
                 "evaluation mode: dropout makes keys and values random; call model.eval()"
             )
 
@@ -112,8 +114,8 @@ def check_passes(model: Any, device: str, vocabulary: int, *, several: bool = Tr
         Whether the model needs the positions of tokens that continue others.
 
     Raises:
-        ConfigError: the model adds rows, is not causal, or cannot continue from its cache. Names
-            which, and the cause if the configuration shows it.
+        ConfigError: the model adds rows, is not causal, or cannot continue from its cache; with the
+            cause if the configuration shows it.
     """
     rows = {int(keys.shape[2]) for keys, _ in _kept(computed(model, device, (0,)))}
     if rows - {1}:
@@ -124,7 +126,7 @@ def check_passes(model: Any, device: str, vocabulary: int, *, several: bool = Tr
     wrong = ""
     for trial in range(_TRIALS):
         first = 1 + trial * 2 * _TOKENS
-        tokens = [(first + at) % vocabulary for at in range(2 * _TOKENS)]
+        tokens = [(first + offset) % vocabulary for offset in range(2 * _TOKENS)]
         wrong = _wrong(model, device, tokens, several=several)
         if not wrong:
             return bool(_wrong(model, device, tokens, several=several, positions=False))
@@ -135,23 +137,23 @@ def _wrong(
     model: Any, device: str, tokens: list[int], *, several: bool, positions: bool = True
 ) -> str:
     """The error in the keys and values of some tokens; empty: none."""
-    one, other = tokens[:_TOKENS], tokens[_TOKENS:]
-    behind = [one[2:]] if several else [[each] for each in one[2:]]
-    whole = _kept(computed(model, device, one))
-    parts = _kept(computed(model, device, one[:2], *behind, positions=positions))
-    # Of the same last token after other tokens: how much it depends on those before it.
-    fresh = _kept(computed(model, device, [*other[:-1], one[-1]]))
+    prompt, other = tokens[:_TOKENS], tokens[_TOKENS:]
+    rest = [prompt[2:]] if several else [[token] for token in prompt[2:]]
+    whole = _kept(computed(model, device, prompt))
+    parts = _kept(computed(model, device, prompt[:2], *rest, positions=positions))
+    # The same last token after other tokens: shows how much it depends on the tokens before it.
+    fresh = _kept(computed(model, device, [*other[:-1], prompt[-1]]))
     name = type(model).__name__
     for layer, (all_, split, far) in enumerate(zip(whole, parts, fresh, strict=True)):
-        for full, found, another in zip(all_, split, far, strict=True):
-            if full.shape != found.shape:
+        for full, result, another in zip(all_, split, far, strict=True):
+            if full.shape != result.shape:
                 return (
                     f"expected as many rows of keys from two passes as from one, found "
-                    f"{found.shape[2]} and {full.shape[2]} in {name}"
+                    f"{result.shape[2]} and {full.shape[2]} in {name}"
                 )
             context = _relative(full[:, :, -1:], another[:, :, -1:])
             for late, rows in ((False, slice(0, 2)), (True, slice(2, None))):
-                distance = _relative(full[:, :, rows], found[:, :, rows])
+                distance = _relative(full[:, :, rows], result[:, :, rows])
                 if distance > _bound(full.dtype, context):
                     return _said(model, layer, distance, late=late)
     return ""
@@ -188,13 +190,13 @@ def _bound(dtype: torch.dtype, context: float) -> float:
     return max(1e-5, torch.finfo(dtype).eps / 2) + 0.1 * context
 
 
-def _relative(one: torch.Tensor, other: torch.Tensor) -> float:
-    size = float(one.float().norm())
-    return float((one.float() - other.float()).norm()) / size if size else 0.0
+def _relative(tensor: torch.Tensor, other: torch.Tensor) -> float:
+    size = float(tensor.float().norm())
+    return float((tensor.float() - other.float()).norm()) / size if size else 0.0
 
 
 def _kept(past: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    layers = [past.layers[at] for at in attention_layers(past)]
+    layers = [past.layers[number] for number in attention_layers(past)]
     return [
         (layer.keys, layer.values)
         for layer in layers

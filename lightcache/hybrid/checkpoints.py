@@ -50,15 +50,15 @@ class StateSpace:
     tier."""
 
     kv: Namespace
-    """Of the host's KV, beside which it was opened: says whose states these are."""
+    """The namespace of the host's KV for which it was opened."""
     device: Namespace | None
     host: Namespace | None
 
     def of(self, tier: Tier) -> Namespace:
         """The namespace in an existing tier."""
-        found = self.device if tier is Tier.DEVICE else self.host
-        assert found is not None
-        return found
+        namespace = self.device if tier is Tier.DEVICE else self.host
+        assert namespace is not None
+        return namespace
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class Path:
     """uint64 of shape (n, 2)."""
     space: StateSpace
     kv: Namespace | None = None
-    """Where KV has these keys; None: in its default namespace."""
+    """The namespace of KV with these keys; None: its default one."""
 
     def key(self, count: int) -> Keys:
         """The one key of the position that ends the first `count` keys."""
@@ -102,35 +102,35 @@ class StateSpaces:
         Raises:
             OutOfPages, LockTimeout: as `PageIndex.namespace`.
         """
-        found = self._usable(kv)
-        if found is None and good():  # a request from before the clear must not clear newer states
+        space = self._usable(kv)
+        if space is None and good():  # a request from before the clear must not clear newer states
             self.clear(kv.weights, kv.tenant)
-            found = self._open(kv)
+            space = self._open(kv)
             if not good():
                 self.clear(kv.weights, kv.tenant)
                 return None
-        return found
+        return space
 
     def _usable(self, kv: Namespace) -> StateSpace | None:
         """The state space opened here for this very KV namespace, unless it was cleared."""
-        found = self._known.get((kv.weights, kv.tenant))
-        if found is None or found.kv != kv:
+        space = self._known.get((kv.weights, kv.tenant))
+        if space is None or space.kv != kv:
             return None
-        if found.host is None or self._host is None:
-            return found
-        if self._host.index.namespace_state(found.host) is NamespaceState.NORMAL:
-            return found
+        if space.host is None or self._host is None:
+            return space
+        if self._host.index.namespace_state(space.host) is NamespaceState.NORMAL:
+            return space
         self.clear(kv.weights, kv.tenant)  # on the device, too
         return None
 
     def _open(self, kv: Namespace) -> StateSpace:
         names = kv.weights, kv.tenant
-        made = self._known[names] = StateSpace(
+        space = self._known[names] = StateSpace(
             kv,
             None if self._slots is None else self._slots.namespace(*names),
             None if self._host is None else self._host.namespace(*names),
         )
-        return made
+        return space
 
     def live(self, space: StateSpace) -> bool:
         """Whether this process has not cleared it."""
@@ -185,7 +185,7 @@ class _Group:
     lease: Lease
     transfers: list[BlockTransfer]
     origins: dict[int, _Origin]
-    """Of those that are to be on the host, by their slots."""
+    """Checkpoints to be written to the host, by slot."""
 
 
 @dataclass(eq=False)
@@ -198,9 +198,9 @@ class Copied:
     over: bool = False
 
 
-class StateTraffic:
-    """All copies of one `Checkpoints`, whose lock is held around every call. Calls that begin a
-    copy, and `close`, take it themselves."""
+class StateTransfers:
+    """All copies of one `Checkpoints`. Its lock is held around every call; calls that begin a copy,
+    and `close`, take it themselves."""
 
     def __init__(
         self, owner: Checkpoints, backend: TransferBackend | None, time_limit: float
@@ -217,26 +217,26 @@ class StateTraffic:
 
     def copied(self, copying: Copying, slots: Pages, leases: list[Lease]) -> Copied:
         """Note a launch that writes these slots. Releases the leases once it has been executed."""
-        made = Copied(copying, slots, leases)
+        copy = Copied(copying, slots, leases)
         with self._owner.lock:
-            self._copies.append(made)
+            self._copies.append(copy)
             self._look_at_copies()
-        return made
+        return copy
 
     def _look_at_copies(self) -> None:
-        for one in list(self._copies):
+        for copy in list(self._copies):
             try:
-                if not one.copying.done():
+                if not copy.copying.done():
                     continue
             except Exception as error:  # a failed device copies nothing more
-                if goes_on(one.copying):
+                if goes_on(copy.copying):
                     raise  # not an error of the copy: as in `BlockTransfer.block`
                 self.moves.foreign.note(error)
-            self._copies.remove(one)
-            one.over = True
-            for lease in one.leases:
+            self._copies.remove(copy)
+            copy.over = True
+            for lease in copy.leases:
                 lease.release()
-            one.leases.clear()
+            copy.leases.clear()
 
     # ---- to the host
 
@@ -380,7 +380,9 @@ class StateTraffic:
         return sum(len(group.lease) for group in self._groups)
 
     def _look_at_groups(self) -> None:
-        over = [group for group in self._groups if all(each.over for each in group.transfers)]
+        over = [
+            group for group in self._groups if all(transfer.over for transfer in group.transfers)
+        ]
         self._groups = [group for group in self._groups if group not in over]
         for group in over:
             try:
@@ -394,19 +396,21 @@ class StateTraffic:
         again meanwhile, which counts as a use, so that others are tried next."""
         slots = self._owner.slots
         assert slots is not None
-        written = {at: one for at, one in group.origins.items() if self._there(one, Tier.HOST)}
+        written = {
+            slot: origin for slot, origin in group.origins.items() if self._there(origin, Tier.HOST)
+        }
         with contextlib.ExitStack() as pins:
-            for at in group.origins.keys() - written.keys():
-                origin = group.origins[at]
+            for slot in group.origins.keys() - written.keys():
+                origin = group.origins[slot]
                 key = np.ascontiguousarray(origin.path.key(origin.count))
                 pins.enter_context(slots.match(key, namespace=origin.path.space.device))
-            gone = slots.discard(group.lease)
-        left = [at for at, origin in written.items() if not self._there(origin, Tier.DEVICE)]
-        for at in left:
-            self._origins.pop(at, None)
+            discarded = slots.discard(group.lease)
+        left = [slot for slot, origin in written.items() if not self._there(origin, Tier.DEVICE)]
+        for slot in left:
+            self._origins.pop(slot, None)
         self._owner.counts.add(
             demotions=len(left),
-            demotions_lost=max(0, gone - len(left)),
+            demotions_lost=max(0, discarded - len(left)),
             kept_unwritten=len(group.origins) - len(written),
         )
 
@@ -422,9 +426,9 @@ class StateTraffic:
 
     def busy(self, slots: Pages) -> npt.NDArray[np.bool_]:
         """See `Checkpoints.in_flight`."""
-        written = [one.slots for one in self._copies]
-        found = self.moves.busy(slots)
-        return found | np.isin(slots, np.concatenate(written)) if written else found
+        written = [copy.slots for copy in self._copies]
+        busy = self.moves.busy(slots)
+        return busy | np.isin(slots, np.concatenate(written)) if written else busy
 
     def poll(self) -> int:
         """See `Checkpoints.poll`."""
@@ -452,46 +456,45 @@ class StateTraffic:
 
 @dataclass(frozen=True)
 class CheckpointStats:
-    """Figures of this process since the checkpoints were made, in checkpoints unless stated
+    """Counters of this process since the checkpoints were made, in checkpoints unless stated
     otherwise."""
 
     requests: int = 0
-    """Taken."""
+    """Requests taken."""
     device_hits: int = 0
-    """Requests that went on from a checkpoint of the device."""
+    """Requests that continued from a checkpoint of the device."""
     host_hits: int = 0
     storage_hits: int = 0
-    """Of these of the host, from one that storage was read for."""
+    """Of the host hits, those read from storage."""
     usable_tokens: int = 0
-    """Of prompts, that need not be computed."""
+    """Tokens of prompts that need not be computed."""
     unusable_tokens: int = 0
-    """Whose KV was there, behind the checkpoint."""
+    """Tokens after the checkpoint whose KV was cached."""
     donated: int = 0
     """Saved states that became checkpoints."""
     merged: int = 0
-    """Saved states that were there already."""
+    """Saved states that were checkpoints already."""
     refused: int = 0
-    """Saved states that could not become checkpoints: no room under the key, or weights that have
-    gone."""
+    """Saved states that could not become checkpoints: no room under the key, or cleared weights."""
     bounded: int = 0
-    """Evicted because their path had too many."""
+    """Checkpoints evicted because their path had too many."""
     copies: int = 0
-    """From a checkpoint to a working slot."""
+    """Copies from a checkpoint to a working slot."""
     loads: int = 0
     failed_loads: int = 0
     offloads: int = 0
     failed_offloads: int = 0
     no_room: int = 0
-    """That were to be written to the host and found no room."""
+    """Checkpoints not written to the host because there was no room."""
     demotions: int = 0
-    """That left the device ahead of need, and that the host had then."""
+    """Checkpoints evicted from the device ahead of need, with a copy on the host."""
     demotions_lost: int = 0
-    """That left the device and that the host had not: not to be written there; or, with write-back,
-    evicted because a slot was needed at once."""
+    """Checkpoints evicted from the device without a copy on the host: not to be written there; or,
+    with write-back, evicted because a slot was needed immediately."""
     kept_unwritten: int = 0
-    """Demotions that were given up, for the host had no room or the write failed: they stayed."""
+    """Checkpoints that stayed on the device because the host had no room or the write failed."""
     dropped_tokens: int = 0
-    """KV behind the deepest checkpoint of requests that ended, by policy."""
+    """Tokens of KV after the last checkpoint of ended requests, evicted by `drop_tails`."""
 
     @property
     def request_ratio(self) -> float:
@@ -513,21 +516,21 @@ class Counts(Counter[str]):
             self[name] += count
 
     def snapshot(self) -> CheckpointStats:
-        """As they are now."""
+        """The current values."""
         return CheckpointStats(**self)
 
 
 # ---- The bound on checkpoints of one path
 
 PATH_LIMIT = 2
-"""Checkpoints on one path, where nothing else is said: a conversation goes on from its last one,
-and others make more of the room of those before it (docs/benchmarks.md)."""
-_PARTED = 1 << 12  # most remembered forks
+"""Default bound on checkpoints of one path: a conversation continues from its last one, and other
+conversations use the slots of earlier ones better (docs/benchmarks.md)."""
+_PARTED = 1 << 12  # maximum number of remembered forks
 
 
 class PathBound:
-    """Bounds the checkpoints of one path: evicts the shallowest beyond it, but never forks, the
-    deepest, or checkpoints in use, and the newest last. The process that adds a checkpoint enforces
+    """Bounds the checkpoints of one path: evicts the first ones beyond it, but never forks, the
+    last, or checkpoints in use, and the newest last. The process that adds a checkpoint enforces
     the bound on the path it knows; continuations by other keys are bounded when a checkpoint is
     added there."""
 
@@ -537,7 +540,7 @@ class PathBound:
         """No fork is known.
 
         Args:
-            most: on one path of either tier; None: no bound.
+            most: maximum on one path of either tier; None: no bound.
             parting: see `Checkpoints`.
 
         Raises:
@@ -547,9 +550,9 @@ class PathBound:
         self._counts = counts
         self._parting = parting
         self._parted: OrderedDict[bytes, None] = OrderedDict()
-        """Keys at which prompts part."""
+        """Keys at which prompts diverge."""
 
-    def parts(self, key: Keys) -> None:
+    def note_fork(self, key: Keys) -> None:
         """Note that prompts diverge here, though no checkpoint follows yet."""
         self._parted[key.tobytes()] = None
         if len(self._parted) > _PARTED:
@@ -564,49 +567,48 @@ class PathBound:
 
     def _enforce(self, index: PageIndex, path: Path, tier: Tier, count: int, most: int) -> None:
         space, keys = path.space.of(tier), path.keys
-        there = _standing(index, keys, space)
-        excess = len(there) - most
+        present = _standing(index, keys, space)
+        excess = len(present) - most
         if excess <= 0:
             return
-        children = index.children(keys[there], namespace=space)
-        children = np.maximum(children, self._parting_behind(path, there))
-        forks = self._forks(children, keys[there])
-        others = zip(there[:-1].tolist(), forks, strict=False)
+        children = index.children(keys[present], namespace=space)
+        children = np.maximum(children, self._parting_after(path, present))
+        forks = self._forks(children, keys[present])
+        others = zip(present[:-1].tolist(), forks, strict=False)
         for i, fork in sorted(others, key=lambda one: one[0] == count - 1):
             if excess and not fork and index.drop(keys[i : i + 1], namespace=space):
                 self._counts.add(bounded=1)
                 excess -= 1
 
-    def _parting_behind(self, path: Path, there: Positions) -> Pages:
-        """The most continuations of KV between each checkpoint and the next, from any process, even
-        if the checkpoints of other branches have been evicted."""
+    def _parting_after(self, path: Path, present: Positions) -> Pages:
+        """The maximum number of continuations of KV between each checkpoint and the next, from any
+        process, even if the checkpoints of other branches have been evicted."""
         if self._parting is None:
-            return np.zeros(len(there), np.int32)
-        return np.maximum.reduceat(self._parting(path), there)
+            return np.zeros(len(present), np.int32)
+        return np.maximum.reduceat(self._parting(path), present)
 
     def _forks(self, children: Pages, keys: Keys) -> list[bool]:
         """Which of these are forks, or were: prompts still diverge at a fork whose branches the
         bound has evicted, and only this record shows it."""
-        found = []
+        forks = []
         for count, key in zip(children.tolist(), keys, strict=True):
             if count > 1:
-                self.parts(key)
-            found.append(key.tobytes() in self._parted)
-        return found
+                self.note_fork(key)
+            forks.append(key.tobytes() in self._parted)
+        return forks
 
 
 def _standing(index: PageIndex, keys: Keys, space: Namespace | None) -> Positions:
-    """Positions of checkpoints on a path, the shallowest first. They are few among thousands of
+    """Positions of checkpoints on a path, ascending. They are few among thousands of
     keys, so `last_ready` steps from one to the next, 5 ns a key in all."""
-    found, behind = [], len(keys)
-    while behind := index.last_ready(keys[:behind], namespace=space):
-        behind -= 1
-        found.append(behind)
-    return np.array(found[::-1], np.int64)
+    positions, end = [], len(keys)
+    while end := index.last_ready(keys[:end], namespace=space):
+        end -= 1
+        positions.append(end)
+    return np.array(positions[::-1], np.int64)
 
 
-# ---- Checkpoints: saved states of recurrent layers, found by the keys of KV, in tiers of their
-# own.
+# ---- Checkpoints
 
 _NEW, _PRESENT = int(KeyStatus.NEW), int(KeyStatus.PRESENT)
 Found = tuple[Tier, int]
@@ -644,16 +646,17 @@ class Checkpoints:
             host: an independent cache whose pages are states; None: none.
             backend: moves bytes between slots and host pages; a page holds one token, the slot.
             copier: copies from slot to slot.
-            write: THROUGH: write a checkpoint to the host at once; BACK: when the device needs its
-                slot. Always at once without a device, or with a storage, which is written from the
-                host.
-            most: most checkpoints on one path of either tier; beyond it the shallowest are evicted,
-                except forks. A conversation continues from its last checkpoint, so the room of
-                earlier ones serves other conversations better (docs/benchmarks.md). None: no bound.
+            write: THROUGH: write a checkpoint to the host immediately; BACK: when the device needs
+                its slot. Always THROUGH without a device, or with a storage, which is written from
+                the host.
+            most: maximum number of checkpoints on one path of either tier; beyond it the first
+                ones are evicted, except forks. A conversation continues from its last checkpoint,
+                so other conversations use the slots of earlier ones better (docs/benchmarks.md).
+                None: no bound.
             low_water: slots to keep free by writing back early. None: with BACK a fiftieth of all,
                 at least 1; else none.
             storage: a `StorageTier` or `StorageClient` of the host cache; None: none.
-            time_limit: most seconds that a call waits for a lock.
+            time_limit: maximum seconds that a call waits for a lock.
             parting: the number of KV pages that continue each position of a path, as
                 `PageIndex.children` of the KV index: prompts of any process diverge where it is two
                 or more. None: only children of checkpoints count.
@@ -666,7 +669,7 @@ class Checkpoints:
                 raise ConfigError(
                     f"checkpoints: expected indexes made with independent=True, found {index}; "
                     "else "
-                    "the deepest checkpoints would go first"
+                    "the last checkpoints would be evicted first"
                 )
         if slots is None and host is None:
             raise ConfigError("checkpoints: expected slots, a host cache or both, found neither")
@@ -686,7 +689,7 @@ class Checkpoints:
         self.lock = threading.RLock()
         self.counts = Counts()
         self.spaces = StateSpaces(slots, host)
-        self.traffic = StateTraffic(self, backend, time_limit)
+        self.traffic = StateTransfers(self, backend, time_limit)
         self._planned: dict[Hashable, Tier] = {}
         self.most = most
         self._bound = PathBound(most, self.counts, parting)
@@ -702,13 +705,13 @@ class Checkpoints:
         """The existing tiers with their indexes; the device first."""
         return self._tiers
 
-    # ---- finding
+    # ---- lookup
 
     def last_ready(
         self, path: Path, most: int | None = None, *, tiers: frozenset[str] | None = None
     ) -> Found | None:
-        """The deepest checkpoint among the first `most` positions of a path, on the device, or on
-        the host if deeper there; None: there is none. Pins nothing, and is not a use. No lock;
+        """The last checkpoint among the first `most` positions of a path, on the device, or on the
+        host if that has a later one; None: there is none. Pins nothing, and is not a use. No lock;
         about 5 ns a position.
 
         Args:
@@ -719,9 +722,10 @@ class Checkpoints:
         for tier, index in self._tiers:
             if first == len(keys) or (tiers is not None and tier.value not in tiers):
                 continue
-            found = index.last_ready(keys[first:] if first else keys, namespace=path.space.of(tier))
-            if found:
-                first += found
+            rest = keys[first:] if first else keys
+            position = index.last_ready(rest, namespace=path.space.of(tier))
+            if position:
+                first += position
                 best = tier, first
         return best
 
@@ -733,8 +737,9 @@ class Checkpoints:
         if len(parts) == 1:
             return [index.last_ready(parts[0], namespace=space.of(tier))]
         keys, offsets = joined(parts)
-        found: list[int] = index.last_ready_many(keys, offsets, namespace=space.of(tier)).tolist()
-        return found
+        namespace = space.of(tier)
+        positions: list[int] = index.last_ready_many(keys, offsets, namespace=namespace).tolist()
+        return positions
 
     def plan(self, request: Hashable, path: Path, found: Found, ttl: float) -> bool:
         """Pin a checkpoint tentatively, and drop the request's earlier plan; returns False if the
@@ -787,13 +792,15 @@ class Checkpoints:
         if self.slots is None:
             raise ConfigError("acquire: there are no device slots here; give the engine's own")
         if n > self.slots.pages:
-            raise OutOfPages(f"acquire: {n} slots were asked for, there are {self.slots.pages}")
+            raise OutOfPages(
+                f"acquire: expected at most {self.slots.pages} slots, all there are, found {n}"
+            )
         with self.lock:
             if self.write is WritePolicy.BACK and self.host is not None:
                 self._make_room(n, self.slots)
-            found = self.slots.allocate(n).detach()
-            self.traffic.overwritten(found)
-            return found
+            slots = self.slots.allocate(n).detach()
+            self.traffic.overwritten(slots)
+            return slots
 
     def _make_room(self, n: int, slots: PageIndex) -> None:
         """Slots being written back are pinned, so write back only if enough other slots remain."""
@@ -811,7 +818,7 @@ class Checkpoints:
         if len(slots) and self.slots is not None:
             self.slots.free(slots)
 
-    # ---- making them
+    # ---- donation
 
     def donate(
         self,
@@ -845,7 +852,7 @@ class Checkpoints:
         """
         with self.lock:
             if fork:
-                self._bound.parts(path.key(count))
+                self._bound.note_fork(path.key(count))
             if self.slots is None:
                 return self.traffic.offload(slot, path, count, of=of, ends=ends) if host else None
             pinned = self._name(slot, path, count)
@@ -884,7 +891,7 @@ class Checkpoints:
         return int(named.pages[0]) if named.status[0] in (_NEW, _PRESENT) else None
 
     def give_back(self, slots: Sequence[int]) -> None:
-        """As `free`, at once or as soon as the lock is available."""
+        """As `free`, now or as soon as the lock is available."""
         if self.slots is None or not len(slots):
             return
         try:
@@ -895,7 +902,7 @@ class Checkpoints:
             self._later += slots
 
     def chain(self, tier: Tier, path: Path, count: int) -> Keys:
-        """The key of a new checkpoint, preceded by that of the deepest checkpoint before it."""
+        """The key of a new checkpoint, preceded by that of the last checkpoint before it."""
         index = self._index(tier)
         assert index is not None
         before = index.last_ready(path.keys[: count - 1], namespace=path.space.of(tier))
@@ -979,7 +986,7 @@ class Checkpoints:
             self._bound.enforce(self.host.index, path, Tier.HOST, count)
 
     def stats(self) -> CheckpointStats:
-        """Figures of this process."""
+        """Counters of this process."""
         with self.lock:
             return self.counts.snapshot()
 
@@ -1017,7 +1024,7 @@ __all__ = [
     "PathBound",
     "StateSpace",
     "StateSpaces",
-    "StateTraffic",
+    "StateTransfers",
     "Tier",
     "clear_states",
 ]

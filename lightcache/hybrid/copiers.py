@@ -19,17 +19,17 @@ from lightcache.kernels.geometry import KVGroup, Plane, held_heads
 
 @dataclass(frozen=True)
 class Section:
-    """A run of a part's first axis that tensor-parallel ranks divide among them by heads."""
+    """A range of a part's first axis that tensor-parallel ranks divide by heads."""
 
     name: str
     heads: int
     size: int = 1
-    """Places of the axis that each head has."""
+    """Elements of the axis in each head."""
 
 
 @dataclass(frozen=True)
 class StatePart:
-    """One of the tensors that a linear layer keeps for each sequence."""
+    """One tensor of a linear layer's state, for one sequence."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,8 +39,8 @@ class StatePart:
     sharded: bool = True
     """Divided among tensor-parallel ranks; otherwise each has all of it."""
     sections: tuple[Section, ...] = ()
-    """Of the first axis, in its order: each is divided by itself, as the q, k and v channels of a
-    convolution are. None: every place of the axis is a head."""
+    """Of the first axis, in its order. Each is divided by itself, as the q, k and v channels of a
+    convolution. None: every element of the axis is a head."""
 
     def __post_init__(self) -> None:
         """Check.
@@ -63,19 +63,19 @@ class StatePart:
             or sum(each.heads * each.size for each in self.sections) != self.shape[0]
         ):
             raise ConfigError(
-                f"{where}: expected sections of a sharded part that are together its "
-                f"{self.shape[0]} places of the first axis, found sharded={self.sharded} and "
+                f"{where}: expected sections of a sharded part that cover the {self.shape[0]} "
+                f"elements of its first axis, found sharded={self.sharded} and "
                 f"{self.sections}"
             )
 
     def planes(self) -> tuple[Plane, ...]:
-        """Of a page: one for each section, named `part_section`; the whole part is one of the
-        part's name. A head's row is all that it has of the part, in the order of the shape."""
+        """Planes of a page: one for each section, named `part_section`; without sections one with
+        the part's name. A head's row has all its elements, in the order of the shape."""
         inner = math.prod(self.shape[1:]) * self.dtype_bytes
         if self.sections:
             return tuple(
-                Plane(f"{self.name}_{each.name}", each.size * inner, each.heads)
-                for each in self.sections
+                Plane(f"{self.name}_{section.name}", section.size * inner, section.heads)
+                for section in self.sections
             )
         if self.sharded and self.shape:
             return (Plane(self.name, inner, self.shape[0]),)
@@ -98,11 +98,11 @@ def state_bytes(parts: Iterable[StatePart], ranks: int = 1) -> int:
     Raises:
         ConfigError: no parts, or ranks that cannot share one evenly.
     """
-    found = list(parts)
+    listed = list(parts)
     count(ranks, "ranks", 1, 1 << 20)
-    if not found:
+    if not listed:
         raise ConfigError("state: expected at least one part")
-    return sum(part.bytes_of(ranks) for part in found)
+    return sum(part.bytes_of(ranks) for part in listed)
 
 
 def state_groups(
@@ -122,20 +122,20 @@ def state_groups(
     Raises:
         ConfigError: no parts, or one of another number of layers.
     """
-    found = list(parts)
-    for part in found:
+    listed = list(parts)
+    for part in listed:
         if part.layers != len(layers):
             raise ConfigError(
                 f"state part {part.name!r}: expected {len(layers)} layers, those of {layers}, "
                 f"found {part.layers}"
             )
-    planes = [plane for part in found for plane in part.planes()]
+    planes = [plane for part in listed for plane in part.planes()]
     divided = [plane for plane in planes if plane.heads > 1]
     whole = [plane for plane in planes if plane.heads == 1]
     groups = []
     if divided:
-        most = math.gcd(*(plane.heads for plane in divided))
-        groups.append(KVGroup.state(name, layers=layers, parts=divided, head_groups=most))
+        divisor = math.gcd(*(plane.heads for plane in divided))
+        groups.append(KVGroup.state(name, layers=layers, parts=divided, head_groups=divisor))
     if whole or not divided:
         groups.append(KVGroup.state(f"{name}.whole", layers=layers, parts=whole))
     return groups
@@ -156,20 +156,20 @@ def gated_delta_parts(
     text = getattr(config, "text_config", config)
 
     def of(name: str) -> Any:
-        found = getattr(text, name, None)
-        if found is None:
+        value = getattr(text, name, None)
+        if value is None:
             raise ConfigError(
                 f"config: {type(config).__name__} has no {name!r}, so it is no model of gated "
                 "delta nets; list its parts as StatePart"
             )
-        return found
+        return value
 
     layers = list(of("layer_types")).count("linear_attention")
     key = of("linear_num_key_heads") * of("linear_key_head_dim")
     heads, width = of("linear_num_value_heads"), of("linear_value_head_dim")
     before = of("linear_conv_kernel_dim") - 1  # tokens that the convolution looks back on
     sections = (
-        *(Section(one, of("linear_num_key_heads"), of("linear_key_head_dim")) for one in "qk"),
+        *(Section(part, of("linear_num_key_heads"), of("linear_key_head_dim")) for part in "qk"),
         Section("v", heads, width),
     )
     channels = 2 * key + heads * width
@@ -183,7 +183,7 @@ def gated_delta_parts(
 
 
 class Copying(Protocol):
-    """Copies that were launched."""
+    """Launched copies."""
 
     def done(self) -> bool:
         """Whether they have been executed, so that reads on any stream see the result. Does not
@@ -195,8 +195,8 @@ class Copying(Protocol):
 
 
 class StateCopier(Protocol):
-    """Copies states from slot to slot. A launch for all pairs; launches of one stream happen in
-    order, and before what is launched there later."""
+    """Copies states from slot to slot, in one launch for all pairs. Launches of one stream are
+    executed in order with all other work there."""
 
     def copy(self, sources: Pages, targets: Pages, stream: Any = None) -> Copying:
         """Copy slot sources[i] to slot targets[i], int32. No slot is both a source and a target, or
@@ -219,7 +219,7 @@ class _Done:
 
 
 class ArrayCopier:
-    """For states in an array of the host, slot by slot: copies at once."""
+    """For states in a host array, slot by slot. Copies synchronously."""
 
     def __init__(self, states: npt.NDArray[Any]) -> None:
         """Args:

@@ -56,30 +56,30 @@ class HybridRequest:
     options: RequestOptions
     match: HybridMatch
     states: StateSpace | None
-    """None: no checkpoint is made of it."""
+    """None: it saves no checkpoints."""
     found: Taken | None
     """Until it is restored."""
     running: Request
-    """Its KV."""
+    """Its request in the KV manager."""
     slots: RequestSlots | None = None
-    """From then on."""
+    """Its slots, from `restore` on."""
     loading: BlockTransfer | None = None
-    """What brings the state from the host."""
+    """The load of its state from the host."""
     transfers: list[BlockTransfer] = field(default_factory=list)
-    """Copies between its slots and the host, that one included."""
+    """Copies between its slots and the host, including `loading`."""
     copies: list[Copied] = field(default_factory=list)
     """Launches that write its slots."""
     leaving: list[int] = field(default_factory=list)
-    """Of one that has ended: slots to be given back."""
+    """After its end: slots to give back."""
 
     counted: Counts = field(default_factory=Counts)
-    """What it adds to the figures."""
+    """Its counts in the statistics."""
 
     @property
     def busy(self) -> bool:
         """Whether a copy used its slots at the last look."""
-        self.transfers = [each for each in self.transfers if not each.over]
-        self.copies = [each for each in self.copies if not each.over]
+        self.transfers = [transfer for transfer in self.transfers if not transfer.over]
+        self.copies = [copy for copy in self.copies if not copy.over]
         return bool(self.transfers or self.copies)
 
     @property
@@ -98,9 +98,9 @@ class HybridRequest:
 
     def let_go(self) -> None:
         """Release a checkpoint that was not restored."""
-        found, self.found = self.found, None
-        if found is not None:
-            found[1].release()
+        taken, self.found = self.found, None
+        if taken is not None:
+            taken[1].release()
 
 
 def _went_well(load: BlockTransfer) -> bool:
@@ -110,7 +110,7 @@ def _went_well(load: BlockTransfer) -> bool:
     return load.state is State.DONE
 
 
-# ---- Restoring: a request's initial state in its working slot
+# ---- Restore: a request's initial state in its working slot
 
 
 @dataclass(frozen=True)
@@ -120,13 +120,13 @@ class Restored:
     working: Pages
     """The working slot of each, int32."""
     sources: Pages
-    """Slots of checkpoints that are copied, in one launch,"""
+    """Slots of checkpoints that one launch copies to `targets`."""
     targets: Pages
-    """to these working slots."""
+    """Working slots."""
     zeroed: Pages
     """Working slots without a match."""
     loads: dict[Hashable, BlockTransfer]
-    """Of those whose state comes from the host."""
+    """Loads of states from the host, by request."""
 
     def wait_on(self, stream: Any = None) -> None:
         """Let a device stream (None: the current one) wait for the loads. Copies need no wait: they
@@ -197,59 +197,62 @@ def restore(
     stream: Any,
 ) -> Restored:
     """See `HybridManager.restore`."""
-    for one in running:
-        if one.slots is not None:
-            raise ConfigError(f"restore: the request {one.id!r} has its slots already")
-    ahead, given = owner.config.ahead, _acquired(owner, len(running)) if slots is None else slots
-    made = [
-        RequestSlots(numbers[0], numbers[1:], ahead=ahead, keep=one.match.branching)
-        for one, numbers in zip(running, given, strict=True)
+    for request in running:
+        if request.slots is not None:
+            raise ConfigError(f"restore: the request {request.id!r} has its slots already")
+    ahead = owner.config.ahead
+    numbers_of = _acquired(owner, len(running)) if slots is None else slots
+    slots_of = [
+        RequestSlots(numbers[0], numbers[1:], ahead=ahead, keep=request.match.branching)
+        for request, numbers in zip(running, numbers_of, strict=True)
     ]
-    for one, each in zip(running, made, strict=True):
-        one.slots = each
-    return _launch(owner, running, made, stream)
+    for request, request_slots in zip(running, slots_of, strict=True):
+        request.slots = request_slots
+    return _launch(owner, running, slots_of, stream)
 
 
 def _acquired(owner: HybridManager, requests: int) -> list[list[int]]:
     """Slots for each request: only a working slot if there are too few."""
-    beside = RequestSlots.needed(owner.config.ahead) if owner.config.alternating else 0
+    needed = RequestSlots.needed(owner.config.ahead) if owner.config.alternating else 0
     try:
-        every = owner.checkpoints.acquire(requests * (1 + beside))
+        every = owner.checkpoints.acquire(requests * (1 + needed))
     except OutOfPages:
         every = owner.checkpoints.acquire(requests)
-    found: list[list[int]] = every.reshape(requests, -1).tolist() if requests else []
-    return found
+    numbers: list[list[int]] = every.reshape(requests, -1).tolist() if requests else []
+    return numbers
 
 
 def _launch(
-    owner: HybridManager, running: list[HybridRequest], made: list[RequestSlots], stream: Any
+    owner: HybridManager, running: list[HybridRequest], slots_of: list[RequestSlots], stream: Any
 ) -> Restored:
     traffic, loads = owner.checkpoints.traffic, {}
     pairs: list[tuple[HybridRequest, int, int]] = []
     empty: list[tuple[HybridRequest, int]] = []
-    for one, slots in zip(running, made, strict=True):
-        if one.found is None:
-            empty.append((one, slots.working))
-        elif one.found[0] is Tier.DEVICE:
-            pairs.append((one, int(one.found[1].pages[0]), slots.working))
+    for request, slots in zip(running, slots_of, strict=True):
+        if request.found is None:
+            empty.append((request, slots.working))
+        elif request.found[0] is Tier.DEVICE:
+            pairs.append((request, int(request.found[1].pages[0]), slots.working))
         else:
-            (_, lease), one.found = one.found, None
-            one.loading = loads[one.id] = traffic.load(lease, slots.working, one.transfers)
+            (_, lease), request.found = request.found, None
+            request.loading = loads[request.id] = traffic.load(
+                lease, slots.working, request.transfers
+            )
     zeroed = _slots([slot for _, slot in empty])
     sources, targets = _slots([pair[1] for pair in pairs]), _slots([pair[2] for pair in pairs])
-    zero([one for one, _ in empty], zeroed, owner, stream)
+    zero([request for request, _ in empty], zeroed, owner, stream)
     if pairs:
         copying = owner.copier.copy(sources, targets, stream)
         leases = []
-        for one, _, _ in pairs:
-            assert one.found is not None
-            leases.append(one.found[1])
-            one.found = None
+        for request, _, _ in pairs:
+            assert request.found is not None
+            leases.append(request.found[1])
+            request.found = None
         copied = traffic.copied(copying, targets, leases)
-        for one, _, _ in pairs:
-            one.copies.append(copied)
+        for request, _, _ in pairs:
+            request.copies.append(copied)
         owner.checkpoints.counts.add(copies=len(pairs))
-    return Restored(_slots([slots.working for slots in made]), sources, targets, zeroed, loads)
+    return Restored(_slots([slots.working for slots in slots_of]), sources, targets, zeroed, loads)
 
 
 def zero(running: list[HybridRequest], slots: Pages, owner: HybridManager, stream: Any) -> None:
@@ -257,15 +260,15 @@ def zero(running: list[HybridRequest], slots: Pages, owner: HybridManager, strea
     if not len(slots):
         return
     copied = owner.checkpoints.traffic.copied(owner.copier.zero(slots, stream), slots, [])
-    for one in running:
-        one.copies.append(copied)
+    for request in running:
+        request.copies.append(copied)
 
 
 def _slots(numbers: list[int]) -> Pages:
     return np.array(numbers, np.int32)
 
 
-# ---- KV after the deepest checkpoint of a path, evicted first
+# ---- Tail eviction: KV after the last checkpoint of a path
 
 
 @dataclass(eq=False)
@@ -276,22 +279,23 @@ class _Tail:
     path: Path
 
 
-class Tails:
+class TailEviction:
     """Evicts KV of ended requests after the last position from which a request could continue."""
 
     def __init__(self, owner: HybridManager) -> None:
-        """None."""
+        """Notes no request yet."""
         self._owner = owner
         self._waiting: list[_Tail] = []
 
-    def note(self, one: HybridRequest) -> None:
+    def note(self, request: HybridRequest) -> None:
         """Note a request that ends, before the KV manager releases it."""
-        owner, running = self._owner, self._owner.inner.requests.get(one.id)
-        if not owner.config.drop_tails or one.states is None or running is None:
+        owner, running = self._owner, self._owner.inner.requests.get(request.id)
+        if not owner.config.drop_tails or request.states is None or running is None:
             return
         if running.space is not None:
             chain = running.device_chain if owner.parts.by_blocks else running.host_chain
-            self._waiting.append(_Tail(running, Path(owner.parts.strided(chain.keys), one.states)))
+            path = Path(owner.parts.strided(chain.keys), request.states)
+            self._waiting.append(_Tail(running, path))
 
     def poll(self) -> None:
         """Evict tails that no copy uses any more."""
@@ -305,16 +309,16 @@ class Tails:
         self._waiting = still
 
     def _drop(self, tail: _Tail) -> None:
-        owner, one = self._owner, tail.running
-        manager, space = owner.manager, one.space
+        owner, request = self._owner, tail.running
+        manager, space = owner.manager, request.space
         if space is None or not owner.inner.weights.good(space):
             return
-        found = owner.checkpoints.last_ready(tail.path)
-        begin = 0 if found is None else found[1] * owner.parts.step
-        gone = 0
+        last_ready = owner.checkpoints.last_ready(tail.path)
+        begin = 0 if last_ready is None else last_ready[1] * owner.parts.step
+        dropped = 0
         for index, where, chain, tokens in (
-            (manager.device.index, space.device, one.device_chain, manager.device.block_tokens),
-            (manager.host.index, space.host, one.host_chain, manager.page_tokens),
+            (manager.device.index, space.device, request.device_chain, manager.device.block_tokens),
+            (manager.host.index, space.host, request.host_chain, manager.page_tokens),
         ):
             if (
                 index is None
@@ -324,11 +328,11 @@ class Tails:
                 continue
             keys, first = chain.keys, -(-begin // tokens)
             if first < len(keys):
-                gone += tokens * index.drop(keys, start=first, namespace=where)
-        owner.checkpoints.counts.add(dropped_tokens=gone)
+                dropped += tokens * index.drop(keys, start=first, namespace=where)
+        owner.checkpoints.counts.add(dropped_tokens=dropped)
 
 
-# ---- Donating: saved states become checkpoints, and slots of ended requests go back
+# ---- Promotion: saved states become checkpoints, and slots of ended requests are given back
 
 
 class Donor:
@@ -338,33 +342,34 @@ class Donor:
     def __init__(self, owner: HybridManager) -> None:
         """No request saves yet."""
         self._owner = owner
-        self._going: list[HybridRequest] = []
-        self._tails = Tails(owner)
+        self._ending: list[HybridRequest] = []
+        self._tails = TailEviction(owner)
 
     # ---- while a request runs
 
-    def saving(self, one: HybridRequest, position: int) -> int | None:
+    def saving(self, request: HybridRequest, position: int) -> int | None:
         """See `HybridManager.saving`."""
-        slots = _slots_of(one)
+        slots = _slots_of(request)
         if position < 1 or position % self._owner.parts.step:
             raise ConfigError(
-                f"saving {one.id!r}: expected a position that is a multiple of "
-                f"{self._owner.parts.step}, found {position}; ask `save_plan`"
+                f"saving {request.id!r}: expected a position that is a multiple of "
+                f"{self._owner.parts.step}, found {position}; use that of `save_plan`"
             )
-        if one.states is None:
+        if request.states is None:
             return None
-        self._exchange(one, slots)  # states that found no replacement slot, or waited for a load
+        # states that found no replacement slot, or waited for a load
+        self._exchange(request, slots)
         return slots.begin_save(position)
 
     def save(self, running: list[HybridRequest], positions: list[int], stream: Any) -> list[bool]:
         """See `HybridManager.save`."""
         pairs: list[tuple[HybridRequest, int, int]] = []
         saved = []
-        for one, position in zip(running, positions, strict=True):
-            slot = self.saving(one, position)
+        for request, position in zip(running, positions, strict=True):
+            slot = self.saving(request, position)
             saved.append(slot is not None)
             if slot is not None:
-                pairs.append((one, _slots_of(one).working, slot))
+                pairs.append((request, _slots_of(request).working, slot))
         if pairs:
             self._copy(pairs, stream)
         return saved
@@ -375,61 +380,61 @@ class Donor:
         targets = np.array([pair[2] for pair in pairs], np.int32)
         copying = owner.copier.copy(sources, targets, stream)
         copied = owner.checkpoints.traffic.copied(copying, targets, [])
-        for one, _, _ in pairs:
-            one.copies.append(copied)
+        for request, _, _ in pairs:
+            request.copies.append(copied)
 
-    def saved(self, one: HybridRequest, position: int) -> bool:
+    def saved(self, request: HybridRequest, position: int) -> bool:
         """See `HybridManager.saved`."""
-        slots = _slots_of(one)
+        slots = _slots_of(request)
         slots.confirm(position)
         newest = slots.newest
-        if newest is None or newest.position != position or position > len(one.prompt):
+        if newest is None or newest.position != position or position > len(request.prompt):
             return False  # rejected, or from decoding, whose last state is donated at the end
         if self._owner.checkpoints.slots is None:
-            return self._lend(one, slots, newest)
-        return position in self._exchange(one, slots)
+            return self._lend(request, slots, newest)
+        return position in self._exchange(request, slots)
 
-    def _exchange(self, one: HybridRequest, slots: RequestSlots) -> list[int]:
-        """Saved states of the prompt become checkpoints, if a replacement slot is free for each;
-        the state to keep comes first. Returns the positions of the new checkpoints."""
+    def _exchange(self, request: HybridRequest, slots: RequestSlots) -> list[int]:
+        """Turn saved states of the prompt into checkpoints, if a replacement slot is free for each;
+        first the state to keep. Returns the positions of the new checkpoints."""
         checkpoints = self._owner.checkpoints
-        waiting = [state for state in slots.confirmed if state.position <= len(one.prompt)]
-        if checkpoints.slots is None or not waiting or not one.sound():
+        waiting = [state for state in slots.confirmed if state.position <= len(request.prompt)]
+        if checkpoints.slots is None or not waiting or not request.sound():
             return []
-        made = []
+        donated = []
         for state in sorted(waiting, key=lambda each: each.position != slots.keep):
-            if self._path(one, state.position) is None:
+            if self._path(request, state.position) is None:
                 continue
             try:
                 (replacement,) = checkpoints.acquire(1).tolist()
             except LightcacheError:
                 break
-            given = slots.exchange(replacement, state.position)
-            assert given is not None
-            if self._give(one, given):
-                made.append(given.position)
-        return made
+            slot = slots.exchange(replacement, state.position)
+            assert slot is not None
+            if self._give(request, slot):
+                donated.append(slot.position)
+        return donated
 
-    def _lend(self, one: HybridRequest, slots: RequestSlots, newest: Saved) -> bool:
+    def _lend(self, request: HybridRequest, slots: RequestSlots, newest: Saved) -> bool:
         """Without device slots for checkpoints: the host gets a copy, the request keeps the
         slot."""
-        if not one.sound():
+        if not request.sound():
             return False
         slots.begin_read(newest.slot)  # before the copy begins, which reports its end
-        known = len(one.transfers)
+        known = len(request.transfers)
         try:
-            given = self._give(one, newest, lambda _: slots.end_read(newest.slot))
+            donated = self._give(request, newest, lambda _: slots.end_read(newest.slot))
         finally:
-            if len(one.transfers) == known:
+            if len(request.transfers) == known:
                 slots.end_read(newest.slot)
-        if given and newest.position == slots.keep:
+        if donated and newest.position == slots.keep:
             slots.keep = None
-        return given
+        return donated
 
-    def _give(self, one: HybridRequest, state: Saved, ends: Ends | None = None) -> bool:
+    def _give(self, request: HybridRequest, state: Saved, ends: Ends | None = None) -> bool:
         """Turn a slot into a checkpoint. The request no longer owns it."""
         owner = self._owner
-        path = self._path(one, state.position)
+        path = self._path(request, state.position)
         if path is None:
             owner.checkpoints.give_back([state.slot])
             return False
@@ -437,44 +442,44 @@ class Donor:
             state.slot,
             path,
             state.position // owner.parts.step,
-            host="host" in one.options.tiers,
-            fork=state.position == one.match.branching,
-            of=one.transfers,
+            host="host" in request.options.tiers,
+            fork=state.position == request.match.branching,
+            of=request.transfers,
             ends=ends,
         )
         return owner.checkpoints.slots is not None or transfer is not None
 
-    def _path(self, one: HybridRequest, position: int) -> Path | None:
+    def _path(self, request: HybridRequest, position: int) -> Path | None:
         """None: the request may not save, or its keys are unknown since its tokens were not
         reported."""
-        owner, running = self._owner, self._owner.inner.requests.get(one.id)
-        if one.states is None or running is None or running.space is None:
+        owner, running = self._owner, self._owner.inner.requests.get(request.id)
+        if request.states is None or running is None or running.space is None:
             return None
         every = running.device_chain if owner.parts.by_blocks else running.host_chain
         keys = owner.parts.strided(every.keys)
-        return Path(keys, one.states) if len(keys) >= position // owner.parts.step else None
+        return Path(keys, request.states) if len(keys) >= position // owner.parts.step else None
 
     # ---- when a request ends
 
     def end(
-        self, one: HybridRequest, kept: int | None, at: int | None, publish: bool, stream: Any
+        self, request: HybridRequest, kept: int | None, at: int | None, publish: bool, stream: Any
     ) -> int:
-        """See `HybridManager.release`. Returns the position of the deepest state donated."""
-        one.let_go()
-        if one.loading is not None and one.loading.state is State.QUEUED:
-            one.loading.cancel()
-        self._going.append(one)  # first: its slots go back whatever is raised below
+        """See `HybridManager.release`. Returns the position of the last state donated."""
+        request.let_go()
+        if request.loading is not None and request.loading.state is State.QUEUED:
+            request.loading.cancel()
+        self._ending.append(request)  # first: its slots are given back also after an exception
         position, left = 0, []
         try:
-            left = self._last(one, kept, at) if publish else []
+            left = self._last(request, kept, at) if publish else []
             while left:
-                if self._give(one, left[0]):
+                if self._give(request, left[0]):
                     position = max(position, left[0].position)
                 del left[0]
         finally:
             self._take_back(left)
-            self._leave(one, at, stream)
-            self._tails.note(one)
+            self._leave(request, at, stream)
+            self._tails.note(request)
         return position
 
     def _take_back(self, states: list[Saved]) -> None:
@@ -484,17 +489,17 @@ class Donor:
             with contextlib.suppress(LeaseLost):  # it has a key already, or was given back
                 self._owner.checkpoints.give_back([state.slot])
 
-    def _leave(self, one: HybridRequest, at: int | None, stream: Any) -> None:
+    def _leave(self, request: HybridRequest, position: int | None, stream: Any) -> None:
         """Give back a request's remaining slots once no copy uses them."""
-        if one.slots is None:
+        if request.slots is None:
             return
-        rest = one.slots.rest(idle=at is not None)
-        one.leaving = [*rest.free]
+        rest = request.slots.rest(idle=position is not None)
+        request.leaving = [*rest.free]
         if rest.busy:  # a launched step may still write them
-            self._mark(one, np.array(rest.busy, np.int32), stream)
-            one.leaving += rest.busy  # not after an interrupt: the end of the step is unknown
+            self._mark(request, np.array(rest.busy, np.int32), stream)
+            request.leaving += rest.busy  # not after an interrupt: the end of the step is unknown
 
-    def _mark(self, one: HybridRequest, busy: Pages, stream: Any) -> None:
+    def _mark(self, request: HybridRequest, busy: Pages, stream: Any) -> None:
         """Note when all work launched before has been executed."""
         nothing = np.zeros(0, np.int32)
         try:
@@ -502,42 +507,46 @@ class Donor:
         except Exception as error:  # a failed device writes nothing more
             self._owner.checkpoints.traffic.moves.foreign.note(error)
         else:
-            one.copies.append(self._owner.checkpoints.traffic.copied(mark, busy, []))
+            request.copies.append(self._owner.checkpoints.traffic.copied(mark, busy, []))
 
-    def _last(self, one: HybridRequest, kept: int | None, at: int | None) -> list[Saved]:
+    def _last(self, request: HybridRequest, kept: int | None, position: int | None) -> list[Saved]:
         """The saved states to donate: the newest, preceded by the one to keep."""
-        running, slots = self._owner.inner.requests.get(one.id), one.slots
-        if slots is None or running is None or one.states is None or not one.sound():
+        running, slots = self._owner.inner.requests.get(request.id), request.slots
+        if slots is None or running is None or request.states is None or not request.sound():
             return []
-        most = running.publishable()
+        limit = running.publishable()
         if kept is not None:
-            most = min(most, kept)
+            limit = min(limit, kept)
         # At the checkpoint itself nothing was computed, and its copy may still be in flight.
-        fits = at is not None and at % self._owner.parts.step == 0 and at > one.match.checkpoint
-        newest = slots.donate(most, working_at=at if fits else None)
-        return [state for state in (slots.donate_kept(most), newest) if state is not None]
+        fits = (
+            position is not None
+            and position % self._owner.parts.step == 0
+            and position > request.match.checkpoint
+        )
+        newest = slots.donate(limit, working_at=position if fits else None)
+        return [state for state in (slots.donate_kept(limit), newest) if state is not None]
 
     def poll(self) -> None:
         """Give back slots that no copy uses."""
         still, checkpoints = [], self._owner.checkpoints
-        for one in self._going:
-            if one.busy:
-                still.append(one)
+        for request in self._ending:
+            if request.busy:
+                still.append(request)
             else:
-                checkpoints.give_back(one.leaving)
-        self._going = still
+                checkpoints.give_back(request.leaving)
+        self._ending = still
         self._tails.poll()
 
     @property
     def going(self) -> int:
         """Number of ended requests that still hold slots."""
-        return len(self._going)
+        return len(self._ending)
 
 
-def _slots_of(one: HybridRequest) -> RequestSlots:
-    if one.slots is None:
-        raise ConfigError(f"the request {one.id!r} has no slots; restore it first")
-    return one.slots
+def _slots_of(request: HybridRequest) -> RequestSlots:
+    if request.slots is None:
+        raise ConfigError(f"the request {request.id!r} has no slots; restore it first")
+    return request.slots
 
 
 # ---- The manager
@@ -569,14 +578,14 @@ class HybridManager:
             ConfigError: a grid of other blocks or pages, no copier, or, if the config gives the
                 number of running requests, conflicting settings, all in one message.
         """
-        found = manager.device.block_tokens, manager.page_tokens
-        if (grid.block_tokens, grid.page_tokens) != found:
+        sizes = manager.device.block_tokens, manager.page_tokens
+        if (grid.block_tokens, grid.page_tokens) != sizes:
             raise ConfigError(
-                f"grid: expected one for blocks of {found[0]} tokens and pages of {found[1]}, "
+                f"grid: expected one for blocks of {sizes[0]} tokens and pages of {sizes[1]}, "
                 f"found {grid}"
             )
         if checkpoints.copier is None:
-            raise ConfigError("checkpoints: requests are restored by a copier; give copier=")
+            raise ConfigError("checkpoints: expected a copier, found none; give copier=")
         self.manager, self.checkpoints, self.grid = manager, checkpoints, grid
         self.config = config or HybridConfig()
         check_features(self.config, checkpoints, grid)
@@ -586,7 +595,7 @@ class HybridManager:
         """Shared by its parts."""
         self._policy = SavePolicy(grid, self.config.saves, self.config.tail, self.config.between)
         self.inner = manager.state
-        """What the parts of the manager share."""
+        """The state shared by the parts of the KV manager."""
         self._lock = self.inner.lock
         self._planner = HybridPlanner(self.parts)
         self._donor = Donor(self)
@@ -595,7 +604,7 @@ class HybridManager:
         self._guard = self.inner.new_guard(self._planner.let_go, "HybridManager")
         self._requests: dict[Hashable, HybridRequest] = {}
 
-    # ---- finding
+    # ---- lookup
 
     def plan(
         self,
@@ -606,14 +615,14 @@ class HybridManager:
         limit: int | None = None,
         device_tokens: int | None = None,
     ) -> HybridMatch:
-        """Find the deepest position that both KV and a checkpoint reach, over all tiers, and pin
-        both tentatively up to it. Otherwise as `KVCacheManager.plan`: cheap when repeated."""
+        """Find the last position that both KV and a checkpoint reach, over all tiers, and pin both
+        tentatively up to it. Otherwise as `KVCacheManager.plan`: cheap when repeated."""
         with self._lock:
             batch = self.manager.lookup.single(request, prompt, options, limit, device_tokens)
-            asked = LookupRequest._make(batch.entries[0][1])
+            lookup = LookupRequest._make(batch.entries[0][1])
             return self._guard.run(
-                lambda: self._planner.plan_one(request, asked, device_tokens),
-                lambda: self._missed(request, asked),
+                lambda: self._planner.plan_one(request, lookup, device_tokens),
+                lambda: self._missed(request, lookup),
             )
 
     def plan_many(
@@ -631,16 +640,19 @@ class HybridManager:
             return self._guard.run(
                 lambda: self._planner.plan(many),
                 lambda: [
-                    self._missed(request, LookupRequest._make(own)) for request, own in many.entries
+                    self._missed(request, LookupRequest._make(lookup))
+                    for request, lookup in many.entries
                 ],
             )
 
-    def _missed(self, request: Hashable, asked: LookupRequest) -> HybridMatch:
+    def _missed(self, request: Hashable, lookup: LookupRequest) -> HybridMatch:
         """An empty match: the request runs without the cache."""
         self._planner.forget(request)
         with contextlib.suppress(LightcacheError):  # else its plan expires
             self.checkpoints.cancel(request)
-        return HybridMatch(self.manager.plan(request, asked.prompt, options=asked.options, limit=0))
+        return HybridMatch(
+            self.manager.plan(request, lookup.prompt, options=lookup.options, limit=0)
+        )
 
     def cancel(self, request: Hashable) -> None:
         """Drop a plan. Harmless if there is none."""
@@ -685,74 +697,77 @@ class HybridManager:
         released, look for them once more."""
         plan = self._planner.taken(request)
         try:
-            made = self._taken(request, plan)
+            match = self._taken(request, plan)
         except LeaseLost:
             if plan is None:
                 raise
             options = plan.asked.options
             longer = replace(options, ttl=max(options.ttl or 0.0, TIMEOUT))
-            asked, given = LookupRequest(plan.asked.prompt, longer, plan.asked.limit), plan.given
+            device_tokens = plan.given
+            lookup = LookupRequest(plan.asked.prompt, longer, plan.asked.limit)
             self._guard.run(
-                lambda: self._planner.plan_one(request, asked, given),
-                lambda: self._missed(request, asked),
+                lambda: self._planner.plan_one(request, lookup, device_tokens),
+                lambda: self._missed(request, lookup),
             )
-            made = self._taken(request, self._planner.taken(request))
-        self._requests[request] = made
-        return made.match
+            match = self._taken(request, self._planner.taken(request))
+        self._requests[request] = match
+        return match.match
 
     def _taken(self, request: Hashable, plan: HybridPlan | None) -> HybridRequest:
         """Take the checkpoint first: without it no KV is taken."""
-        manager, found = self.manager, None
+        manager, checkpoint = self.manager, None
         position = 0 if plan is None else self._planner.position(plan)
         try:
             if position:
-                found = self._guard.run(lambda: self.checkpoints.take(request), lambda: None)
-            if found is None and plan is not None and position:  # cleared meanwhile
+                checkpoint = self._guard.run(lambda: self.checkpoints.take(request), lambda: None)
+            if checkpoint is None and plan is not None and position:  # cleared meanwhile
                 manager.plan(request, plan.asked.prompt, options=plan.asked.options, limit=0)
             kv = self.manager.begin(request)
-            if kv.usable and (found is None or kv.usable != position):
+            if kv.usable and (checkpoint is None or kv.usable != position):
                 kv = self._take_nothing(request)
-            if found is not None and not kv.usable:
-                found[1].release()
-                found = None
+            if checkpoint is not None and not kv.usable:
+                checkpoint[1].release()
+                checkpoint = None
         except BaseException:
-            if found is not None:
-                found[1].release()
+            if checkpoint is not None:
+                checkpoint[1].release()
             self._planner.cancel(request)
             raise
-        return self._made(request, plan, kv, found)
+        return self._made(request, plan, kv, checkpoint)
 
     def _take_nothing(self, request: Hashable) -> PrefixMatch:
         """A taken request restarts from its first token."""
-        one = self.manager.untake(request)
-        self.manager.plan(request, one.prompt, options=one.options, limit=0)
+        inner = self.manager.untake(request)
+        self.manager.plan(request, inner.prompt, options=inner.options, limit=0)
         return self.manager.begin(request)
 
     def _made(
-        self, request: Hashable, plan: HybridPlan | None, kv: PrefixMatch, found: Taken | None
+        self, request: Hashable, plan: HybridPlan | None, kv: PrefixMatch, checkpoint: Taken | None
     ) -> HybridRequest:
-        tier = None if found is None else found[0]
+        tier = None if checkpoint is None else checkpoint[0]
         deep = kv.usable if plan is None else max(plan.kv.usable, kv.usable)
         if plan is not None:
             kv = plan.stored.attributed(kv, self.manager.page_tokens)
         match = HybridMatch(kv, deep, kv.usable, tier, self.grid.branching(deep, kv.usable))
-        one = self.inner.requests.get(request)
-        assert one is not None
+        inner = self.inner.requests.get(request)
+        assert inner is not None
         states = None
-        if one.space is not None and one.options.write and "device" in one.options.tiers:
-            states = self.parts.states_of(one.space)
-        made = HybridRequest(request, one.prompt, one.options, match, states, found, one)
-        one.sound = made.sound
-        made.counted = Counts(
+        if inner.space is not None and inner.options.write and "device" in inner.options.tiers:
+            states = self.parts.states_of(inner.space)
+        running = HybridRequest(
+            request, inner.prompt, inner.options, match, states, checkpoint, inner
+        )
+        inner.sound = running.sound
+        running.counted = Counts(
             requests=1, usable_tokens=match.usable, unusable_tokens=match.unusable
         )
         if tier is not None:
-            made.counted[f"{tier.value}_hits"] = 1
+            running.counted[f"{tier.value}_hits"] = 1
         if plan is not None and match.usable:
             from_storage = plan.stored.brought * self.parts.step == match.usable
-            made.counted["storage_hits"] = int(from_storage and tier is Tier.HOST)
-        self.checkpoints.counts.update(made.counted)
-        return made
+            running.counted["storage_hits"] = int(from_storage and tier is Tier.HOST)
+        self.checkpoints.counts.update(running.counted)
+        return running
 
     # ---- running
 
@@ -766,9 +781,9 @@ class HybridManager:
         slots: Sequence[Sequence[int]] | None = None,
         stream: Any = None,
     ) -> Restored:
-        """Give taken requests their slots, and begin to bring each initial state to the working
-        slot: copied from a device checkpoint, loaded from the host, or zero. One launch makes all
-        copies. A checkpoint stays pinned until its copy has been executed. Returns at once.
+        """Give taken requests their slots, and begin to fill each working slot with the initial
+        state: copied from a device checkpoint, loaded from the host, or zero. One launch makes all
+        copies. A checkpoint stays pinned until its copy has been executed. Does not block.
 
         Args:
             slots: the engine's, if checkpoints have no device slots: for each request a working
@@ -783,7 +798,8 @@ class HybridManager:
             LeaseLost: no such request.
         """
         with self._lock:
-            return restore(self, [self._request(each) for each in requests], slots, stream)
+            running = [self._request(name) for name in requests]
+            return restore(self, running, slots, stream)
 
     def load(self, request: Hashable, table: Pages | None = None) -> HybridLoadHandle:
         """Load KV found on the host to the device; see `KVCacheManager.load`. The result covers the
@@ -793,27 +809,27 @@ class HybridManager:
             ConfigError: it was not restored.
         """
         with self._lock:
-            one = self._request(request)
-            if one.slots is None:
+            running = self._request(request)
+            if running.slots is None:
                 raise ConfigError(
                     f"load {request!r}: restore it first, or `skip_load` what it found"
                 )
-            return HybridLoadHandle(one, self.manager.load(request, table))
+            return HybridLoadHandle(running, self.manager.load(request, table))
 
     def skip_load(self, request: Hashable) -> HybridMatch:
         """Call instead of `restore` and `load` if there is no room for the KV to load: takes the
-        deepest checkpoint within the KV on the device instead. Returns the new match.
+        last checkpoint within the KV on the device instead. Returns the new match.
 
         Raises:
             ConfigError: the request was restored already.
         """
         with self._lock:
-            one = self._request(request)
-            if one.slots is not None:
+            running = self._request(request)
+            if running.slots is not None:
                 raise ConfigError(f"skip_load {request!r}: it was restored already; restart it")
-            if not one.match.kv.load:
-                return one.match
-            self._begin_anew(one, one.match.device_tokens)
+            if not running.match.kv.load:
+                return running.match
+            self._begin_anew(running, running.match.device_tokens)
             return self._request(request).match
 
     def restart(self, request: Hashable, stream: Any = None) -> HybridMatch:
@@ -824,26 +840,27 @@ class HybridManager:
             ConfigError: it was not restored, or its state's load is in flight; wait for it.
         """
         with self._lock:
-            one = self._request(request)
-            if one.slots is None or (one.loading is not None and not one.loading.over):
+            running = self._request(request)
+            if running.slots is None or (running.loading is not None and not running.loading.over):
                 raise ConfigError(f"restart {request!r}: restore it, and wait for its loads first")
-            slots = one.slots
-            self._begin_anew(one, 0)
-            made = self._request(request)
-            made.slots, made.copies, made.transfers = slots, one.copies, one.transfers
+            slots = running.slots
+            self._begin_anew(running, 0)
+            restarted = self._request(request)
+            restarted.slots = slots
+            restarted.copies, restarted.transfers = running.copies, running.transfers
             slots.reject(0)
-            slots.keep = made.match.branching
-            zero([made], np.array([slots.working], np.int32), self, stream)
-            return made.match
+            slots.keep = restarted.match.branching
+            zero([restarted], np.array([slots.working], np.int32), self, stream)
+            return restarted.match
 
-    def _begin_anew(self, one: HybridRequest, limit: int) -> None:
-        """Plan and take again, no deeper than `limit`."""
-        del self._requests[one.id]
-        one.let_go()
-        self.checkpoints.counts.subtract(one.counted)
-        self.manager.untake(one.id)
-        self.plan(one.id, one.prompt, options=one.options, limit=limit)
-        self._begin(one.id)
+    def _begin_anew(self, running: HybridRequest, limit: int) -> None:
+        """Plan and take again, with at most `limit` tokens."""
+        del self._requests[running.id]
+        running.let_go()
+        self.checkpoints.counts.subtract(running.counted)
+        self.manager.untake(running.id)
+        self.plan(running.id, running.prompt, options=running.options, limit=limit)
+        self._begin(running.id)
 
     def commit(self, request: Hashable, total: int, **how: Any) -> Mapping[int, int]:
         """See `KVCacheManager.commit`. Until the request's loads have succeeded, other requests
@@ -861,17 +878,17 @@ class HybridManager:
             LeaseLost: no such request.
         """
         with self._lock:
-            one = self._request(request)
+            running = self._request(request)
             stretch = Stretch(
-                begin, end, len(one.prompt), one.match.checkpoint, one.match.branching
+                begin, end, len(running.prompt), running.match.checkpoint, running.match.branching
             )
-            if one.states is None:
+            if running.states is None:
                 return SavePlan(begin, end, None)
             return self._policy.plan(stretch)
 
     def saving(self, request: Hashable, position: int) -> int | None:
         """The slot to which the pass being launched writes the state after `position` tokens: for
-        states inside of a pass, and for engines that write two states at once. None: save nothing.
+        states inside a pass, and for engines that write two states in a pass. None: save nothing.
 
         Raises:
             ConfigError: not a position at which checkpoints are looked up, or not after those saved
@@ -887,12 +904,12 @@ class HybridManager:
         that ends at these positions. Returns which are saved. Call `saved` when the results have
         arrived."""
         with self._lock:
-            running = [self._request(each) for each in requests]
+            running = [self._request(name) for name in requests]
             return self._donor.save(running, list(positions), stream)
 
     def saved(self, request: Hashable, position: int) -> bool:
         """Confirm a save: the results of its pass have arrived. A state of the prompt becomes a
-        checkpoint at once if a replacement slot is free and the request's loads have succeeded;
+        checkpoint now if a replacement slot is free and the request's loads have succeeded;
         while a load is in flight it waits for the end, and after a failed load it never becomes
         one. A state of generated tokens becomes a checkpoint when the request ends. Returns whether
         it is one now.
@@ -928,20 +945,20 @@ class HybridManager:
         Args:
             at: position of the working slot's state, if no step of the request is in flight: it can
                 be donated like a saved state. None: a step may still write its slots.
-            kept: most tokens to keep; None: all committed ones.
+            kept: maximum tokens to keep; None: all committed ones.
             publish: False: abort; make no checkpoint.
             stream: of its last step; None: the current one.
 
         Returns:
-            Position of the deepest state donated now; 0: none.
+            Position of the last state donated now; 0: none.
         """
         with self._lock:
             self._planner.cancel(request)
-            one = self._requests.pop(request, None)
+            running = self._requests.pop(request, None)
             position = 0
             try:
-                if one is not None:
-                    position = self._donor.end(one, kept, at, publish, stream)
+                if running is not None:
+                    position = self._donor.end(running, kept, at, publish, stream)
             finally:
                 self.manager.release(request, publish=publish)
                 self._donor.poll()
@@ -984,10 +1001,10 @@ class HybridManager:
     # ---- for the parts
 
     def _request(self, request: Hashable) -> HybridRequest:
-        found = self._requests.get(request)
-        if found is None:
+        running = self._requests.get(request)
+        if running is None:
             raise LeaseLost(f"there is no running request {request!r}; plan and take it first")
-        return found
+        return running
 
     # ---- transfers and weights
 
@@ -1057,7 +1074,7 @@ __all__ = [
     "HybridManager",
     "HybridRequest",
     "Restored",
-    "Tails",
+    "TailEviction",
     "Taken",
     "restore",
     "zero",

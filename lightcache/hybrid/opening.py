@@ -1,4 +1,4 @@
-"""From the tensors that an engine keeps its states in to all that `Checkpoints` needs."""
+"""States of an engine: from its tensors to everything that `Checkpoints` needs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lightcache.kernels.pinned import PinnedPages
 
 
-# ---- The index of a device's slots.
+# ---- The index of a device's slots
 
 
 def create_slots(
@@ -56,7 +56,7 @@ def create_slots(
         return create()
 
 
-# ---- From the tensors that an engine keeps its states in to all that `Checkpoints` needs.
+# ---- States of an engine
 
 GROUP = "state"
 """Name of the only group of these geometries."""
@@ -69,18 +69,18 @@ class StateLayout:
     """The layout of states on the device and in pages."""
 
     geometry: PageGeometry
-    """A page is one state: of each layer one part behind the other."""
+    """A page is one state: the parts of one layer after the other."""
     planes: DevicePlanes
     """Keeps the tensors alive."""
     dtypes: str
-    """Names and dtypes of the parts, as "conv:bfloat16,recurrent:float32": a geometry knows widths
-    alone, so this belongs in a cache's fingerprint beside it."""
+    """Names and dtypes of the parts, such as "conv:bfloat16,recurrent:float32". A geometry has
+    sizes only, so a cache's fingerprint needs both."""
     slots: int
-    """That every tensor has."""
+    """Slots of every tensor."""
 
 
 def state_layout(parts: Parts, *, layers: Sequence[int] | None = None) -> StateLayout:
-    """Describe the tensors that an engine keeps its states in. Nothing is copied.
+    """Describe an engine's tensors of states. Copies nothing.
 
     Args:
         parts: by name, such as "conv" and "recurrent": tensors of shape (slots, ...) and any
@@ -118,15 +118,15 @@ def state_layout(parts: Parts, *, layers: Sequence[int] | None = None) -> StateL
 
 
 def _check_alike(name: str, tensors: list[Any]) -> None:
-    found = {
-        (str(getattr(one, "dtype", type(one).__name__)), tuple(getattr(one, "shape", ())))
-        for one in tensors
+    kinds = {
+        (str(getattr(tensor, "dtype", type(tensor).__name__)), tuple(getattr(tensor, "shape", ())))
+        for tensor in tensors
     }
-    shapes = [shape for _, shape in found]
-    if len(found) != 1 or len(shapes[0]) < 2 or 0 in shapes[0]:
+    shapes = [shape for _, shape in kinds]
+    if len(kinds) != 1 or len(shapes[0]) < 2 or 0 in shapes[0]:
         raise ConfigError(
             f"states: part {name!r}: expected tensors (slots, ...) of one shape and dtype in all "
-            f"layers, found {sorted(found)}"
+            f"layers, found {sorted(kinds)}"
         )
 
 
@@ -145,10 +145,10 @@ class States:
         slots: PageIndex | None,
         host: Cache | None,
     ) -> None:
-        """For `open_states`. Pins the host's pool where the tensors are on a GPU."""
+        """For `open_states`. Pins the host's pool if the tensors are on a GPU."""
         self.layout, self.copier = layout, copier
         self.slots = slots
-        """The index of the device's slots; None: there is none for checkpoints."""
+        """The index of the device's slots; None: checkpoints have no device slots."""
         self.host = host
         self.pinned: PinnedPages | None = None
         """The host's pool as a GPU sees it; registered in the background: `pinned.wait()`."""
@@ -169,9 +169,9 @@ class States:
     def close(self) -> None:
         """Wait for copies, release the host's cache and the slots. The tensors stay."""
         with contextlib.ExitStack() as stack:
-            for one in (self.slots, self.host, self.engine):
-                if one is not None:
-                    stack.callback(one.close)
+            for part in (self.slots, self.host, self.engine):
+                if part is not None:
+                    stack.callback(part.close)
 
     def __enter__(self) -> States:
         return self
@@ -229,7 +229,7 @@ def open_states(
             "states: expected an index for slots of the device (index=), a cache on the host "
             "(size= or pages=), or both, found neither"
         )
-    most = layout.slots if slots is None else count(slots, "slots", 1, layout.slots)
+    limit = layout.slots if slots is None else count(slots, "slots", 1, layout.slots)
     decided = _decided(model, layout)
     if twice := sorted(decided.keys() & options.keys()):
         raise ConfigError(f"states: {', '.join(twice)} follow from the tensors; leave them out")
@@ -237,14 +237,14 @@ def open_states(
     with contextlib.ExitStack() as stack:
         device = host = None
         if index is not None:
-            device = create_slots(index, most)
+            device = create_slots(index, limit)
             stack.callback(device.close)
         if size is not None or pages is not None:
             host = Cache.open(name, size=size, pages=pages, **decided, **options)
             stack.callback(host.close)
-        made = States(layout, copier, device, host)
+        states = States(layout, copier, device, host)
         stack.pop_all()
-    return made
+    return states
 
 
 def _decided(model: str, layout: StateLayout) -> dict[str, Any]:

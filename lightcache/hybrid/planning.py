@@ -1,4 +1,4 @@
-"""Finding: the deepest position that both KV and a checkpoint reach."""
+"""Lookup for hybrid models: the last position that both KV and a checkpoint reach."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from lightcache.storage.tasks import StorageTask
 
 
-# ---- What a hybrid manager and its parts share.
+# ---- State shared by the parts of a hybrid manager
 
 
 @dataclass(frozen=True)
 class HybridParts:
-    """The two managers' sides of a hybrid model, and where checkpoints may be."""
+    """The manager of KV, the checkpoints, and the grid of one hybrid model."""
 
     manager: KVCacheManager
     checkpoints: Checkpoints
@@ -40,7 +40,7 @@ class HybridParts:
 
     @property
     def inner(self) -> ManagerState:
-        """What the parts of the manager share."""
+        """The state shared by the manager's parts."""
         return self.manager.state
 
     @property
@@ -54,7 +54,7 @@ class HybridParts:
         return self.grid.block_tokens <= self.grid.page_tokens
 
     def states_of(self, space: CacheScope) -> StateSpace | None:
-        """Where the states of a scope are; None: nowhere, it was cleared."""
+        """The namespaces of a scope's states; None: it was cleared."""
         weights = self.inner.weights
         return self.checkpoints.spaces.beside(space.host, lambda: weights.good(space))
 
@@ -64,7 +64,7 @@ class HybridParts:
         return self.strided(prompt.keys(spec))
 
     def strided(self, every: Keys) -> Keys:
-        """The same among all keys of a sequence."""
+        """Of all keys of a sequence, those at which checkpoints are looked up."""
         ratio = self.step // self.grid.fine
         return every if ratio == 1 else np.ascontiguousarray(every[ratio - 1 :: ratio])
 
@@ -75,31 +75,31 @@ class HybridParts:
 @dataclass(frozen=True)
 class HybridMatch:
     """The part of a prompt that need not be computed: as far as both KV and a checkpoint reach. All
-    figures are tokens."""
+    numbers are tokens."""
 
     kv: PrefixMatch
-    """KV up to the checkpoint, which is all that is pinned and loaded."""
+    """KV up to the checkpoint. Only this is pinned and loaded."""
     kv_tokens: int = 0
-    """How deep KV goes, as far as it could be used: advisory, nothing holds what is behind the
-    checkpoint."""
+    """All cached KV of the prompt that could be used. Advisory: KV after the checkpoint is not
+    pinned."""
     checkpoint: int = 0
-    """The position of the checkpoint that is used: state behind so many tokens; 0: none."""
+    """Position of the checkpoint, in tokens; 0: none."""
     tier: Tier | None = None
-    """Where it is."""
+    """The tier that has it."""
     branching: int | None = None
-    """Where the coming prefill should save a state: KV goes deeper than any checkpoint, so other
-    prompts have come this way, and the next one that does will hit."""
+    """The position at which the coming prefill should save a state. KV reaches further than any
+    checkpoint, so other prompts share this prefix, and the next one will hit."""
     pending: bool = False
-    """Storage is still being asked or read: planning again may find more."""
+    """Storage is still being read: planning again may find more."""
 
     @property
     def tokens(self) -> int:
-        """Of the prompt."""
+        """Tokens of the prompt."""
         return self.kv.tokens
 
     @property
     def usable(self) -> int:
-        """That need not be computed: 0, or the checkpoint's position."""
+        """Tokens that need not be computed: 0, or the checkpoint's position."""
         return self.checkpoint
 
     @property
@@ -123,7 +123,7 @@ class HybridMatch:
         return self.usable - self.device_tokens - self.host_tokens
 
 
-# ---- Seeking: checkpoints that only storage has, and KV up to them
+# ---- Storage lookup: checkpoints that only storage has, and KV up to them
 
 
 @dataclass(eq=False)
@@ -131,17 +131,17 @@ class Stored:
     """Storage reads for a waiting request."""
 
     state: StorageTask | None = None
-    """Brings the deepest checkpoint that is stored to the host."""
+    """Reads the last stored checkpoint to the host."""
     first: int = 0
-    """Positions before those that were asked for."""
+    """Positions before the first requested one."""
     kv: StorageTask | None = None
-    """Brings KV up to that."""
+    """Reads KV up to that checkpoint."""
     seen: bool = False
-    """Whether it was noticed that the checkpoint is there."""
+    """Whether the checkpoint's arrival was noticed."""
 
     @property
-    def going(self) -> list[StorageTask]:
-        """Tasks that are not over."""
+    def running(self) -> list[StorageTask]:
+        """Tasks that have not finished."""
         every = (self.state, self.kv)
         return [task for task in every if task is not None and not task.over]
 
@@ -153,19 +153,19 @@ class Stored:
 
     @property
     def news(self) -> bool:
-        """Whether the checkpoint has arrived and was not looked at since."""
+        """Whether the checkpoint has arrived since the last lookup."""
         return self.state is not None and self.state.over and not self.seen
 
     @property
     def brought(self) -> int:
-        """Positions up to the checkpoint that was brought; 0: none was."""
+        """Positions up to the checkpoint that was read; 0: none."""
         if self.state is None or not self.state.over or not self.state.pages_done:
             return 0
         return self.first + self.state.pages_done
 
     @property
     def kv_pages(self) -> int:
-        """Host pages of KV that were brought."""
+        """Host pages of KV that were read."""
         return 0 if self.kv is None else self.kv.pages_done
 
     def attributed(self, kv: PrefixMatch, page_tokens: int) -> PrefixMatch:
@@ -177,46 +177,45 @@ class Stored:
 
     def cancel(self, foreign: Foreign) -> None:
         """Cancel the reads."""
-        for task in self.going:
+        for task in self.running:
             foreign.cancel(task)
 
 
-class Seeker:
-    """Asks storage once for each request."""
+class StorageLookup:
+    """Reads from storage once for each request."""
 
     def __init__(self, parts: HybridParts) -> None:
-        """Nothing was asked."""
+        """Reads nothing yet."""
         self._parts = parts
 
-    def seek(self, plan: HybridPlan) -> None:
-        """Ask storage for a deeper checkpoint than the plan has; once that has arrived, for KV up
-        to it."""
+    def read(self, plan: HybridPlan) -> None:
+        """Request a checkpoint after the plan's from storage; once it has arrived, KV up to it."""
         tier = self._parts.checkpoints.storage
         if tier is None or plan.path is None or not {"host", "storage"} <= plan.asked.options.tiers:
             return
         stored = plan.stored
         if stored.state is None:
             stored.first = 0 if plan.found is None else plan.found[1]
-            behind = plan.path.keys[stored.first : self._most(plan)]
-            if len(behind):
-                keys = np.ascontiguousarray(behind)
+            rest = plan.path.keys[stored.first : self._most(plan)]
+            if len(rest):
+                keys = np.ascontiguousarray(rest)
                 stored.state = tier.prefetch_last_ready(keys, namespace=plan.path.space.host)
         elif stored.news:
             stored.seen = True
-            self._seek_kv(plan, stored.brought * self._parts.step)
+            self._read_kv(plan, stored.brought * self._parts.step)
 
     def _most(self, plan: HybridPlan) -> int:
-        """Positions worth asking for: storage may have KV after the KV found here."""
+        """Positions worth requesting: storage may have KV after the KV found here."""
         tokens = plan.kv.usable if self._parts.inner.storage is None else plan.most
         return tokens // self._parts.step
 
-    def _seek_kv(self, plan: HybridPlan, position: int) -> None:
+    def _read_kv(self, plan: HybridPlan, position: int) -> None:
         manager, space, tier = self._parts.manager, plan.space, self._parts.inner.storage
         if tier is None or space is None or position <= plan.kv.usable:
             return
         keys = plan.asked.prompt.keys(space.host_spec)[: position // manager.page_tokens]
-        there = manager.host.peek(keys, namespace=space.host)
-        plan.stored.kv = tier.prefetch(keys, there, namespace=space.host)
+        present = manager.host.peek(keys, namespace=space.host)
+        plan.stored.kv = tier.prefetch(keys, present, namespace=space.host)
 
 
 # ---- Plans
@@ -226,13 +225,14 @@ _NONE = PrefixMatch(0)
 
 @dataclass(eq=False, slots=True)
 class Edge:
-    """The keys that show whether KV still reaches as deep as it did, and no deeper."""
+    """The keys that show whether cached KV still ends where it did."""
 
     device: Keys
-    """Of the blocks: the last that was there, and the one behind it."""
+    """The key of the last cached block, and the key after it."""
     host: Keys
-    there: tuple[int, int]
-    """How many of each are there while nothing has changed."""
+    """The same for host pages."""
+    present: tuple[int, int]
+    """How many of each are present if nothing has changed."""
 
 
 @dataclass(eq=False, slots=True)
@@ -241,55 +241,54 @@ class HybridPlan:
 
     asked: LookupRequest
     most: int
-    """Tokens that may be reused at most."""
+    """Maximum number of tokens to reuse."""
     given: int | None
     """Device tokens that an engine found itself."""
     space: CacheScope | None
-    """None: the weights are being changed; nothing is found."""
+    """None: the weights are being changed, and nothing is found."""
     states: StateSpace | None
     path: Path | None
-    """None: nothing is looked for."""
+    """None: nothing is looked up."""
     kv: PrefixMatch = _NONE
-    """What there is of KV, beyond the checkpoint too."""
+    """All cached KV, also after the checkpoint."""
     ends: bool = False
-    """Whether the device has no KV behind the checkpoint, as was seen when that was chosen."""
+    """Whether the device had no KV after the checkpoint when that was chosen."""
     looked: bool = False
-    """Whether that is worth asking if it is still so."""
+    """Whether `changed` may check if the lookup's result still holds."""
     edge: Edge | None = None
-    """Made when that is asked."""
+    """Made by the first such check."""
     found: Found | None = None
-    """The checkpoint that is pinned."""
+    """The pinned checkpoint."""
     planned: PrefixMatch = _NONE
-    """What the manager has planned up to there."""
+    """The manager's plan of KV up to the checkpoint."""
     match: HybridMatch | None = None
     of: Any = None
-    """What the match was made of."""
+    """The inputs that `match` was made of."""
     stored: Stored = field(default_factory=Stored)
     read_until: float | None = None
-    """Until when `take` waits for what storage brings; None: it was not asked for yet."""
+    """Time until which `take` waits for storage; None: it has not been called."""
 
 
-# ---- Looking: the depth of KV, and the deepest checkpoint within it. Pins nothing.
+# ---- Lookup: the end of cached KV, and the last checkpoint within it. Pins nothing.
 
 
-class Looker:
-    """Looks for one `HybridManager`, whose lock is around every call."""
+class CheckpointLookup:
+    """The lookups of one `HybridManager`. Its lock is held around every call."""
 
     def __init__(self, parts: HybridParts) -> None:
-        """Nothing is looked for yet."""
+        """Looks nothing up yet."""
         self._parts = parts
 
     def look(self, plan: HybridPlan) -> bool:
-        """Choose a checkpoint. False: the depth of KV is unknown until `look_behind`, after
-        planning.
+        """Choose a checkpoint. False: the end of KV is unknown until `look_beyond`, after planning.
 
-        Tries the deepest checkpoint first. If the KV key that ends with it is present, so is all KV
+        Tries the last checkpoint first. If the KV key that ends with it is present, so is all KV
         before it, in a tier that evicts from the ends; planning checks that anyway. Only if the key
         is missing, or the engine evicts in its own order, KV is looked up from the beginning, and
-        the deepest checkpoint within it is chosen.
+        the last checkpoint within it is chosen.
         """
-        parts, given, plan.ends = self._parts, plan.given, False
-        if given is None and parts.owned:
+        parts, device_tokens, plan.ends = self._parts, plan.given, False
+        if device_tokens is None and parts.owned:
             self.choose(plan, plan.most // parts.step)
             if plan.found is None or self._stands(plan):
                 return False
@@ -297,26 +296,26 @@ class Looker:
             [plan.asked.prompt],
             options=[plan.asked.options],
             limits=[plan.asked.limit],
-            device_tokens=None if given is None else [given],
+            device_tokens=None if device_tokens is None else [device_tokens],
         )
-        self._looked(plan, given is None)
+        self._looked(plan, device_tokens is None)
         self.choose(plan, plan.kv.usable // parts.step)
         return True
 
-    def look_behind(self, request: Hashable, plan: HybridPlan) -> None:
-        """Find the depth of KV for a plan just made: as far as planned, then by looking."""
-        found: PrefixMatch | None = plan.planned
+    def look_beyond(self, request: Hashable, plan: HybridPlan) -> None:
+        """Find the end of KV for a new plan: at least as far as planned, then by lookup."""
+        match: PrefixMatch | None = plan.planned
         if not self._ends_there(plan):
-            found = self._parts.manager.lookup.peek_beyond(request, plan.asked.limit)
-        plan.kv = plan.planned if found is None else found
-        self._looked(plan, found is not None)
+            match = self._parts.manager.lookup.peek_beyond(request, plan.asked.limit)
+        plan.kv = plan.planned if match is None else match
+        self._looked(plan, match is not None)
 
     def _looked(self, plan: HybridPlan, believed: bool) -> None:
-        """Whether it is worth checking that nothing changed. The check itself finds `edge`."""
+        """Note whether `changed` may check the result. The check itself makes `edge`."""
         plan.looked, plan.edge = believed and plan.space is not None, None
 
     def choose(self, plan: HybridPlan, most: int) -> None:
-        """The deepest checkpoint among the first `most` positions."""
+        """Choose the last checkpoint among the first `most` positions."""
         plan.found = None
         if plan.path is not None and most:
             plan.found = self._parts.checkpoints.last_ready(
@@ -326,7 +325,7 @@ class Looker:
     def _stands(self, plan: HybridPlan) -> bool:
         """Whether the KV key that ends with the checkpoint is present; also notes whether the
         device has no KV after it."""
-        manager, space, asked = self._parts.manager, plan.space, plan.asked
+        manager, space, lookup = self._parts.manager, plan.space, plan.asked
         if space is None or plan.found is None:
             return False
         position, block = plan.found[1] * self._parts.step, manager.device.block_tokens
@@ -334,20 +333,20 @@ class Looker:
             ("device", manager.device.index, space.device, space.device_spec, block),
             ("host", manager.host.index, space.host, space.host_spec, manager.page_tokens),
         ):
-            at = position // tokens
-            if index is None or where is None or tier not in asked.options.tiers:
+            page = position // tokens
+            if index is None or where is None or tier not in lookup.options.tiers:
                 continue
-            if at * tokens != position:
+            if page * tokens != position:
                 continue
-            window = asked.prompt.keys(spec)[at - 1 : min(at + 1, plan.most // tokens)]
-            found = index.peek(window, namespace=where)
-            if found:
-                plan.ends = found == 1 and tier == "device"
+            window = lookup.prompt.keys(spec)[page - 1 : min(page + 1, plan.most // tokens)]
+            present = index.peek(window, namespace=where)
+            if present:
+                plan.ends = present == 1 and tier == "device"
                 return True
         return False
 
     def _ends_there(self, plan: HybridPlan) -> bool:
-        """Whether KV ends where it was planned to: neither the device, as noted before, nor the
+        """Whether KV ends where the plan ends: neither the device (see `HybridPlan.ends`) nor the
         host has more."""
         position, space, index = plan.planned.device, plan.space, self._parts.manager.host.index
         if not plan.ends or space is None or position != plan.planned.usable:
@@ -355,18 +354,18 @@ class Looker:
         if plan.found is None or position != plan.found[1] * self._parts.step:
             return False
         tokens = self._parts.manager.page_tokens
-        at = position // tokens
-        if "host" not in plan.asked.options.tiers or at >= plan.most // tokens:
+        page = position // tokens
+        if "host" not in plan.asked.options.tiers or page >= plan.most // tokens:
             return True
         return not index.peek(
-            plan.asked.prompt.keys(space.host_spec)[at : at + 1], namespace=space.host
+            plan.asked.prompt.keys(space.host_spec)[page : page + 1], namespace=space.host
         )
 
-    # ---- looking again
+    # ---- checks of earlier results
 
     def changed(self, plans: list[HybridPlan]) -> list[bool]:
-        """For each plan, whether its KV reaches deeper or less deep than before, its checkpoint is
-        gone, or a deeper one exists."""
+        """For each plan, whether its KV ends elsewhere than before, its checkpoint is gone, or a
+        later one exists."""
         changed = [not plan.looked or plan.stored.news for plan in plans]
         if not all(changed):
             self._other_kv(plans, changed)
@@ -375,19 +374,19 @@ class Looker:
 
     def _other_kv(self, plans: list[HybridPlan], changed: list[bool]) -> None:
         manager = self._parts.manager
-        asked = [i for i, other in enumerate(changed) if not other]
-        for space in {plans[i].space for i in asked}:
+        unchanged = [i for i, other in enumerate(changed) if not other]
+        for space in {plans[i].space for i in unchanged}:
             assert space is not None
-            members = [i for i in asked if plans[i].space is space]
+            members = [i for i in unchanged if plans[i].space is space]
             edges = [self._edge_of(plans[i], space) for i in members]
-            for index, where, windows, there in (
+            for index, where, windows, tier in (
                 (manager.device.index, space.device, [e.device for e in edges], 0),
                 (manager.host.index, space.host, [e.host for e in edges], 1),
             ):
                 if index is not None and where is not None:
-                    found = peeked(index, windows, where)
-                    for i, edge, count in zip(members, edges, found, strict=True):
-                        changed[i] |= count != edge.there[there]
+                    peeks = peeked(index, windows, where)
+                    for i, edge, count in zip(members, edges, peeks, strict=True):
+                        changed[i] |= count != edge.present[tier]
 
     def _other_checkpoints(self, plans: list[HybridPlan], changed: list[bool]) -> None:
         """The checkpoint found must still exist, with none between it and the end of KV."""
@@ -405,12 +404,14 @@ class Looker:
                     keys = plan.path.keys[first - its : last]
                     groups.setdefault((plan.path.space, tier), []).append((i, keys, its))
         for (space, tier), group in groups.items():
-            found = parts.checkpoints.last_ready_many([keys for _, keys, _ in group], space, tier)
-            for (i, _, its), count in zip(group, found, strict=True):
+            positions = parts.checkpoints.last_ready_many(
+                [keys for _, keys, _ in group], space, tier
+            )
+            for (i, _, its), count in zip(group, positions, strict=True):
                 changed[i] |= count != its
 
     def _edge_of(self, plan: HybridPlan, space: CacheScope) -> Edge:
-        """Made on first use: a request that is taken at once needs none."""
+        """Made on first use: a request that is taken immediately needs none."""
         if plan.edge is None:
             kv, manager, (prompt, options, _) = plan.kv, self._parts.manager, plan.asked
             block, tokens = manager.device.block_tokens, manager.page_tokens
@@ -427,47 +428,51 @@ class Looker:
         return plan.edge
 
 
-# ---- Finding: the deepest position that both KV and a checkpoint reach.
+# ---- Plans of waiting requests
 
 Where = tuple[CacheScope | None, StateSpace | None]
-"""Where a tenant's KV and states are; None: nowhere."""
+"""The namespaces of a tenant's KV and states; None: there are none."""
 Asks = tuple[Prompt, RequestOptions, int | None]
-"""As a `LookupRequest` is, which is made where it asks for something new."""
+"""The fields of a `LookupRequest`, which is only made for a new plan."""
 
 
 class HybridPlanner:
-    """The plans of one `HybridManager`. Its lock is around every call."""
+    """The plans of one `HybridManager`. Its lock is held around every call."""
 
     def __init__(self, parts: HybridParts) -> None:
-        """Nothing is planned yet."""
+        """Plans nothing yet."""
         self._parts = parts
         self._plans: dict[Hashable, HybridPlan] = {}
-        self._looker = Looker(parts)
-        self._seeker = Seeker(parts)
+        self._lookup = CheckpointLookup(parts)
+        self._storage = StorageLookup(parts)
 
     def plan(self, many: LookupBatch) -> list[HybridMatch]:
         """See `HybridManager.plan_many`."""
         spaces: dict[str, Where] = {}
         plans: list[HybridPlan] = []
-        given = [None] * len(many.entries) if many.device_tokens is None else many.device_tokens
-        for (request, asks), tokens in zip(many.entries, given, strict=True):
+        device_tokens = (
+            [None] * len(many.entries) if many.device_tokens is None else many.device_tokens
+        )
+        for (request, asks), tokens in zip(many.entries, device_tokens, strict=True):
             tenant = asks[0].tenant
             if tenant not in spaces:
                 spaces[tenant] = self._where(tenant)
             plans.append(self._known(request, asks, tokens, spaces[tenant]))
-        changed, now = self._looker.changed(plans), time.monotonic()
+        changed, now = self._lookup.changed(plans), time.monotonic()
         for (request, _), plan, other in zip(many.entries, plans, changed, strict=True):
             self._renew(request, plan, other, now)
         return [self._match(plan) for plan in plans]
 
-    def plan_one(self, request: Hashable, asked: LookupRequest, given: int | None) -> HybridMatch:
+    def plan_one(
+        self, request: Hashable, lookup: LookupRequest, device_tokens: int | None
+    ) -> HybridMatch:
         """`plan` for one request.
 
         Args:
-            given: device tokens that the engine found itself; None: look.
+            device_tokens: device tokens that the engine found itself; None: look them up.
         """
-        plan = self._known(request, asked, given, self._where(asked.prompt.tenant))
-        changed = not plan.looked or self._looker.changed([plan])[0]
+        plan = self._known(request, lookup, device_tokens, self._where(lookup.prompt.tenant))
+        changed = not plan.looked or self._lookup.changed([plan])[0]
         self._renew(request, plan, changed, time.monotonic())
         return self._match(plan)
 
@@ -475,7 +480,9 @@ class HybridPlanner:
         space = self._parts.inner.weights.scope_of(tenant)
         return space, None if space is None else self._parts.states_of(space)
 
-    def _known(self, request: Hashable, asks: Asks, given: int | None, where: Where) -> HybridPlan:
+    def _known(
+        self, request: Hashable, asks: Asks, device_tokens: int | None, where: Where
+    ) -> HybridPlan:
         """The plan of a request: its current plan, if it asks for the same as before."""
         known, (space, states) = self._plans.get(request), where
         if (
@@ -484,59 +491,59 @@ class HybridPlanner:
             and known.space is space
             and known.states is states
         ):
-            known.given, known.looked = given, known.looked and given is None
+            known.given, known.looked = device_tokens, known.looked and device_tokens is None
             return known
-        asked = LookupRequest(*asks)
-        same = known is not None and known.asked.prompt == asked.prompt
+        lookup = LookupRequest(*asks)
+        same = known is not None and known.asked.prompt == lookup.prompt
         if known is not None and same:  # its keys are already hashed
-            asked = LookupRequest(known.asked.prompt, asked.options, asked.limit)
+            lookup = LookupRequest(known.asked.prompt, lookup.options, lookup.limit)
         path = None
-        if space is not None and states is not None and asked.options.read:
-            path = Path(self._parts.keys_of(asked.prompt, space), states)
-        made = HybridPlan(asked, asked.most, given, space, states, path)
+        if space is not None and states is not None and lookup.options.read:
+            path = Path(self._parts.keys_of(lookup.prompt, space), states)
+        plan = HybridPlan(lookup, lookup.most, device_tokens, space, states, path)
         if known is not None:
-            if same and known.states is states and asked.options.read:
-                made.stored, made.read_until = known.stored, known.read_until
+            if same and known.states is states and lookup.options.read:
+                plan.stored, plan.read_until = known.stored, known.read_until
             else:
                 known.stored.cancel(self._parts.checkpoints.traffic.moves.foreign)
-        self._plans[request] = made
-        return made
+        self._plans[request] = plan
+        return plan
 
     # ---- the usable part
 
     def _renew(self, request: Hashable, plan: HybridPlan, changed: bool, now: float) -> None:
-        """Look again and pin the usable part if something changed; otherwise only if the pins
+        """If something changed, look up and pin the usable part again; otherwise only if the pins
         expire soon. The pins of the checkpoint and of KV were made together."""
         if not changed:
             if not self._parts.manager.lookup.holds(request, now):
                 self._agree(request, plan)
             return
-        seen = self._looker.look(plan)
+        seen = self._lookup.look(plan)
         self._agree(request, plan)
         if not seen:
-            self._looker.look_behind(request, plan)
-        self._seeker.seek(plan)
+            self._lookup.look_beyond(request, plan)
+        self._storage.read(plan)
 
     def _agree(self, request: Hashable, plan: HybridPlan) -> None:
-        """Pin the checkpoint, and plan KV up to it. If KV is shorter by now, or the checkpoint is
-        gone, try the checkpoint before it. Each turn is less deep than the last."""
+        """Pin the checkpoint, and plan KV up to it. If KV is shorter now, or the checkpoint is
+        gone, try the checkpoint before it; each turn tries an earlier one."""
         parts, ttl = self._parts, plan.asked.options.ttl or self._parts.manager.config.plan_ttl
         while True:
             while plan.found is not None and plan.path is not None:
                 if parts.checkpoints.plan(request, plan.path, plan.found, ttl):
                     break
-                self._looker.choose(plan, plan.found[1] - 1)
+                self._lookup.choose(plan, plan.found[1] - 1)
             else:
                 parts.checkpoints.cancel(request)
             position = self.position(plan)
-            asked = plan.asked.up_to(position)
+            lookup = plan.asked.up_to(position)
             tokens = None if plan.given is None else (plan.given,)
-            batch = LookupBatch(((request, asked),), tokens)
-            (kv,) = parts.manager.lookup.plan(batch, {asked.prompt.tenant: plan.space})
+            batch = LookupBatch(((request, lookup),), tokens)
+            (kv,) = parts.manager.lookup.plan(batch, {lookup.prompt.tenant: plan.space})
             plan.planned = kv
             if plan.found is None or kv.usable >= position:
                 return
-            self._looker.choose(plan, min(plan.found[1] - 1, kv.usable // parts.step))
+            self._lookup.choose(plan, min(plan.found[1] - 1, kv.usable // parts.step))
 
     def position(self, plan: HybridPlan) -> int:
         """Position of its checkpoint, in tokens."""
@@ -572,11 +579,11 @@ class HybridPlanner:
             return None
         if plan.stored.state is None and lookup.reading(request, now) is None:
             return None
-        changed = not plan.looked or self._looker.changed([plan])[0]
+        changed = not plan.looked or self._lookup.changed([plan])[0]
         self._renew(request, plan, changed, now)  # pages that arrived may lead to more
         read = lookup.reading(request, now)
-        going = [*plan.stored.going, *([] if read is None else read[:1])]
-        task = next(iter(going), None)
+        running = [*plan.stored.running, *([] if read is None else read[:1])]
+        task = next(iter(running), None)
         if task is None:
             return None
         if plan.read_until is None:
@@ -584,8 +591,8 @@ class HybridPlanner:
         return None if now >= plan.read_until else (task, plan.read_until - now)
 
     def taken(self, request: Hashable) -> HybridPlan | None:
-        """Hand over the plan to a running request; None: there was none. Its storage reads
-        continue, for later requests."""
+        """Remove and return the plan of a request that begins; None: there was none. Its storage
+        reads continue, for later requests."""
         return self._plans.pop(request, None)
 
     def forget(self, request: Hashable) -> HybridPlan | None:
@@ -602,7 +609,7 @@ class HybridPlanner:
         self._parts.manager.cancel(request)
 
     def let_go(self) -> None:
-        """Release the pinned checkpoints of waiting requests, once the cache is disabled."""
+        """Release the pinned checkpoints of waiting requests after the cache is disabled."""
         for request, plan in self._plans.items():
             plan.looked = False
             with contextlib.suppress(LightcacheError):
@@ -614,4 +621,12 @@ class HybridPlanner:
             self.cancel(request)
 
 
-__all__ = ["Edge", "HybridMatch", "HybridPlan", "HybridPlanner", "Looker", "Seeker", "Stored"]
+__all__ = [
+    "CheckpointLookup",
+    "Edge",
+    "HybridMatch",
+    "HybridPlan",
+    "HybridPlanner",
+    "StorageLookup",
+    "Stored",
+]

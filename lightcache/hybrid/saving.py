@@ -1,14 +1,14 @@
-"""Where prefill and decoding save recurrent state: decided before the work is launched.
+"""Where prefill and decoding save recurrent state, decided before the forward pass is launched.
 
-A prompt is computed in stretches, one forward pass each, and a pass saves at most one state. Which
-one, and whether the pass must end there, is all that an engine has to know:
+A prompt is computed in stretches, one forward pass each, and a pass saves at most one state. The
+plan of a stretch has the position of that state, and the position at which the pass must end:
 
     policy = SavePolicy(grid, Saves.INTERIOR)
     plan = policy.plan(Stretch(begin=0, end=2048, prompt=5000, branching=1024))
     plan.position, plan.offset, plan.end    # 1024, 1024, 2048: compute all, save on the way
 
-Nothing here is an array: a step has few stretches, and one is planned in the time of two or three
-calls of numpy. Decoding has hundreds of sequences in a step, and `decode_saves` takes them at once.
+Stretches are planned one by one: a step has few, and each takes as long as two or three calls of
+numpy. Decoding has hundreds of sequences in a step; `decode_saves` takes them all in one call.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class Grid:
     page_tokens: int
     """Of a host page."""
     model_chunk: int
-    """Tokens that the model's kernels take at once. Inside of such a chunk, counted from where a
-    forward pass begins, no state exists; at the end of the pass one always does."""
+    """Tokens of a chunk of the model's kernels. A forward pass has a state after each of its
+    chunks, counted from its beginning, and at its end; none inside a chunk."""
     every: int
-    """While decoding, about so many tokens lie between two saved states."""
+    """While decoding, the approximate number of tokens between two saved states."""
 
     def __init__(
         self, block_tokens: int, page_tokens: int, chunk: int = 64, every: int = 256
@@ -68,8 +68,8 @@ class Grid:
             every: tokens between states saved while decoding, rounded up to what is reachable.
 
         Raises:
-            ConfigError: a size out of range, sizes that do not fit each other, or an interval
-                that no sequence reaches.
+            ConfigError: a size out of range, sizes that do not fit together, or an interval that no
+                sequence reaches.
         """
         for name, value in (
             ("block_tokens", block_tokens),
@@ -81,8 +81,9 @@ class Grid:
         big, small = sorted((self.block_tokens, self.page_tokens), reverse=True)
         if big % small:
             raise ConfigError(
-                f"grid: expected pages and blocks of which one is a multiple of the other, found "
-                f"host pages of {self.page_tokens} tokens and device blocks of {self.block_tokens}"
+                "grid: expected the page size to be a multiple of the block size or the reverse, "
+                f"found host pages of {self.page_tokens} tokens and device blocks of "
+                f"{self.block_tokens}"
             )
         if self.interval > _MOST_INTERVAL:
             raise ConfigError(
@@ -93,7 +94,7 @@ class Grid:
 
     @cached_property
     def fine(self) -> int:
-        """Tokens of the smaller of block and page: every key, and so every position, is a multiple
+        """Tokens of the smaller of block and page. Every key, and so every position, is a multiple
         of it."""
         return min(self.block_tokens, self.page_tokens)
 
@@ -104,7 +105,7 @@ class Grid:
 
     @cached_property
     def grid(self) -> int:
-        """Prefill saves at multiples of it: there KV ends in a whole block and a whole page."""
+        """Prefill saves at multiples of it, where KV ends in a whole block and a whole page."""
         return math.lcm(self.chunk, self.block_tokens, self.page_tokens)
 
     @cached_property
@@ -125,23 +126,23 @@ class Grid:
         return np.arange(self.floor(begin) + self.grid, end + 1, self.grid, dtype=np.int64)
 
     def branching(self, kv: int, checkpoint: int) -> int | None:
-        """Where prompts part that no state was saved for: the last position of the grid within
-        the KV that was found, if it lies behind the deepest checkpoint, else None.
+        """The branching point: the last position of the grid within the cached KV, if it is after
+        the last checkpoint, else None.
 
-        Others have gone this way, and left KV but no state. If the coming prefill saves one here,
-        the next prompt down this prefix hits (as SGLang's branching point).
+        Other prompts shared this prefix and left KV but no state. If the coming prefill saves a
+        state here, the next prompt with this prefix hits (as SGLang's branching point).
 
         Args:
-            kv: tokens whose KV was found, in any tier.
-            checkpoint: position of the deepest checkpoint within them; 0 if there is none.
+            kv: tokens whose KV is cached, in any tier.
+            checkpoint: position of the last checkpoint within them; 0 if there is none.
         """
-        found = self.floor(kv)
-        return found if found > checkpoint else None
+        position = self.floor(kv)
+        return position if position > checkpoint else None
 
     def reachable(self, begin: int, position: int) -> bool:
-        """Whether a forward pass from `begin` on has a state at `position` on its way: a whole
-        number of the model's chunks behind `begin`. Where `begin` is off the grid, as behind a
-        stretch that filled a budget of tokens, no position of the grid may be reachable."""
+        """Whether a forward pass that starts at `begin` has a state at `position`, which then is a
+        whole number of the model's chunks after `begin`. If `begin` is off the grid, as after a
+        stretch that filled a token budget, no position of the grid may be reachable."""
         return position > begin and (position - begin) % self.model_chunk == 0
 
 
@@ -152,9 +153,10 @@ class Saves(Enum):
     """Which states of a forward pass an engine can save."""
 
     INTERIOR = "interior"
-    """Those between two chunks of the model, counted from the pass's first token; and the last."""
+    """States between two chunks of the model, counted from the pass's first token, and the last
+    state."""
     END_ONLY = "end-only"
-    """The last."""
+    """The last state."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ class Stretch:
     matched: int = 0
     """Position of the checkpoint that the request began with; 0 if it had none."""
     branching: int | None = None
-    """As `Grid.branching` said, for the whole prompt: the same in each of its stretches."""
+    """The result of `Grid.branching` for the whole prompt, the same in each of its stretches."""
 
     def __post_init__(self) -> None:
         """Check.
@@ -200,12 +202,12 @@ class SavePlan:
 
     begin: int
     end: int
-    """Where the pass must end: at most where the stretch does. What is cut off begins the next."""
+    """Where the pass must end, at most where the stretch ends. The rest begins the next pass."""
     position: int | None
-    """Of the state to be saved; None: nothing is saved."""
+    """Position of the state to save; None: nothing is saved."""
     needed: bool = False
-    """It is the branching point or the prompt's last. The others are welcome, no more. Of these two
-    the branching point stays where a request gets no slot in exchange: `RequestSlots.keep`."""
+    """True for the branching point and the prompt's last position; other states are optional. If a
+    request gets no slot in exchange, it keeps the branching point: `RequestSlots.keep`."""
 
     @property
     def offset(self) -> int | None:
@@ -226,7 +228,7 @@ class SavePolicy:
     saves: Saves
     tail: bool = False
     """The prompt's last state is at the last key, not at the last position of the grid: a follow-up
-    computes at most `Grid.fine` tokens again. Costs a pass of its own for what lies behind."""
+    computes at most `Grid.fine` tokens again. Costs one more pass, for the tokens after it."""
     between: bool = True
     """Save in each stretch of a long prompt, not only at the branching point and at the end."""
 
@@ -235,15 +237,16 @@ class SavePolicy:
             raise ConfigError(f"saves: expected a Saves, found {self.saves!r}")
 
     def last(self, prompt: int) -> int:
-        """The last position of a prompt of so many tokens at which its prefill saves; 0: none."""
+        """The last position at which the prefill of so many tokens saves; 0: none."""
         return self.grid.fine_floor(prompt) if self.tail else self.grid.floor(prompt)
 
     def plan(self, stretch: Stretch) -> SavePlan:
-        """What to save in this stretch, and where it must end for that. Changes nothing, so it may
-        be asked again for another end.
+        """The state to save in this stretch, and where the pass must end for that. Changes nothing,
+        so it may be called again for another end.
 
         A request that ends each pass where its plan says saves its branching point and its last
-        position, however its prompt is cut; never two in one pass, and never what was matched.
+        position, however its prompt is cut; never two states in one pass, and never the matched
+        one.
 
         Raises:
             ConfigError: a branching point that is not on this grid.
@@ -273,22 +276,22 @@ class SavePolicy:
             return position  # which also puts the next begin back on the grid
         last = self.last(stretch.prompt)
         if position < last <= stretch.end:
-            # The prompt's last is for the next pass. This one goes on as far as it can, so that
-            # little of the step's budget is lost, and ends on the grid, where `last` is in reach.
+            # The prompt's last state is for the next pass. This pass is as long as possible, so
+            # that little of the step's budget is lost, and ends on the grid: `last` is reachable.
             return self.grid.floor(last - 1)
         return stretch.end
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeSaves:
-    """Which sequences of a decoding step have a state to be saved. Ascending rows."""
+    """The sequences of a decoding step with a state to save. Rows ascend."""
 
     rows: npt.NDArray[np.int64]
     positions: Tokens
     """Of each of these rows, in the same order."""
     behind: Tokens
-    """Tokens of the step behind that position: 0, and it is the state that the step leaves; more,
-    and with speculative decoding it is a draft's (`Drafts.ancestors`)."""
+    """Tokens of the step after that position. 0: it is the state at the end of the step. More: with
+    speculative decoding, it is the state of a draft (`Drafts.ancestors`)."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -298,9 +301,9 @@ def decode_saves(grid: Grid, before: npt.ArrayLike, after: npt.ArrayLike) -> Dec
     """The sequences that cross a multiple of `grid.interval`.
 
     Args:
-        before: tokens behind which each sequence's state was before the step, shape (n,).
-        after: the same after it: one more, or with speculative decoding what was accepted. Where
-            a step crosses several multiples, the last counts.
+        before: tokens in each sequence's state before the step, shape (n,).
+        after: the same after the step: one more, or with speculative decoding the accepted tokens
+            more. If a step crosses several multiples, the last counts.
 
     Raises:
         ConfigError: not two rows of integers of one length, or a sequence that goes back.
@@ -326,28 +329,28 @@ def decode_saves(grid: Grid, before: npt.ArrayLike, after: npt.ArrayLike) -> Dec
 
 @dataclass(frozen=True)
 class HybridConfig:
-    """What the engine supports and wants to save."""
+    """What the engine supports, and what it saves."""
 
     saves: Saves = Saves.INTERIOR
     """Which states of a forward pass the engine can save."""
     tail: bool = False
-    """Prompts save at their last key, too, and checkpoints are looked for at every key."""
+    """Prompts also save at their last key, and lookups try every key."""
     between: bool = True
     """Long prompts save in each stretch of their prefill."""
     ahead: bool = False
-    """The scheduler launches a step before it has seen the results of the one before."""
+    """The scheduler launches a step before it has the results of the previous step."""
     alternating: bool = True
-    """Running requests have slots beside their working one, to save states in."""
+    """Running requests have slots beside their working slot, to save states in."""
     running: int | None = None
-    """Requests at a time. If it is said, all that the manager is made with is checked as one
-    `Features`; None: the engine has checked one of its own."""
+    """Number of requests that run at a time. If given, the manager checks its settings as one
+    `Features`; None: the engine has checked its own."""
     drafted: int = 0
-    """Drafted tokens of a request in a step; looked at with `running` only, as is the next."""
+    """Drafted tokens of a request in a step; checked only if `running` is given."""
     draft_slots: int = 0
-    """Of the device's slots, those for drafts."""
+    """Device slots for drafts; checked only if `running` is given."""
     drop_tails: bool = False
-    """When a request ends, KV behind the deepest checkpoint of its path is evicted, as far as
-    nobody else uses it: nothing can begin there. Owned devices, and the host."""
+    """When a request ends, evict KV after the last checkpoint of its path, unless another request
+    uses it: no request can begin there. For managed blocks and the host."""
 
     def __post_init__(self) -> None:
         if type(self.saves) is not Saves:
@@ -360,10 +363,9 @@ class HybridConfig:
 
 # ---- Slots for the states of drafted tokens: speculative decoding with recurrent layers.
 #
-# Attention drops a rejected token by forgetting its row. A recurrent state that has taken a token
-# in cannot give it back, so every drafted token leaves a state of its own, and accepting one is a
-# copy. Their number follows the running requests: checkpoints may be many or few, drafts never
-# wait.
+# Attention rejects a token by dropping its row. A recurrent state cannot remove a token, so every
+# drafted token has a state of its own, and accepting a token copies its state. The number of slots
+# follows from the running requests, not from the checkpoints: drafts never wait for a slot.
 
 _MOST_DRAFTED = 1 << 31
 
@@ -371,12 +373,12 @@ _MOST_DRAFTED = 1 << 31
 class Drafts:
     """For each running request a row of slots, one for each node of its tree of drafted tokens.
 
-    Node 0 is the last token that was accepted: its state is always valid. The others are drafted,
-    each behind its parent: `chain` for top-k 1, any tree otherwise. In a step node k reads the
-    state of its parent (node 0 the working slot), and writes its own slot:
+    Node 0 is the last accepted token: its state is always valid. The others are drafted, each after
+    its parent: `chain` for top-k 1, any tree otherwise. In a step node k reads the state of its
+    parent (node 0 the working slot), and writes its own slot:
 
         read = drafts.reads(rows, parents, working)     # int32 of shape (n, drafted + 1)
-        write = drafts.writes(rows)                     # as well
+        write = drafts.writes(rows)                     # of the same shape
         pairs = drafts.accept(rows, nodes, working)     # one launch copies them all
     """
 
@@ -385,28 +387,29 @@ class Drafts:
 
         Args:
             slots: int32 of shape (n,), each once; at least `room(running, drafted)`.
-            running: most requests at a time. Which of the rows 0 to running - 1 a request has is
-                the caller's choice, and may be another in each step.
-            drafted: most drafted tokens of a request in one step, all branches together.
+            running: maximum number of requests at a time. The caller assigns the rows 0 to
+                running - 1 to requests, and may change that in each step.
+            drafted: maximum number of drafted tokens of a request in one step, in all branches.
 
         Raises:
-            ConfigError: numbers that are none, or slots that are too few or not distinct.
+            ConfigError: invalid numbers, or slots that are too few or not distinct.
         """
         self.running = count(running, "running", 1, _MOST_DRAFTED)
         self.drafted = count(drafted, "drafted", 1, _MOST_DRAFTED)
-        found, wanted = pages(slots), self.room(running, drafted)
-        if len(found) < wanted:
+        slot_pages, wanted = pages(slots), self.room(running, drafted)
+        if len(slot_pages) < wanted:
             raise ConfigError(
                 f"drafts: expected slots for {running} requests of {drafted} drafted tokens and "
-                f"one more, {wanted}, found {len(found)}"
+                f"one more, {wanted}, found {len(slot_pages)}"
             )
-        if len(np.unique(found)) != len(found):
+        if len(np.unique(slot_pages)) != len(slot_pages):
             raise ConfigError("drafts: expected each slot once")
-        self._slots = found[:wanted].reshape(running, drafted + 1).copy()
+        self._slots = slot_pages[:wanted].reshape(running, drafted + 1).copy()
 
     @staticmethod
     def room(running: int, drafted: int) -> int:
-        """Slots for so many requests: one for each drafted token, and one for the token before."""
+        """Slots for so many requests: one for each drafted token, and one for the last accepted
+        token."""
         return running * (drafted + 1)
 
     @property
@@ -418,7 +421,7 @@ class Drafts:
         """The slot that each node of these rows writes, int32 of shape (n, drafted + 1).
 
         Raises:
-            ConfigError: no such row, or one twice.
+            ConfigError: no such row, or a row twice.
         """
         written: Pages = self._slots[self._rows(rows)]
         return written
@@ -432,7 +435,7 @@ class Drafts:
             working: the working slot of each row, shape (n,).
 
         Raises:
-            ConfigError: rows, or parents that are no tree, or not one working slot for each row.
+            ConfigError: invalid rows, parents that are no tree, or not one working slot a row.
         """
         written = self.writes(rows)
         tree = self._tree(parents, len(written))
@@ -441,11 +444,11 @@ class Drafts:
         return read
 
     def accept(self, rows: npt.ArrayLike, nodes: npt.ArrayLike, working: npt.ArrayLike) -> Pages:
-        """Pairs (source, destination), int32 of shape (n, 2), that bring the state of the last
-        accepted node to the working slot. Node 0: all that was drafted is rejected.
+        """Pairs (source, destination), int32 of shape (n, 2), to copy the state of the last
+        accepted node to the working slot. Node 0: all drafted tokens are rejected.
 
         Raises:
-            ConfigError: rows, no such node, or not one node and working slot for each row.
+            ConfigError: invalid rows, no such node, or not one node and working slot a row.
         """
         written = self.writes(rows)
         chosen = self._nodes(nodes, len(written))
@@ -455,48 +458,48 @@ class Drafts:
     def ancestors(
         self, parents: npt.ArrayLike, nodes: npt.ArrayLike, behind: npt.ArrayLike
     ) -> Tokens:
-        """The node that lies so many tokens before an accepted one on its branch, shape (n,): what
-        to copy to an alternating slot where a step has crossed a position that is to be saved
+        """The node so many tokens before an accepted node on its branch, shape (n,). Its state is
+        the one to copy to an alternating slot if a step has crossed a position to save
         (`DecodeSaves.behind`).
 
         Raises:
             ConfigError: parents that are no tree, no such node, or tokens before this step's.
         """
         steps = _integers(behind, "behind")
-        found = self._nodes(nodes, steps.size)
-        tree = self._tree(parents, len(found))
-        each = np.arange(len(found))
+        checked = self._nodes(nodes, steps.size)
+        tree = self._tree(parents, len(checked))
+        order = np.arange(len(checked))
         for step in range(int(steps.max(initial=0))):
-            found[steps > step] = tree[each, found][steps > step]
-            if (found < 0).any():
-                row = int(np.argmin(found))
+            checked[steps > step] = tree[order, checked][steps > step]
+            if (checked < 0).any():
+                row = int(np.argmin(checked))
                 raise ConfigError(
-                    f"ancestors: row {row} asks for {steps[row]} tokens before its node, of which "
-                    f"this step computed {step}"
+                    f"ancestors: row {row}: expected at most the {step} tokens that this step "
+                    f"computed before its node, found {steps[row]}"
                 )
-        return found
+        return checked
 
     # ---- arguments
 
     def _rows(self, rows: npt.ArrayLike) -> Tokens:
-        found = _integers(rows, "rows")
-        if found.size and not 0 <= found.min() <= found.max() < self.running:
-            raise ConfigError(f"rows: expected 0 to {self.running - 1}, found {found.tolist()}")
-        if len(np.unique(found)) != len(found):
-            raise ConfigError(f"rows: expected each once, found {found.tolist()}")
-        return found
+        integers = _integers(rows, "rows")
+        if integers.size and not 0 <= integers.min() <= integers.max() < self.running:
+            raise ConfigError(f"rows: expected 0 to {self.running - 1}, found {integers.tolist()}")
+        if len(np.unique(integers)) != len(integers):
+            raise ConfigError(f"rows: expected each once, found {integers.tolist()}")
+        return integers
 
     def _nodes(self, nodes: npt.ArrayLike, wanted: int) -> Tokens:
-        found = _integers(nodes, "nodes", wanted)
-        if found.size and not 0 <= found.min() <= found.max() <= self.drafted:
-            raise ConfigError(f"nodes: expected 0 to {self.drafted}, found {found.tolist()}")
-        return found
+        integers = _integers(nodes, "nodes", wanted)
+        if integers.size and not 0 <= integers.min() <= integers.max() <= self.drafted:
+            raise ConfigError(f"nodes: expected 0 to {self.drafted}, found {integers.tolist()}")
+        return integers
 
     def _working(self, working: npt.ArrayLike, wanted: int) -> Pages:
-        found = pages(working)
-        if len(found) != wanted:
-            raise ConfigError(f"working: expected {wanted} slots, found {len(found)}")
-        return found
+        working_slots = pages(working)
+        if len(working_slots) != wanted:
+            raise ConfigError(f"working: expected {wanted} slots, found {len(working_slots)}")
+        return working_slots
 
     def _tree(self, parents: npt.ArrayLike, wanted: int) -> Tokens:
         tree, nodes = np.asarray(parents), self.drafted + 1
@@ -511,26 +514,26 @@ class Drafts:
         return np.broadcast_to(tree.astype(np.int64), (wanted, nodes))
 
 
-def _integers(values: npt.ArrayLike, what: str, wanted: int | None = None) -> Tokens:
-    found = np.asarray(values)
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+def _integers(values: npt.ArrayLike, name: str, wanted: int | None = None) -> Tokens:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ConfigError(
-            f"{what}: expected one row of integers, found {found.dtype} {found.shape}"
+            f"{name}: expected one row of integers, found {array.dtype} {array.shape}"
         )
-    if wanted is not None and len(found) != wanted:
-        raise ConfigError(f"{what}: expected {wanted}, found {len(found)}")
-    return found.astype(np.int64)
+    if wanted is not None and len(array) != wanted:
+        raise ConfigError(f"{name}: expected {wanted}, found {len(array)}")
+    return array.astype(np.int64)
 
 
 # ---- The device slots of a running request, and which saved state is in which.
 #
 # A request has a *working* slot, which its layers read and write at every step, and *alternating*
-# slots for what it saves. Why two of these: a scheduler that runs one step ahead has launched the
-# step that overwrites a saved state before it knows that the request ended with the step before.
-# With two it overwrites the older one, and the newest that is confirmed is there to be donated.
+# slots for the states that it saves. A scheduler that runs one step ahead launches the step that
+# overwrites a saved state before it knows that the request ended with the step before. So it needs
+# two of them: it overwrites the older one, and the newest confirmed state remains to be donated.
 #
-# Everything here is bookkeeping: nothing asks the device. What the device did is known because
-# the engine says so: `confirm`, when the results of a step have arrived.
+# This is bookkeeping only: it never asks the device. The engine calls `confirm` when the results of
+# a step have arrived.
 
 _MOST_SLOT = (1 << 31) - 1
 
@@ -544,19 +547,19 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class Rest:
-    """The slots that a request leaves. Each is in one of the two lists, and the caller owns it from
-    now on."""
+    """The slots that a request leaves, each in one of the two lists. The caller owns them from now
+    on."""
 
     free: tuple[int, ...]
     """Nothing reads or writes these any more."""
     busy: tuple[int, ...]
-    """A step that was launched may still write these, or a copy read them: they are free when it is
-    over. Until then only work that comes later on the same stream may touch them, no load on
-    another."""
+    """A launched step may still write these, or a copy may read them. They are free when it has
+    finished. Until then only later work on the same stream may use them, no load on another
+    stream."""
 
 
 class _Write:
-    """A save that was launched. No longer valid: its state was rejected."""
+    """A launched save. `valid` is False if its state was rejected."""
 
     __slots__ = ("position", "slot", "valid")
 
@@ -565,10 +568,10 @@ class _Write:
 
 
 class RequestSlots:
-    """Of one request. For one thread, the scheduler's; nothing blocks.
+    """The slots of one request. For one thread, the scheduler's; nothing blocks.
 
     An alternating slot is *free*, *writing* (a step that writes it was launched, and its results
-    are not here yet) or *confirmed*:
+    have not arrived) or *confirmed*:
 
         slot = slots.begin_save(position)     # launching a step; None: this one is not saved
         slots.confirm(position)               # that step's results have arrived
@@ -587,15 +590,15 @@ class RequestSlots:
         """Slots that the caller has allocated.
 
         Args:
-            working: what the layers read and write.
-            alternating: as many as `needed(ahead)` says, or none, and nothing is saved beside.
-            ahead: whether the scheduler launches a step before it has seen the results of the
-                one before.
-            keep: a position whose state nothing overwrites until it is given away: the branching
-                point. Others come by again, and this one only if the prefill is done again.
+            working: the slot that the layers read and write.
+            alternating: `needed(ahead)` slots; or none: no state is saved in a slot beside it.
+            ahead: whether the scheduler launches a step before it has the results of the previous
+                step.
+            keep: the branching point; its state is not overwritten until it is given away. Other
+                positions come again, this one only if the prefill is repeated.
 
         Raises:
-            ConfigError: numbers that are no slots, one of them twice, or not as many as needed.
+            ConfigError: invalid slots, a slot twice, or not as many as needed.
         """
         every = [count(slot, "slot", 0, _MOST_SLOT) for slot in (working, *alternating)]
         if len(set(every)) != len(every):
@@ -622,16 +625,16 @@ class RequestSlots:
     # ---- saving
 
     def begin_save(self, position: int) -> int | None:
-        """The slot that the step being launched writes the state behind `position` to.
+        """The slot that the step being launched writes the state after `position` tokens to.
 
-        Never one that is being written or read, nor that of the state to `keep`, and of two others
-        never the newest confirmed one. None: there is no other, and the step saves nothing. So it
-        is while two saves in a row are not both confirmed; for a request without alternating slots,
-        or whose only one is kept; and where this position or a later one is saved already, as
-        behind a fall-back that computes tokens again.
+        Never a slot that is being written or read, nor that of the state to `keep`, and of two
+        others never the newest confirmed one. None: no slot is available, and the step saves
+        nothing. This happens while two saves in a row are not both confirmed; if the request has no
+        alternating slot, or keeps its only one; and if this position or a later one is saved
+        already, as after a fall-back that computes tokens again.
 
         Raises:
-            ConfigError: no position, or the request is over.
+            ConfigError: an invalid position, or the request has ended.
         """
         self._check_running()
         count(position, "position", 1, 1 << 62)
@@ -647,8 +650,8 @@ class RequestSlots:
             if slot not in self._read:
                 self._free.remove(slot)
                 return slot
-        # Of two confirmed ones the older that is not kept. The only one when nothing is in flight
-        # that might be the request's last: without running ahead.
+        # Of two confirmed states, the older that is not kept. A single one only without running
+        # ahead: then no step is in flight that might be the request's last.
         spare = [state for state in self._confirmed if state.position != self.keep]
         enough = len(self._confirmed) > (1 if self.ahead else 0)
         if not enough or not spare or spare[0].slot in self._read:
@@ -664,10 +667,10 @@ class RequestSlots:
             ConfigError: the oldest write in flight is another, or there is none.
         """
         if not self._writes or self._writes[0].position != position:
-            found = f"that of {self._writes[0].position}" if self._writes else "none"
+            expected = f"that of {self._writes[0].position}" if self._writes else "none"
             raise ConfigError(
-                f"confirm: expected the oldest write in flight, {found}, found {position}; confirm "
-                "each once, in the order of launching"
+                f"confirm: expected the oldest write in flight, {expected}, found {position}; "
+                "confirm each once, in the order of launching"
             )
         write = self._writes.popleft()
         if write.valid:
@@ -680,27 +683,27 @@ class RequestSlots:
         are void, also those still being written.
 
         Returns:
-            Where to go on from if the working slot's state is behind them, too, and no draft's
-            state can be accepted: the newest confirmed state, to be copied to `working` on the
-            stream that computes, ahead of the next step. Tokens behind its position are computed
-            again. None: from the checkpoint that the request began with, or from nothing.
+            The state to continue from if the working slot's state is also after them and no draft's
+            state can be accepted: the newest confirmed one. Copy it to `working` on the stream that
+            computes, before the next step, and compute the tokens after its position again. None:
+            continue from the checkpoint that the request began with, or from the beginning.
         """
         self._check_running()
         for write in self._writes:
             write.valid = write.valid and write.position <= accepted
-        # A confirmed write has finished, so void slots may be written again at once.
+        # A confirmed write has finished, so void slots may be written again immediately.
         self._free += [state.slot for state in self._confirmed if state.position > accepted]
         self._confirmed = [state for state in self._confirmed if state.position <= accepted]
         return self.newest
 
     @property
     def confirmed(self) -> tuple[Saved, ...]:
-        """The states whose write is confirmed, in the order of their positions."""
+        """The confirmed states, in the order of their positions."""
         return tuple(self._confirmed)
 
     @property
     def newest(self) -> Saved | None:
-        """The newest state whose write is confirmed."""
+        """The newest confirmed state."""
         return self._confirmed[-1] if self._confirmed else None
 
     # ---- reading on another stream
@@ -709,7 +712,7 @@ class RequestSlots:
         """Note the launch of a copy from a confirmed state that steps do not wait for.
 
         Raises:
-            ConfigError: no confirmed state of this request is there.
+            ConfigError: this slot has no confirmed state of this request.
         """
         if slot not in [state.slot for state in self._confirmed]:
             raise ConfigError(f"begin_read: expected one of {self._confirmed}, found slot {slot}")
@@ -722,10 +725,10 @@ class RequestSlots:
     # ---- giving away
 
     def exchange(self, replacement: int | None, position: int | None = None) -> Saved | None:
-        """Give away a confirmed state while the request goes on, to be named.
+        """Give away a confirmed state, to be named, while the request runs.
 
         Args:
-            replacement: a free slot, which takes its place. None: none could be had.
+            replacement: a free slot, which takes its place. None: no slot was available.
             position: of the state; None: the newest.
 
         Returns:
@@ -733,7 +736,7 @@ class RequestSlots:
             the request keeps its slot, no checkpoint is made, and the caller keeps the replacement.
 
         Raises:
-            ConfigError: the replacement is one of the request's own, or the request is over.
+            ConfigError: the replacement is one of the request's own, or the request has ended.
         """
         self._check_running()
         wanted = [state for state in self._confirmed if position in (None, state.position)]
@@ -746,34 +749,34 @@ class RequestSlots:
         return wanted[-1]
 
     def donate(self, kept: int, *, working_at: int | None = None) -> Saved | None:
-        """The request ends: the state that becomes a checkpoint. Its slot is no longer one of the
-        request's; `rest` says what becomes of the others.
+        """The request ends: the state that becomes a checkpoint. Its slot leaves the request;
+        `rest` returns the others.
 
-        The newest state not behind the tokens that are kept, else the one before, else none. Only
-        those whose write is confirmed: a request may end while a step of it runs.
+        It is the newest confirmed state within the kept tokens; None if there is none. A state that
+        is being written does not count: a request may end while a step of it runs.
 
         Args:
             kept: tokens whose KV stays in the cache.
-            working_at: position of the working slot's state, if that has a key and no step of the
-                request is in flight: it is as good as the others then.
+            working_at: position of the working slot's state, if it has a key and no step of the
+                request is in flight: then it counts as well.
 
         Raises:
-            ConfigError: the request is over already.
+            ConfigError: the request has ended already.
         """
         self._check_running()
         self._over = True
-        found = [state for state in self._confirmed if state.position <= kept]
+        confirmed = [state for state in self._confirmed if state.position <= kept]
         if working_at is not None and 0 < working_at <= kept:
-            found.append(Saved(self.working, working_at))
-        if not found:
+            confirmed.append(Saved(self.working, working_at))
+        if not confirmed:
             return None
-        best = max(found, key=lambda state: state.position)
+        best = max(confirmed, key=lambda state: state.position)
         self._given.add(best.slot)
         return best
 
     def donate_kept(self, kept: int) -> Saved | None:
-        """Behind `donate`: the state to `keep`, which becomes a checkpoint as well. None: it is not
-        confirmed, beyond the tokens that are kept, or what was donated."""
+        """After `donate`: the state to `keep`, which also becomes a checkpoint. None: it is not
+        confirmed, is after the kept tokens, or was donated."""
         for state in self._confirmed:
             if state.position != self.keep or state.position > kept:
                 continue
@@ -783,13 +786,14 @@ class RequestSlots:
         return None
 
     def rest(self, *, idle: bool = False) -> Rest:
-        """The slots that the request still had, now the caller's. It is over; ask once.
+        """The slots that the request still had, now the caller's. The request has ended. Call it
+        once.
 
         Args:
             idle: no step of the request is in flight.
 
         Raises:
-            ConfigError: asked before.
+            ConfigError: called before.
         """
         if self._rested:
             raise ConfigError("rest: these slots were given back before")
@@ -815,7 +819,7 @@ class RequestSlots:
 
     def _check_running(self) -> None:
         if self._over:
-            raise ConfigError("slots: the request is over")
+            raise ConfigError("slots: the request has ended")
 
 
 # ---- Conflicting settings: checked once, when a model is configured, in one message
@@ -832,34 +836,34 @@ class Features:
     running: int
     """Requests at a time."""
     device_slots: int
-    """For states on the device, whoever uses them: requests, drafts, checkpoints."""
+    """For all states on the device: of requests, drafts, checkpoints."""
     ahead: bool = False
-    """The scheduler launches a step before it has seen the results of the one before."""
+    """The scheduler launches a step before it has the results of the previous step."""
     alternating: int = 0
-    """Slots of a request beside its working one, for what it saves on its way."""
+    """Slots of a request beside its working slot, for the states that it saves while it runs."""
     drafted: int = 0
     """Drafted tokens of a request in a step; 0: no speculative decoding."""
     draft_slots: int = 0
     """Of `device_slots`, those for drafts."""
     device_states: int | None = None
-    """Checkpoints that may stay on the device; None: all slots that nothing else needs."""
+    """Checkpoints that may stay on the device; None: in all slots that are left."""
     host_states: int = 0
     """Checkpoints that the host has room for."""
     storage: bool = False
-    """Checkpoints go on from the host to storage."""
+    """Checkpoints are written from the host to storage."""
     tail: bool = False
     """Save at a prompt's last key: `SavePolicy.tail`."""
     path_limit: int = 0
     """Checkpoints on one path, at most; 0: any number."""
     state_block_tokens: int | None = None
-    """The engine addresses states by blocks of so many tokens: `state_block_tables`. None: by
-    slots."""
+    """Tokens of a block if the engine addresses states by blocks: `state_block_tables`. None: it
+    addresses them by slots."""
 
     def __post_init__(self) -> None:
-        """Check each figure by itself.
+        """Check each value by itself.
 
         Raises:
-            ConfigError: one that is none.
+            ConfigError: an invalid value.
         """
         for name, kind in (("grid", Grid), ("saves", Saves)):
             if type(getattr(self, name)) is not kind:
@@ -880,11 +884,11 @@ class Features:
         Raises:
             ConfigError: names every conflict, not only the first, each with what to change.
         """
-        found = self.conflicts()
-        if found:
+        conflicts = self.conflicts()
+        if conflicts:
             raise ConfigError(
-                f"hybrid model: {len(found)} of its settings do not go together:\n"
-                + "\n".join(f"{number}. {text}" for number, text in enumerate(found, 1))
+                f"hybrid model: {len(conflicts)} of its settings conflict:\n"
+                + "\n".join(f"{number}. {text}" for number, text in enumerate(conflicts, 1))
             )
 
     def conflicts(self) -> tuple[str, ...]:
@@ -893,8 +897,8 @@ class Features:
 
     @property
     def spare_slots(self) -> int:
-        """Device slots that running requests and drafts leave to checkpoints; negative: they do
-        not have enough themselves."""
+        """Device slots that running requests and drafts leave to checkpoints; negative: so many
+        slots are missing."""
         return self.device_slots - self.running * (1 + self.alternating) - self.draft_slots
 
     def _of_slots(self) -> Iterator[str]:
@@ -925,11 +929,11 @@ class Features:
         on_device = self.device_states is None or self.device_states > 0
         if not on_device and not self.host_states:
             yield (
-                "device_states=0: a state is donated by leaving it in its slot, and there is no "
-                "host to take it instead; give host_states, or room on the device"
+                "device_states=0: a donated state stays in its device slot, and there is no host "
+                "to take it; give host_states, or slots on the device"
             )
         if self.storage and not self.host_states:
-            yield "storage: states go there by way of the host; give host_states"
+            yield "storage: states are written to storage from the host; give host_states"
         if self.device_states is not None and self.device_states > max(0, self.spare_slots):
             yield (
                 f"device_states={self.device_states}: of {self.device_slots} device slots, "
@@ -938,22 +942,22 @@ class Features:
         if self.device_states is None and self.spare_slots == 0 and not self.host_states:
             yield (
                 f"device_slots={self.device_slots}: requests and drafts need all of them, so no "
-                "checkpoint would ever be kept; give more, or host_states"
+                "checkpoint would be kept; give more slots, or host_states"
             )
         if self.saves is Saves.INTERIOR and not self.alternating:
             yield (
-                f"interior saves: a state inside of a pass needs a slot beside the working one; "
+                f"interior saves: a state inside a pass needs a slot beside the working slot; "
                 f"give alternating={RequestSlots.needed(self.ahead)}, or save end-only"
             )
         if self.tail and self.grid.fine == self.grid.grid:
             yield (
                 f"tail: keys and grid both have steps of {self.grid.grid} tokens, so there is no "
-                "key behind the grid's last position; use smaller blocks or pages, or leave it off"
+                "key after the grid's last position; use smaller blocks or pages, or turn it off"
             )
         if self.path_limit == 1:
             yield (
-                "path_limit=1: a prompt's last state would drop that of the point where others "
-                "part from it, before they do; at least 2, or 0 for any number"
+                "path_limit=1: a prompt's last state would evict that of its branching point, "
+                "before other prompts reach it; use at least 2, or 0 for any number"
             )
 
     def _of_tables(self) -> Iterator[str]:
@@ -968,36 +972,36 @@ class Features:
             )
         if self.saves is Saves.INTERIOR and block % self.grid.chunk:
             yield (
-                f"state_block_tokens={block}: inside of a pass states exist only every "
+                f"state_block_tokens={block}: inside a pass states exist only every "
                 f"{self.grid.chunk} tokens, so blocks would end without one; use a multiple, or "
                 "save end-only"
             )
         if self.drafted and block < self.drafted + 1:
             yield (
                 f"state_block_tokens={block}: a step of {self.drafted} drafted tokens may cross "
-                "more than one block, and a table has one slot for what it writes; use larger "
-                "blocks, or address states by slots"
+                "more than one block, and a table has one slot to write to; use larger blocks, or "
+                "address states by slots"
             )
 
 
 def check_features(config: HybridConfig, checkpoints: Checkpoints, grid: Grid) -> None:
-    """Check what a manager is made with, if its config says how many requests run. Without device
-    slots for checkpoints, requests bring the engine's own.
+    """Check a manager's settings, if its config has the number of running requests. Without device
+    slots for checkpoints, requests use the engine's own slots.
 
     Raises:
-        ConfigError: see `Features.check`, or a figure that is none.
+        ConfigError: see `Features.check`; or an invalid value.
     """
     running = config.running
     if running is None:
         return
     alternating = RequestSlots.needed(config.ahead) if config.alternating else 0
     slots, host = checkpoints.slots, checkpoints.host
-    own = running * (1 + alternating) + config.draft_slots
+    needed = running * (1 + alternating) + config.draft_slots
     Features(
         grid,
         config.saves,
         running,
-        device_slots=own if slots is None else slots.pages,
+        device_slots=needed if slots is None else slots.pages,
         ahead=config.ahead,
         alternating=alternating,
         drafted=config.drafted,

@@ -1,7 +1,7 @@
-"""State block tables: which slot a linear layer reads its state from, and which it writes.
+"""State block tables: the slot that a linear layer reads its state from, and the slot it writes.
 
-For engines that address states as attention addresses KV, by blocks of a sequence: the state behind
-n tokens lies in the slot of the block that holds token n. See `state_block_tables`.
+For engines that address states as attention addresses KV, by blocks of a sequence: the state after
+n tokens is in the slot of the block that holds token n. See `state_block_tables`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightcache.errors import ConfigError
 from lightcache.hybrid.saving import Tokens
 
 _SPAN = 1 << 32  # more than a sequence has blocks
-NONE = -1  # no slot: stands for no block in a table, and for reading nothing
+NONE = -1  # no slot: in a table, no block; in `read`, no state
 
 
 class StateTables:
@@ -26,7 +26,7 @@ class StateTables:
     def __init__(
         self, slots: Pages, starts: Tokens, lengths: Tokens, keys: Tokens | None = None
     ) -> None:
-        """For the three below."""
+        """For `padded`, `ragged` and `compact`."""
         self._slots, self._starts, self._lengths, self._keys = slots, starts, lengths, keys
 
     def __len__(self) -> int:
@@ -40,14 +40,14 @@ class StateTables:
         Raises:
             ConfigError: not integers of shape (n, width).
         """
-        found = np.asarray(table)
-        if found.ndim != 2 or (found.size and found.dtype.kind not in "iu"):
+        array = np.asarray(table)
+        if array.ndim != 2 or (array.size and array.dtype.kind not in "iu"):
             raise ConfigError(
-                f"table: expected integers of shape (n, width), found {found.dtype} {found.shape}"
+                f"table: expected integers of shape (n, width), found {array.dtype} {array.shape}"
             )
-        n, width = found.shape
+        n, width = array.shape
         starts = np.arange(n, dtype=np.int64) * width
-        return cls(_slots(found.reshape(-1)), starts, np.full(n, width, np.int64))
+        return cls(_slots(array.reshape(-1)), starts, np.full(n, width, np.int64))
 
     @classmethod
     def ragged(cls, slots: npt.ArrayLike, bounds: npt.ArrayLike) -> StateTables:
@@ -57,49 +57,49 @@ class StateTables:
             ConfigError: not integers, or bounds that do not ascend from 0 to the number of slots.
         """
         flat = _slots(slots)
-        found = offsets(bounds, len(flat))
-        return cls(flat, found[:-1], np.diff(found))
+        ends = offsets(bounds, len(flat))
+        return cls(flat, ends[:-1], np.diff(ends))
 
     @classmethod
     def compact(
         cls, slots: npt.ArrayLike, bounds: npt.ArrayLike, blocks: npt.ArrayLike
     ) -> StateTables:
-        """Only the blocks that have a state, as `ragged`. A linear layer needs no slot for each
-        block, only for those at which a state is kept, and for the one being written.
+        """Like `ragged`, with only the blocks that have a state. A linear layer needs slots for the
+        blocks at which a state is kept and for the block being written, not for each block.
 
         Args:
-            blocks: which block of its sequence each slot belongs to, ascending in each.
+            blocks: number of each slot's block in its sequence, ascending in each sequence.
 
         Raises:
-            ConfigError: as `ragged`; blocks that do not ascend, or as many as there are slots.
+            ConfigError: as `ragged`; blocks that do not ascend, or not one for each slot.
         """
-        made = cls.ragged(slots, bounds)
+        tables = cls.ragged(slots, bounds)
         of = np.asarray(blocks)
-        if of.shape != made._slots.shape or (of.size and of.dtype.kind not in "iu"):
+        if of.shape != tables._slots.shape or (of.size and of.dtype.kind not in "iu"):
             raise ConfigError(
-                f"blocks: expected {len(made._slots)} integers, one for each slot, found "
+                f"blocks: expected {len(tables._slots)} integers, one for each slot, found "
                 f"{of.dtype} {of.shape}"
             )
-        rows = np.repeat(np.arange(len(made), dtype=np.int64), made._lengths)
-        made._keys = rows * _SPAN + of.astype(np.int64)
-        if of.size and (of.min() < 0 or of.max() >= _SPAN or (np.diff(made._keys) <= 0).any()):
+        rows = np.repeat(np.arange(len(tables), dtype=np.int64), tables._lengths)
+        tables._keys = rows * _SPAN + of.astype(np.int64)
+        if of.size and (of.min() < 0 or of.max() >= _SPAN or (np.diff(tables._keys) <= 0).any()):
             raise ConfigError("blocks: expected numbers of blocks, ascending in each sequence")
-        return made
+        return tables
 
     def find(self, blocks: Tokens) -> Pages:
-        """The slots of some blocks, one or several of each sequence: int32 of the shape of
-        `blocks`, whose last dimension is the sequences. -1: it has none."""
+        """The slots of blocks, one or several of each sequence: int32 of the shape of `blocks`,
+        whose last dimension is the sequences. -1: the block has no slot."""
         if not len(self._slots):
             return np.full(blocks.shape, NONE, np.int32)
         if self._keys is None:
-            at, there = self._starts + blocks, (blocks >= 0) & (blocks < self._lengths)
+            places, present = self._starts + blocks, (blocks >= 0) & (blocks < self._lengths)
         else:
             wanted = np.arange(len(self)) * _SPAN + blocks
-            at = np.searchsorted(self._keys, wanted)
-            there = (blocks >= 0) & (self._keys.take(at, mode="clip") == wanted)
-        found: Pages = self._slots.take(at, mode="clip")
-        found[~there] = NONE
-        return found
+            places = np.searchsorted(self._keys, wanted)
+            present = (blocks >= 0) & (self._keys.take(places, mode="clip") == wanted)
+        slots: Pages = self._slots.take(places, mode="clip")
+        slots[~present] = NONE
+        return slots
 
     def describe(self, row: int) -> str:
         """A sequence's table, for a message."""
@@ -118,15 +118,15 @@ class StateBlocks:
     """For each sequence of a batch, int32 of shape (n,)."""
 
     read: Pages
-    """The slot that holds its state before the step; -1: it begins, and its state is zero."""
+    """The slot with its state before the step; -1: the sequence begins, its state is zero."""
     write: Pages
-    """The slot that its state is to be in after the step. The same as `read` while no boundary of
-    a block is crossed; otherwise what `read` has stays, and nobody writes it any more."""
+    """The slot for its state after the step. The same as `read` unless the step crosses the end of
+    a block; then the state in `read` stays, and is not written any more."""
 
     @property
     def table(self) -> Pages:
-        """Both, int32 of shape (n, 2): all that linear layers need, however long the sequences
-        are whose full tables attention layers get."""
+        """Both, int32 of shape (n, 2). Linear layers need no more, however long the sequences
+        are."""
         return np.stack([self.read, self.write], axis=1)
 
 
@@ -138,39 +138,36 @@ def state_block_tables(
     block_tokens: int,
     names: Sequence[Hashable] | None = None,
 ) -> StateBlocks:
-    """Which slots a step reads and writes, for a whole batch. Some tens of microseconds for 256
-    sequences; no loop over them, whatever the form of the tables.
+    """The slots that a step reads and writes, for a whole batch. Some tens of microseconds for 256
+    sequences, without a loop over them, for every form of the tables.
 
-    The state behind n tokens is in block (n - 1) // block_tokens, counted from 0. So a step reads
-    the block of its last token before, and writes the block of its last token after.
+    The state after n tokens is in block (n - 1) // block_tokens, counted from 0. So a step reads
+    the block of the last token before it, and writes the block of its own last token.
 
-    *Why both counts.* How far apart they are changes from step to step and from sequence to
-    sequence: a stretch of prefill, one decoded token, several accepted ones. The total alone does
-        not tell whether the step has crossed a boundary, and so whether the state that it begins
-        with is in the block that it ends in, in the block before, or many blocks before. Nor does
-        the fill of the last block
-    tell: at a boundary it is full, and looks like that of a sequence which has computed a block
-    more, or one less. And a sequence of no previous tokens must read nothing, though its first
-    block may hold an older state of another sequence.
+    *Why both counts.* Their difference changes from step to step and from sequence to sequence: a
+    stretch of prefill, one decoded token, several accepted tokens. From the total alone it is not
+    known whether the step has crossed the end of a block, and so whether the state it begins with
+    is in the block it ends in, in the block before, or many blocks before. The fill of the last
+    block does not tell either: at the end of a block it is full, as for a sequence with one block
+    more or less. And a sequence without previous tokens must read nothing, though its first block
+    may hold an older state of another sequence.
 
-    *Why it holds for several sequences at once.* A row is made of that sequence's own two counts
-    and its own table, nothing else: no longest or total length of the batch, no sum over the
-    sequences before, no fill that one of them shares. Padding, order and neighbours change
-    nothing. What could go wrong between sequences is checked: a slot that is written must not be
-    read or written by another one, as all layers of a step run over the whole batch at once. That
-    several read the same slot is good: they share a prefix.
+    *Why it is correct for a batch.* A row depends only on that sequence's own two counts and its
+    own table, not on lengths, padding, order or neighbours in the batch. All layers of a step run
+    over the whole batch, so a slot that one sequence writes must not be read or written by another;
+    this is checked. Several sequences may read the same slot: they share a prefix.
 
     Args:
-        tables: blocks that hold no state may be missing; those read and written may not.
-        prev_tokens: tokens behind which each sequence's state is now, shape (n,); 0: none.
+        tables: blocks without a state may be missing, except those read and written.
+        prev_tokens: tokens in each sequence's state now, shape (n,); 0: none.
         total_tokens: the same after the step; not fewer.
-        block_tokens: of a block of these tables. It is never inferred.
-        names: what messages call the sequences; by default their rows.
+        block_tokens: tokens of a block of these tables. It is never inferred.
+        names: names of the sequences in messages; by default their rows.
 
     Raises:
-        ConfigError: names the first sequence for which something is wrong: an empty table, no
-            tokens, more tokens before than after, a block that is missing or beyond the table's
-            end, or a slot that another sequence writes.
+        ConfigError: names the first sequence with an empty table, no tokens, more tokens before
+            than after, a block that is missing or beyond the table's end, or a slot that another
+            sequence writes.
     """
     block = count(block_tokens, "block_tokens", 1, 1 << 20)
     old, new = _counts(prev_tokens, "prev_tokens"), _counts(total_tokens, "total_tokens")
@@ -183,7 +180,7 @@ def state_block_tables(
     both = np.stack([old, new])
     both -= 1
     read, write = tables.find(both // block)
-    # Without tokens there is no block, so that two of the four mistakes are one.
+    # Without tokens there is no block, so `write < 0` finds two of the mistakes.
     wrong = (write < 0) | ((read < 0) & (old != 0)) | (old > new)
     if wrong.any():
         row = int(np.argmax(wrong))
@@ -197,15 +194,18 @@ def state_block_tables(
 
 def _what(tables: StateTables, row: int, old: int, new: int, block: int) -> str:
     if new < 1:
-        return f"expected total_tokens of 1 or more, found {new}; leave out who computes nothing"
+        return (
+            f"expected total_tokens of 1 or more, found {new}; leave out sequences that compute "
+            "nothing"
+        )
     if not 0 <= old <= new:
         return f"expected prev_tokens of 0 to total_tokens, found {old} of {new}"
-    at = (new - 1) // block
-    if tables.find(np.where(np.arange(len(tables)) == row, at, NONE))[row] >= 0:
-        at = (old - 1) // block
+    column = (new - 1) // block
+    if tables.find(np.where(np.arange(len(tables)) == row, column, NONE))[row] >= 0:
+        column = (old - 1) // block
     return (
-        f"expected a slot for its block {at} of {block} tokens (prev_tokens={old}, total_tokens="
-        f"{new}), found {tables.describe(row)}"
+        f"expected a slot for its block {column} of {block} tokens (prev_tokens={old}, "
+        f"total_tokens={new}), found {tables.describe(row)}"
     )
 
 
@@ -214,32 +214,32 @@ def _check_apart(read: Pages, write: Pages, names: Sequence[Hashable] | None) ->
     order = np.argsort(write)
     written = write[order]
     twice = np.flatnonzero(written[1:] == written[:-1])
-    moved = np.flatnonzero(read != write)  # the others read what they alone write
-    at = np.searchsorted(written[:-1], read[moved])
-    foreign = np.flatnonzero(written[at] == read[moved]) if len(moved) else moved
+    moved = np.flatnonzero(read != write)  # other sequences read the slot that only they write
+    places = np.searchsorted(written[:-1], read[moved])
+    foreign = np.flatnonzero(written[places] == read[moved]) if len(moved) else moved
     if not len(twice) and not len(foreign):
         return
     if len(twice):
         one, other = int(order[twice[0]]), int(order[twice[0] + 1])
         slot = int(write[one])
     else:
-        one, other = int(moved[foreign[0]]), int(order[at[foreign[0]]])
+        one, other = int(moved[foreign[0]]), int(order[places[foreign[0]]])
         slot = int(read[one])
-    who = [row if names is None else names[row] for row in (one, other)]
+    ids = [row if names is None else names[row] for row in (one, other)]
     raise ConfigError(
-        f"sequence {who[0]!r}: its slot {slot} is written by sequence {who[1]!r} in the same step; "
+        f"sequence {ids[0]!r}: its slot {slot} is written by sequence {ids[1]!r} in the same step; "
         "each needs a slot of its own, and a shared state is copied before it is written"
     )
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """How many of both kinds a memory has room for."""
+    """KV blocks and states that fit into a memory."""
 
     blocks: int
-    """Of KV."""
+    """KV blocks."""
     states: int
-    """Slots, with those of running requests."""
+    """State slots, including those of running requests."""
 
 
 def capacity(
@@ -251,8 +251,8 @@ def capacity(
     running_states: int,
     tokens_per_state: int,
 ) -> Capacity:
-    """Divide a device's memory between KV blocks and states, both together: what is given to the
-    one first starves the other.
+    """Divide a device's memory between KV blocks and states in one calculation, so that neither
+    takes the memory of the other.
 
     Args:
         budget: bytes for both.
@@ -267,10 +267,10 @@ def capacity(
     Raises:
         ConfigError: figures out of range, or no room for one block beside the running states.
     """
-    most = 1 << 62
-    count(budget, "budget", 1, most)
+    limit = 1 << 62
+    count(budget, "budget", 1, limit)
     for name, value in (("block_bytes", block_bytes), ("state_bytes", state_bytes)):
-        count(value, name, 1, most)
+        count(value, name, 1, limit)
     count(block_tokens, "block_tokens", 1, 1 << 20)
     count(running_states, "running_states", 0, 1 << 31)
     count(tokens_per_state, "tokens_per_state", 1, 1 << 40)
@@ -292,19 +292,19 @@ def capacity(
 
 def _slots(values: npt.ArrayLike) -> Pages:
     """Slots or -1, int32."""
-    found = np.asarray(values)
-    if found.size and found.dtype.kind in "iu" and found.ndim == 1 and int(found.min()) == NONE:
-        return found.astype(np.int32) if int(found.max()) < 1 << 31 else pages(found)
-    return pages(found)
+    array = np.asarray(values)
+    if array.size and array.dtype.kind in "iu" and array.ndim == 1 and int(array.min()) == NONE:
+        return array.astype(np.int32) if int(array.max()) < 1 << 31 else pages(array)
+    return pages(array)
 
 
-def _counts(values: npt.ArrayLike, what: str) -> Tokens:
-    found = np.asarray(values)
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+def _counts(values: npt.ArrayLike, name: str) -> Tokens:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ConfigError(
-            f"{what}: expected one row of integers, found {found.dtype} {found.shape}"
+            f"{name}: expected one row of integers, found {array.dtype} {array.shape}"
         )
-    return found.astype(np.int64, copy=False)
+    return array.astype(np.int64, copy=False)
 
 
 def _short(values: list[int]) -> str:

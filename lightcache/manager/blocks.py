@@ -104,10 +104,10 @@ class DeviceTier:
     def space(self, weights: str, tenant: str) -> Namespace:
         """The device's namespace of a weights version and a tenant."""
         assert self.index is not None
-        found = self._spaces.get((weights, tenant))
-        if found is None:
-            found = self._spaces[weights, tenant] = self.index.namespace(weights, tenant)
-        return found
+        namespace = self._spaces.get((weights, tenant))
+        if namespace is None:
+            namespace = self._spaces[weights, tenant] = self.index.namespace(weights, tenant)
+        return namespace
 
     def clear_weights(self, weights: str) -> None:
         """Clear a version: nothing of it is found or accepted any more."""
@@ -130,8 +130,8 @@ class DeviceTier:
         """Blocks evicted since the last call, by cause: "room", "drop", "clear", and "engine" if
         the engine evicts. Without demoted blocks."""
         self._count_evicted()
-        found, self._evicted = self._evicted, Counter()
-        return found
+        evicted, self._evicted = self._evicted, Counter()
+        return evicted
 
     def _count_evicted(self) -> None:
         """Add what the index has counted to `_evicted`."""
@@ -169,12 +169,12 @@ def numbers_of(blocks: Any) -> Pages:
         ConfigError: no integers.
     """
     try:
-        found = np.asarray(blocks)
+        numbers = np.asarray(blocks)
     except ValueError as error:
         raise ConfigError(f"blocks: expected block numbers: {error}") from None
-    if found.size and found.dtype.kind not in "iu":
-        raise ConfigError(f"blocks: expected block numbers, found {found.dtype} {found.shape}")
-    return np.ascontiguousarray(found, np.int32)
+    if numbers.size and numbers.dtype.kind not in "iu":
+        raise ConfigError(f"blocks: expected block numbers, found {numbers.dtype} {numbers.shape}")
+    return np.ascontiguousarray(numbers, np.int32)
 
 
 def remove_orphan(name: str) -> None:
@@ -271,13 +271,13 @@ class MirroredBlocks(DeviceTier):
         """Those of these blocks that have a name."""
         self._check(blocks)
         self._settle()
-        found: Pages = blocks[self._named[blocks] >= 0]
-        return found
+        named: Pages = blocks[self._named[blocks] >= 0]
+        return named
 
     def lives(self, blocks: Pages) -> npt.NDArray[np.int64]:
         """For each block a number that changes with its content."""
-        found: npt.NDArray[np.int64] = self._lives[blocks]
-        return found
+        lives: npt.NDArray[np.int64] = self._lives[blocks]
+        return lives
 
     def name_many(
         self,
@@ -373,10 +373,10 @@ class MirroredBlocks(DeviceTier):
             together(partial(setattr, naming, "pins", pins), take)
         assert naming.pins is not None
         naming.pins.close()
-        for at in present.tolist():
-            entry = naming.own[at].tobytes(), naming.space
-            self._heirs.setdefault(entry, {})[int(blocks[at])] = None
-            self._doubles[int(blocks[at])] = entry
+        for place in present.tolist():
+            entry = naming.own[place].tobytes(), naming.space
+            self._heirs.setdefault(entry, {})[int(blocks[place])] = None
+            self._doubles[int(blocks[place])] = entry
 
     def _clear(self, space: Namespace) -> None:
         """Clear a namespace. Names are taken first: a block cleared with its name would be doomed,
@@ -384,7 +384,9 @@ class MirroredBlocks(DeviceTier):
         if self.index is None:
             return
         self._settle()
-        for block in [block for block, (_, own) in self._doubles.items() if own == space]:
+        for block in [
+            block for block, (_, namespace) in self._doubles.items() if namespace == space
+        ]:
             self._forget_double(block)
         named = np.flatnonzero(self._named == space.id).astype(np.int32)
         if len(named):

@@ -73,7 +73,7 @@ class PendingFrees:
         finished: list[Request] = []
         busy: list[Request] = []
         for request in self._waiting:
-            copied = request.transfers and not all(each.over for each in request.transfers)
+            copied = request.transfers and not all(transfer.over for transfer in request.transfers)
             (busy if copied else finished).append(request)
         if not finished:
             return
@@ -98,7 +98,10 @@ class PendingFrees:
             WaitTimeout: transfers are paused, and one of its copies waits for them.
         """
         transfers = [
-            transfer for each in self._waiting if each.id == request for transfer in each.transfers
+            transfer
+            for leaving in self._waiting
+            if leaving.id == request
+            for transfer in leaving.transfers
         ]
         for transfer in transfers:
             try:
@@ -133,8 +136,8 @@ class _Holdings:
         holdings, take = cls(state, offloader, requests), []
         device = state.device
         if isinstance(device, ManagedBlocks) and device.index is not None:
-            tables = np.concatenate([each.table for each in requests])
-            kinds = np.frombuffer(b"".join([each.kind for each in requests]), np.uint8)
+            tables = np.concatenate([request.table for request in requests])
+            kinds = np.frombuffer(b"".join([request.kind for request in requests]), np.uint8)
             if len(pinned := tables[kinds == PINNED]):
                 holdings.pinned, call = Lease.attached_to(device.index.core, pinned)
                 take.append(call)

@@ -110,36 +110,36 @@ def hand_off(
     end = time.monotonic() + timeout
     manager.needs_host("hand_off")
     with manager.state.lock:
-        one = manager.request(request)
-        if not one.options.write:
+        running = manager.request(request)
+        if not running.options.write:
             raise ConfigError(
                 f"hand_off {request!r}: its options say write=False, so nothing of it may be "
                 "shared; compute it where it is decoded"
             )
-        space = one.space
+        space = running.space
         if space is None or not manager.state.weights.good(space):
             return KVHandoff(0)
         page = manager.page_tokens
-        full = one.total // page
-        _publish(manager, one, space, full)
-        tail = one.unfilled(full * page)
-        saving = _Saving.begin(manager, one, full * page, len(tail)) if len(tail) else None
-    made = KVHandoff(full * page)
+        full = running.total // page
+        _publish(manager, running, space, full)
+        tail = running.unfilled(full * page)
+        saving = _Saving.begin(manager, running, full * page, len(tail)) if len(tail) else None
+    handoff = KVHandoff(full * page)
     if saving is None:
-        return made
+        return handoff
     ticket = saving.ticket(adopters, max(0.0, end - time.monotonic()), adopt_timeout)
     if ticket is None:
-        return made
-    keys = one.host_chain.keys[:full]
-    return KVHandoff(made.tokens, len(tail), ticket, mark_of(one.prompt, space, keys, tail))
+        return handoff
+    keys = running.host_chain.keys[:full]
+    return KVHandoff(handoff.tokens, len(tail), ticket, mark_of(running.prompt, space, keys, tail))
 
 
-def _publish(manager: KVCacheManager, one: Request, space: CacheScope, full: int) -> None:
+def _publish(manager: KVCacheManager, request: Request, space: CacheScope, full: int) -> None:
     """Begin to write the full pages that are neither on the host nor being written."""
-    there = manager.host.peek(one.host_chain.keys[:full], namespace=space.host)
-    if there < full:
-        manager.offloader.write(one, there, full)
-    one.written = max(one.written, full)
+    present = manager.host.peek(request.host_chain.keys[:full], namespace=space.host)
+    if present < full:
+        manager.offloader.write(request, present, full)
+    request.written = max(request.written, full)
 
 
 def mark_of(prompt: Prompt, space: CacheScope, keys: Keys, tail: Any) -> bytes:
@@ -165,18 +165,18 @@ class _Saving:
         self._transfer: BlockTransfer | None = None
 
     @classmethod
-    def begin(cls, manager: KVCacheManager, one: Request, begin: int, n: int) -> _Saving | None:
+    def begin(cls, manager: KVCacheManager, request: Request, begin: int, n: int) -> _Saving | None:
         """Allocate the page and begin the copy; None: no room. The manager's lock is held."""
         block = manager.device.block_tokens
-        if len(one.table) * block < begin + n:
+        if len(request.table) * block < begin + n:
             return None  # the engine has freed these blocks
         try:
             held = manager.host.index.allocate(1, timeout=manager.config.time_limit)
         except LightcacheError:
             manager.state.counts.add(no_room_pages=1)
             return None
-        made = cls(manager, held, n)
-        slots = slots_of(one.table, block, begin, begin + n)
+        saving = cls(manager, held, n)
+        slots = slots_of(request.table, block, begin, begin + n)
         blocks = np.unique(slots // block).astype(np.int32)
         manager.state.traffic.begin(
             blocks,
@@ -184,12 +184,12 @@ class _Saving:
             "save",
             held,
             slots,
-            made.over,
-            of=one.transfers,
-            ends=made.ended,
-            into=(made, "_transfer"),
+            saving.over,
+            of=request.transfers,
+            ends=saving.ended,
+            into=(saving, "_transfer"),
         )
-        return made
+        return saving
 
     def ticket(
         self, adopters: list[ClientId], timeout: float, adopt_timeout: float
@@ -199,9 +199,9 @@ class _Saving:
         assert self._transfer is not None
         try:
             self._transfer.wait(timeout)
-            given = self._held.ticket(adopters, timeout=adopt_timeout)
-            found = bytes(given)
-            given.drop()  # the ticket lasts without us: `Ticket`
+            ticket = self._held.ticket(adopters, timeout=adopt_timeout)
+            data = bytes(ticket)
+            ticket.drop()  # the ticket lasts without us: `Ticket`
         except (TransferFailed, OutOfPages):
             return None
         finally:
@@ -209,7 +209,7 @@ class _Saving:
                 self._given_up = True
                 if self._transfer.over:
                     self._free()
-        return found
+        return data
 
     def over(self, ok: bool, nbytes: int | None) -> None:
         counts = self._manager.state.counts
@@ -323,8 +323,8 @@ def receive(
     Args:
         prompt: the computed tokens and at least one more; else the last one is computed again.
         handed: the hand-off from the prefill side.
-        table: attached devices: the request's blocks, for `handed.tokens + handed.partial` tokens
-            at least. Owned devices: None; blocks for the whole prompt are allocated here.
+        table: mirrored blocks: the request's blocks, for `handed.tokens + handed.partial` tokens
+            at least. Managed blocks: None; blocks for the whole prompt are allocated here.
         device_tokens: as for `plan`.
 
     Raises:
@@ -333,13 +333,13 @@ def receive(
         CacheCorrupted: `handed` was not made by `hand_off`.
     """
     manager.needs_host("receive")
-    given = handed if isinstance(handed, KVHandoff) else KVHandoff.parse(bytes(handed))
-    count(given.tokens % manager.page_tokens, "handed.tokens: rest of a page", 0, 0)
-    page = _Adopted(manager, given)
+    handoff = handed if isinstance(handed, KVHandoff) else KVHandoff.parse(bytes(handed))
+    count(handoff.tokens % manager.page_tokens, "handed.tokens: rest of a page", 0, 0)
+    page = _Adopted(manager, handoff)
     began = False
     try:
         page.adopt()  # first: once adopted, the page stays until we give it back
-        _wait_for_pages(manager, prompt, given, timeout)
+        _wait_for_pages(manager, prompt, handoff, timeout)
         manager.plan(request, prompt, device_tokens=device_tokens)
         with manager.state.lock:
             manager.begin(request)
@@ -360,11 +360,11 @@ def receive(
 
 
 def _wait_for_pages(
-    manager: KVCacheManager, prompt: Prompt, given: KVHandoff, timeout: float
+    manager: KVCacheManager, prompt: Prompt, handoff: KVHandoff, timeout: float
 ) -> None:
     with manager.state.lock:
         space = manager.state.weights.open_space(prompt.tenant)
-    keys = prompt.keys(space.host_spec)[: given.tokens // manager.page_tokens]
+    keys = prompt.keys(space.host_spec)[: handoff.tokens // manager.page_tokens]
     # Missing pages are computed; errors of the cache are misses, as everywhere.
     with contextlib.suppress(LightcacheError):
         manager.host.wait(keys, timeout=timeout, namespace=space.host)
@@ -373,9 +373,9 @@ def _wait_for_pages(
 class _Adopted:
     """The page of a hand-off's ticket, adopted by us until a copy takes it over."""
 
-    def __init__(self, manager: KVCacheManager, given: KVHandoff) -> None:
+    def __init__(self, manager: KVCacheManager, handoff: KVHandoff) -> None:
         """Not adopted yet."""
-        self._manager, self._given = manager, given
+        self._manager, self._given = manager, handoff
         self._lease: Lease | None = None
         self._in_doubt = False
         """Adoption is in progress: after an interrupt the page may be ours without a lease here."""
@@ -392,16 +392,16 @@ class _Adopted:
             self._lease = adopted
         self._in_doubt = False
 
-    def load(self, one: Request) -> tuple[BlockTransfer, int] | None:
+    def load(self, request: Request) -> tuple[BlockTransfer, int] | None:
         """Load the page after the request's full pages, if those end where it begins. Returns the
         copy and its number of tokens. The manager's lock is held."""
         manager, begin = self._manager, self._given.tokens
-        lease, n = self._lease, self._usable(one)
+        lease, n = self._lease, self._usable(request)
         block = manager.device.block_tokens
-        if lease is None or n <= 0 or len(one.table) * block < begin + n:
+        if lease is None or n <= 0 or len(request.table) * block < begin + n:
             return None
         slots = np.full(manager.page_tokens, -1, np.int64)
-        slots[:n] = slots_of(one.table, block, begin, begin + n)
+        slots[:n] = slots_of(request.table, block, begin, begin + n)
         blocks = np.unique(slots[:n] // block).astype(np.int32)
 
         def over(ok: bool, nbytes: int | None) -> None:
@@ -418,24 +418,24 @@ class _Adopted:
             lease,
             slots,
             over,
-            of=one.transfers,
+            of=request.transfers,
             ends=self._tell,
             instead_of=(self, "_lease"),
         )
         return transfer, n
 
-    def _usable(self, one: Request) -> int:
+    def _usable(self, request: Request) -> int:
         """Tokens of the page that this request may use: never the prompt's last."""
-        given, space = self._given, one.space
-        begin, page = given.tokens, self._manager.page_tokens
-        n = min(given.partial, page, len(one.prompt) - 1 - begin)
-        if space is None or one.match.usable != begin or n < 1:
+        handoff, space = self._given, request.space
+        begin, page = handoff.tokens, self._manager.page_tokens
+        n = min(handoff.partial, page, len(request.prompt) - 1 - begin)
+        if space is None or request.match.usable != begin or n < 1:
             return 0
-        if given.partial > len(one.prompt) - begin:
+        if handoff.partial > len(request.prompt) - begin:
             return 0  # our prompt is shorter, so its tokens cannot be compared
-        keys = one.prompt.keys(space.host_spec)[: begin // page]
-        tail = one.prompt.tokens[begin : begin + given.partial]
-        return n if mark_of(one.prompt, space, keys, tail) == given.mark else 0
+        keys = request.prompt.keys(space.host_spec)[: begin // page]
+        tail = request.prompt.tokens[begin : begin + handoff.partial]
+        return n if mark_of(request.prompt, space, keys, tail) == handoff.mark else 0
 
     def close(self) -> None:
         """Give the page back unless a copy has it. A lease that an interrupt lost is released by

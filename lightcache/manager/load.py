@@ -129,8 +129,8 @@ def begin_load(state: ManagerState, request: Request, without: int) -> LoadHandl
     def over(ok: bool, nbytes: int | None) -> None:
         if ok:
             moved = state.moved_bytes(match.usable - first, nbytes)
-            taken = time.perf_counter_ns() - begun
-            counts.add(loads=1, loaded_pages=pages, loaded_bytes=moved, load_ns=taken)
+            elapsed = time.perf_counter_ns() - begun
+            counts.add(loads=1, loaded_pages=pages, loaded_bytes=moved, load_ns=elapsed)
         else:
             counts.add(failed_loads=1)
 

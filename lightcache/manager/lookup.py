@@ -421,7 +421,7 @@ class PrefixLookup:
         """
         return self._state.guard.run(
             partial(self.find, batch, spaces),
-            lambda: [self.missed(request, own[0]) for request, own in batch.entries],
+            lambda: [self.missed(request, arguments[0]) for request, arguments in batch.entries],
         )
 
     def find(
@@ -462,9 +462,9 @@ class PrefixLookup:
     def _peeked(self, batch: LookupBatch) -> list[PrefixMatch]:
         now, spaces = time.monotonic(), self._spaces_of(batch)
         plans = []
-        for request, own in batch.entries:
-            space = spaces[own[0].tenant]
-            plans.append(self._new(request, LookupRequest._make(own), space, now))
+        for request, arguments in batch.entries:
+            space = spaces[arguments[0].tenant]
+            plans.append(self._new(request, LookupRequest._make(arguments), space, now))
         self._look(plans, batch.device_tokens, now, pin=False)
         return [self._match(plan, plan.device, plan.host_pages, waits=False) for plan in plans]
 
@@ -493,8 +493,8 @@ class PrefixLookup:
 
     def _spaces_of(self, batch: LookupBatch) -> Mapping[str, CacheScope | None]:
         spaces: dict[str, CacheScope | None] = {}
-        for _, own in batch.entries:
-            tenant = own[0].tenant
+        for _, arguments in batch.entries:
+            tenant = arguments[0].tenant
             if tenant not in spaces:
                 spaces[tenant] = self._state.weights.space_or_none(tenant)
         return spaces
@@ -510,10 +510,10 @@ class PrefixLookup:
         if spaces is None:  # all of them, before a plan is renewed
             spaces = self._spaces_of(batch)
         plans = []
-        for request, own in batch.entries:
-            space, known = spaces[own[0].tenant], self._plans.get(request)
-            if known is None or known.request != own or known.space is not space:
-                known = self._renewed(request, LookupRequest(*own), space, known, now)
+        for request, arguments in batch.entries:
+            space, known = spaces[arguments[0].tenant], self._plans.get(request)
+            if known is None or known.request != arguments or known.space is not space:
+                known = self._renewed(request, LookupRequest(*arguments), space, known, now)
             plans.append(known)
         return plans
 

@@ -263,7 +263,7 @@ class KVCacheManager:
             request: its id, any hashable.
             limit: most tokens to reuse: for prompt log-probabilities from there on, for example, or
                 for draft layers.
-            device_tokens: attached devices: tokens that the engine found; None: look in the mirror.
+            device_tokens: mirrored blocks: tokens that the engine found; None: look in the mirror.
 
         Raises:
             ConfigError: a wrong argument; says which.
@@ -449,7 +449,7 @@ class KVCacheManager:
     # ---- Running requests
 
     def allocate(self, request: Hashable, tokens: int, *, timeout: float | None = 0.0) -> Pages:
-        """Owned devices: grow the request's table to `tokens` tokens and the decode reserve.
+        """Managed blocks: grow the request's table to `tokens` tokens and the decode reserve.
         Returns the whole table, int32.
 
         With `WritePolicy.BACK` named blocks are written to the host before they are evicted. The
@@ -514,7 +514,7 @@ class KVCacheManager:
         return device.hold(missing)
 
     def can_allocate(self, blocks: int, *, evict: bool = False) -> bool:
-        """Owned devices: whether so many blocks are available now. Advisory unless `evict`.
+        """Managed blocks: whether so many blocks are available now. Advisory unless `evict`.
 
         Args:
             evict: free them now, least recently used first; their KV is dropped. With
@@ -562,7 +562,7 @@ class KVCacheManager:
         """Copy the host pages that were found to the device. Returns at once.
 
         Args:
-            table: attached devices: the request's blocks, for `match.usable` tokens at least.
+            table: mirrored blocks: the request's blocks, for `match.usable` tokens at least.
 
         Raises:
             ConfigError: the table is too short, or no table of blocks.
@@ -597,10 +597,10 @@ class KVCacheManager:
         Args:
             total: tokens computed and accepted, without those that speculation may take back.
             new_tokens: ids of the tokens generated since the last call.
-            table: attached devices: the request's blocks.
+            table: mirrored blocks: the request's blocks.
 
         Returns:
-            Blocks to exchange in the table, position -> block: owned devices only, where another
+            Blocks to exchange in the table, position -> block: managed blocks only, where another
             block has the same content already. The old block is given back.
         """
         delivery, new = Delivery(), None if new_tokens is None else [new_tokens]
@@ -718,7 +718,9 @@ class KVCacheManager:
 
     def _publish_rest(self, ended: list[Request]) -> None:
         spaces = CheckedSpaces(self._weights)
-        late = [each for each in ended if each.loading is not None or each.sound is not None]
+        late = [
+            request for request in ended if request.loading is not None or request.sound is not None
+        ]
         if late:  # perhaps a load was in flight at the last commit
             self._traffic.poll()
             self._full_blocks.cache_blocks(late, spaces)
@@ -875,7 +877,7 @@ class KVCacheManager:
         self._frees.poll()
 
     def evicted(self, blocks: Pages | Sequence[int]) -> int:
-        """Attached devices: the engine has evicted these blocks, or is about to overwrite them.
+        """Mirrored blocks: the engine has evicted these blocks, or is about to overwrite them.
         Returns how many had a name."""
         with self._lock:
             if not isinstance(self.device, MirroredBlocks):
@@ -883,7 +885,7 @@ class KVCacheManager:
             return self.device.evicted(numbers_of(blocks))
 
     def evicting(self, blocks: Pages | Sequence[int]) -> int:
-        """Attached devices, with write-back: the engine is going to evict these blocks. Begins to
+        """Mirrored blocks, with write-back: the engine is going to evict these blocks. Begins to
         write their content to the host; report them as `evicted` when `wait_blocks` or `in_flight`
         says that no copy touches them. Returns how many pages are being written."""
         with self._lock:
@@ -920,7 +922,7 @@ class KVCacheManager:
     # ---- Prefixes, independent of running requests
 
     def protect(self, prompt: Prompt) -> Mapping[str, int]:
-        """Protect every cached page and block of a prompt, on the host and on an owned device, from
+        """Protect every cached page and block of a prompt, on the host and in managed blocks, from
         eviction until `unprotect` or a weights update. Returns the tokens protected, by tier."""
         with self._lock:
             self.state.check_open("protect")
@@ -977,7 +979,7 @@ class KVCacheManager:
             return self._storage.prefetch(keys, first, namespace=space.host)
 
     def demote(self, blocks: int) -> int:
-        """Owned devices: begin to write back so many blocks, least recently used first, and free
+        """Managed blocks: begin to write back so many blocks, least recently used first, and free
         them. Returns how many are being written."""
         with self._lock:
             return self._write_back.demote(count(blocks, "blocks", -(1 << 62), 1 << 62), "demote")
@@ -1083,12 +1085,12 @@ class KVCacheManager:
         """Return the counters and set them to zero."""
         with self._lock:
             self.state.gather()
-            found = self._counts.snapshot()
+            stats = self._counts.snapshot()
             self._tell()  # the node's total continues
             self._counts.clear()
             self._told.clear()
             self._recent.clear()
-            return found
+            return stats
 
     def recent_stats(self) -> ManagerStats:
         """What the last `config.window` requests asked for and found; other counters are 0."""

@@ -179,7 +179,7 @@ class _Origin:
     offset: int
     """Token of the first block at which it begins."""
     lives: Any = None
-    """Attached devices: for each block a number that changes with its content. On an owned device a
+    """Mirrored blocks: for each block a number that changes with its content. For managed blocks a
     block stays as long as its descendants, so the last block's key is enough."""
 
 
@@ -219,10 +219,10 @@ class WriteBack:
         self._origins: dict[int, dict[bytes, _Origin]] = {}
         """Pages by last block and page key."""
         self._homes: dict[int, _Home] = {}
-        """Owned devices: homes by block. A home is stale if its block has another key by now."""
+        """Managed blocks: homes by block. A home is stale if its block has another key by now."""
         self._groups: list[_Group] = []
         self._evicting: list[tuple[list[BlockTransfer], list[_Origin]]] = []
-        """Attached devices: copies of blocks that the engine is going to evict, and their pages."""
+        """Mirrored blocks: copies of blocks that the engine is going to evict, and their pages."""
 
     @property
     def blocks(self) -> int:
@@ -289,7 +289,7 @@ class WriteBack:
         return len(blocks)
 
     def evicting(self, blocks: Pages, keys: Keys) -> int:
-        """Attached devices: see `KVCacheManager.evicting`. Returns how many copies were begun."""
+        """Mirrored blocks: see `KVCacheManager.evicting`. Returns how many copies were begun."""
         begun: list[BlockTransfer] = []
         written: list[_Origin] = []
         self._evicting.append((begun, written))
@@ -322,8 +322,8 @@ class WriteBack:
 
     def running(self) -> BlockTransfer | None:
         """A copy in flight of blocks that are being written back; None: there is none."""
-        transfers = (each for group in self._groups for each in group.transfers)
-        return next((each for each in transfers if each.state is State.RUNNING), None)
+        transfers = (transfer for group in self._groups for transfer in group.transfers)
+        return next((transfer for transfer in transfers if transfer.state is State.RUNNING), None)
 
     def write(
         self, blocks: Pages, keys: Keys, begun: list[BlockTransfer], written: list[_Origin]
@@ -366,9 +366,9 @@ class WriteBack:
         """
         state, keys = self._state, origin.host_keys[-2:]  # its own key, after its parent's
         before = len(keys) - 1
-        own = keys[before].tobytes()
+        key = keys[before].tobytes()
         if before and keys[0].tobytes() in refused:
-            refused.add(own)
+            refused.add(key)
             state.counts.add(no_room_pages=1)
             return
         new = state.host.reserve(
@@ -383,14 +383,14 @@ class WriteBack:
             written.append(origin)
             return
         if len(new.missing):
-            refused.add(own)
+            refused.add(key)
         state.counts.add(no_room_pages=len(new.missing))
         new.release()
 
     def _slots(self, origin: _Origin, before: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         tokens, block = self._state.page_tokens, self._state.device.block_tokens
-        own = origin.blocks.astype(np.int64)[:, None] * block + np.arange(block)
-        flat = own.reshape(-1)[origin.offset : origin.offset + tokens]
+        rows = origin.blocks.astype(np.int64)[:, None] * block + np.arange(block)
+        flat = rows.reshape(-1)[origin.offset : origin.offset + tokens]
         return np.concatenate([np.full(before * tokens, -1, np.int64), flat])
 
     def poll(self) -> None:
@@ -398,11 +398,13 @@ class WriteBack:
         if self._evicting:
             every, self._evicting = self._evicting, []
             for begun, written in every:
-                if all(each.over for each in begun):
+                if all(transfer.over for transfer in begun):
                     self._guard_store(written)
                 else:
                     self._evicting.append((begun, written))
-        over = [group for group in self._groups if all(each.over for each in group.transfers)]
+        over = [
+            group for group in self._groups if all(transfer.over for transfer in group.transfers)
+        ]
         if not over:
             return
         self._groups = [group for group in self._groups if group not in over]
@@ -439,14 +441,14 @@ class WriteBack:
         if group.stay or index is None:
             group.lease.close()
             return
-        gone = index.discard(group.lease)
+        discarded = index.discard(group.lease)
         ask = partial(self._on_host, group, index)
-        there = min(gone, self._state.guard.run(ask, lambda: 0, proves=False))
+        present = min(discarded, self._state.guard.run(ask, lambda: 0, proves=False))
         self._state.counts.add(
-            demotions=there,
-            demotions_lost=gone - there,
-            kept_by_match=n - gone,
-            **{f"device_evicted_{group.cause}": gone},
+            demotions=present,
+            demotions_lost=discarded - present,
+            kept_by_match=n - discarded,
+            **{f"device_evicted_{group.cause}": discarded},
         )
 
     def _homes_of(self, blocks: Pages, keys: Keys) -> dict[int, _Home]:
@@ -461,14 +463,14 @@ class WriteBack:
     def _on_host(self, group: _Group, index: PageIndex) -> int:
         """Number of a group's blocks that the device has freed and the host has. Looks on the host:
         pages that were there before count, and pages whose copy failed do not."""
-        there, host = 0, self._state.host
+        present, host = 0, self._state.host
         for block, home in group.homes.items():
             if index.peek(home.device_key, namespace=home.space.device):
                 continue  # it stayed on the device
             if self._homes.get(block) is home:
                 del self._homes[block]
-            there += host.peek(home.host_key, namespace=home.space.host)
-        return there
+            present += host.peek(home.host_key, namespace=home.space.host)
+        return present
 
     def close(self) -> None:
         """Stop: blocks that are being written back stay on the device."""
@@ -603,12 +605,12 @@ class Offloader:
 
     def _asked_for(self, keys: Keys) -> int:
         """Number of leading pages that were seen often enough. Counts all these pages."""
-        most, leading, counting = self._state.config.seen, 0, True
+        seen, leading, counting = self._state.config.seen, 0, True
         for key in keys:
             digest = key.tobytes()
             times = self._seen.pop(digest, 0) + 1
             self._seen[digest] = times
-            counting &= times >= most
+            counting &= times >= seen
             leading += counting
         while len(self._seen) > _SEEN:
             self._seen.popitem(last=False)
@@ -709,9 +711,9 @@ class Offloader:
         def over(ok: bool, nbytes: int | None) -> None:
             if ok:
                 moved = pages * state.page_bytes if nbytes is None else nbytes
-                taken = time.perf_counter_ns() - begun
+                elapsed = time.perf_counter_ns() - begun
                 state.counts.add(
-                    offloads=1, offloaded_pages=pages, offloaded_bytes=moved, offload_ns=taken
+                    offloads=1, offloaded_pages=pages, offloaded_bytes=moved, offload_ns=elapsed
                 )
             else:
                 self._failed += 1

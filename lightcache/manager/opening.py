@@ -145,10 +145,11 @@ class EngineKV:
         leave(self.close, error)
 
     def _check(self, keys: Keys, slots: Slots) -> None:
-        need, found = len(keys) * self.geometry.page_tokens, len(integers(slots, "slots"))
-        if found < need:
+        need, slot_count = len(keys) * self.geometry.page_tokens, len(integers(slots, "slots"))
+        if slot_count < need:
             raise ConfigError(
-                f"slots: expected those of all tokens of {len(keys)} pages, {need}, found {found}"
+                f"slots: expected those of all tokens of {len(keys)} pages, {need}, found "
+                f"{slot_count}"
             )
 
 
@@ -216,24 +217,24 @@ def describe(
     check_axes(axes, "open_kv")
     if "l" in axes:
         whole = view(tensors, axes, "open_kv")
-        layers, one = whole.axis("l").size, whole.take("l", 0)
+        layers, layer = whole.axis("l").size, whole.take("l", 0)
     else:
         listed = list(tensors.values()) if isinstance(tensors, dict) else list(tensors)
         if not listed:
             raise ConfigError("open_kv: expected the tensors of at least one layer, found none")
-        layers, one = len(listed), view(listed[0], axes, "open_kv: the first layer")
-    geometry = PageGeometry([_group(one, layers, page_tokens, value_dim)])
+        layers, layer = len(listed), view(listed[0], axes, "open_kv: the first layer")
+    geometry = PageGeometry([_group(layer, layers, page_tokens, value_dim)])
     return geometry, layouts.attention(layouts.Shard(geometry), GROUP, tensors, axes=axes)
 
 
-def _group(one: View, layers: int, page_tokens: int, value_dim: int | None) -> KVGroup:
+def _group(layer: View, layers: int, page_tokens: int, value_dim: int | None) -> KVGroup:
     """The KV group of layers with this view's shape."""
-    width, heads = one.row_bytes // one.element_bytes, one.axis("h").size
+    width, heads = layer.row_bytes // layer.element_bytes, layer.axis("h").size
     shape: dict[str, Any] = {"layers": layers, "heads": heads, "page_tokens": page_tokens}
-    shape["dtype_bytes"] = one.element_bytes
-    if one.has("k"):
+    shape["dtype_bytes"] = layer.element_bytes
+    if layer.has("k"):
         return KVGroup.attention(GROUP, head_dim=width, value_dim=value_dim, **shape)
-    if not one.has("h"):
+    if not layer.has("h"):
         return KVGroup.attention(GROUP, head_dim=width, content="single", **shape)
     value = width // 2 if value_dim is None else value_dim
     if not 0 < value < width or (value_dim is None and width % 2):

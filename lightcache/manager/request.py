@@ -366,7 +366,7 @@ class ManagerConfig:
 
 _MANY = 64  # single keys from which an array is worth its cost
 
-# Kinds of blocks in a request's table (owned devices).
+# Kinds of blocks in a request's table (managed blocks).
 HELD, PINNED, LEASED = 0, 1, 2
 
 
@@ -506,7 +506,7 @@ class Request:
     device_chain: Chain
     host_chain: Chain
     hit: Lease | None = None
-    """Device blocks that were found; owned devices."""
+    """Device blocks that were found; managed blocks."""
     host: Lease | None = None
     """Host pages that were found, until they are loaded."""
     host_first: int = 0
@@ -675,60 +675,64 @@ def check_commits(
     n = len(running)
     if len(set(map(id, running))) != n:
         raise ConfigError("commit: one of the requests is named twice; name each once")
-    for what, given in (("totals", totals), ("new_tokens", new_tokens), ("tables", tables)):
-        if given is not None and len(given) != n:
-            raise ConfigError(f"{what}: expected one for each of {n} requests, found {len(given)}")
+    for name, values in (("totals", totals), ("new_tokens", new_tokens), ("tables", tables)):
+        if values is not None and len(values) != n:
+            raise ConfigError(f"{name}: expected one for each of {n} requests, found {len(values)}")
     packed = [b""] * n
     if new_tokens is not None:
-        packed = [_packed(one, each) for one, each in zip(running, new_tokens, strict=True)]
-    for one, total, fresh in zip(running, totals, packed, strict=True):
-        if type(total) is not int or not one.total <= total <= one.known + len(fresh) // 4:
-            one.check(total, len(fresh) // 4)  # raises an error that says what is wrong
+        packed = [
+            _packed(request, fresh_tokens)
+            for request, fresh_tokens in zip(running, new_tokens, strict=True)
+        ]
+    for request, total, fresh in zip(running, totals, packed, strict=True):
+        if type(total) is not int or not request.total <= total <= request.known + len(fresh) // 4:
+            request.check(total, len(fresh) // 4)  # raises an error that says what is wrong
     if tables is not None:
         return packed, [
-            check_table(device, one, table, total)
-            for one, table, total in zip(running, tables, totals, strict=True)
+            check_table(device, request, table, total)
+            for request, table, total in zip(running, tables, totals, strict=True)
         ]
     if not device.owned and device.index is not None:
-        for one, total in zip(running, totals, strict=True):
-            if total and not len(one.table):
+        for request, total in zip(running, totals, strict=True):
+            if total and not len(request.table):
                 raise ConfigError(
-                    f"commit {one.id!r}: the engine owns the blocks; give the request's as table="
+                    f"commit {request.id!r}: the engine owns the blocks; give the request's as "
+                    "table="
                 )
     return packed, None
 
 
-def _packed(one: Request, tokens: Tokens | None) -> bytes:
+def _packed(request: Request, tokens: Tokens | None) -> bytes:
     if tokens is None:
         return b""
     try:
         return pack_tokens(tokens)
     except ConfigError as error:
-        raise ConfigError(f"commit {one.id!r}: new_tokens: {error}") from None
+        raise ConfigError(f"commit {request.id!r}: new_tokens: {error}") from None
 
 
-def check_table(device: DeviceTier, one: Request, table: Any, total: int) -> Pages:
-    """Check and convert a request's block table, of an attached device. Only blocks that can be
+def check_table(device: DeviceTier, request: Request, table: Any, total: int) -> Pages:
+    """Check and convert a request's block table, of mirrored blocks. Only blocks that can be
     named now are checked.
 
     Raises:
-        ConfigError: no row of block numbers, or a table for an owned device, which has its own.
+        ConfigError: no row of block numbers, or a table for managed blocks, which the manager has.
     """
     if device.owned:
         raise ConfigError(
-            f"table of {one.id!r}: blocks of ManagedBlocks are those that `allocate` returned; "
+            f"table of {request.id!r}: blocks of ManagedBlocks are those that `allocate` returned; "
             "leave the table out"
         )
-    found = pages(table)
-    fresh = found[one.named : total // device.block_tokens]
+    numbers = pages(table)
+    fresh = numbers[request.named : total // device.block_tokens]
     if device.index is not None and len(fresh):  # rare while single tokens are generated
-        least, most = int(fresh.min()), int(fresh.max())
-        if not 0 <= least <= most < device.blocks:
+        least, largest = int(fresh.min()), int(fresh.max())
+        if not 0 <= least <= largest < device.blocks:
             raise ConfigError(
-                f"table of {one.id!r}: expected blocks of 0 to {device.blocks - 1}, found {least} "
-                f"to {most}"
+                f"table of {request.id!r}: expected blocks of 0 to {device.blocks - 1}, found "
+                f"{least} to {largest}"
             )
-    return found
+    return numbers
 
 
 __all__ = [

@@ -95,7 +95,7 @@ class ManagerState:
         return tokens * self.page_bytes // self.page_tokens if known is None else known
 
     def gather(self) -> None:
-        """Add the counts of the indices, an attached device and the storage tier since the last
+        """Add the counts of the indices, mirrored blocks and the storage tier since the last
         call. Takes no lock of the cache or of a storage.
 
         Each count is taken once. So if managers of one process share a cache or a storage tier,

@@ -69,7 +69,7 @@ class ManagerStats:
     device_evicted_clear: int = 0
     """Blocks whose weights or tenant were cleared."""
     device_evicted_engine: int = 0
-    """Blocks that the engine of an attached device evicted or overwrote."""
+    """Mirrored blocks that the engine evicted or overwrote."""
     host_evicted_room: int = 0
     """Pages evicted because this process needed room, for what it wrote or read from storage."""
     host_evicted_quota: int = 0
@@ -195,7 +195,7 @@ class TierGauges:
     """Current capacity, requests and transfers."""
 
     device: TierCapacity
-    """For an attached device, blocks without a name count as free, and we evict none."""
+    """Of mirrored blocks, those without a name count as free, and we evict none."""
     host: TierCapacity
     running: int
     """Requests taken and not released."""
@@ -246,7 +246,7 @@ class Recent:
 
     def change(self, counts: Counters, **by: int) -> None:
         """Change the counts of a request that was added."""
-        if any(each is counts for each in self._each):
+        if any(known is counts for known in self._each):
             self._sum.update(by)
         counts.update(by)
 

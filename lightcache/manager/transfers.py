@@ -246,8 +246,8 @@ def begun_of(backend: TransferBackend, held: Releasable) -> TransferHandle | Non
     """The copy that a transfer backend began with these pages although its call raised. None: no
     copy, or no method `begun`; then a call that raises moves nothing."""
     begun = getattr(backend, "begun", None)
-    found: TransferHandle | None = None if begun is None else begun(held)
-    return found
+    handle: TransferHandle | None = None if begun is None else begun(held)
+    return handle
 
 
 def without_frames(error: Exception) -> Exception:
@@ -302,12 +302,12 @@ class TransferTracker:
     @property
     def in_flight(self) -> int:
         """Number of running transfers."""
-        return sum([each.state in _UNDER_WAY for each in self._all])
+        return sum([transfer.state in _UNDER_WAY for transfer in self._all])
 
     @property
     def queued(self) -> int:
         """Number of transfers that wait for `resume`."""
-        return sum([each.state is _QUEUED for each in self._all])
+        return sum([transfer.state is _QUEUED for transfer in self._all])
 
     def begin(
         self,
@@ -342,26 +342,26 @@ class TransferTracker:
             into: an object and an attribute that is set to this transfer in the same instant.
             instead_of: an object and an attribute that had `held`, set to None in the same instant.
         """
-        made = BlockTransfer(self, blocks, backend, verb, held, slots, over, ends)
+        transfer = BlockTransfer(self, blocks, backend, verb, held, slots, over, ends)
         if into is None and instead_of is None:  # nearly always, and faster
-            append_to((self._all,) if of is None else (self._all, of), made)
+            append_to((self._all,) if of is None else (self._all, of), transfer)
         else:
-            known = [partial(list.append, self._all, made)]
+            known = [partial(list.append, self._all, transfer)]
             if of is not None:
-                known.append(partial(list.append, of, made))
+                known.append(partial(list.append, of, transfer))
             if into is not None:
-                known.append(partial(setattr, *into, made))
+                known.append(partial(setattr, *into, transfer))
             if instead_of is not None:
                 known.append(partial(setattr, *instead_of, None))
             together(*known)
-        made.go_on(paused=self.paused)
-        if made.state not in _UNFINISHED:
-            self._all.remove(made)
-        return made
+        transfer.go_on(paused=self.paused)
+        if transfer.state not in _UNFINISHED:
+            self._all.remove(transfer)
+        return transfer
 
     def sort_out(self) -> None:
         """Forget finished transfers."""
-        self._all = [each for each in self._all if not each.over]
+        self._all = [transfer for transfer in self._all if not transfer.over]
 
     def poll(self) -> int:
         """Begin queued transfers unless paused; notice finished ones. Returns `in_flight`."""
@@ -374,24 +374,26 @@ class TransferTracker:
     def busy(self, blocks: Pages) -> npt.NDArray[np.bool_]:
         """Which of these blocks a copy reads or writes, or will when transfers are resumed, as of
         the last poll."""
-        found = np.zeros(blocks.shape, np.bool_)
-        touched = [each.blocks for each in self._all if not each.over]
+        busy = np.zeros(blocks.shape, np.bool_)
+        touched = [transfer.blocks for transfer in self._all if not transfer.over]
         if touched and blocks.size:
             every = np.concatenate(touched)
             flags = np.zeros(int(every.max(initial=-1)) + 1, np.bool_)
             flags[every] = True
             known = (blocks >= 0) & (blocks < len(flags))
-            found[known] = flags[blocks[known]]
-        return found
+            busy[known] = flags[blocks[known]]
+        return busy
 
     def touching(self, blocks: Pages | None) -> list[BlockTransfer]:
         """Transfers that touch any of these blocks, or will; None: all in flight."""
         with self.lock:
             if blocks is None:
-                return [each for each in self._all if each.state in _UNDER_WAY]
+                return [transfer for transfer in self._all if transfer.state in _UNDER_WAY]
             wanted = set(blocks.tolist())
-            every = [each for each in self._all if not each.over]
-            return [each for each in every if not wanted.isdisjoint(each.blocks.tolist())]
+            every = [transfer for transfer in self._all if not transfer.over]
+            return [
+                transfer for transfer in every if not wanted.isdisjoint(transfer.blocks.tolist())
+            ]
 
     def wait(self, blocks: Pages | None, timeout: float | None) -> None:
         """Block, without the lock, until no copy touches these blocks; None: until none is in

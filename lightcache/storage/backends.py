@@ -53,7 +53,7 @@ def check_keys(keys: Keys) -> list[bytes]:
     """
     _arguments.keys(keys)
     whole = keys.astype("<u8", copy=False).tobytes()
-    return [whole[at : at + KEY_BYTES] for at in range(0, len(whole), KEY_BYTES)]
+    return [whole[begin : begin + KEY_BYTES] for begin in range(0, len(whole), KEY_BYTES)]
 
 
 def check_batch(
@@ -73,7 +73,7 @@ def check_batch(
         )
     if len(buffers) != len(names):
         raise ConfigError(f"buffers: expected one for each of {len(names)}, found {len(buffers)}")
-    return names, [_view(i, each, page_bytes, writable) for i, each in enumerate(buffers)]
+    return names, [_view(i, buffer, page_bytes, writable) for i, buffer in enumerate(buffers)]
 
 
 def _view(number: int, buffer: Buffer, page_bytes: int, writable: bool) -> memoryview:
@@ -458,7 +458,7 @@ _INTEGER = re.compile("[+-]?[0-9]+")
 class Options:
     """The options of one URL, each looked up by name. Unknown options are refused."""
 
-    def __init__(self, scheme: str, given: Mapping[str, str], known: Sequence[str]) -> None:
+    def __init__(self, scheme: str, values: Mapping[str, str], known: Sequence[str]) -> None:
         """
         Args:
             scheme: the URL's scheme, for errors.
@@ -467,15 +467,15 @@ class Options:
         Raises:
             ConfigError: an unknown option, or one without a value.
         """
-        if unknown := sorted(set(given) - set(known)):
+        if unknown := sorted(set(values) - set(known)):
             expected = ", ".join(known) or "no options"
             raise ConfigError(f"{scheme}: expected {expected}, found {', '.join(unknown)}")
-        if empty := [name for name, text in given.items() if not text]:
+        if empty := [name for name, text in values.items() if not text]:
             name = empty[0]
             raise ConfigError(
                 f"{scheme}: {name}: expected a value, found none; leave '{name}=' out"
             )
-        self._scheme, self._given = scheme, given
+        self._scheme, self._given = scheme, values
 
     def __contains__(self, name: str) -> bool:
         return name in self._given

@@ -547,7 +547,7 @@ class ReadJob(Job):
         with self.lock:
             if not self._hold or self.given_up or not self.task.over:
                 raise ConfigError(
-                    f"publish: expected a prefetch with hold=True that is over, and was neither "
+                    f"publish: expected a finished prefetch with hold=True that was neither "
                     f"published nor cancelled before, found {self.task!r}"
                 )
             _arguments.count(pages, "pages", 0, self.progress.prefix)

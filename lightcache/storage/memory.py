@@ -110,9 +110,9 @@ class MemoryStorage(Owned):
         names = check_keys(keys)
         self._begin(Deadline(timeout), "contains")
         with self._lock:
-            found = next((i for i, name in enumerate(names) if name not in self._pages), len(names))
-            self._touch(names[:found])
-        return found
+            count = next((i for i, name in enumerate(names) if name not in self._pages), len(names))
+            self._touch(names[:count])
+        return count
 
     def read(self, keys: Keys, buffers: Sequence[Buffer], *, timeout: float) -> ReadResult:
         """See `Storage.read`."""
@@ -121,11 +121,11 @@ class MemoryStorage(Owned):
         self._calls.check()
         with self._lock:
             self._calls.check()
-            found = [self._pages.get(name) for name in names]
+            pages = [self._pages.get(name) for name in names]
             self._touch([name for name in names if name in self._pages])
         statuses: list[ReadStatus] = []
         reason = ""
-        for name, view, page in zip(names, views, found, strict=True):
+        for name, view, page in zip(names, views, pages, strict=True):
             status, why = self._read_one(name, view, page, deadline)
             statuses.append(status)
             reason = reason or why
@@ -208,16 +208,16 @@ class MemoryStorage(Owned):
         names = check_keys(keys)
         self._begin(Deadline(timeout), "delete")
         with self._lock:
-            gone = sum(self._pages.pop(name, None) is not None for name in names)
-        return self._counters.deleted(gone)
+            removed = sum(self._pages.pop(name, None) is not None for name in names)
+        return self._counters.deleted(removed)
 
     def clear(self, *, timeout: float) -> int:
         """See `Storage.clear`."""
         self._begin(Deadline(timeout), "clear")
         with self._lock:
-            gone = len(self._pages)
+            removed = len(self._pages)
             self._pages.clear()
-        return self._counters.deleted(gone)
+        return self._counters.deleted(removed)
 
     def stats(self) -> StorageStats:
         """See `Storage.stats`."""

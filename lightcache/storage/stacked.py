@@ -497,29 +497,31 @@ class Asking:
         Raises:
             StorageError: all levels failed.
         """
-        at = answers = 0
+        position = answers = 0
         keys, deadline = self._keys, self._deadline
         without = [-1] * len(self._levels)  # for each level, the last key that it reported absent
         why = ""
-        while at < len(keys):
-            before = at
+        while position < len(keys):
+            before = position
             for number, level in enumerate(self._levels):
-                if without[number] >= at or at == len(keys):
+                if without[number] >= position or position == len(keys):
                     continue
                 try:
-                    at += level.contains(keys[at:], share(self._levels, number, deadline).left)
+                    position += level.contains(
+                        keys[position:], share(self._levels, number, deadline).left
+                    )
                     answers += 1
-                    without[number] = at
+                    without[number] = position
                 except StorageError as error:
                     why = why or str(error)
                     self._late |= timed_out(str(error), "contains")
                     without[number] = len(keys)
-            if at == before:
+            if position == before:
                 break
-        self.late = self._late and at < len(keys)
+        self.late = self._late and position < len(keys)
         if len(keys) and not answers:
             raise StorageError(why)
-        return at
+        return position
 
 
 class Reading:
@@ -689,12 +691,14 @@ class Writing:
                 if not isinstance(error, NotAsked):
                     left = range(done, len(self._keys))
                     self._note(left, [WriteStatus.FAILED] * len(left))
-        told = tuple(WriteStatus.FAILED if one is None else one for one in self._statuses)
-        self.late = self.late or (self._late and WriteStatus.FAILED in told)
+        statuses = tuple(
+            WriteStatus.FAILED if status is None else status for status in self._statuses
+        )
+        self.late = self.late or (self._late and WriteStatus.FAILED in statuses)
         if not answered and len(self._keys):
             raise StorageError(self._reason)
-        bad = {WriteStatus.FAILED, WriteStatus.REFUSED} & set(told)
-        return WriteResult(told, self._reason if bad else "")
+        bad = {WriteStatus.FAILED, WriteStatus.REFUSED} & set(statuses)
+        return WriteResult(statuses, self._reason if bad else "")
 
     def _pieces(self, level: Level) -> Iterator[range]:
         if level.apart:
@@ -943,24 +947,24 @@ class StackedStorage(Owned):
     def _remove(self, what: str, timeout: float, remove: Any) -> int:
         """Remove from both levels and from the promotion queue."""
         deadline = self._begin(what, timeout)
-        gone = 0
+        removed = 0
         errors: list[str] = []
         try:
             with self._promoter.paused(deadline):
                 for number, level in enumerate(self._levels):
                     try:
                         left = share(self._levels, number, deadline).left
-                        gone = max(gone, remove(level, left))
+                        removed = max(removed, remove(level, left))
                     except StorageError as error:
                         errors.append(str(error).removeprefix(f"{what}: "))
         except StorageError as error:  # no level was asked
             errors.append(str(error))
         self._calls.check()
-        self._counters.deleted(gone)
+        self._counters.deleted(removed)
         self._counters.timed_out(any(timed_out(each) for each in errors))
         if errors:
             raise StorageError(f"{what}: {'; '.join(errors)}; what is there is still found")
-        return gone
+        return removed
 
 
 def _fitting(storages: Sequence[Storage]) -> None:
@@ -1068,14 +1072,14 @@ def open_stack(
             except ConfigError as wrong:
                 raise ConfigError(f"stack, storage {name} {wrong}") from wrong
             except Exception as raised:  # a registered opener may raise anything
-                said = str(raised) if isinstance(raised, LightcacheError) else repr(raised)
-                first, why = first or raised, why or said
+                message = str(raised) if isinstance(raised, LightcacheError) else repr(raised)
+                first, why = first or raised, why or message
                 if not skip:
                     raise StorageError(
-                        f"stack: storage {name} cannot be opened: {said}; mend it, leave it out, "
-                        "or begin with 'stack:?missing=skip|'"
+                        f"stack: storage {name} cannot be opened: {message}; repair it, leave it "
+                        "out, or begin with 'stack:?missing=skip|'"
                     ) from raised
-                log.warning("storage %s cannot be opened and is left out: %s", name, said)
+                log.warning("storage %s cannot be opened and is left out: %s", name, message)
         if not opened:
             raise StorageError(f"stack: none of {len(urls)} can be opened: {why}") from first
         return StackedStorage(opened, names=names, **how)

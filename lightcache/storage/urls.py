@@ -134,7 +134,7 @@ def schemes() -> list[str]:
     """The names of all known schemes."""
     with _lock:
         known = set(_openers)
-    return sorted(known | {found.name for found in entry_points(group=GROUP)})
+    return sorted(known | {entry.name for entry in entry_points(group=GROUP)})
 
 
 def _opener(scheme: str) -> Opener:
@@ -142,12 +142,12 @@ def _opener(scheme: str) -> Opener:
         known = _openers.get(scheme)
     if known is not None:
         return known
-    for found in entry_points(group=GROUP, name=scheme):
+    for entry in entry_points(group=GROUP, name=scheme):
         try:
-            opener: Opener = found.load()
+            opener: Opener = entry.load()
         except Exception as error:  # the import may raise anything
             raise StorageError(
-                f"storage: {found.value} of scheme {scheme!r} cannot be imported: {error!r}; "
+                f"storage: {entry.value} of scheme {scheme!r} cannot be imported: {error!r}; "
                 "repair or remove its package"
             ) from error
         return _guarded(scheme, opener)

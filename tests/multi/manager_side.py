@@ -97,7 +97,7 @@ class Side:
             life.end()
         engine.backend.finish()
         engine.backend.at_once, engine.backend.fail_next = True, 0
-        engine.forgo_next = False
+        engine.skip_load_next = False
         engine.manager.poll()
         getattr(self, "stage_" + stage.partition(":")[0])(stage)
         raise SystemExit(f"{stage}: it was not reached")

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 from support.keys import prompt
-from support.shard_mover import SECRET
+from support.shard_backend import SECRET
 
 from lightcache import Cache
 

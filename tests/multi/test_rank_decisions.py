@@ -1,6 +1,6 @@
-"""Ranks in processes of their own follow a leader's manager: all are told the same in every step,
-and each holds its own shard of every page, while a stranger evicts and reserves without pause. One
-that is killed is one failed copy to the leader, and nothing to the others."""
+"""Ranks in processes of their own carry out a manager's decisions: all get the same ones in every
+step, and each has its own shard of every page, while a stranger evicts and reserves without pause.
+A killed rank is one failed copy to the coordinator, and nothing to the other ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 from multi import pausing
-from multi.follow_side import digest_of
+from multi.rank_worker_side import digest_of
 from support.crew import PAGE
 from support.manager_world import Engine, open_cache
-from support.shard_mover import open_sharded
+from support.shard_backend import open_sharded
 from support.stamped import stamps_of
 
 from lightcache.errors import TransferFailed
@@ -48,7 +48,7 @@ def conversation(number: int) -> Prompt:
 
 
 class Running:
-    """A request of the leader's scheduler."""
+    """A request of the coordinator's scheduler."""
 
     def __init__(self, prompt: Prompt, table: Any, load: LoadHandle) -> None:
         self.prompt, self.table, self.load = prompt, table, load
@@ -56,7 +56,7 @@ class Running:
 
 
 class Scheduler:
-    """A leader, its manager, and as much of a scheduler as decides at random."""
+    """A coordinator, its manager, and a scheduler that decides at random."""
 
     def __init__(self, name: str, ranks: int, doomed: tuple[int, str, str] | None = None) -> None:
         self.random = np.random.default_rng(SEED)
@@ -66,17 +66,17 @@ class Scheduler:
                       else self.start(rank) for rank in range(ranks)]  # fmt: skip
         watch = {f"rank {rank}": side.pid for rank, side in enumerate(self.sides)}
         found = wait_for_ranks(self.cache, self.log, list(watch), 60, watch=watch)
-        self.leader = RankCoordinator(self.log, found, append_timeout=60)
+        self.coordinator = RankCoordinator(self.log, found, append_timeout=60)
         self.device = ManagedBlocks(f"{name}.device", block_tokens=PAGE, blocks=BLOCKS)
         config = ManagerConfig(write_group=1, time_limit=30.0)
-        self.manager = KVCacheManager(self.cache, self.device, self.leader, config=config)
+        self.manager = KVCacheManager(self.cache, self.device, self.coordinator, config=config)
         self.running: dict[int, Running] = {}
         self.requests = self.steps = self.loaded = self.failed = 0
         self.releases: list[int] = []
 
     def start(self, rank: int, *doom: str) -> subprocess.Popen[str]:
         return started(
-            "follow_side.py", self.cache.name, self.log.segment.name, rank, BLOCKS, *doom
+            "rank_worker_side.py", self.cache.name, self.log.segment.name, rank, BLOCKS, *doom
         )
 
     # ---- what it decides
@@ -117,7 +117,7 @@ class Scheduler:
                 one.computed = True
                 tokens = one.prompt.tokens.tolist()
                 compute.append([tokens, one.table.tolist(), one.load.tokens])
-        told = self.leader.step(
+        told = self.coordinator.step(
             Decisions(
                 self.steps,
                 lengths,
@@ -136,8 +136,8 @@ class Scheduler:
         return digest_of(told)
 
     def settle(self) -> None:
-        """Until no request runs and no copy goes on."""
-        while self.running or self.manager.poll() or self.leader.poll():
+        """Until no request runs and no copy is in flight."""
+        while self.running or self.manager.poll() or self.coordinator.poll():
             self.hear(self.step([]))
 
     # ---- what the ranks say
@@ -161,7 +161,7 @@ class Scheduler:
             assert side.stdout
             side.stdout.close()
         self.cache.reap()
-        self.leader.poll()
+        self.coordinator.poll()
         self.manager.close()
         self.device.close()
         self.log.close()
@@ -184,7 +184,7 @@ def made(segment_name: str) -> Iterator[Any]:
 def nothing_is_left(scheduler: Scheduler) -> None:
     """Of anybody, in either tier."""
     scheduler.cache.reap()
-    assert scheduler.leader.in_flight() == (0,) * len(scheduler.sides)
+    assert scheduler.coordinator.in_flight() == (0,) * len(scheduler.sides)
     for index in (scheduler.cache.index, scheduler.device.index):
         assert index is not None
         index.evict(1)  # collects what was doomed
@@ -273,10 +273,10 @@ def test_a_rank_is_killed_and_another_takes_its_place(made: Any, kind: str, stag
     scheduler = made(3, (victim, kind, stage))
     others = doom(scheduler, victim, kind)
     assert scheduler.line(victim) == {"stopped": stage}
-    (made_of_it,) = scheduler.leader._going.values()
+    (made_of_it,) = scheduler.coordinator._running.values()
     scheduler.sides[victim].kill()
     scheduler.sides[victim].wait(60)
-    while scheduler.leader.poll():  # it sees for itself that somebody has died
+    while scheduler.coordinator.poll():  # it notices the death itself
         pass
     with pytest.raises(TransferFailed, match=rf"rank {victim} .* died"):
         made_of_it.done()
@@ -289,7 +289,9 @@ def test_a_rank_is_killed_and_another_takes_its_place(made: Any, kind: str, stag
     for _ in range(4):
         scheduler.hear(scheduler.step([scheduler.prompt()]), others)
     with pytest.raises(TransferFailed, match="have died or left"):
-        scheduler.leader.load(scheduler.cache.match(PROMPT.keys(spec(scheduler))), np.arange(0), 0)
+        scheduler.coordinator.load(
+            scheduler.cache.match(PROMPT.keys(spec(scheduler))), np.arange(0), 0
+        )
     while scheduler.running or scheduler.manager.poll():
         scheduler.hear(scheduler.step([]), others)
     # Another one: its device is empty, so what the manager knows of the device is not true of it.
@@ -298,7 +300,7 @@ def test_a_rank_is_killed_and_another_takes_its_place(made: Any, kind: str, stag
     scheduler.sides[victim].stdout.close()
     scheduler.sides[victim] = scheduler.start(victim)
     (client,) = wait_for_ranks(scheduler.cache, scheduler.log, [f"rank {victim}"], 60)
-    scheduler.leader.replace(victim, client)
+    scheduler.coordinator.replace(victim, client)
     loaded = scheduler.loaded
     for _ in range(2):
         scheduler.hear(scheduler.step([PROMPT]))

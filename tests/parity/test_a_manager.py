@@ -467,7 +467,7 @@ def test_a19_the_devices_part_stays(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_a19_forgoing_nothing_changes_nothing(worlds: Any) -> None:
+def test_a19_skipping_no_load_changes_nothing(worlds: Any) -> None:
     world = worlds()
     world.run("a", tokens(18))
     world.manager.plan("b", Prompt(tokens(18)))

@@ -14,7 +14,7 @@ import pytest
 from support.crew import PAGE, Crew
 from support.manager_world import Engine, open_cache
 from support.scripts import with_support
-from support.shard_mover import open_sharded
+from support.shard_backend import open_sharded
 
 from lightcache.errors import Abandoned, TransferFailed, WaitTimeout
 from lightcache.manager import KVCacheManager, ManagedBlocks, ManagerConfig, Prompt, WritePolicy
@@ -35,10 +35,10 @@ def crew(segment_name: str) -> Iterator[Crew]:
 
 @pytest.fixture
 def manager(crew: Crew) -> Iterator[KVCacheManager]:
-    """Of the crew's leader, on device blocks of its own."""
+    """Of the crew's coordinator, on device blocks of its own."""
     device = ManagedBlocks(f"{crew.name}.device", block_tokens=PAGE, blocks=16)
     with KVCacheManager(
-        crew.cache, device, crew.leader, config=ManagerConfig(write_group=1)
+        crew.cache, device, crew.coordinator, config=ManagerConfig(write_group=1)
     ) as one:
         yield one
         for each in crew.ranks:
@@ -48,7 +48,7 @@ def manager(crew: Crew) -> Iterator[KVCacheManager]:
 
 
 def run(crew: Crew, manager: KVCacheManager, request: str) -> Any:
-    """Plan, take, allocate, fetch."""
+    """Plan, take, allocate, load."""
     manager.plan(request, TOKENS)
     manager.take(request)
     table = manager.allocate(request, len(TOKENS))
@@ -80,7 +80,7 @@ def test_a6_a_page_is_ready_when_the_last_rank_has_written_it(
         assert crew.cache.peek(keys) == 0
         assert manager.in_flight() == 1  # the request has left, its blocks are not free
         each.backend.finish()
-        each.follower.poll()
+        each.worker.poll()
     assert crew.cache.peek(keys) == 4
     assert manager.poll() == 0
 
@@ -88,7 +88,7 @@ def test_a6_a_page_is_ready_when_the_last_rank_has_written_it(
 def test_a6_what_is_written_back_is_every_ranks(crew: Crew) -> None:
     device = ManagedBlocks(f"{crew.name}.device", block_tokens=PAGE, blocks=16)
     config = ManagerConfig(write=WritePolicy.BACK)
-    with KVCacheManager(crew.cache, device, crew.leader, config=config) as manager:
+    with KVCacheManager(crew.cache, device, crew.coordinator, config=config) as manager:
         compute(crew, manager, "a")
         assert crew.cache.stats().ready == 0
         assert manager.demote(4) == 4
@@ -128,20 +128,20 @@ def test_b15_ranks_count_what_is_in_flight(crew: Crew, manager: KVCacheManager) 
     manager.pause()
     run(crew, manager, "a")
     manager.commit("a", len(TOKENS))
-    assert crew.leader.in_flight() == (0, 0, 0)
+    assert crew.coordinator.in_flight() == (0, 0, 0)
     manager.resume()
-    assert crew.leader.in_flight() == (1, 1, 1)
+    assert crew.coordinator.in_flight() == (1, 1, 1)
     crew.step()
     crew.ranks[0].backend.finish()
     crew.poll()
-    assert crew.leader.in_flight() == (0, 1, 1)
+    assert crew.coordinator.in_flight() == (0, 1, 1)
     with pytest.raises(WaitTimeout):
         manager.pause(0)
     for each in crew.ranks:
         each.backend.finish()
     crew.poll()
     assert manager.poll() == 0
-    assert crew.leader.in_flight() == (0, 0, 0)
+    assert crew.coordinator.in_flight() == (0, 0, 0)
     manager.resume()
     manager.release("a")
 
@@ -156,7 +156,7 @@ from support.crew import Rank
 rank = Rank(sys.argv[1], sys.argv[1] + ".log", int(sys.argv[2]))
 if len(sys.argv) > 3:
     os.kill(os.getpid(), signal.SIGKILL)
-rank.follower.ready(60)
+rank.worker.ready(60)
 print("ready", flush=True)
 sys.stdin.readline()
 rank.close()
@@ -199,12 +199,10 @@ def test_b17_a_scheduler_waits_for_its_ranks(segment_name: str, tmp_path: Any, d
             cache.reap()
 
 
-# ---------------------------------------------------------------- hand-over
+# ---------------------------------------------------------------- handoff
 
 
-def test_hand_over_from_one_engine_to_another_with_ranks(
-    crew: Crew, manager: KVCacheManager
-) -> None:
+def test_handoff_from_one_engine_to_another_with_ranks(crew: Crew, manager: KVCacheManager) -> None:
     """The prefill side has ranks; what they wrote is loaded by the same ranks again."""
     whole = Prompt(np.arange(2 * PAGE + 3))
     manager.plan("a", whole)
@@ -213,14 +211,14 @@ def test_hand_over_from_one_engine_to_another_with_ranks(
     for each in crew.ranks:
         each.device.write(table, 0, each.stamps(whole.tokens))
     manager.commit("a", len(whole))
-    begin = crew.leader.save
+    begin = crew.coordinator.save
 
     def save(*what: Any) -> Any:
         made = begin(*what)
         crew.step()  # ranks are processes of their own elsewhere
         return made
 
-    crew.leader.save = save  # type: ignore[method-assign]
+    crew.coordinator.save = save  # type: ignore[method-assign]
     handed = hand_off(manager, "a", [crew.cache.client_id])
     manager.release("a")
     crew.step()

@@ -57,7 +57,7 @@ ELSEWHERE = {
         "unit/test_host_engine.py::test_every_byte_both_ways",
         "unit/test_transfer_engine.py::test_negative_slots_and_skipped_pages_are_left_out",
     ],
-    "B7": ["unit/test_leading.py::test_one_rank_fails_to_write"],
+    "B7": ["unit/test_rank_coordinator.py::test_one_rank_fails_to_write"],
     "C2": [
         "unit/test_hybrid_match.py::test_a_checkpoint_without_kv_is_not_usable",
         "unit/test_hybrid_match.py::test_a_limit",

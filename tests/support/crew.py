@@ -1,5 +1,5 @@
-"""A leader and its ranks in one process: each rank has a client, a device and a transfer backend
-of its own."""
+"""A coordinator and its ranks in one process: each rank has a client, a device and a transfer
+backend of its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from support.keys import prompt
-from support.shard_mover import SECRET, ShardBackend, open_sharded
+from support.shard_backend import SECRET, ShardBackend, open_sharded
 from support.stamped import StampedDevice, Stamps, stamps_of
 
 from lightcache import Cache, Reservation
@@ -27,7 +27,7 @@ class Rank:
         self.log = SharedLog.attach(log_name)
         self.device = StampedDevice(slots // PAGE, PAGE)
         self.backend = ShardBackend(self.cache, self.device, rank)
-        self.follower = RankWorker(self.log, self.cache, self.backend, rank)
+        self.worker = RankWorker(self.log, self.cache, self.backend, rank)
         self.rank = rank
 
     def compute(self, tokens: Any, slots: Any) -> None:
@@ -41,13 +41,13 @@ class Rank:
     def close(self) -> None:
         """Leave."""
         self.backend.finish()
-        self.follower.close()
+        self.worker.close()
         self.log.close()
         self.cache.close()
 
 
 class Crew:
-    """A host cache, a log, a leader, and ranks."""
+    """A host cache, a log, a coordinator, and ranks."""
 
     def __init__(
         self, name: str, ranks: int = 3, *, pages: int = 16, capacity: int = 64, **how: Any
@@ -56,7 +56,7 @@ class Crew:
         self.cache = open_sharded(name, pages, PAGE, ranks)
         self.log = SharedLog.create(self.log_name, capacity=capacity, message_bytes=64)
         self.ranks = [Rank(name, self.log_name, rank) for rank in range(ranks)]
-        self.leader = RankCoordinator(
+        self.coordinator = RankCoordinator(
             self.log, [each.cache.client_id for each in self.ranks], **how
         )
         self.steps = 0
@@ -66,22 +66,22 @@ class Crew:
         return self.cache.reserve(prompt(number, pages), shards=len(self.ranks))
 
     def step(self, ranks: list[Rank] | None = None, **what: Any) -> Decisions:
-        """One step: everybody is told the same."""
-        told = self.leader.step(Decisions(self.steps, **what))
+        """One step: every rank gets the same decisions."""
+        told = self.coordinator.step(Decisions(self.steps, **what))
         self.steps += 1
         for each in self.ranks if ranks is None else ranks:
-            assert each.follower.step(60) == told
+            assert each.worker.step(60) == told
         return told
 
     def poll(self) -> None:
-        """All ranks look what is over."""
+        """All ranks notice finished copies."""
         for each in self.ranks:
-            each.follower.poll()
+            each.worker.poll()
 
     def settled(self, wait_until: Callable[..., None] | None = None) -> None:
-        """Nothing goes on: nothing may be left of anybody."""
-        assert self.leader.poll() == 0
-        assert self.leader.in_flight() == (0,) * len(self.leader.ranks)
+        """No copy is in flight: no client may hold anything."""
+        assert self.coordinator.poll() == 0
+        assert self.coordinator.in_flight() == (0,) * len(self.coordinator.ranks)
         self.cache.reap()
         self.cache.evict(1)  # collects what was doomed
         found = self.cache.stats()
@@ -91,7 +91,7 @@ class Crew:
         assert report.pins == 0
 
     def ended(self, made: RankTransfer) -> bool:
-        """Let everybody go on until a copy is over."""
+        """Let every rank finish its copies; whether this copy has finished."""
         self.poll()
         return made.done()
 
@@ -99,6 +99,6 @@ class Crew:
         """Leave."""
         for each in self.ranks:
             each.close()
-        self.leader.poll()
+        self.coordinator.poll()
         self.log.close()
         self.cache.close()

@@ -141,10 +141,10 @@ def _messages() -> Iterator[tuple[str, bytes]]:
     from lightcache.storage.service.messages import Kind as Asked
 
     ticket = bytes(range(TICKET_BYTES))
-    yield "hand-over", bytes(KVHandoff(64, 3, ticket, bytes(16)))
+    yield "handoff", bytes(KVHandoff(64, 3, ticket, bytes(16)))
     yield "rank load", encode(Order(Kind.LOAD, 7, ticket, np.array([4, 5, -1, -1, 9])))
     yield "rank step", encode(Decisions(3, {"a": (1, 2)}, b"x", (1,), (2,), ("b",)))
-    yield "rank roll call", encode(None)
+    yield "rank startup", encode(None)
     space = Namespace("weights", "tenant", 5)
     yield "storage ask", Ask(1.0, 2.0, _keys(), space, 8, 9, 1, 2).pack()
     yield "storage part", Part(Asked.WRITE, 1, 2, 3, 0, 1, b"body").pack()

@@ -89,7 +89,7 @@ class Place(World):
             assert self.index.stats().ready == 0
 
     def _check_mirror(self) -> None:
-        """Of an attached device each block is pinned once, by its mirror."""
+        """Each mirrored block is pinned once, by its mirror."""
         assert self.index.check().pins == self.device.blocks
         stats = self.index.stats()
         assert stats.held + stats.ready == self.device.blocks

@@ -223,7 +223,7 @@ class Life:
 
     def skip_load(self) -> None:
         """The next request that could load something does not."""
-        self.engine.forgo_next = True
+        self.engine.skip_load_next = True
 
     def evict(self) -> None:
         """Make room ahead of need."""

@@ -107,7 +107,7 @@ class Engine:
         self.block = block
         self.running: dict[int, Running] = {}
         self.weights = 0
-        self.forgo_next = False
+        self.skip_load_next = False
 
     def seed(self) -> int:
         """Stamps of other weights are others."""
@@ -143,8 +143,8 @@ class Engine:
         assert prompt.cut_item(match.usable) is None
         if self.blocks is not None:
             return self._begin_attached(request, prompt, options)
-        if self.forgo_next and match.load:
-            match, self.forgo_next = manager.skip_load(request), False
+        if self.skip_load_next and match.load:
+            match, self.skip_load_next = manager.skip_load(request), False
             assert not match.load
         try:
             table = manager.allocate(request, len(prompt)).copy()
@@ -260,7 +260,7 @@ class Engine:
             return len(lease)
 
     def check_device(self, prompt: ManagerPrompt) -> int:
-        """The same of the device's blocks; owned devices, whose blocks can be pinned."""
+        """The same of the device's blocks; managed blocks, which can be pinned."""
         index, space = self.device.index, self.manager.state.weights.open_space(prompt.tenant)
         if self.blocks is not None or index is None:
             return 0

@@ -1,5 +1,5 @@
-"""Engines of several ranks whose states are tensors of bytes: each rank has its heads, and a leader
-orders what they copy. Teams of other sizes share the host's caches."""
+"""Engines of several ranks whose states are tensors of bytes: each rank has its heads, and a
+coordinator orders their copies. Teams of other sizes share the host's caches."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def of_rank(whole: Any, part: StatePart, rank: int, ranks: int) -> Any:
 
 
 class StateRank:
-    """One rank: its tensors, its engine, its follower."""
+    """One rank: its tensors, its engine, its worker."""
 
     def __init__(self, states: str, log: str, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
@@ -86,7 +86,7 @@ class StateRank:
         self.cache = Cache.attach(states, secret=SECRET, role=f"rank {rank}")
         self.log = SharedLog.attach(log)
         self.engine = self.cache.engine(GEOMETRY, planes, share=mine.share(), threads=1)
-        self.follower = RankWorker(self.log, self.cache, self.engine, rank)
+        self.worker = RankWorker(self.log, self.cache, self.engine, rank)
         self.copier = StateCopier(GEOMETRY, planes, share=mine.share())
 
     def bytes_of(self, slot: int, layer: int, part: StatePart) -> Any:
@@ -96,7 +96,7 @@ class StateRank:
 
     def close(self) -> None:
         """Leave."""
-        self.follower.close()
+        self.worker.close()
         self.engine.close()
         self.log.close()
         self.cache.close()
@@ -124,11 +124,11 @@ class StateTeam:
         """Caches are the caller's to close."""
         self.log = SharedLog.create(f"{name}.log", capacity=64, message_bytes=256)
         self.ranks = [StateRank(states.name, f"{name}.log", rank, ranks) for rank in range(ranks)]
-        self.leader = RankCoordinator(self.log, [each.cache.client_id for each in self.ranks])
+        self.coordinator = RankCoordinator(self.log, [each.cache.client_id for each in self.ranks])
         self.device = ManagedBlocks(f"{name}.device", block_tokens=PAGE, blocks=32)
         self.manager = KVCacheManager(host, self.device, NullBackend())
         self.slots = create_slots(f"{name}.slots", SLOTS)
-        self.checkpoints = Checkpoints(self.slots, states, self.leader, Everywhere(self.ranks))
+        self.checkpoints = Checkpoints(self.slots, states, self.coordinator, Everywhere(self.ranks))
         self.hybrid = HybridManager(self.manager, self.checkpoints, Grid(PAGE, PAGE, PAGE))
         self.steps = 0
 
@@ -153,11 +153,11 @@ class StateTeam:
 
     def settle(self) -> None:
         """Every rank does what was ordered."""
-        self.leader.step(Decisions(self.steps))
+        self.coordinator.step(Decisions(self.steps))
         self.steps += 1
         for each in self.ranks:
-            each.follower.step(60)
-            each.follower.drain(60)
+            each.worker.step(60)
+            each.worker.drain(60)
         self.hybrid.poll()
 
     def write(self, slot: int, whole: Whole) -> None:

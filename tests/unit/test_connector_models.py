@@ -236,11 +236,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: transformers.T5ForConditionalGeneration(
             transformers.T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, vocab_size=128)
         ),
-        "expected a decoder alone, found T5ForConditionalGeneration",
+        "expected only a decoder, found T5ForConditionalGeneration",
     ),
     "sliding window": (lambda: model("Mistral", sliding_window=8), "DynamicSlidingWindowLayer in"),
     "some windows": (sliding, "DynamicSlidingWindowLayer in Qwen2ForCausalLM"),
-    "states alone": (lambda: model("Mamba"), "found states alone in MambaForCausalLM"),
+    "states alone": (lambda: model("Mamba"), "found only states in MambaForCausalLM"),
     "not loaded": (on_meta, r"on the CPU or on one CUDA device, found \['meta'\]"),
     "on two devices": (spread, r"found \['cpu', 'meta'\]; load it without device_map"),
     "uses no cache": (without_cache, "cached no keys and values"),
@@ -287,7 +287,7 @@ def test_weights_that_cannot_be_looked_into(monkeypatch: pytest.MonkeyPatch) -> 
         raise NotImplementedError("packed")
 
     monkeypatch.setattr(model_pages, "_sampled", opaque)
-    with pytest.raises(ConfigError, match=r"cannot be looked into \(packed\); give describe"):
+    with pytest.raises(ConfigError, match=r"cannot be read \(packed\); give describe"):
         lct.describe(model())
     assert lct.describe(model(), name="x").fingerprint.startswith("name:x ")
 

@@ -177,7 +177,7 @@ def test_another_model_of_the_same_kind_is_not_taken_for_it(segment_name: str) -
     mine, other = model(), model(seed=1)
     with small_cache(segment_name, mine) as cache, lct.Connector(cache, mine) as connector:
         with nothing_published(cache, LONG):
-            message = "by something else than the connector's model"
+            message = "not computed by the connector's model"
             refused(connector, LONG, lambda past: answer(other, LONG, past), message)
 
 
@@ -421,7 +421,7 @@ def test_copies_of_the_model_carry_hooks_that_do_nothing(segment_name: str) -> N
     with small_cache(segment_name, mine) as cache, lct.Connector(cache, mine) as connector:
         for twin in (copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):
             assert_same(answer(twin, LONG), answer(mine, LONG))
-            message = "something else than the connector's model"
+            message = "not computed by the connector's model"
             refused(connector, LONG, lambda past, twin=twin: answer(twin, LONG, past), message)
 
 

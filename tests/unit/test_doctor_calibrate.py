@@ -78,10 +78,10 @@ def test_what_the_file_was_told(tmp_path: Path) -> None:
         (("--calibrate", "--page-bytes", "many"), "page_bytes"),
         (("--calibrate", "--device", "abacus"), "abacus"),
         (("--calibrate", "--pin", "x"), "give one"),
-        (("--out", "x"), "--out is for what --calibrate measures"),
-        (("--device", "cpu"), "--device is for what --calibrate measures"),
-        (("--page-tokens", "16"), "--page-tokens is for what --calibrate measures"),
-        (("--prefill", "50"), "--prefill is for what --calibrate measures"),
+        (("--out", "x"), "--out needs --calibrate"),
+        (("--device", "cpu"), "--device needs --calibrate"),
+        (("--page-tokens", "16"), "--page-tokens needs --calibrate"),
+        (("--prefill", "50"), "--prefill needs --calibrate"),
     ],
 )
 def test_what_makes_no_sense(options: tuple[str, ...], says: str) -> None:

@@ -425,7 +425,7 @@ def test_restart_needs_an_end_of_the_load(hybrids: Any) -> None:
     world.nothing_left()
 
 
-def test_forgo_takes_what_the_device_has(hybrids: Any) -> None:
+def test_skip_load_keeps_the_device_prefix(hybrids: Any) -> None:
     world = hybrids()
     prompt = Prompt(tokens(42))
     world.compute(prompt)

@@ -66,7 +66,7 @@ def test_a_limit(hybrids: Any) -> None:
         world.look(prompt, limit=-1)
 
 
-def test_wishes(hybrids: Any) -> None:
+def test_request_options(hybrids: Any) -> None:
     world = hybrids()
     prompt = Prompt(tokens(41))
     world.compute(prompt)
@@ -177,9 +177,9 @@ def test_the_same_plan_is_the_same_match(hybrids: Any) -> None:
     world.save(prompt, 24)
     first = world.plan(prompt)
     looks = []
-    looker = world.hybrid._planner._looker
-    look = looker.look
-    looker.look = lambda *what: looks.append(1) or look(*what)
+    lookup = world.hybrid._planner._lookup
+    look = lookup.look
+    lookup.look = lambda *what: looks.append(1) or look(*what)
     assert world.plan(prompt) is first
     assert not looks
     world.save(prompt, 32)

@@ -131,7 +131,7 @@ def test_states_that_are_not_flat(segment_name: str, qwen: Any) -> None:
 def test_settings_that_do_not_go_together(segment_name: str, qwen: Any) -> None:
     with small_caches(segment_name, qwen) as caches:
         for message, how in (
-            (r"1 of its settings do not go together:\n1\. path_limit=1: ", {"path_limit": 1}),
+            (r"1 of its settings conflict:\n1\. path_limit=1: ", {"path_limit": 1}),
             ("path_limit: expected 0 to", {"path_limit": -1}),
             ("grid: model_chunk: expected 1 to", {"chunk": 0}),
             ("states would be saved every", {"chunk": 1048575, "every": 1048573}),
@@ -229,10 +229,10 @@ def test_keys_and_values_without_their_state(connector: lct.Connector, qwen: Any
     past = connector.empty()
     keys = connector.cache.hash_pages(ids[0].tolist())
     connector.load(past, connector.cache.match(keys[:2])).wait()
-    with pytest.raises(ConfigError, match="expected the state behind the 32 tokens"):
+    with pytest.raises(ConfigError, match="expected the state after the 32 tokens"):
         qwen(ids[:, 32:], past_key_values=past)
     with connector.cache.match(keys[:2]) as lease:
-        with pytest.raises(ConfigError, match="restore: expected a model of keys and values alone"):
+        with pytest.raises(ConfigError, match="restore: expected a model of only keys and values"):
             connector.restore(lease)
     assert connector.hybrid
     checkpoints = connector.hybrid.checkpoints

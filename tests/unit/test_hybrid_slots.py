@@ -449,7 +449,7 @@ def test_misuse_is_refused() -> None:
         lambda: slots.reject(1),
         lambda: slots.donate(64),
     ):
-        with pytest.raises(ConfigError, match="over"):
+        with pytest.raises(ConfigError, match="has ended"):
             late()
     slots.rest()
     with pytest.raises(ConfigError, match="before"):
@@ -544,7 +544,10 @@ def test_trees_against_stamps(case: Any, random: Any) -> None:
         (lambda d: d.reads([0], [-1, 0, 1, 3], [9]), "earlier node"),
         (lambda d: d.reads([0], [0, 0, 1, 2], [9]), "-1 for node 0"),
         (lambda d: d.reads([0], [-1, 0, -1, 2], [9]), "earlier node"),
-        (lambda d: d.ancestors(d.chain, [3, 1], [0, 2]), "row 1 asks for 2 tokens"),
+        (
+            lambda d: d.ancestors(d.chain, [3, 1], [0, 2]),
+            "row 1: expected at most the 1 tokens .* found 2",
+        ),
     ],
 )
 def test_drafts_that_are_none(call: Any, what: str) -> None:

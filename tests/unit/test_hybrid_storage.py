@@ -110,7 +110,7 @@ def test_kv_without_a_state_is_not_read(hybrids: Any) -> None:
     world.nothing_left()
 
 
-def test_wishes_without_storage(hybrids: Any) -> None:
+def test_options_without_storage(hybrids: Any) -> None:
     world = hybrids(state_storage=kept)
     prompt = Prompt(tokens(42))
     world.compute(prompt)

@@ -146,7 +146,7 @@ def test_settings_that_go_together(hybrids: Any, how: dict[str, Any]) -> None:
 )
 def test_settings_that_do_not(hybrids: Any, how: dict[str, Any], texts: list[str]) -> None:
     lines = r"\n.*".join(f"{number}. .*{text}.*" for number, text in enumerate(texts, 1))
-    match = f"{len(texts)} of its settings do not go together:\n" + lines
+    match = f"{len(texts)} of its settings conflict:\n" + lines
     config = HybridConfig(tail=how.get("tail", False), **how.pop("config"))
     world = hybrids(**how)
     with pytest.raises(ConfigError, match=match):

@@ -69,7 +69,7 @@ def test_a_cache_goes_when_nobody_used_it_for_longer(segment_name: str, clock: C
     assert not swept(segment_name)
     clock.passed = 25 * HOUR
     assert [left.why for left in leftovers(segment_name)] == [
-        "nobody used it for 25 h, and its idle limit is 24 h"
+        "unused for 25 h, and its idle limit is 24 h"
     ]
     assert not sweep(prefix=segment_name, idle=False)
     assert swept(segment_name)

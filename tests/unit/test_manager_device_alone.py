@@ -78,7 +78,7 @@ def test_blocks_of_ended_requests_make_room(
     assert manager.device.index.check().pins == 0
 
 
-def test_many_plans_and_wishes(stack: ExitStack, segment_name: str) -> None:
+def test_many_plans_and_options(stack: ExitStack, segment_name: str) -> None:
     manager = alone(stack, segment_name)
     run(manager, "a", tokens(18))
     prompts = [Prompt(tokens(18)), Prompt(tokens(18))]

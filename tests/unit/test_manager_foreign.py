@@ -1,5 +1,5 @@
-"""Transfer backends that raise what is none of our errors: the movement fails as any other, and
-`poll` raises it, once."""
+"""Transfer backends that raise foreign exceptions: the transfer fails, and the next `poll` raises
+the exception once."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_load(worlds: Any, where: str, storage: bool) -> None:
     assert isinstance(found.value.__cause__, Odd)
     assert (load.tokens, load.failed) == (0, True)
     raised_once(world, where)
-    assert world.cache.check().pins == 0  # though the request runs, and the fetch is there
+    assert world.cache.check().pins == 0  # though the request runs, and its load handle exists
     assert manager.stats().failed_loads == 1
     assert not manager.in_flight(table).any()
     computed(world, "a")

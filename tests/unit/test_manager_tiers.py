@@ -1,4 +1,4 @@
-"""What a KVCacheManager does with each tier: writing policies, attached devices, storage."""
+"""What a KVCacheManager does with each tier: writing policies, mirrored blocks, storage."""
 
 from __future__ import annotations
 

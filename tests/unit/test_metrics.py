@@ -158,7 +158,9 @@ def test_the_managers_figures(cache):
         assert values("storage_bytes_total", direction="read") == 80
         assert values("storage_bytes_total", direction="write") == 90
         assert (values("absent_pages_total"), values("no_room_pages_total")) == (5, 12)
-        values.families["lightcache_absent_pages"].documentation.index("failures are counted apart")
+        values.families["lightcache_absent_pages"].documentation.index(
+            "failures are not counted here"
+        )
 
 
 CAUSES = {

@@ -22,7 +22,7 @@ from support.keys import keys, prompt
 from support.scripts import with_support
 
 from lightcache import Cache, ConfigError, Detached, PageIndex, Router, RouterPolicy
-from lightcache.router import _Asked
+from lightcache.router import _Query
 from lightcache.shm.layout import SegmentHeader
 
 Made = Callable[..., PageIndex]
@@ -242,7 +242,10 @@ def test_an_index_of_another_page_size_is_refused(index: Made, by_name: bool) ->
     """Host pages of 64 tokens, device blocks of 16: no key is one of both."""
     host, a, b = index("host", page_tokens=64), index("a", block_tokens=16), index("b")
     fill(a, 1, 3)
-    said = r"gpu0: index '.*-a' has pages of 16 tokens, .* are of 64, so none of them can be found"
+    said = (
+        r"gpu0: index .*-a. has pages of 16 tokens, .* are of pages of 64, "
+        "so none of them can be found"
+    )
     with pytest.raises(ConfigError, match=said):
         Router(host, {"gpu1": b, "gpu0": a.name if by_name else a})
     assert a.peek(prompt(1, 3)) == 3, "the caller's own stays open"
@@ -287,8 +290,8 @@ def test_a_namespace_that_was_forgotten(index: Made, caplog: pytest.LogCaptureFi
             assert router.route(prompt(1, 4), {"a": 0}).device_pages == 0
         router.route_many(prompt(1, 4), np.array([0, 2, 4]), {"a": 0})
         (said,) = logged(caplog)
-        assert "under weights '', tenant '', of which no index has a page" in said
-        assert "pages under weights 'step-1000', tenant ''" in said
+        assert "with weights '', tenant '', and no index has a page of these" in said
+        assert "pages of weights 'step-1000', tenant ''" in said
         counted = router.statistics
         assert (counted.requests, counted.missed, counted.other_namespace) == (6, 5, 5)
         # A tenant's first request is no news; weights that nobody serves are.
@@ -318,7 +321,7 @@ def test_keys_that_no_manager_makes(index: Made, caplog: pytest.LogCaptureFixtur
         for number in range(200):
             router.route(prompt(100 + number, 4), {"a": 0})
         (said,) = logged(caplog)
-        assert "64 requests one after another had no page in any index" in said
+        assert "64 requests in a row had no page in any index" in said
         assert "10 tokens a page" in said
         assert router.statistics.missed == 63 + 63 + 200
         assert router.statistics.other_namespace == 0
@@ -609,7 +612,7 @@ def test_the_chosen_cost_is_minimal(
     device = [min(held, n) for held, _ in workers]
     host = min(host, n)
     tokens = [weights[0] * load for _, load in workers]
-    choice = router._choose(n, first, host, device, _Asked(names, tokens, "", ""))
+    choice = router._choose(n, first, host, device, _Query(names, tokens, "", ""))
     expected = {}
     for name, held, load in zip(names, device, tokens, strict=True):
         computed = n - max(held, host)
@@ -622,5 +625,5 @@ def test_the_chosen_cost_is_minimal(
     assert tokens[at] == min(tokens[i] for i in equal)
     assert (choice.device_pages, choice.host_pages) == (device[at], host)
     # The order in which workers are named decides nothing.
-    turned = _Asked(names[::-1], tokens[::-1], "", "")
+    turned = _Query(names[::-1], tokens[::-1], "", "")
     assert router._choose(n, first, host, device[::-1], turned).worker == choice.worker

@@ -105,11 +105,11 @@ def test_initialise_runs_before_anybody_attaches(segment_name: str) -> None:
     def lay_out(segment: Segment) -> None:
         segment.view(segment.payload_offset, 1)[0] = 7
         segment.join("creator")
-        with pytest.raises(NotReady, match="has not finished"):
+        with pytest.raises(NotReady, match="is creating, replacing"):
             Segment.attach(segment_name, timeout=0)
-        with pytest.raises(NotReady, match="has not finished"):
+        with pytest.raises(NotReady, match="is creating, replacing"):
             Segment.create(segment_name, 1, timeout=0)
-        with pytest.raises(NotReady, match="has not finished"):
+        with pytest.raises(NotReady, match="is creating, replacing"):
             Segment.open(segment_name, 1, timeout=0)
         assert swept(segment_name) == []
         seen.append(segment)

@@ -31,7 +31,7 @@ from lightcache.storage.tasks import COUNTS
 from lightcache.storage.testing.conformance import make_keys
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
-TASKS = st.sampled_from([Kind.WRITE, Kind.PREFETCH, Kind.DEEPEST])
+TASKS = st.sampled_from([Kind.WRITE, Kind.PREFETCH, Kind.LAST_READY])
 names = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=11)
 asks = st.builds(
     Ask,

@@ -106,7 +106,7 @@ def test_create_ls_rm(run: Run, segment_name: str, tmp_path: Path) -> None:
     with Cache.attach(segment_name, secret=secret.read_bytes()) as cache:
         assert cache.page_bytes == 4096
         assert len(cache.hash_pages(np.arange(100))) == 6
-        assert "somebody is attached" in run("rm", segment_name, status=2).stderr
+        assert "a client is attached" in run("rm", segment_name, status=2).stderr
 
     listed = {entry["name"]: entry for entry in json.loads(run("ls", "--json").stdout)}
     entry = listed[segment_name]

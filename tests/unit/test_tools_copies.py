@@ -121,7 +121,7 @@ def test_dump_of_a_quiet_cache(run: Run, made: str) -> None:
     assert found["lock"]["holder"] is None
     assert "pages" not in found
     shown = run("dump", made).stdout
-    for word in ("ready", "accounting", "holds", "nobody", "clients", "namespaces"):
+    for word in ("ready", "accounting", "holds", "none", "clients", "namespaces"):
         assert word in shown
 
 
@@ -369,7 +369,7 @@ def test_check_names_what_is_broken(run: Run, made: str) -> None:
 def test_check_of_an_interrupted_repair(run: Run, made: str) -> None:
     poke(made, ROOT + layout.RootRecord.repairing.offset, u32(1))
     assert "a repair was killed" in run("check", made, "--wait", 0, status=1).stdout
-    assert "a repair is under way" in " ".join(load(run, made)["hints"])
+    assert "a repair is running" in " ".join(load(run, made)["hints"])
     run("repair", made)
     run("check", made)
 
@@ -502,7 +502,7 @@ def test_dump_says_what_managers_did_without(run: Run, made: str) -> None:
             "so far 4 pages were not kept on the host, which had no room",
             "so far 5 pages were not stored: the storage failed",
             "so far 1 loads failed",
-            "so far 2 calls of managers went on without the cache after an error",
+            "so far 2 calls of managers continued without the cache after an error",
         ]
     assert load(run, made)["hints"] == []  # they went with the last who counted
 
@@ -526,6 +526,6 @@ def test_dump_says_what_can_be_had(run: Run, made: str, timeout: float, late: in
         assert totals["available"] == cache.stats().free
         assert (totals["ticket_pins"], totals["late_ticket_pins"]) == (6 - late, late)
         said = " ".join(found["hints"])
-        assert ("6 pins are of tickets that were not adopted in time" in said) == bool(late)
+        assert ("6 pins belong to tickets that were not adopted in time" in said) == bool(late)
         assert "without evicting" in run("dump", made).stdout
         ticket.drop()

@@ -81,7 +81,7 @@ def test_a_narrow_terminal_has_one_row_below_the_other() -> None:
 
 
 def test_a_title_is_not_broken() -> None:
-    shown = printed(80, lines("storage service of llama-3-8b", [("serving", "nobody")]))
+    shown = printed(80, lines("storage service of llama-3-8b", [("serving", "no service")]))
     assert shown == ["storage service of llama-3-8b", "  serving  nobody"]
 
 
@@ -100,7 +100,7 @@ def test_sweep_keeps_to_a_prefix(segment_name: str, script: Any) -> None:
     swept = CliRunner().invoke(cli.group, ["sweep", "--prefix", mine, "--yes"])
     first, last = swept.output.splitlines()
     assert first.startswith(f"/lightcache.{mine} (")
-    assert first.endswith("would go on with it, warm")
+    assert first.endswith("would use it, warm")
     assert last == "1 objects removed"
     assert read_segment(other) is not None
     assert CliRunner().invoke(cli.group, ["sweep", "--prefix", ""]).exit_code == 2
@@ -131,7 +131,7 @@ def test_sweep_asks(left: str, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["sweep", "--prefix", left]
     refused = CliRunner().invoke(cli.group, command)
     assert (refused.exit_code, asked) == (2, [2])
-    assert "all processes that used it were killed" in refused.stdout
+    assert "all its clients were killed" in refused.stdout
     assert f"~pool-{'0' * 32} (8.0 KiB): its segment '{left}-b' is gone" in refused.stdout
     assert "nothing was removed; `lightcache sweep --yes`" in refused.stderr
     assert read_segment(f"{left}-a") is not None
@@ -175,7 +175,7 @@ def test_sweep_removes_what_it_listed_alone(left: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(maintenance, "_agreed", agreed)
     swept = CliRunner().invoke(cli.group, ["sweep", "--prefix", left])
     opened.pop().close()
-    assert f"left /lightcache.{left}-a: it came to be used" in swept.stdout
+    assert f"left /lightcache.{left}-a: it is used now" in swept.stdout
     assert "1 objects removed" in swept.stdout
     assert late.exists()
     late.unlink()
@@ -219,7 +219,7 @@ def test_of_another_user_every_command_says_whose(cache_name: str, command: list
 @needs_root
 def test_sweep_says_whose_it_did_not_look_at(cache_name: str) -> None:
     said = as_nobody("sweep", "--prefix", cache_name).stdout
-    assert "not looked at: 1 of user 0 (root)" in said
+    assert "not listed: 1 of user 0 (root)" in said
 
 
 # ---------------------------------------------------------------- nobody reads it

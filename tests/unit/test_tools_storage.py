@@ -76,12 +76,12 @@ def run(*arguments: object) -> Any:
 
 
 def test_dump_says_that_storage_is_not_used(served: Any, cache: Cache, wait_until: Any) -> None:
-    """That processes ask and none is there, that the service was killed, that the storage failed;
+    """That clients wait and no service runs, that the service was killed, that the storage failed;
     and how many pages were not stored, by cause."""
     assert dumped(cache.name)["not_working"] == []
     with StorageClient(cache) as client:
         (line,) = dumped(cache.name)["not_working"]
-        assert line.startswith("storage is not used: processes ask for a service, and none is")
+        assert line.startswith("storage is not used: clients wait for a service, and none runs")
         assert f"`lightcache storage {cache.name} --url ...`" in line
         service = served(cache.name, "--url", "flaky:write_fail=1,seed=1:memory:")
         assert dumped(cache.name)["not_working"] == []
@@ -123,7 +123,7 @@ def test_start_use_end(served: Any, cache: Cache, where: Path, number: signal.Si
         )
         gone = run(cache.name, "--status")
         assert gone.exit_code == 1
-        assert "nobody" in gone.output
+        assert "no service" in gone.output
         again = served(cache.name, "--url", url)
         assert client.prefetch(KEYS).wait(LIMIT).prefix == 20
         said = again.end()[1]

@@ -152,7 +152,7 @@ def test_a_full_ring_and_a_reader_that_does_not_read(run: Run, segment_name: str
         assert "producers wait: it is full" in dumped(run, ring)["not_working"][0]
         found = dumped(run, log)
         assert found["content"]["readers"] == [{"slot": 2, "position": 1, "behind": 4}]
-        assert "the writer waits: reader 2 has 4 entries" in found["not_working"][0]
+        assert "the writer waits: reader 2 has 4 unread" in found["not_working"][0]
         reader.read()
         assert dumped(run, log)["not_working"] == []
 

@@ -198,7 +198,7 @@ def test_a_transfer_that_goes_on_is_told_of_once():
         transfer.when_done(told.append)
         assert not transfer.done()
         assert engine.poll() == 1
-        with pytest.raises(WaitTimeout, match="goes on after 0"):
+        with pytest.raises(WaitTimeout, match="is in flight after 0"):
             transfer.wait(0.01)
         assert not told
         device.running = True

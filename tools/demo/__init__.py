@@ -28,22 +28,24 @@ def _number(name: str, default: int, most: int, text: str) -> Callable[[F], F]:
 
 @click.command(cls=Command)
 @_number("--workers", 2, 16, "Worker processes.")
-@_number("--users", 4, 64, "Conversations at once.")
-@_number("--turns", 5, 64, "Turns of each.")
-@click.option("--seed", default=0, show_default=True, help="Of weights and conversations.")
+@_number("--users", 4, 64, "Concurrent conversations.")
+@_number("--turns", 5, 64, "Turns of each conversation.")
+@click.option("--seed", default=0, show_default=True, help="Seed of weights and conversations.")
 @click.option(
     "--model",
     metavar="DIR",
     help="A checkpoint instead of random weights; or `hybrid`: random weights of a model with "
     "recurrent states beside its KV.",
 )
-@click.option("--device", default="cpu", show_default=True, help="Of all workers: cpu, or cuda:0.")
+@click.option(
+    "--device", default="cpu", show_default=True, help="Device of all workers: cpu, or cuda:0."
+)
 @click.option("--size", default="32MiB", show_default=True, help="Host memory for pages.")
 @click.option(
     "--storage",
     metavar="URL",
-    help="Where pages are written and read back from, such as disk:/mnt/nvme/x?capacity=2GiB. By "
-    "default a disk in a temporary folder; `none`: no storage, and no restart.",
+    help="The storage of pages, such as disk:/mnt/nvme/x?capacity=2GiB. By default a disk in a "
+    "temporary folder; `none`: no storage, and no restart.",
 )
 @click.option("--no-restart", is_flag=True, help="End after the conversations.")
 @click.option("--no-kill", is_flag=True, help="Kill no worker.")
@@ -51,7 +53,7 @@ def _number(name: str, default: int, most: int, text: str) -> Callable[[F], F]:
 @json_option
 @click.pass_context
 def demo(ctx: click.Context, /, svg: str | None, as_json: bool, **options: Any) -> None:
-    """A router and workers, each with a model, serve conversations out of one cache.
+    """A router and workers, each with a model, serve conversations from one cache.
 
     Each turn of a conversation goes to another worker. Halfway, a worker is killed in the middle of
     an offload. Then everything ends and starts again with an empty cache, and conversations

@@ -62,26 +62,26 @@ class Conversations:
     def answered(self, number: int, answer: Tokens) -> list[Turn]:
         """The turn that an answer makes possible, if there is one."""
         turn = self._asked.pop(number)
-        said = np.concatenate([turn.prompt, answer])
+        tokens = np.concatenate([turn.prompt, answer])
         self._said.pop(turn.conversation, None)
-        self._said[turn.conversation] = said
+        self._said[turn.conversation] = tokens
         last = turn.turn + 1 == self._turns
-        return [] if last else [self._ask(turn.conversation, turn.turn + 1, said)]
+        return [] if last else [self._ask(turn.conversation, turn.turn + 1, tokens)]
 
     def resume(self, most: int) -> list[Turn]:
         """One more turn of the conversations that were asked last."""
         last = list(self._said.items())[-most:]
-        return [self._ask(conversation, self._turns, said) for conversation, said in last]
+        return [self._ask(conversation, self._turns, tokens) for conversation, tokens in last]
 
-    def _ask(self, conversation: int, turn: int, said: Tokens) -> Turn:
+    def _ask(self, conversation: int, turn: int, tokens: Tokens) -> Turn:
         most = self._message * 3 // 2
         message = self._draw(1, conversation, turn, most)
         length = (self._message + 1) // 2 + int(message[0]) % (most - (self._message + 1) // 2 + 1)
-        prompt = np.concatenate([said, message[:length]])
-        asked = Turn(self._numbers, conversation, turn, prompt, self._answer)
-        self._asked[asked.number] = asked
+        prompt = np.concatenate([tokens, message[:length]])
+        following = Turn(self._numbers, conversation, turn, prompt, self._answer)
+        self._asked[following.number] = following
         self._numbers += 1
-        return asked
+        return following
 
     def _draw(self, *key_and_count: int) -> Tokens:
         *key, count = key_and_count

@@ -126,9 +126,9 @@ def compare(
     the answer is the likeliest one, and the largest difference between log-probabilities."""
     ids = torch.from_numpy(np.concatenate([prompt, answer]).astype(np.int64)).to(model.device)
     logits = model(ids[None, :-1], use_cache=False, logits_to_keep=len(answer)).logits[0]
-    own, likeliest = logits.float().log_softmax(-1).max(-1)
+    chances, likeliest = logits.float().log_softmax(-1).max(-1)
     equal = bool((likeliest == ids[-len(answer) :]).all())
-    return equal, float((own.cpu() - torch.tensor(logprobs)).abs().max())
+    return equal, float((chances.cpu() - torch.tensor(logprobs)).abs().max())
 
 
 def reference(spec: ModelSpec, pipe: Connection) -> None:

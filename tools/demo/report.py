@@ -40,7 +40,7 @@ class Kill:
     turn: int
     copied_pages: int
     pages: int
-    doomed_pages: int  # pages that it was writing, which no key leads to
+    doomed_pages: int  # pages that it was writing, which have no key any more
     recovered_s: float  # from the signal until its pages could be used again
 
 
@@ -88,13 +88,13 @@ class Outcome:
     def problems(self) -> list[str]:
         """What did not hold, in one line each."""
         problems = [f"check: {check.message}" for check in self.checks if not check.clean]
-        for what, wanted, found in (
+        for subject, wanted, found in (
             ("answers", self.wanted_turns, len(self.turns)),
             ("answers after the restart", self.wanted_again, len(self.again)),
             ("turns computed again", self.wanted_compared, len(self.compared)),
         ):
             if found != wanted:
-                problems.append(f"expected {wanted} {what}, found {found}")
+                problems.append(f"expected {wanted} {subject}, found {found}")
         if not Figures(self.turns).reusing:
             problems.append("no turn reused anything; give a larger --size")
         if self.wanted_kill and self.kill is None:
@@ -197,7 +197,7 @@ def milliseconds(seconds: float | None) -> str:
 
 
 class Show:
-    """Prints a run while it goes on."""
+    """Prints the progress of a run."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._head = console, _HEAD

@@ -66,7 +66,7 @@ class Worker:
         memory = DeviceMemory(self.model, blocks=self.blocks, block_tokens=size, slots=self.slots)
         self.memory = memory
         self._open_cache(stack)
-        self.backend = HeldMover(self.engine, size, pipe)
+        self.backend = HeldBackend(self.engine, size, pipe)
         self.open_manager(stack)
 
     def _open_cache(self, stack: ExitStack) -> None:
@@ -179,7 +179,7 @@ class Worker:
         self._commit(running, np.array(running.tokens[:-1], np.int32))
 
     def _forward(self, running: Running, tokens: Any, *, last: bool = True) -> None:
-        """One pass. The token that follows is of the answer, unless the prompt goes on."""
+        """One pass. The next token belongs to the answer, unless the prompt continues."""
         token, logprob = forward(self.model, tokens, running.sequence)
         running.computed += len(tokens)
         if last:
@@ -300,7 +300,7 @@ class HybridWorker(Worker):
         self.states.slots.evict(self.slots)
 
 
-class HeldMover(EngineBackend):
+class HeldBackend(EngineBackend):
     """Moves bytes between host and device, as `EngineBackend`. For the demo's kill it can stop in
     the middle of an offload."""
 

@@ -36,19 +36,19 @@ class RankTransfer:
 
     def __init__(
         self,
-        leader: RankCoordinator,
+        coordinator: RankCoordinator,
         number: int,
         held: Lease | Reservation | Allocation,
         ticket: Ticket,
     ) -> None:
         """For `RankCoordinator`."""
-        self._leader, self._core, self._ticket = leader, held.hold().core, ticket
+        self._coordinator, self._core, self._ticket = coordinator, held.hold().core, ticket
         self.held = held
         """The pages that it moves."""
-        self._ranks = leader.ranks
+        self._ranks = coordinator.ranks
         self._keeper: Keeper | None = None
         self._given_up = False
-        self._over = False
+        self._finished = False
         self._why = ""
         self.number = number
         """Its number in `Decisions` and in the rank messages."""
@@ -97,13 +97,13 @@ class RankTransfer:
         return [rank for rank, client in enumerate(self._ranks) if client.slot in left]
 
     def _look(self) -> bool:
-        with self._leader._lock:
-            if self._over:
+        with self._coordinator._lock:
+            if self._finished:
                 return True
             try:
                 status = self._settled()
                 if status is None:
-                    self._leader._look_for_the_dead(self._core)
+                    self._coordinator._look_for_the_dead(self._core)
                     return False
                 return self._end(self._judged(status))
             except LockTimeout:
@@ -134,19 +134,19 @@ class RankTransfer:
 
     def _judged(self, status: TicketStatus) -> str:
         """Why it failed; empty: it succeeded."""
-        bad = [rank for rank, one in enumerate(self._ranks) if one.slot in status.failed]
+        bad = [rank for rank, client in enumerate(self._ranks) if client.slot in status.failed]
         if not bad:
             return ""
         alive = living(self._core)
-        said = [
+        reasons = [
             f"rank {rank} (client slot {self._ranks[rank].slot}) "
-            + self._what_it_did(self._ranks[rank], status, alive)
+            + self._outcome(self._ranks[rank], status, alive)
             for rank in bad
         ]
-        return ", ".join(said)
+        return ", ".join(reasons)
 
     @staticmethod
-    def _what_it_did(client: ClientId, status: TicketStatus, alive: set[ClientId]) -> str:
+    def _outcome(client: ClientId, status: TicketStatus, alive: set[ClientId]) -> str:
         if client not in alive:
             return "died"
         return "failed" if client.slot in status.adopted else "did not begin in time"
@@ -159,14 +159,16 @@ class RankTransfer:
         if keeper is not None:
             # We publish nothing: the last rank to publish has made the pages ready.
             keeper.over(False, published=not why)
-        self._why, self._over = why, True
-        self._leader._ended(self)
+        self._why, self._finished = why, True
+        self._coordinator._ended(self)
         return True
 
 
 def living(core: Core) -> set[ClientId]:
     """Live clients of the segment. Costs about 60 us, takes no lock."""
-    return {ClientId(one.slot, one.epoch) for one in core.segment.clients() if one.alive}
+    return {
+        ClientId(client.slot, client.epoch) for client in core.segment.clients() if client.alive
+    }
 
 
 # ---- RankCoordinator
@@ -214,7 +216,7 @@ class RankCoordinator:
         self._clock = clock
         self._looked = clock()
         self._number = 0
-        self._going: dict[int, RankTransfer] = {}
+        self._running: dict[int, RankTransfer] = {}
         self._completed: list[int] = []
         self._failed: list[int] = []
         self.ranks: tuple[ClientId, ...] = ()
@@ -222,8 +224,8 @@ class RankCoordinator:
         self._set_ranks(ranks)
 
     def _set_ranks(self, ranks: Sequence[ClientId]) -> None:
-        found = tuple(ClientId(*one) for one in ranks)
-        slots = {one.slot for one in found}
+        found = tuple(ClientId(*client) for client in ranks)
+        slots = {client.slot for client in found}
         if not 1 <= len(found) < layout.SHARDS or len(slots) != len(found):
             raise ConfigError(
                 f"ranks: expected 1 to {layout.SHARDS - 1} clients, each once, found {list(found)}"
@@ -300,48 +302,50 @@ class RankCoordinator:
     def begun(self, held: Releasable) -> RankTransfer | None:
         """See `TransferBackend`."""
         with self._lock:
-            return next((one for one in self._going.values() if one.held is held), None)
+            return next(
+                (transfer for transfer in self._running.values() if transfer.held is held), None
+            )
 
     def _order(
         self,
         held: Lease | Reservation | Allocation,
         give: Give,
         keeper: Keeper | None,
-        what: tuple[Kind, Slots, int],
+        message: tuple[Kind, Slots, int],
     ) -> RankTransfer:
-        kind, slots, first = what
+        kind, slots, first = message
         with self._lock:
             ticket = self._ticket(held.hold().core, give)
             self._number += 1
-            made = RankTransfer(self, self._number, held, ticket)
-            order = Order(kind, made.number, bytes(ticket), slots, first)
+            transfer = RankTransfer(self, self._number, held, ticket)
+            order = Order(kind, transfer.number, bytes(ticket), slots, first)
             # From here on ranks may copy: after an interrupt it stays in flight, with its pages,
             # and `poll` finishes it.
-            self._going[made.number] = made
+            self._running[transfer.number] = transfer
             if keeper is not None:
                 keeper.take()
-                made._keeper = keeper
+                transfer._keeper = keeper
             try:
                 append(self.log, order, self._append_timeout)
             except LightcacheError as error:  # no rank has read the whole order, or will
-                del self._going[made.number]
+                del self._running[transfer.number]
                 if keeper is not None:
-                    made._keeper = None
+                    transfer._keeper = None
                     keeper.hand_back()
                 ticket.revoke()
-                raise TransferFailed(f"copy {made.number}: was not ordered: {error}") from error
-            return made
+                raise TransferFailed(f"copy {transfer.number}: not ordered: {error}") from error
+            return transfer
 
     def _ticket(self, core: Core, give: Give) -> Ticket:
         try:
             return give(list(self.ranks))
         except (ConfigError, LeaseLost) as error:
             alive = living(core)
-            gone = [rank for rank, one in enumerate(self.ranks) if one not in alive]
-            if not gone:
+            dead = [rank for rank, client in enumerate(self.ranks) if client not in alive]
+            if not dead:
                 raise
             raise TransferFailed(
-                f"ranks {gone} have died or left; start others, and `replace` them"
+                f"ranks {dead} have died or left; start others, and `replace` them"
             ) from error
 
     # ---- Steps
@@ -362,37 +366,37 @@ class RankCoordinator:
         """
         with self._lock:
             self.poll()
-            told = replace(
+            sent = replace(
                 decisions,
                 completed=(*decisions.completed, *self._completed),
                 failed=(*decisions.failed, *self._failed),
             )
-            append(self.log, told, self._append_timeout)
+            append(self.log, sent, self._append_timeout)
             self._completed, self._failed = [], []
-            return told
+            return sent
 
     def poll(self) -> int:
         """Notice finished copies and dead ranks. Returns the number of copies in flight. Does not
         block."""
         with self._lock:
-            for one in list(self._going.values()):
-                one._look()
-            return len(self._going)
+            for transfer in list(self._running.values()):
+                transfer._look()
+            return len(self._running)
 
     def in_flight(self) -> tuple[int, ...]:
         """For each rank, the number of copies that were ordered and have no verdict of it. Takes no
         lock of the cache."""
         counts = [0] * len(self.ranks)
         with self._lock:
-            for one in self._going.values():
+            for transfer in self._running.values():
                 with contextlib.suppress(LightcacheError):
-                    for rank in one.unfinished():
-                        counts[rank] += one._ranks[rank] == self.ranks[rank]
+                    for rank in transfer.unfinished():
+                        counts[rank] += transfer._ranks[rank] == self.ranks[rank]
         return tuple(counts)
 
-    def _ended(self, one: RankTransfer) -> None:
-        self._going.pop(one.number, None)
-        (self._failed if one._why else self._completed).append(one.number)
+    def _ended(self, transfer: RankTransfer) -> None:
+        self._running.pop(transfer.number, None)
+        (self._failed if transfer._why else self._completed).append(transfer.number)
 
     def _look_for_the_dead(self, core: Core) -> None:
         """Reap if a rank that is waited for has died: no other process may do it. Costs about 60
@@ -401,7 +405,7 @@ class RankCoordinator:
         if now - self._looked < _LOOK_FOR_THE_DEAD:
             return
         self._looked = now
-        waited_for = {client for one in self._going.values() for client in one._ranks}
+        waited_for = {client for transfer in self._running.values() for client in transfer._ranks}
         if not waited_for <= living(core):
             core.reap()
 

@@ -41,8 +41,8 @@ class Kind(IntEnum):
     SAVE = 3
     """Offload to pages without a key."""
     STEP = 4
-    ROLL_CALL = 5
-    """Startup: empty. A rank that has read it is ready."""
+    STARTUP = 5
+    """Empty. A rank that has read it is ready."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Decisions:
         for request in (*self.lengths, *self.releases):
             if type(request) not in (int, str):
                 raise ConfigError(
-                    f"request ids that travel: expected int or str, found {request!r}; send a "
+                    f"request ids in messages: expected int or str, found {request!r}; send a "
                     "number of your own instead"
                 )
         if not isinstance(self.extra, bytes):
@@ -88,7 +88,7 @@ class Order:
 
 
 Message = Order | Decisions | None
-"""None: the startup message, ROLL_CALL."""
+"""None: the startup message."""
 
 
 # ---- Messages as bytes
@@ -101,19 +101,19 @@ def encode(message: Message) -> bytes:
         ConfigError: a value is neither a number nor text, or slots are no row of integers.
     """
     if message is None:
-        return _packed(Kind.ROLL_CALL, {}, b"")
+        return _packed(Kind.STARTUP, {}, b"")
     if isinstance(message, Order):
-        said: dict[str, Any] = {"n": message.number, "f": message.first}
-        return _packed(message.kind, said, message.ticket + _runs(message.slots))
-    lengths = [[one, int(have), int(use)] for one, (have, use) in message.lengths.items()]
-    said = {
+        fields: dict[str, Any] = {"n": message.number, "f": message.first}
+        return _packed(message.kind, fields, message.ticket + _runs(message.slots))
+    lengths = [[request, int(have), int(use)] for request, (have, use) in message.lengths.items()]
+    fields = {
         "n": message.step,
         "l": lengths,
         "c": list(message.completed),
         "f": list(message.failed),
         "r": list(message.releases),
     }
-    return _packed(Kind.STEP, said, message.extra)
+    return _packed(Kind.STEP, fields, message.extra)
 
 
 def decode(data: bytes) -> Message:
@@ -124,20 +124,20 @@ def decode(data: bytes) -> Message:
     """
     try:
         kind, size = _HEAD.unpack_from(data)
-        said: Any = json.loads(data[_HEAD.size : _HEAD.size + size])
+        fields: Any = json.loads(data[_HEAD.size : _HEAD.size + size])
         rest = data[_HEAD.size + size :]
-        if Kind(kind) is Kind.ROLL_CALL:
+        if Kind(kind) is Kind.STARTUP:
             return None
         if Kind(kind) is not Kind.STEP:
             ticket, runs = rest[:TICKET_BYTES], rest[TICKET_BYTES:]
-            return Order(Kind(kind), int(said["n"]), ticket, _slots(runs), int(said["f"]))
+            return Order(Kind(kind), int(fields["n"]), ticket, _slots(runs), int(fields["f"]))
         return Decisions(
-            int(said["n"]),
-            {one: (int(have), int(use)) for one, have, use in said["l"]},
+            int(fields["n"]),
+            {one: (int(have), int(use)) for one, have, use in fields["l"]},
             rest,
-            tuple(int(one) for one in said["c"]),
-            tuple(int(one) for one in said["f"]),
-            tuple(said["r"]),
+            tuple(int(one) for one in fields["c"]),
+            tuple(int(one) for one in fields["f"]),
+            tuple(fields["r"]),
         )
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise CacheCorrupted(
@@ -146,8 +146,8 @@ def decode(data: bytes) -> Message:
         ) from error
 
 
-def _packed(kind: Kind, said: dict[str, Any], rest: bytes) -> bytes:
-    text = json.dumps(said, separators=(",", ":")).encode()
+def _packed(kind: Kind, fields: dict[str, Any], rest: bytes) -> bytes:
+    text = json.dumps(fields, separators=(",", ":")).encode()
     return _HEAD.pack(kind, len(text)) + text + rest
 
 
@@ -157,8 +157,8 @@ def _runs(slots: Slots) -> bytes:
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ConfigError(f"slots: expected one row of integers, found {array.dtype} {array.shape}")
     wide = array.astype(np.int64)
-    goes_on = np.diff(wide) == (wide[:-1] >= 0)
-    begins = np.flatnonzero(np.concatenate([np.ones(min(1, len(wide)), np.bool_), ~goes_on]))
+    continues = np.diff(wide) == (wide[:-1] >= 0)
+    begins = np.flatnonzero(np.concatenate([np.ones(min(1, len(wide)), np.bool_), ~continues]))
     lengths = np.diff(np.append(begins, len(wide))).astype(np.uint32)
     starts = wide[begins]
     return struct.pack("<I", len(starts)) + starts.tobytes() + lengths.tobytes()
@@ -173,8 +173,8 @@ def _slots(data: bytes) -> Slots:
     ends = np.cumsum(lengths)
     within = np.arange(int(ends[-1]) if n else 0) - np.repeat(ends - lengths, lengths)
     first = np.repeat(starts, lengths)
-    found: Slots = np.where(first < 0, first, first + within)
-    return found
+    slots: Slots = np.where(first < 0, first, first + within)
+    return slots
 
 
 # ---- Messages in log entries
@@ -195,9 +195,9 @@ def parts_of(message: bytes, entry_bytes: int) -> list[bytes]:
     cuts = range(0, max(1, len(message)), room)
     last = cuts[-1]
     return [
-        _PART.pack(VERSION, (_BEGINS if at == 0 else 0) | (_ENDS if at == last else 0))
-        + message[at : at + room]
-        for at in cuts
+        _PART.pack(VERSION, (_BEGINS if begin == 0 else 0) | (_ENDS if begin == last else 0))
+        + message[begin : begin + room]
+        for begin in cuts
     ]
 
 

@@ -56,7 +56,7 @@ class StartupBarrier:
         for name, pid in (watch or {}).items():
             if name not in self._names:
                 self.close()
-                raise ConfigError(f"watch: expected some of {list(names)}, found {name!r}")
+                raise ConfigError(f"watch: expected names of {list(names)}, found {name!r}")
             self._watched[name] = _opened(pid)
         self._seen: dict[str, ClientId] = {}
         self._called: dict[tuple[int, int], int] = {}
@@ -68,25 +68,25 @@ class StartupBarrier:
         Raises:
             Abandoned: a rank has died while starting, or left; names it.
         """
-        found = {}
+        stages = {}
         attached = self._attached()
-        readers = self._readers({_process(one) for one in attached.values()})
+        readers = self._readers({_process(client) for client in attached.values()})
         for name in self._names:
-            one = attached.get(name)
-            self._check_life(name, one)
-            if one is None:
-                found[name] = RankStage.ABSENT
+            client = attached.get(name)
+            self._check_life(name, client)
+            if client is None:
+                stages[name] = RankStage.ABSENT
                 continue
-            self._seen[name] = ClientId(one.slot, one.epoch)
+            self._seen[name] = ClientId(client.slot, client.epoch)
             # Several ranks of one process have a reader each. The assignment of readers to ranks
             # does not matter, as long as each reader counts once.
-            mine = readers.get(_process(one), [])
+            mine = readers.get(_process(client), [])
             read = mine.pop() if mine else None
             if read is None:
-                found[name] = RankStage.ATTACHED
+                stages[name] = RankStage.ATTACHED
             else:
-                found[name] = RankStage.READY if read else RankStage.JOINED
-        return found
+                stages[name] = RankStage.READY if read else RankStage.JOINED
+        return stages
 
     def clients(self) -> list[ClientId]:
         """The ranks, in the order of their names: for `RankCoordinator`, when all are ready."""
@@ -101,19 +101,19 @@ class StartupBarrier:
 
     def _attached(self) -> dict[str, ClientInfo]:
         """Attached clients by role; a live client replaces a dead one."""
-        found: dict[str, ClientInfo] = {}
-        for one in self._cache.clients():
-            if one.role in self._names and (one.role not in found or one.alive):
-                found[one.role] = one
-        return found
+        clients: dict[str, ClientInfo] = {}
+        for client in self._cache.clients():
+            if client.role in self._names and (client.role not in clients or client.alive):
+                clients[client.role] = client
+        return clients
 
-    def _check_life(self, name: str, one: ClientInfo | None) -> None:
+    def _check_life(self, name: str, client: ClientInfo | None) -> None:
         before = self._seen.get(name)
-        if one is not None and not one.alive:
+        if client is not None and not client.alive:
             raise Abandoned(
-                f"start: {name} (pid {one.pid}) has died while starting; see its own messages"
+                f"start: {name} (pid {client.pid}) has died while starting; see its own messages"
             )
-        if before is not None and (one is None or ClientId(one.slot, one.epoch) != before):
+        if before is not None and (client is None or ClientId(client.slot, client.epoch) != before):
             raise Abandoned(f"start: {name} had attached, and has died or left since")
         if name in self._watched and _ended(self._watched[name]):
             raise Abandoned(
@@ -125,20 +125,20 @@ class StartupBarrier:
         False first. Appends such a message for new readers."""
         log = self._log
         appended = log.appended  # read first: readers can only seem further behind than they are
-        behind = {one.slot: one.behind for one in log.behind()}
-        found: dict[_Process, list[bool]] = {}
+        unread = {client.slot: client.behind for client in log.behind()}
+        readers: dict[_Process, list[bool]] = {}
         fresh = []
-        for one in log.segment.clients():
-            if one.slot not in behind or not one.alive or _process(one) not in wanted:
+        for client in log.segment.clients():
+            if client.slot not in unread or not client.alive or _process(client) not in wanted:
                 continue
-            key = one.slot, one.epoch
+            key = client.slot, client.epoch
             if key not in self._called:
                 fresh.append(key)
-            read = appended - behind[one.slot] > self._called.get(key, appended)
-            found.setdefault(_process(one), []).append(read)
+            read = appended - unread[client.slot] > self._called.get(key, appended)
+            readers.setdefault(_process(client), []).append(read)
         if fresh:
             self._call(fresh)
-        return {process: sorted(each) for process, each in found.items()}
+        return {process: sorted(reads) for process, reads in readers.items()}
 
     def _call(self, fresh: list[tuple[int, int]]) -> None:
         number = self._log.appended
@@ -176,12 +176,12 @@ def wait_for_ranks(
         ConfigError: names that are no roles, or a log without write access.
     """
     end = None if timeout is None else time.monotonic() + timeout
-    roll = StartupBarrier(cache, log, names, watch=watch)
+    barrier = StartupBarrier(cache, log, names, watch=watch)
     try:
         while True:
-            stages = roll.look()
+            stages = barrier.look()
             if all(stage is RankStage.READY for stage in stages.values()):
-                return roll.clients()
+                return barrier.clients()
             left = _NAP if end is None else min(_NAP, end - time.monotonic())
             if left <= 0:
                 missing = "; ".join(
@@ -192,11 +192,11 @@ def wait_for_ranks(
                 raise WaitTimeout(f"start: not all ranks are ready after {timeout} s: {missing}")
             time.sleep(left)
     finally:
-        roll.close()
+        barrier.close()
 
 
-def _process(one: ClientInfo) -> _Process:
-    return one.pidns, one.pid, one.start_ticks
+def _process(client: ClientInfo) -> _Process:
+    return client.pidns, client.pid, client.start_ticks
 
 
 def _opened(pid: int) -> int | None:

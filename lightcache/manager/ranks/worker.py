@@ -76,7 +76,7 @@ class RankWorker:
         self._joiner = Joiner()
         self._waiting: deque[Order] = deque()
         """Orders not adopted yet, because the cache's lock did not come in time."""
-        self._going: list[_Copy] = []
+        self._running: list[_Copy] = []
         self.failures = 0
         """Number of failed copies of this rank."""
         self.loaded_bytes = self.offloaded_bytes = 0
@@ -88,7 +88,7 @@ class RankWorker:
     @property
     def in_flight(self) -> int:
         """Number of ordered, unfinished copies, as of the last poll."""
-        return len(self._going) + len(self._waiting)
+        return len(self._running) + len(self._waiting)
 
     def ready(self, timeout: float | None = None) -> None:
         """Report that this rank can copy: its memory is registered, its engine exists. Blocks until
@@ -105,8 +105,8 @@ class RankWorker:
         """
         end = self._end(timeout)
         while True:
-            found, message = self._message(self.log.read(self._left(end)))
-            if found and message is None:
+            complete, message = self._message(self.log.read(self._left(end)))
+            if complete and message is None:
                 return
 
     def step(self, timeout: float | None = None) -> Decisions:
@@ -135,12 +135,12 @@ class RankWorker:
             except Abandoned:
                 self._waiting.clear()
                 self.drain(self._left(end))
-                self._refuse_the_rest()
+                self._refuse_orphans()
                 raise
-            found, message = self._message(entry)
+            complete, message = self._message(entry)
             if isinstance(message, Decisions):
                 return message
-            if found and message is not None:
+            if complete and message is not None:
                 self._waiting.append(message)
 
     def poll(self) -> int:
@@ -148,7 +148,7 @@ class RankWorker:
         Blocks only for the cache's lock, which adopting takes."""
         while self._waiting and self._begin(self._waiting[0]):
             self._waiting.popleft()
-        for copy in list(self._going):
+        for copy in list(self._running):
             self._look(copy)
         return self.in_flight
 
@@ -160,7 +160,7 @@ class RankWorker:
         """
         end = self._end(timeout)
         while self.poll():
-            for copy in list(self._going):
+            for copy in list(self._running):
                 self._wait(copy, self._left(end))
             if self.in_flight and self._left(end) == 0:
                 raise WaitTimeout(
@@ -204,7 +204,7 @@ class RankWorker:
             self.last_error = error
             return True
         try:
-            self._going.append(self._moving(order, held))
+            self._running.append(self._moving(order, held))
         except Exception as error:  # of a driver, say: the coordinator needs the verdict
             self._failed(error)
             held.close()  # for a shard this gives the verdict too
@@ -229,7 +229,7 @@ class RankWorker:
         except Exception as error:
             self._failed(error)
             ok = False
-        self._going.remove(copy)
+        self._running.remove(copy)
         if ok:
             self._count(copy)
         if copy.held is not None:
@@ -252,7 +252,7 @@ class RankWorker:
         except Exception:
             return  # `_look` gets the error again, and counts it
 
-    def _refuse_the_rest(self) -> None:
+    def _refuse_orphans(self) -> None:
         """Refuse tickets of a dead coordinator that have no order in the log, which was read to its
         end. Otherwise their pages stay pinned until the deadline."""
         try:

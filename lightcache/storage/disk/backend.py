@@ -110,7 +110,7 @@ def drop(folder: Folder, keys: Keys, slots: Pages | None = None) -> Dropped:
     Args:
         slots: drop a page only if it is still in its slot; None: wherever it is.
     """
-    gone = kept = 0
+    dropped = kept = 0
     for row in range(len(keys)):
         with folder.index.match(keys[row : row + 1]) as lease:
             pages = lease.detach()
@@ -130,8 +130,8 @@ def drop(folder: Folder, keys: Keys, slots: Pages | None = None) -> Dropped:
         with contextlib.suppress(OSError):  # then only its checksum can reject the page later
             folder.slots.erase(int(pages[0]))
         folder.index.free(pages)
-        gone += 1
-    return Dropped(gone, kept)
+        dropped += 1
+    return Dropped(dropped, kept)
 
 
 # ---- Writing pages to slots
@@ -449,7 +449,7 @@ class DiskStorage(Owned):
     @classmethod
     def open(cls, path: str, options: Mapping[str, str], spec: StorageSpec) -> DiskStorage:
         """Open with the options of a URL such as
-        `disk:/mnt/nvme/cache?capacity=1TiB&threads=8&direct=no&index=protect`."""
+        `disk:/mnt/nvme/cache?capacity=1TiB&threads=8&direct=no&index=keep`."""
         return cls(path, spec, **parse(path, options))
 
     @staticmethod
@@ -498,12 +498,12 @@ class DiskStorage(Owned):
         if not (type(timeout) is float and timeout > 0.0):
             self._in_time("contains", Deadline(timeout))
         try:
-            found = self._index.peek(keys)
-            if not found and len(keys) and self._folder.renewed():
-                found = self._index.peek(keys)
+            count = self._index.peek(keys)
+            if not count and len(keys) and self._folder.renewed():
+                count = self._index.peek(keys)
         except Detached as error:
             raise self._gone(error) from error
-        return found
+        return count
 
     def read(self, keys: Keys, buffers: Sequence[Buffer], *, timeout: float) -> ReadResult:
         """See `Storage.read`. A page that the disk cannot read is FAILED, and dropped like a
@@ -564,9 +564,9 @@ class DiskStorage(Owned):
             self._in_time("clear", deadline)
             self._folder.begin_epoch(deadline.left)
             self._folder.renewed()
-            gone = self._index.stats().ready
+            removed = self._index.stats().ready
             self._index.clear()
-        return self._counters.deleted(gone)
+        return self._counters.deleted(removed)
 
     def stats(self) -> StorageStats:
         """See `Storage.stats`. Pages are those of all processes."""
@@ -627,8 +627,8 @@ def _health(what: str, retry: float, clock: Clock) -> CircuitBreaker:
 
     def text(errors: int, why: str) -> str:
         return (
-            f"{what}: {why}; it is written to again when that is over, and tried every {retry:g} s;"
-            " what is on it is still read"
+            f"{what}: {why}; it is tried every {retry:g} s, and written to again when that "
+            "succeeds; its pages are still read"
         )
 
     return CircuitBreaker(1, retry, clock, text=text, works=f"{what} is written to again", log=log)

@@ -109,25 +109,25 @@ def prepared(path: Path, spec: StorageSpec, wanted: Wanted, alone: bool) -> Head
         InUse: it would have to be resized while others use it.
         StorageError: no room, or the folder is damaged.
     """
-    found = read_header(path)
-    if found is None:
+    header = read_header(path)
+    if header is None:
         slots = first_slots(path, spec, wanted)
         return _sized(path, new_header(spec, min(wanted.files, slots), slots))
-    if found.spec != spec:
+    if header.spec != spec:
         raise LayoutMismatch(
-            f"disk: {path} holds pages of {found.spec}, expected {spec}; give another folder"
+            f"disk: {path} holds pages of {header.spec}, expected {spec}; give another folder"
         )
-    slots = wanted.slots(spec.page_bytes, found.files) or found.slots
+    slots = wanted.slots(spec.page_bytes, header.files) or header.slots
     if not alone:
-        if slots == found.slots:
-            return found
+        if slots == header.slots:
+            return header
         raise InUse(
-            f"disk: {path} has {found.slots} slots, expected {slots}; it can be changed when "
+            f"disk: {path} has {header.slots} slots, expected {slots}; it can be changed when "
             "no process uses it: give the capacity that others have, or none"
         )
-    if slots == found.slots and _whole(path, found):
-        return found
-    return _sized(path, replace(found, slots=slots))
+    if slots == header.slots and _whole(path, header):
+        return header
+    return _sized(path, replace(header, slots=slots))
 
 
 def _whole(path: Path, header: Header) -> bool:
@@ -354,18 +354,18 @@ class Folder:
             role="disk",
         )
         try:
-            found = rebuild(index, self.slots, self.header)
+            rebuilt = rebuild(index, self.slots, self.header)
             self.header = replace(self.header, rebuilt=self.header.index)
             self._keep(self.header)
         except BaseException:
             index.close()
             raise
-        self.rebuilt = found
-        if found.pages or found.dropped or found.unreadable:
+        self.rebuilt = rebuilt
+        if rebuilt.pages or rebuilt.dropped or rebuilt.unreadable:
             log.info(
                 "disk: %s: %d of %d slots hold pages, %d were dropped, %d cannot be read; %.1f s",
-                *(self.path, found.pages, found.slots, found.dropped, found.unreadable),
-                found.seconds,
+                *(self.path, rebuilt.pages, rebuilt.slots, rebuilt.dropped, rebuilt.unreadable),
+                rebuilt.seconds,
             )
         return index
 
@@ -385,10 +385,10 @@ class Folder:
                 of the time.
         """
         with self._changing(timeout):
-            found = read_header(self.path)
-            if found is None or found.uuid != self.header.uuid:
+            header = read_header(self.path)
+            if header is None or header.uuid != self.header.uuid:
                 raise StorageError(f"disk: {self.path} was removed, or is another one now")
-            self.header = replace(found, epoch=found.epoch + 1)
+            self.header = replace(header, epoch=header.epoch + 1)
             self._keep(self.header)
 
     def renewed(self) -> bool:
@@ -411,12 +411,12 @@ class Folder:
         self.renewed()
         try:
             seen = signature(self.path)
-            found = self.header if seen == self._seen else read_header(self.path)
+            header = self.header if seen == self._seen else read_header(self.path)
         except (OSError, StorageError, LayoutMismatch) as error:
             return f"{self.path} was removed or unmounted ({error})"
-        if found is None or found.uuid != self.header.uuid:
+        if header is None or header.uuid != self.header.uuid:
             return f"{self.path} is another one than was opened; close it, and open it again"
-        self.header, self._seen = found, seen
+        self.header, self._seen = header, seen
         return ""
 
     def close(self) -> None:
@@ -433,8 +433,8 @@ class Folder:
 
 def index_name(place: int) -> str:
     """The name of the index of a folder, by its open descriptor."""
-    found = os.fstat(place)
-    return f"disk-{found.st_dev:x}-{found.st_ino:x}"
+    status = os.fstat(place)
+    return f"disk-{status.st_dev:x}-{status.st_ino:x}"
 
 
 def _config(header: Header) -> dict[str, object]:

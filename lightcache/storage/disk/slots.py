@@ -136,15 +136,15 @@ def read_header(folder: Path) -> Header | None:
     except OSError as error:
         raise StorageError(f"disk: {error}") from error
     try:
-        found = json.loads(text)
-        check = found.pop("check", None)  # older releases wrote none
-        if check not in (None, _check(found)):
+        values = json.loads(text)
+        check = values.pop("check", None)  # older releases wrote none
+        if check not in (None, _check(values)):
             raise ValueError("some of it was changed")
-        version = found["version"]
+        version = values["version"]
         if type(version) is int and version == VERSION:
             kinds = {each.name: {"int": int, "str": str}[str(each.type)] for each in fields(Header)}
-            known = {name: type(value) for name, value in found.items()} == kinds
-            if known and (header := Header(**found)).possible:
+            known = {name: type(value) for name, value in values.items()} == kinds
+            if known and (header := Header(**values)).possible:
                 return header
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         version = None
@@ -170,8 +170,8 @@ def signature(folder: Path) -> tuple[int, int, int]:
     Raises:
         OSError: there is no such file.
     """
-    found = os.stat(folder / NAME)
-    return found.st_dev, found.st_ino, found.st_mtime_ns
+    status = os.stat(folder / NAME)
+    return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 def write_header(folder: Path, header: Header) -> None:
@@ -182,8 +182,8 @@ def write_header(folder: Path, header: Header) -> None:
     """
     fresh = folder / (NAME + ".new")
     with open(fresh, "w", encoding="utf-8") as file:
-        found = asdict(header)
-        json.dump({**found, "check": _check(found)}, file, indent=2)
+        values = asdict(header)
+        json.dump({**values, "check": _check(values)}, file, indent=2)
         file.flush()
         os.fsync(file.fileno())
     os.replace(fresh, folder / NAME)
@@ -316,11 +316,11 @@ class SlotFiles:
     def _block(self) -> memoryview:
         """This thread's buffer, aligned for direct I/O: the padding of a page's last block, and one
         block for the footer."""
-        found: memoryview | None = getattr(self._scratch, "block", None)
-        if found is None:
-            found = memoryview(mmap.mmap(-1, self.slot_bytes - self.page_bytes))
-            self._scratch.block = found
-        return found
+        block: memoryview | None = getattr(self._scratch, "block", None)
+        if block is None:
+            block = memoryview(mmap.mmap(-1, self.slot_bytes - self.page_bytes))
+            self._scratch.block = block
+        return block
 
     def close(self) -> None:
         """Close them; calls in flight end with an error."""

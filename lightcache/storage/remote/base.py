@@ -185,9 +185,9 @@ class RemoteStorage(Owned):
         names = check_keys(keys)
         with self._call("contains", Deadline(timeout)) as deadline:
             for first in range(0, len(names), self.asking):
-                there = self._exists(names[first : first + self.asking], deadline)
-                if not all(there):
-                    return first + there.index(False)
+                present = self._exists(names[first : first + self.asking], deadline)
+                if not all(present):
+                    return first + present.index(False)
         return len(names)
 
     def read(self, keys: Keys, buffers: Sequence[Buffer], *, timeout: float) -> ReadResult:
@@ -254,21 +254,21 @@ class RemoteStorage(Owned):
             return [(ReadStatus.FAILED, f"{deadline.reason}: {error}")] * len(names)
 
     def _write_each(self, views: dict[bytes, memoryview], deadline: Deadline) -> dict[bytes, Wrote]:
-        found: dict[bytes, Wrote] = {}
-        while len(found) < len(views):
-            left, owner = [name for name in views if name not in found], Owner()
+        results: dict[bytes, Wrote] = {}
+        while len(results) < len(views):
+            left, owner = [name for name in views if name not in results], Owner()
             try:
                 mine = self._claims.take(left, owner)
                 if mine and not deadline.passed:
-                    found.update(self._write_some(mine, views, deadline, not found))
+                    results.update(self._write_some(mine, views, deadline, not results))
             finally:
                 self._claims.give_back(owner)
             ours = set(mine)
             others = [name for name in left if name not in ours]
             if deadline.passed or not self._claims.wait(others, deadline):
                 failed = WriteStatus.FAILED, deadline.reason
-                return {name: found.get(name, failed) for name in views}
-        return found
+                return {name: results.get(name, failed) for name in views}
+        return results
 
     def _write_some(
         self,
@@ -288,22 +288,22 @@ class RemoteStorage(Owned):
     def _write_mine(
         self, names: Sequence[bytes], views: dict[bytes, memoryview], deadline: Deadline
     ) -> dict[bytes, Wrote]:
-        found: dict[bytes, Wrote] = {}
+        results: dict[bytes, Wrote] = {}
         try:
-            there = self._exists(names, deadline)
-            known = [name for name, known in zip(names, there, strict=True) if known]
-            found.update(dict.fromkeys(known, (WriteStatus.PRESENT, "")))
-            absent = [name for name in names if name not in found]
+            present = self._exists(names, deadline)
+            known = [name for name, known in zip(names, present, strict=True) if known]
+            results.update(dict.fromkeys(known, (WriteStatus.PRESENT, "")))
+            absent = [name for name in names if name not in results]
             if absent:
                 wrote = self._put(absent, [views[name] for name in absent], deadline)
-                found.update(zip(absent, wrote, strict=True))
-            return found
+                results.update(zip(absent, wrote, strict=True))
+            return results
         except Exception as error:
-            if deadline.left and not found:
+            if deadline.left and not results:
                 raise
             why = self._said(error) if deadline.left else f"{deadline.reason}: {error}"
             failed = WriteStatus.FAILED, why
-            return {name: found.get(name, failed) for name in names}
+            return {name: results.get(name, failed) for name in names}
 
     def delete(self, keys: Keys, *, timeout: float) -> int:
         """See `Storage.delete`."""
@@ -319,8 +319,8 @@ class RemoteStorage(Owned):
     def stats(self) -> StorageStats:
         """See `Storage.stats`. Pages are those stored and not deleted by this object; the store may
         have evicted some, and may have pages of other processes."""
-        found = self._counters.snapshot(0, 0)
-        pages = max(0, found.writes_stored - found.deletes)
+        stats = self._counters.snapshot(0, 0)
+        pages = max(0, stats.writes_stored - stats.deletes)
         return self._counters.snapshot(pages, pages * self.spec.page_bytes)
 
     # ---- around calls

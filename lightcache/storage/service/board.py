@@ -84,8 +84,8 @@ def board_name(cache_name: str, uuid: str) -> str:
 
 def group_of(cache: Cache) -> int | None:
     """The group whose members may attach to a cache."""
-    found = cache.index.segment.stat()
-    return found.st_gid if found.st_mode & stat.S_IRGRP else None
+    status = cache.index.segment.stat()
+    return status.st_gid if status.st_mode & stat.S_IRGRP else None
 
 
 class Board:

@@ -254,7 +254,7 @@ class StorageClient(BaseTier):
     def _start_last_ready(
         self, keys: Keys, most: int, namespace: Namespace | None, deadline: Deadline
     ) -> StorageTask:
-        return self._ask(Kind.DEEPEST, keys, deadline, namespace, most=most)
+        return self._ask(Kind.LAST_READY, keys, deadline, namespace, most=most)
 
     # ---- asking
 
@@ -286,28 +286,28 @@ class StorageClient(BaseTier):
             service = self._serving()
             policy, seconds, grace = self._board.policy()
             options = policy, seconds, grace + self.grace
-            asked = ClientTask(self, next(self._numbers), progress, deadline, service, options)
-            parts = split(kind, self._pid, self._client, asked.number, _body(ask))
+            task = ClientTask(self, next(self._numbers), progress, deadline, service, options)
+            parts = split(kind, self._pid, self._client, task.number, _body(ask))
         except (StorageError, Detached) as error:
             return self._refuse(progress, str(error))
         try:
             with self._changed:
                 if self._closing:
                     raise Detached("the storage client was closed")
-                self._asked[asked.number] = asked
+                self._asked[task.number] = task
             self._push(parts)
         except LightcacheError as error:
             if isinstance(error, LockTimeout):  # of a stopped process: spare later calls the wait
                 self._held_until = time.monotonic() + HELD
-            self._forget(asked)
+            self._forget(task)
             return self._refuse(progress, f"the storage service cannot be asked: {error}")
         except BaseException:
-            self._forget(asked)
+            self._forget(task)
             raise
         with self._changed:  # after the push: the listening thread does not delay it
             self._missing = False
             self._changed.notify_all()
-        return asked.task
+        return task.task
 
     def _serving(self) -> Service:
         """The service to ask.
@@ -360,9 +360,9 @@ class StorageClient(BaseTier):
                     raise WaitTimeout("its queue is full")
                 parts = parts[pushed:]
 
-    def tell(self, kind: Literal[Kind.STOP, Kind.CANCEL], asked: ClientTask) -> bool:
+    def tell(self, kind: Literal[Kind.STOP, Kind.CANCEL], task: ClientTask) -> bool:
         """For `ClientTask`: push a message about a task; False: that failed."""
-        part = Part(kind, self._pid, self._client, asked.number, 0, 1, b"")
+        part = Part(kind, self._pid, self._client, task.number, 0, 1, b"")
         try:
             self._push([part.pack()])
         except LightcacheError:
@@ -385,8 +385,8 @@ class StorageClient(BaseTier):
         try:
             step()
         except LightcacheError as error:  # the segments were removed, or are broken
-            for asked in self._all_asked():
-                self.give_up(asked, f"the storage service cannot be heard: {error}")
+            for task in self._all_asked():
+                self.give_up(task, f"the storage service cannot be heard: {error}")
             time.sleep(SLICE)
         except Exception:  # our own bug: other tasks should continue
             log.exception("the storage service could not be listened to")
@@ -417,14 +417,14 @@ class StorageClient(BaseTier):
             log.warning("a malformed answer of the storage service was ignored: %s", error)
             return
         with self._changed:
-            asked = self._asked.get(answer.task)
-        if asked is None:
+            task = self._asked.get(answer.task)
+        if task is None:
             return  # given up meanwhile
         if answer.state in (TaskState.FINISHED, TaskState.FAILED):
-            self._forget(asked)
-        elif answer.prefix > asked.progress.prefix:
-            asked.advanced()
-        asked.progress.become(answer.state, answer.prefix, answer.counts, answer.reasons)
+            self._forget(task)
+        elif answer.prefix > task.progress.prefix:
+            task.advanced()
+        task.progress.become(answer.state, answer.prefix, answer.counts, answer.reasons)
 
     def _look(self) -> None:
         """Give up tasks whose service is gone or silent, and overdue ones."""
@@ -433,22 +433,22 @@ class StorageClient(BaseTier):
         silent = ""
         if service is not None and self._board.open_for_tasks:  # a closing one does not count
             silent = self._pulse.silent(service, self._board.beat)
-        lost = [(asked, why) for asked in every if (why := self._lost(asked, service) or silent)]
+        lost = [(task, why) for task in every if (why := self._lost(task, service) or silent)]
         if lost:
             # The ring may hold answers from before the service ended, or from the time in which
             # this process was stopped.
             self._drain()
-        for asked, why in lost:
-            self.give_up(asked, why)
+        for task, why in lost:
+            self.give_up(task, why)
 
-    def _lost(self, asked: ClientTask, service: Service | None) -> str:
+    def _lost(self, task: ClientTask, service: Service | None) -> str:
         """Why the task is given up; empty: it is not."""
-        if service is None or service.word != asked.service.word:
-            gone = f"the storage service of {self.cache.name!r} is gone"
-            return f"{gone} (pid {asked.service.pid})"
-        if asked.end.passed:
+        if service is None or service.word != task.service.word:
+            message = f"the storage service of {self.cache.name!r} is gone"
+            return f"{message} (pid {task.service.pid})"
+        if task.end.passed:
             silent = f"the storage service (pid {service.pid}) does not say how far it is"
-            return f"{asked.deadline.reason}; {silent}"
+            return f"{task.deadline.reason}; {silent}"
         return ""
 
     def _drain(self) -> None:
@@ -466,14 +466,14 @@ class StorageClient(BaseTier):
         with self._changed:
             return list(self._asked.values())
 
-    def give_up(self, asked: ClientTask, reason: str) -> None:
+    def give_up(self, task: ClientTask, reason: str) -> None:
         """End a task as FAILED, unless it has ended."""
-        if self._forget(asked):
-            self._end(asked.progress, reason)
+        if self._forget(task):
+            self._end(task.progress, reason)
 
-    def _forget(self, asked: ClientTask) -> bool:
+    def _forget(self, task: ClientTask) -> bool:
         with self._changed:
-            known = self._asked.pop(asked.number, None) is not None
+            known = self._asked.pop(task.number, None) is not None
             self._changed.notify_all()
             return known
 
@@ -527,10 +527,10 @@ class StorageClient(BaseTier):
             self._closing = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._asked, seconds)
-        told = True
-        for asked in self._all_asked():  # wait only once for a stopped process with the ring's lock
-            told = told and self.tell(Kind.CANCEL, asked)
-            self.give_up(asked, "the storage client was closed")
+        sent = True
+        for task in self._all_asked():  # wait only once for a stopped process with the ring's lock
+            sent = sent and self.tell(Kind.CANCEL, task)
+            self.give_up(task, "the storage client was closed")
         self._thread.join()
         self._answers.close()
         with self._pushing:  # after a push in flight

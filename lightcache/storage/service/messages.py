@@ -49,7 +49,7 @@ class Kind(IntEnum):
 
     WRITE = 1
     PREFETCH = 2
-    DEEPEST = 3
+    LAST_READY = 3
     STOP = 4
     """The task starts nothing more."""
     CANCEL = 5
@@ -57,7 +57,7 @@ class Kind(IntEnum):
     """From the service to the client."""
 
 
-_TASKS = (Kind.WRITE, Kind.PREFETCH, Kind.DEEPEST)
+_TASKS = (Kind.WRITE, Kind.PREFETCH, Kind.LAST_READY)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Ask:
     start: int = 0
     """For a prefetch."""
     most: int = 0
-    """For a `DEEPEST`."""
+    """For a `LAST_READY`."""
     token_ids: npt.NDArray[np.uint32] | None = None
     """For a write: the token ids of all pages of the keys, in order."""
 

@@ -113,16 +113,16 @@ class Staging:
 
     def fill(self, slot: int, key: bytes, page: memoryview) -> None:
         """Copy a page into a slot, with its trailer."""
-        there = self._whole(slot)
-        np.copyto(there[: self.page_bytes], np.frombuffer(page, np.uint8))
-        there[self.page_bytes :] = np.frombuffer(make_trailer(key, page), np.uint8)
+        whole = self._whole(slot)
+        np.copyto(whole[: self.page_bytes], np.frombuffer(page, np.uint8))
+        whole[self.page_bytes :] = np.frombuffer(make_trailer(key, page), np.uint8)
 
     def empty(self, slot: int, page: memoryview) -> bytes:
         """Copy a page out of a slot. Returns the trailer, which verifies the copy: no other process
         can change the copy."""
-        there = self._whole(slot)
-        np.copyto(np.frombuffer(page, np.uint8), there[: self.page_bytes])
-        return there[self.page_bytes :].tobytes()
+        whole = self._whole(slot)
+        np.copyto(np.frombuffer(page, np.uint8), whole[: self.page_bytes])
+        return whole[self.page_bytes :].tobytes()
 
     def _whole(self, slot: int) -> npt.NDArray[np.uint8]:
         first = slot * self._stride
@@ -219,10 +219,10 @@ class MooncakeStorage(RemoteStorage):
 
     def _remove_all(self, deadline: Deadline) -> int:
         pattern = f"^{self._prefix}[0-9a-f]+$"
-        gone = self._callers.ask(lambda: self._client.remove_all(pattern), deadline)
-        if gone < 0:
-            raise StorageError(f"mooncake: {meaning(gone)}")
-        return gone
+        removed = self._callers.ask(lambda: self._client.remove_all(pattern), deadline)
+        if removed < 0:
+            raise StorageError(f"mooncake: {meaning(removed)}")
+        return removed
 
     def _disconnect(self) -> None:
         if not self._callers.close(CLOSING):

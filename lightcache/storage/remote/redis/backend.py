@@ -122,12 +122,12 @@ class RedisStorage(RemoteStorage):
             if answer.kind == "WRONGTYPE":
                 return ReadStatus.CORRUPT, f"corrupt: page {name.hex()} is no string: {answer}"
             return ReadStatus.FAILED, str(answer)
-        length, beside = answer
-        if not beside:
+        length, trailer = answer
+        if not trailer:
             expected = len(view) + TRAILER_BYTES
             why = f"corrupt: page {name.hex()} is stored in {length} bytes, not {expected}"
             return ReadStatus.CORRUPT, why
-        return judge_page(name, view, beside)
+        return judge_page(name, view, trailer)
 
     def _put(
         self, names: Sequence[bytes], views: Sequence[memoryview], deadline: Deadline
@@ -136,9 +136,9 @@ class RedisStorage(RemoteStorage):
 
         def send(wire: Wire, i: int) -> None:
             before = [b"SET", self._named(names[i])]
-            beside = make_trailer(names[i], views[i])
-            head, tail = around_value(before, len(views[i]) + len(beside), after)
-            wire.send(head, views[i], beside + tail)
+            trailer = make_trailer(names[i], views[i])
+            head, tail = around_value(before, len(views[i]) + len(trailer), after)
+            wire.send(head, views[i], trailer + tail)
 
         def take(wire: Wire, i: int) -> Wrote:
             answer = wire.answer()
@@ -153,24 +153,24 @@ class RedisStorage(RemoteStorage):
         return [each or (WriteStatus.FAILED, why) for each in found]
 
     def _remove(self, names: Sequence[bytes], deadline: Deadline) -> int:
-        gone = 0
+        removed = 0
         with self._connections.one(deadline) as wire:
             for first in range(0, len(names), _BATCH):
                 part = names[first : first + _BATCH]
-                gone += wire.ask(b"UNLINK", *(self._named(name) for name in part))
-        return gone
+                removed += wire.ask(b"UNLINK", *(self._named(name) for name in part))
+        return removed
 
     def _remove_all(self, deadline: Deadline) -> int:
         """Scans the names of the whole database."""
-        gone, cursor = 0, b"0"
+        removed, cursor = 0, b"0"
         ours = self.object_name(b"").encode() + b"*"
         with self._connections.one(deadline) as wire:
             while True:
                 cursor, names = wire.ask(b"SCAN", cursor, b"MATCH", ours, b"COUNT", b"%d" % _BATCH)
                 if names:
-                    gone += wire.ask(b"UNLINK", *names)
+                    removed += wire.ask(b"UNLINK", *names)
                 if cursor == b"0":
-                    return gone
+                    return removed
 
     def _disconnect(self) -> None:
         self._lanes.close(CLOSING)
@@ -198,7 +198,7 @@ class RedisStorage(RemoteStorage):
         Raises:
             StorageError: no answer arrived, although there was time.
         """
-        found: list[T | None] = [None] * count
+        results: list[T | None] = [None] * count
         errors: list[Exception] = []
         ways = min(self.options.connections, count)
 
@@ -208,7 +208,7 @@ class RedisStorage(RemoteStorage):
             def run() -> None:
                 try:
                     with self._connections.one(deadline) as wire:
-                        self._share(wire, mine, send, take, found)
+                        self._share(wire, mine, send, take, results)
                 except Exception as error:
                     errors.append(error)
 
@@ -218,10 +218,10 @@ class RedisStorage(RemoteStorage):
             self._lanes.run([piece(first) for first in range(ways)], kind, deadline)
             why = str(errors[0]) if errors else ""
             if deadline.passed:
-                return found, f"{deadline.reason}: {why}" if why else deadline.reason
-            if errors and not any(found):
+                return results, f"{deadline.reason}: {why}" if why else deadline.reason
+            if errors and not any(results):
                 raise errors[0]
-            return found, why
+            return results, why
         finally:  # their tracebacks would keep views alive until garbage is collected
             errors.clear()
 
@@ -231,7 +231,7 @@ class RedisStorage(RemoteStorage):
         mine: Sequence[int],
         send: Callable[[Wire, int], None],
         take: Callable[[Wire, int], T],
-        found: list[T | None],
+        results: list[T | None],
     ) -> None:
         """One connection's share. Answers received before it broke are taken."""
         sent = taken = 0
@@ -245,7 +245,7 @@ class RedisStorage(RemoteStorage):
                 else:
                     sent += 1
             else:
-                found[mine[taken]] = take(wire, mine[taken])
+                results[mine[taken]] = take(wire, mine[taken])
                 taken += 1
         try:
             if failure is not None:

@@ -547,7 +547,7 @@ class S3Storage(RemoteStorage):
     # ---- the backend's operations
 
     def _exists(self, names: Sequence[bytes], deadline: Deadline) -> list[bool]:
-        there: dict[int, bool] = {}
+        present: dict[int, bool] = {}
         jobs = (
             (i, functools.partial(self._client.head_async, self._store, self.object_name(name)))
             for i, name in enumerate(names)
@@ -555,15 +555,15 @@ class S3Storage(RemoteStorage):
         for i, result in self._requests.each(jobs, deadline):
             if isinstance(result, BaseException) and not absent(result, told=False):
                 raise StorageError(f"s3: {self.place}: {explain(result)}") from None
-            there[i] = not isinstance(result, BaseException)
-        if len(there) < len(names):
+            present[i] = not isinstance(result, BaseException)
+        if len(present) < len(names):
             raise StorageError(f"s3: {self.place}: no answer")
-        return [there[i] for i in range(len(names))]
+        return [present[i] for i in range(len(names))]
 
     def _fetch(
         self, names: Sequence[bytes], views: Sequence[memoryview], deadline: Deadline
     ) -> list[Read]:
-        found: dict[int, Read] = {}
+        results: dict[int, Read] = {}
         failed: list[str] = []  # after one failure no more requests begin: they would fail too
 
         def jobs() -> Iterator[Job]:
@@ -573,11 +573,11 @@ class S3Storage(RemoteStorage):
                 yield i, functools.partial(self._get, name)
 
         for i, result in self._requests.each(jobs(), deadline):
-            found[i] = self._take(names[i], views[i], result)
-            if found[i][0] is ReadStatus.FAILED:
-                failed.append(found[i][1])
+            results[i] = self._take(names[i], views[i], result)
+            if results[i][0] is ReadStatus.FAILED:
+                failed.append(results[i][1])
         rest = failed[0] if failed else deadline.reason
-        return [found.get(i, (ReadStatus.FAILED, rest)) for i in range(len(names))]
+        return [results.get(i, (ReadStatus.FAILED, rest)) for i in range(len(names))]
 
     async def _get(self, name: bytes) -> Any:
         """The object, or its length if that is wrong."""
@@ -601,7 +601,7 @@ class S3Storage(RemoteStorage):
     def _put(
         self, names: Sequence[bytes], views: Sequence[memoryview], deadline: Deadline
     ) -> list[Wrote]:
-        found: dict[int, Wrote] = {}
+        results: dict[int, Wrote] = {}
         failed: list[str] = []
 
         def jobs() -> Iterator[Job]:
@@ -616,11 +616,11 @@ class S3Storage(RemoteStorage):
                 yield i, functools.partial(self._send, name, body)
 
         for i, result in self._requests.each(jobs(), deadline):
-            found[i] = self._stored(result)
-            if found[i][0] is WriteStatus.FAILED:
-                failed.append(found[i][1])
+            results[i] = self._stored(result)
+            if results[i][0] is WriteStatus.FAILED:
+                failed.append(results[i][1])
         rest = failed[0] if failed else deadline.reason
-        return [found.get(i, (WriteStatus.FAILED, rest)) for i in range(len(names))]
+        return [results.get(i, (WriteStatus.FAILED, rest)) for i in range(len(names))]
 
     def _whole(self, name: bytes, view: memoryview) -> Any:
         """Copy page and trailer into our own memory: a cancelled request may still read it."""
@@ -629,8 +629,8 @@ class S3Storage(RemoteStorage):
         except IndexError:
             body = np.empty(self._body, np.uint8)
         np.copyto(body[: len(view)], np.frombuffer(view, np.uint8))
-        beside = make_trailer(name, body.data[: len(view)])
-        body[len(view) :] = np.frombuffer(beside, np.uint8)
+        trailer = make_trailer(name, body.data[: len(view)])
+        body[len(view) :] = np.frombuffer(trailer, np.uint8)
         return body
 
     async def _send(self, name: bytes, body: Any) -> Any:
@@ -650,11 +650,13 @@ class S3Storage(RemoteStorage):
         return WriteStatus.FAILED, f"s3: {self.place}: {self._why(result)}"
 
     def _remove(self, names: Sequence[bytes], deadline: Deadline) -> int:
-        there = self._exists(names, deadline)
-        gone = [self.object_name(name) for name, known in zip(names, there, strict=True) if known]
-        if gone:
-            self._ask(lambda: self._client.delete_async(self._store, gone), deadline)
-        return len(gone)
+        present = self._exists(names, deadline)
+        removed = [
+            self.object_name(name) for name, known in zip(names, present, strict=True) if known
+        ]
+        if removed:
+            self._ask(lambda: self._client.delete_async(self._store, removed), deadline)
+        return len(removed)
 
     def _remove_all(self, deadline: Deadline) -> int:
         removed: int = self._ask(self._remove_listed, deadline)

@@ -1,4 +1,4 @@
-"""Keeping prefixes for good, and letting branches go: `keep`, `unprotect`, `drop`."""
+"""Protecting prefixes from eviction, and evicting branches: `protect`, `unprotect`, `drop`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def put(index: PageIndex, name: int, pages: int, namespace: Namespace | None = N
         assert new.publish()
 
 
-# ---- keeping
+# ---- protect
 
 
-def test_repair_counts_what_is_kept(index: PageIndex) -> None:
+def test_repair_counts_protected_pages(index: PageIndex) -> None:
     put(index, 1, 3)
     index.protect(prompt(1, 3))
     at = index.segment.address + IndexView(index).geometry.root
@@ -42,7 +42,7 @@ def test_repair_counts_what_is_kept(index: PageIndex) -> None:
     assert index.evict(PAGES) == 0
 
 
-def test_a_kept_page_that_is_not_ready_is_damage(index: PageIndex) -> None:
+def test_a_protected_page_that_is_not_ready_is_damage(index: PageIndex) -> None:
     put(index, 1, 1)
     with index.reserve(prompt(2, 1)) as new:
         at = index.segment.address + IndexView(index).geometry.page
@@ -54,7 +54,7 @@ def test_a_kept_page_that_is_not_ready_is_damage(index: PageIndex) -> None:
         assert not record.word & layout.KEPT
 
 
-def test_a_pool_that_is_kept_says_so(index: PageIndex) -> None:
+def test_a_pool_of_protected_pages_says_so(index: PageIndex) -> None:
     put(index, 1, PAGES)
     index.protect(prompt(1, PAGES))
     with index.reserve(prompt(2, 1)) as got:
@@ -65,7 +65,7 @@ def test_a_pool_that_is_kept_says_so(index: PageIndex) -> None:
         assert got.why == ""
 
 
-def test_keeping_outlives_its_keeper(index: PageIndex, segment_name: str) -> None:
+def test_protection_outlives_its_client(index: PageIndex, segment_name: str) -> None:
     with PageIndex.attach(segment_name) as other:
         put(other, 1, 2)
         other.protect(prompt(1, 2))
@@ -83,7 +83,7 @@ def test_many_keys_in_steps(segment_name: str) -> None:
         assert index.drop(prompt(1, 1000)) == 1000
 
 
-# ---- letting go
+# ---- drop
 
 
 def test_no_keys_are_nothing(index: PageIndex) -> None:

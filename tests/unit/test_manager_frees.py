@@ -1,4 +1,4 @@
-"""What ended requests held, when it cannot be given back at once."""
+"""Frees of ended requests that must wait."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.crew import PAGE, Rank
 from support.scripts import with_support
-from support.shard_mover import open_sharded
+from support.shard_backend import open_sharded
 
 from lightcache import Cache
 from lightcache.errors import Abandoned, ConfigError, WaitTimeout
@@ -51,67 +51,67 @@ def place(segment_name: str) -> Iterator[Place]:
 
 
 def test_one_stage_after_the_other(place: Place) -> None:
-    roll = StartupBarrier(place.cache, place.log, NAMES)
-    assert roll.look() == dict.fromkeys(NAMES, RankStage.ABSENT)
+    barrier = StartupBarrier(place.cache, place.log, NAMES)
+    assert barrier.look() == dict.fromkeys(NAMES, RankStage.ABSENT)
     name = place.cache.name
     with Cache.attach(name, secret=b"a secret of tests", role="rank 1"):
-        assert roll.look() == {"rank 0": RankStage.ABSENT, "rank 1": RankStage.ATTACHED}
+        assert barrier.look() == {"rank 0": RankStage.ABSENT, "rank 1": RankStage.ATTACHED}
         zero = place.attach(0)
         # Both are of this process: which of them its one reader is, cannot be seen.
-        assert roll.look() == {"rank 0": RankStage.JOINED, "rank 1": RankStage.ATTACHED}
-        zero.follower.ready(60)
-        assert roll.look() == {"rank 0": RankStage.READY, "rank 1": RankStage.ATTACHED}
+        assert barrier.look() == {"rank 0": RankStage.JOINED, "rank 1": RankStage.ATTACHED}
+        zero.worker.ready(60)
+        assert barrier.look() == {"rank 0": RankStage.READY, "rank 1": RankStage.ATTACHED}
     with pytest.raises(Abandoned, match="rank 1 had attached"):
-        roll.look()
+        barrier.look()
 
 
 def test_ready_ranks_work(place: Place) -> None:
-    roll = StartupBarrier(place.cache, place.log, NAMES)
+    barrier = StartupBarrier(place.cache, place.log, NAMES)
     ranks = [place.attach(rank) for rank in (0, 1)]
     # The log has one entry: its second reader is called when the first has answered.
-    roll.look()
+    barrier.look()
     for each in ranks:
-        each.follower.ready(60)
-    assert set(roll.look().values()) == {RankStage.READY}
+        each.worker.ready(60)
+    assert set(barrier.look().values()) == {RankStage.READY}
     found = wait_for_ranks(place.cache, place.log, [], 0)
     assert found == []
-    assert roll.clients() == [each.cache.client_id for each in ranks]
-    leader = RankCoordinator(place.log, roll.clients())
-    told = leader.step(Decisions(5))
-    assert [each.follower.step(60) for each in ranks] == [told, told]
+    assert barrier.clients() == [each.cache.client_id for each in ranks]
+    coordinator = RankCoordinator(place.log, barrier.clients())
+    told = coordinator.step(Decisions(5))
+    assert [each.worker.step(60) for each in ranks] == [told, told]
 
 
 def test_a_rank_that_joins_later_is_called_too(place: Place) -> None:
-    roll = StartupBarrier(place.cache, place.log, NAMES)
+    barrier = StartupBarrier(place.cache, place.log, NAMES)
     zero = place.attach(0)
-    roll.look()
+    barrier.look()
     one = place.attach(1)
-    assert roll.look()["rank 1"] is not RankStage.READY  # no room: the first has yet to answer
-    zero.follower.ready(60)
-    roll.look()
-    one.follower.ready(60)
+    assert barrier.look()["rank 1"] is not RankStage.READY  # no room: the first has yet to answer
+    zero.worker.ready(60)
+    barrier.look()
+    one.worker.ready(60)
     # Rank 0 has read the second call or has not, and is ready all the same.
-    assert set(roll.look().values()) == {RankStage.READY}
+    assert set(barrier.look().values()) == {RankStage.READY}
 
 
 def test_what_others_are_told_is_not_for_a_rank_that_starts(place: Place) -> None:
     rank = place.attach(0)
     append(place.log, Decisions(3), 0)
     with pytest.raises(WaitTimeout):
-        rank.follower.ready(0)
+        rank.worker.ready(0)
     append(place.log, None, 0)
-    rank.follower.ready(0)
+    rank.worker.ready(0)
 
 
 def test_a_call_is_nothing_to_those_that_run(place: Place) -> None:
     zero = place.attach(0)
-    roll = StartupBarrier(place.cache, place.log, NAMES[:1])
-    roll.look()
-    zero.follower.ready(60)
+    barrier = StartupBarrier(place.cache, place.log, NAMES[:1])
+    barrier.look()
+    zero.worker.ready(60)
     again = StartupBarrier(place.cache, place.log, NAMES[:1])
     again.look()
     with pytest.raises(WaitTimeout):
-        zero.follower.step(0)
+        zero.worker.step(0)
     assert again.look() == {"rank 0": RankStage.READY}
 
 
@@ -121,7 +121,7 @@ def test_a_timeout_names_the_missing_and_their_stages(place: Place) -> None:
     with pytest.raises(WaitTimeout, match=said):
         wait_for_ranks(place.cache, place.log, NAMES, 0)
     with pytest.raises(WaitTimeout):
-        place.ranks[0].follower.ready(0) or place.ranks[0].follower.ready(0)
+        place.ranks[0].worker.ready(0) or place.ranks[0].worker.ready(0)
 
 
 DIES = with_support(
@@ -144,20 +144,20 @@ def test_a_rank_that_dies_is_named_at_once(place: Place, tmp_path: Any) -> None:
         assert process.stdin
         assert process.stdout
         process.stdout.readline()
-        roll = StartupBarrier(place.cache, place.log, NAMES)
-        assert roll.look()["rank 1"] is RankStage.ATTACHED
+        barrier = StartupBarrier(place.cache, place.log, NAMES)
+        assert barrier.look()["rank 1"] is RankStage.ATTACHED
         process.stdin.write(b"\n")
         process.stdin.flush()
         assert process.wait(60) == -signal.SIGKILL
         with pytest.raises(Abandoned, match=f"rank 1 .pid {process.pid}. has died"):
-            roll.look()
+            barrier.look()
         # Another one in a slot behind the dead one's.
         with Cache.attach(place.cache.name, secret=b"a secret of tests", role="rank 1"):
             again = StartupBarrier(place.cache, place.log, NAMES)
             assert again.look()["rank 1"] is RankStage.ATTACHED
         place.cache.reap()
         with pytest.raises(Abandoned, match="rank 1 had attached"):
-            roll.look()
+            barrier.look()
         with pytest.raises(WaitTimeout):  # from now on it is one that is yet to come
             wait_for_ranks(place.cache, place.log, NAMES, 0)
 
@@ -168,11 +168,11 @@ def test_a_process_that_ends_before_it_attaches(place: Place) -> None:
     with pytest.raises(WaitTimeout):
         wait_for_ranks(place.cache, place.log, NAMES, 0, watch=watch)
     open_before = len(os.listdir("/proc/self/fd"))
-    roll = StartupBarrier(place.cache, place.log, NAMES, watch=watch)
+    barrier = StartupBarrier(place.cache, place.log, NAMES, watch=watch)
     process.communicate(b"\n")
     with pytest.raises(Abandoned, match="process of rank 0 has ended"):
-        roll.look()
-    roll.close()
+        barrier.look()
+    barrier.close()
     with pytest.raises(Abandoned, match="process of rank 0 has ended"):
         wait_for_ranks(place.cache, place.log, NAMES, watch=watch)
     assert len(os.listdir("/proc/self/fd")) <= open_before
@@ -193,5 +193,5 @@ def test_a_scheduler_that_dies_while_ranks_start(place: Place) -> None:
     rank = place.attach(0)
     place.log.close()
     with pytest.raises(Abandoned):
-        rank.follower.ready(60)
+        rank.worker.ready(60)
     place.log = SharedLog.attach(place.log.segment.name, writer=True)

@@ -1,4 +1,4 @@
-"""Looking for what a hybrid model's prompts can use: once, and not again without need."""
+"""Lookup of usable prefixes of hybrid models: once, and again only if needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightcache.errors import CacheCorrupted
 from lightcache.hybrid.planning import HybridMatch
 from lightcache.manager import Prompt, RequestOptions
 
-WISHES = (
+OPTIONS = (
     RequestOptions(),
     RequestOptions(tiers={"host"}),
     RequestOptions(tiers={"device"}),
@@ -47,7 +47,7 @@ def test_what_is_behind_a_plan_is_what_a_look_from_the_beginning_finds(
         world.compute(Prompt(prompt.tokens[: chance.randrange(5, 42)]))
         world.world.index.evict(chance.choice((0, 1, 2, 4, 64)))
         for low in (0, 4, 8, 12, 16, 24, 39):
-            options, limit = chance.choice(WISHES), chance.choice((None, 40, 30, low))
+            options, limit = chance.choice(OPTIONS), chance.choice((None, 40, 30, low))
             if limit is not None and limit < low:
                 limit = low
             manager.plan("a", prompt, options=options, limit=low)
@@ -77,7 +77,7 @@ def test_keys_are_gone_through_once(hybrids: Any, monkeypatch: pytest.MonkeyPatc
     assert max([keys for each in looks for keys in each]) <= 2
 
 
-def test_a_plan_is_pinned_anew_when_half_of_its_time_is_over(
+def test_a_plan_is_pinned_again_after_half_of_its_time(
     hybrids: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = hybrids(plan_ttl=8.0)

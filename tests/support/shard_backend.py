@@ -15,7 +15,7 @@ SECRET = b"a secret of tests"
 
 
 def open_sharded(name: str, pages: int, page: int, shards: int, **how: Any) -> Cache:
-    """A host cache whose pages hold a stamp for each token and rank, one rank behind the other."""
+    """A host cache whose pages hold a stamp for each token and rank, one rank after the other."""
     return Cache.open(
         name,
         pages=pages,

@@ -1,4 +1,4 @@
-"""Hand-over of a computed prefix from one engine to another, call by call."""
+"""Handoff of a computed prefix from one engine to another, call by call."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_the_copy_of_the_partial_page_takes_too_long(nodes: Any) -> None:
     node.prefill.backend.at_once = False
     with pytest.raises(WaitTimeout):
         node.hand(timeout=0)
-    assert node.cache.stats().held == 1  # it goes on
+    assert node.cache.stats().held == 1  # it is in flight
     node.prefill.backend.finish()
     node.prefill.manager.poll()
     assert node.cache.stats().held == 0
@@ -381,7 +381,7 @@ def test_an_adopter_that_is_not_attached(nodes: Any) -> None:
     node.settle()
 
 
-def test_nobody_comes_for_the_partial_page(nodes: Any) -> None:
+def test_a_partial_page_that_no_engine_adopts(nodes: Any) -> None:
     node, given = nodes(), prompt(21)
     node.compute(given)
     handed = node.hand(adopt_timeout=0)

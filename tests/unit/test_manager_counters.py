@@ -278,7 +278,7 @@ def test_a_rank_counts_its_own_share_and_the_manager_all(segment_name: str) -> N
     device = ManagedBlocks(f"{segment_name}.device", block_tokens=PAGE, blocks=16)
     for each in crew.ranks:
         saying(each.backend)
-    with KVCacheManager(crew.cache, device, crew.leader) as manager:
+    with KVCacheManager(crew.cache, device, crew.coordinator) as manager:
         for request in "ab":
             manager.plan(request, Prompt(tokens(4 * PAGE + 1)))
             manager.take(request)
@@ -295,7 +295,7 @@ def test_a_rank_counts_its_own_share_and_the_manager_all(segment_name: str) -> N
         found, whole = manager.stats(), 4 * PAGE * TOKEN_BYTES * len(crew.ranks)
     assert (found.offloaded_bytes, found.loaded_bytes) == (whole, whole)
     for each in crew.ranks:
-        share = each.follower.loaded_bytes, each.follower.offloaded_bytes
+        share = each.worker.loaded_bytes, each.worker.offloaded_bytes
         assert share == (whole // len(crew.ranks), whole // len(crew.ranks))
     device.close()
     crew.close()

@@ -1,4 +1,4 @@
-"""A leader that is killed: its ranks end what they began, give it back, and follow the next one."""
+"""A killed coordinator: its ranks finish their copies, give pages back, and serve the next one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from multi import pausing
 from support.crew import PAGE, Rank
 from support.keys import prompt
-from support.shard_mover import open_sharded
+from support.shard_backend import open_sharded
 from support.stamped import stamps_of
 
 from lightcache.errors import Abandoned
@@ -25,7 +25,7 @@ from lightcache.shm import SharedLog
 TESTS = Path(__file__).parent.parent
 TOKENS = np.arange(2 * PAGE)
 
-LEADS = """
+COORDINATES = """
 import json, signal, sys
 import numpy as np
 from lightcache import ClientId
@@ -35,24 +35,24 @@ from lightcache.manager.ranks.messages import Kind, Order, encode, parts_of
 from lightcache.shm import SharedLog
 from support.crew import PAGE
 from support.keys import prompt
-from support.shard_mover import open_sharded
+from support.shard_backend import open_sharded
 
 name, stage = sys.argv[1:]
 cache = open_sharded(name, 16, PAGE, 2)
 log = SharedLog.create(name + ".log", capacity=64, message_bytes=64)
 print(flush=True)
-leader = RankCoordinator(log, [ClientId(*each) for each in json.loads(sys.stdin.readline())])
+coordinator = RankCoordinator(log, [ClientId(*each) for each in json.loads(sys.stdin.readline())])
 if stage != "nothing":
     new = cache.reserve(prompt(1, 2), shards=2)
-    made = leader.offload(new, np.arange(2 * PAGE))
+    made = coordinator.offload(new, np.arange(2 * PAGE))
 if stage == "reserved":
     more = cache.reserve(prompt(2, 2), shards=2)
 if stage == "not ordered":  # killed between a ticket and its order
     lease = cache.match(prompt(0, 2))
-    ticket = lease.ticket(list(leader.ranks), timeout=3600)
+    ticket = lease.ticket(list(coordinator.ranks), timeout=3600)
 if stage == "half an order":
     lease = cache.match(prompt(0, 2))
-    ticket = bytes(lease.ticket(list(leader.ranks), timeout=3600))
+    ticket = bytes(lease.ticket(list(coordinator.ranks), timeout=3600))
     order = encode(Order(Kind.LOAD, 9, ticket, np.arange(0, 16 * PAGE, 2)))
     log.append(parts_of(order, 64)[0])
 if stage == "half a message":
@@ -68,12 +68,12 @@ signal.pause()
     ["nothing", "ordered", "reserved", "half a message", "not ordered", "half an order"],
 )
 @pytest.mark.parametrize("begun", [False, True])
-def test_ranks_outlive_their_leader(segment_name: str, stage: str, begun: bool) -> None:
+def test_ranks_outlive_their_coordinator(segment_name: str, stage: str, begun: bool) -> None:
     with open_sharded(segment_name, 16, PAGE, 2) as cache:
         with cache.reserve(prompt(0, 2)) as new:
             new.publish()
         with subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", LEADS, segment_name, stage],
+            [sys.executable, "-W", "error", "-c", COORDINATES, segment_name, stage],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -91,13 +91,13 @@ def test_ranks_outlive_their_leader(segment_name: str, stage: str, begun: bool) 
                 each.backend.at_once = False
                 if begun:  # else they read all of it when its writer is dead already
                     with pytest.raises(TimeoutError):
-                        each.follower.step(0.01)
+                        each.worker.step(0.01)
             process.kill()
             process.wait(60)
         for each in ranks:
             with pytest.raises(Abandoned):
-                each.follower.step(60)
-            assert each.follower.in_flight == 0
+                each.worker.step(60)
+            assert each.worker.in_flight == 0
             assert not each.backend.going
         written = 0 if stage == "nothing" else 2
         assert cache.peek(prompt(1, 2)) == written  # the ranks had all that was left to do
@@ -119,16 +119,16 @@ def nothing_is_left(cache: Any) -> None:
 
 def another_leads(cache: Any, ranks: list[Rank]) -> None:
     with SharedLog.attach(ranks[0].log.segment.name, writer=True) as log:
-        leader = RankCoordinator(log, [each.cache.client_id for each in ranks])
-        made = leader.offload(cache.reserve(prompt(3, 2), shards=2), TOKENS)
-        told = leader.step(Decisions(7, extra=bytes(100)))
+        coordinator = RankCoordinator(log, [each.cache.client_id for each in ranks])
+        made = coordinator.offload(cache.reserve(prompt(3, 2), shards=2), TOKENS)
+        told = coordinator.step(Decisions(7, extra=bytes(100)))
         for each in ranks:
             each.backend.at_once = True
-            assert each.follower.step(60) == told
+            assert each.worker.step(60) == told
         made.wait(60)
         with cache.match(prompt(3, 2)) as lease:
             for each in ranks:
                 found = each.backend._page(int(lease.pages[1]))
                 assert (found == stamps_of(TOKENS, each.rank)[PAGE:]).all()
-        del made, leader
+        del made, coordinator
     nothing_is_left(cache)

@@ -1,6 +1,6 @@
-"""One side of a hand-over, in a process of its own, that stops at a stage and waits to be killed.
+"""One side of a handoff, in a process of its own, that stops at a stage and waits to be killed.
 
-hand_over_side.py CACHE STAGE
+handoff_side.py CACHE STAGE
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def engine_of(name: str, side: str, **config: Any) -> Engine:
 
 
 def prefill(name: str, stage: str) -> None:
-    """Compute the prompt and hand it over to whom the test names."""
+    """Compute the prompt and hand it off to the client that the test names."""
     engine = engine_of(name, "prefill", write=WritePolicy.BACK)
     engine.begin(1, PROMPT)
     engine.compute(1, 21, [])

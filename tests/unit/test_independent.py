@@ -1,4 +1,4 @@
-"""Flat indexes, where pages go while others hang on them; and looking up each key for itself."""
+"""Independent indexes, where pages with children are evicted; and lookup of each key by itself."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_repair_makes_the_queue_anew(index: PageIndex) -> None:
 # ---- looking up each key for itself
 
 
-def test_deepest(index: PageIndex) -> None:
+def test_last_ready(index: PageIndex) -> None:
     path = prompt(1, 40)
     put_all(index, path[:3])
     assert index.last_ready(path) == 3
@@ -129,7 +129,7 @@ def test_closed(segment_name: str) -> None:
 # ---- the flag
 
 
-def test_flat_is_part_of_the_configuration(index: PageIndex) -> None:
+def test_independent_is_part_of_the_configuration(index: PageIndex) -> None:
     name = index.name
     assert index.independent
     for call in (
@@ -147,7 +147,7 @@ def test_flat_is_part_of_the_configuration(index: PageIndex) -> None:
     assert len(index.clients()) == 1
 
 
-def test_of_one_that_is_not_flat(segment_name: str) -> None:
+def test_an_index_that_is_not_independent(segment_name: str) -> None:
     with PageIndex.create(segment_name, pages=PAGES):
         with pytest.raises(LayoutMismatch, match="independent"):
             PageIndex.open(segment_name, pages=PAGES, independent=True)
@@ -173,7 +173,7 @@ def test_a_root_that_says_otherwise_is_damage(index: PageIndex) -> None:
     root.flat = 1
 
 
-def test_a_cache_may_be_flat(segment_name: str) -> None:
+def test_a_cache_may_be_independent(segment_name: str) -> None:
     with Cache.create(segment_name, **CACHE, independent=True) as cache:
         assert cache.index.independent
         with pytest.raises(LayoutMismatch, match="independent"):

@@ -1,4 +1,4 @@
-"""A hand-over of which one side is killed, wherever it is: the other one goes on, nothing is
+"""A handoff of which one side is killed, at any stage: the other side continues, nothing is
 left."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from multi import pausing
-from multi.hand_over_side import LONGER, PAGE, PAGES, PROMPT, engine_of
+from multi.handoff_side import LONGER, PAGE, PAGES, PROMPT, engine_of
 from support.manager_world import Engine, open_cache
 
 from lightcache import Cache
@@ -24,7 +24,7 @@ TESTS = Path(__file__).parent.parent
 
 
 class Side:
-    """A process of hand_over_side.py."""
+    """A process of handoff_side.py."""
 
     def __init__(self, which: str, cache: str, stage: str) -> None:
         self.device = f"{cache}.{which}.device"
@@ -33,7 +33,7 @@ class Side:
                 sys.executable,
                 "-W",
                 "error",
-                str(TESTS / "multi" / "hand_over_side.py"),
+                str(TESTS / "multi" / "handoff_side.py"),
                 which,
                 cache,
                 stage,

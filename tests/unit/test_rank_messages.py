@@ -1,4 +1,4 @@
-"""What travels from a leader to its ranks."""
+"""The messages of a coordinator to its ranks."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_message_that_was_never_ended_is_forgotten() -> None:
     assert found == message
 
 
-def test_a_roll_call_says_nothing() -> None:
+def test_a_startup_message_is_empty() -> None:
     assert decode(encode(None)) is None
     assert len(parts_of(encode(None), 16)) == 1
 
@@ -102,7 +102,7 @@ def test_another_release_is_named() -> None:
         Joiner().take(b"\x09\x03abc")
 
 
-def test_what_is_not_a_leaders_is_refused() -> None:
+def test_bytes_of_another_writer_are_refused() -> None:
     with pytest.raises(CacheCorrupted):
         Joiner().take(b"x")
     whole = encode(Order(Kind.LOAD, 1, bytes(16), np.arange(8), 0))
@@ -117,7 +117,7 @@ def test_slots_that_are_none(bad: Any) -> None:
         encode(Order(Kind.LOAD, 1, bytes(16), bad, 0))
 
 
-def test_decisions_that_cannot_travel() -> None:
+def test_decisions_that_cannot_be_sent() -> None:
     with pytest.raises(ConfigError, match="request ids"):
         Decisions(1, {(1, 2): (0, 0)})  # type: ignore[dict-item]
     with pytest.raises(ConfigError, match="step"):

@@ -1,7 +1,7 @@
-"""One rank that follows a leader, in a process of its own: computes stamps, copies its shard, and
-says in each step what it was told and whether it found what it should.
+"""One rank of a coordinator, in a process of its own: computes stamps, copies its shard, and
+reports in each step the decisions it got and whether it read what it should.
 
-    follow_side.py CACHE LOG RANK BLOCKS [KIND STAGE]
+    rank_worker_side.py CACHE LOG RANK BLOCKS [KIND STAGE]
 
 With a kind ("load" or "offload") and a stage it stops there at its first such copy, says so, and
 waits to be killed.
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from support.crew import PAGE
-from support.shard_mover import SECRET, ShardBackend
+from support.shard_backend import SECRET, ShardBackend
 from support.stamped import StampedDevice, stamps_of
 
 from lightcache import Cache, ReservationShard
@@ -27,7 +27,7 @@ from lightcache.shm import SharedLog
 
 
 def say(**what: Any) -> None:
-    """A line to whoever started us."""
+    """A line to the process that started us."""
     print(json.dumps(what), flush=True)
 
 
@@ -38,8 +38,8 @@ def stop(stage: str) -> None:
         signal.pause()
 
 
-class DoomedMover(ShardBackend):
-    """Stops in the middle of its first copy of one kind."""
+class DoomedBackend(ShardBackend):
+    """Stops during its first copy of one kind."""
 
     kind = stage = ""
 
@@ -76,15 +76,15 @@ class Side:
         self.rank = int(rank)
         self.cache = Cache.attach(cache, secret=SECRET, role=f"rank {rank}")
         self.device = StampedDevice(int(blocks), PAGE)
-        self.backend = DoomedMover(self.cache, self.device, self.rank)
+        self.backend = DoomedBackend(self.cache, self.device, self.rank)
         if doom:
             self.backend.kind, self.backend.stage = doom
         self.log = SharedLog.attach(log)
-        self.follower = RankWorker(self.log, self.cache, self.backend, self.rank)
-        self.follower.ready(60)
+        self.worker = RankWorker(self.log, self.cache, self.backend, self.rank)
+        self.worker.ready(60)
 
     def compute(self, tokens: list[int], table: list[int], begin: int) -> int:
-        """Look at what need not be computed, compute the rest. Returns tokens that were wrong."""
+        """Check the tokens before `begin`, compute the rest. Returns the number of wrong tokens."""
         stamps = stamps_of(tokens, self.rank)
         found = self.device.read(np.array(table), 0, begin)
         self.device.write(table, begin, stamps[begin:])
@@ -92,7 +92,7 @@ class Side:
 
     def step(self) -> bool:
         """One step. False: it was the last."""
-        told = self.follower.step(60)
+        told = self.worker.step(60)
         work = json.loads(told.extra)
         wrong = sum(self.compute(*what) for what in work["compute"])
         say(step=told.step, digest=digest_of(told), wrong=wrong)
@@ -100,20 +100,20 @@ class Side:
 
     def close(self) -> None:
         """Leave."""
-        self.follower.close(60)
+        self.worker.close(60)
         self.log.close()
         self.cache.close()
 
 
 def digest_of(told: Decisions) -> str:
-    """All that was decided."""
+    """A digest of all decisions of a step."""
     said = [told.step, sorted(map(repr, told.lengths.items())), told.completed, told.failed]
     whole = repr([*said, told.releases]).encode() + told.extra
     return hashlib.blake2b(whole, digest_size=8).hexdigest()
 
 
 def main() -> None:
-    """Follow until the last step."""
+    """Carry out every step."""
     side = Side(*sys.argv[1:])
     while side.step():
         pass
