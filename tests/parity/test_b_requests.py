@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.manager_case import on_device, on_host, tokens
+from support.refusals import refused
 from support.stamped import stamps_of
 
 from lightcache.errors import ConfigError, OutOfPages
@@ -40,8 +41,7 @@ def test_b8_of_generated_tokens_only_accepted_ones(worlds: Any) -> None:
     world.store.write(table, 9, stamps_of(drafted)[9:])
     world.manager.commit("a", 11, new_tokens=every[9:11])
     assert world.manager.plan("b", Prompt(drafted)).found == 8
-    with pytest.raises(ConfigError, match="new_tokens"):
-        world.manager.commit("a", 15)
+    refused(ConfigError, "new_tokens", world.manager.commit, "a", 15)
     with pytest.raises(ConfigError, match="expected 11"):
         world.manager.commit("a", 10)  # what was accepted stays accepted
     world.compute("a", every, 11, 18)
@@ -120,12 +120,10 @@ def test_b9_the_decode_reserve_is_held_and_returned(worlds: Any) -> None:
     assert world.device.free == 3
     world.compute("a", every, 0, 9)
     other = world.device.allocate(3)
-    with pytest.raises(OutOfPages):
-        world.device.allocate(1)
+    refused(OutOfPages, "", world.device.allocate, 1)
     for end in range(10, 21):  # nobody has a block, and it goes on
         world.compute("a", every, end - 1, end)
-    with pytest.raises(OutOfPages):
-        world.manager.allocate("a", 21)
+    refused(OutOfPages, "", world.manager.allocate, "a", 21)
     world.device.free_blocks(other)
     assert len(world.manager.allocate("a", 21)) == 8
     world.manager.release("a")
@@ -138,8 +136,7 @@ def test_b9_the_reserve_is_part_of_what_is_asked_for_first(worlds: Any) -> None:
     world = worlds(blocks=4, reserve_blocks=2)
     world.manager.plan("a", Prompt(tokens(10)))
     world.manager.take("a")
-    with pytest.raises(OutOfPages):
-        world.manager.allocate("a", 10)
+    refused(OutOfPages, "", world.manager.allocate, "a", 10)
     world.manager.release("a")
     world.nothing_left()
 
@@ -183,8 +180,7 @@ def test_b10_waiting_while_paused_says_so(worlds: Any) -> None:
     world = worlds()
     world.manager.pause()
     world.run("a", tokens(18), keep=True)
-    with pytest.raises(WaitTimeout, match="resume"):
-        world.manager.release("a", wait=True)
+    refused(WaitTimeout, "resume", world.manager.release, "a", wait=True)
     world.manager.resume()
     world.nothing_left()
 
@@ -212,8 +208,7 @@ def test_b11_never_what_is_used_or_kept(worlds: Any) -> None:
     assert world.manager.protect(kept) == {"host": 16, "device": 16}
     world.index.evict(12)
     assert not world.manager.can_allocate(4, evict=True)
-    with pytest.raises(OutOfPages):
-        world.device.allocate(4)
+    refused(OutOfPages, "", world.device.allocate, 4)
     assert [on_device(world, each) for each in (used, kept)] == [16, 16]
     for seed in range(5, 20):  # the host is full, and goes on
         world.run(seed, tokens(9, seed))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.hybrid_case import tokens
+from support.refusals import refused
 from support.stamped import stamps_of
 
 from lightcache.errors import OutOfPages
@@ -281,8 +282,7 @@ def test_d12_running_requests_before_checkpoints(hybrids: Any) -> None:
     world = hybrids(slots=2, state_pages=None, **how)
     for seed in range(2):
         world.begin(seed, Prompt(tokens(46, seed)))
-    with pytest.raises(OutOfPages):
-        world.begin("c", Prompt(tokens(46, 9)))
+    refused(OutOfPages, "", world.begin, "c", Prompt(tokens(46, 9)))
     for request in (0, 1):
         world.step(request, 46)
         world.end(request)

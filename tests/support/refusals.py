@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -41,3 +43,16 @@ def ended(held: Any) -> Any:
     """A lease, batch or reservation after its release."""
     held.release()
     return held
+
+
+def refused(
+    error: type[Exception] | tuple[type[Exception], ...],
+    words: str,
+    call: Callable[..., object],
+    /,
+    *arguments: Any,
+    **named: Any,
+) -> None:
+    """Assert that a call raises such an error, whose message holds this regular expression."""
+    with pytest.raises(error, match=words or None):
+        call(*arguments, **named)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.refusals import refused
 from support.scripts import with_support
 
 from lightcache import (
@@ -136,8 +137,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 )
 def test_arguments_that_are_refused(segment_name: str, changed: dict[str, Any], what: str) -> None:
     for call in (Cache.create, Cache.open):
-        with pytest.raises(ConfigError, match=what):
-            call(segment_name, **{**GOOD, **changed})
+        refused(ConfigError, what, call, segment_name, **{**GOOD, **changed})
 
 
 def test_capacity_as_size(segment_name: str) -> None:
@@ -154,14 +154,10 @@ def test_attaching_to_what_differs(cache: Cache, segment_name: str) -> None:
     with pytest.raises(LayoutMismatch, match="model/bf16/16"):
         Cache.attach(segment_name, fingerprint="another", secret=SECRET)
     for changed in ({"pages": 9}, {"fingerprint": "other"}, {"secret": bytes(32)}):
-        with pytest.raises(LayoutMismatch):
-            Cache.open(segment_name, **{**GOOD, **changed})
-    with pytest.raises(InUse):
-        Cache.create(segment_name, **GOOD)
-    with pytest.raises(InUse):
-        Cache.open(segment_name, **{**GOOD, "pages": 9}, replace=True)
-    with pytest.raises(NotReady):
-        Cache.attach(segment_name + "-other", secret=SECRET)
+        refused(LayoutMismatch, "", Cache.open, segment_name, **{**GOOD, **changed})
+    refused(InUse, "", Cache.create, segment_name, **GOOD)
+    refused(InUse, "", Cache.open, segment_name, **{**GOOD, "pages": 9}, replace=True)
+    refused(NotReady, "", Cache.attach, segment_name + "-other", secret=SECRET)
     assert len(cache.clients()) == 1, "who was refused has left"
 
 
@@ -176,8 +172,7 @@ def test_an_index_without_a_pool_is_no_cache(segment_name: str) -> None:
 def test_another_secret(cache: Cache, segment_name: str) -> None:
     with Cache.attach(segment_name, secret=b"another secret, as long") as other:
         for call in (lambda: other.hash_pages(TOKENS), other.hasher, other.key_spec):
-            with pytest.raises(LayoutMismatch, match="another secret"):
-                call()
+            refused(LayoutMismatch, "another secret", call)
         keys = cache.hash_pages(TOKENS)
         assert other.peek(keys) == 0, "keys made elsewhere can still be looked up"
 
@@ -200,12 +195,10 @@ with Cache.create(sys.argv[1], pages=4, page_bytes=64, page_tokens=2, fingerprin
 
 
 def test_page_tokens_said_twice_or_never(segment_name: str, cache: Cache) -> None:
-    with pytest.raises(ConfigError, match="16 tokens a page, found 32"):
-        cache.hash_pages(TOKENS, 32)
+    refused(ConfigError, "16 tokens a page, found 32", cache.hash_pages, TOKENS, 32)
     assert len(cache.hash_pages(TOKENS, 16)) == 4
     with Cache.create(segment_name + "n", **{**GOOD, "page_tokens": None}) as other:
-        with pytest.raises(ConfigError, match="page_tokens"):
-            other.hash_pages(TOKENS)
+        refused(ConfigError, "page_tokens", other.hash_pages, TOKENS)
         assert len(other.hash_pages(TOKENS, 32)) == 2
 
 
@@ -218,16 +211,13 @@ def test_closing_with_live_views_changes_nothing(segment_name: str) -> None:
     cache.reserve(keys).publish()
     lease = cache.match(keys)
     for view in (cache.pool[0], cache.pool.array):
-        with pytest.raises(InUse, match="views"):
-            cache.close()
+        refused(InUse, "views", cache.close)
         part = view[..., :3]
         del view
-        with pytest.raises(InUse, match="views"):
-            cache.close()
+        refused(InUse, "views", cache.close)
         del part
     inner = cache.index.segment.view(0, 8)
-    with pytest.raises(InUse):
-        cache.close()
+    refused(InUse, "", cache.close)
     assert cache.evict(8) == 0, "the lease holds"
     assert cache.check().pins == 4
     del inner
@@ -242,8 +232,7 @@ def test_closing_with_live_views_changes_nothing(segment_name: str) -> None:
         lambda: cache.pool.array,
         lambda: cache.pool.grown,
     ):
-        with pytest.raises(Detached):
-            call()
+        refused(Detached, "", call)
 
 
 def test_a_forked_child_leaves_the_statement_quietly(segment_name: str, script: Script) -> None:

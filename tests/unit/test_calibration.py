@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from support.refusals import refused
 
 from lightcache.kernels import calibration
 from lightcache.kernels.options import DEFAULTS, Thresholds
@@ -53,5 +54,4 @@ def test_where_the_ways_cross(times, expected):
 
 
 def test_no_such_device(tmp_path):
-    with pytest.raises(ConfigError, match="HostEngine serves"):
-        calibration.stored("cpu", tmp_path)
+    refused(ConfigError, "HostEngine serves", calibration.stored, "cpu", tmp_path)

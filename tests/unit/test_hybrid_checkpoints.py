@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.hybrid_case import tokens
+from support.refusals import refused
 from support.stamped import stamps_of
 
 from lightcache import PageIndex
@@ -62,22 +63,18 @@ def test_the_same_state_twice_takes_one_slot(hybrids: Any) -> None:
 
 def test_a_slot_that_is_not_ours(hybrids: Any) -> None:
     world = hybrids()
-    with pytest.raises(LeaseLost):
-        world.checkpoints.donate(3, world.path(Prompt(tokens(9))), 1)
-    with pytest.raises(LeaseLost):
-        world.checkpoints.free(np.array([3], np.int32))
+    refused(LeaseLost, "", world.checkpoints.donate, 3, world.path(Prompt(tokens(9))), 1)
+    refused(LeaseLost, "", world.checkpoints.free, np.array([3], np.int32))
 
 
 def test_more_slots_than_there_are(hybrids: Any) -> None:
     world = hybrids(slots=4)
     prompt = Prompt(tokens(41))
     world.save(prompt, 8, 16)
-    with pytest.raises(OutOfPages, match="there are 4"):
-        world.checkpoints.acquire(5)
+    refused(OutOfPages, "there are 4", world.checkpoints.acquire, 5)
     held = world.checkpoints.acquire(4)  # checkpoints go for running requests
     assert world.there(prompt)["device"] == []
-    with pytest.raises(OutOfPages):
-        world.checkpoints.acquire(1)
+    refused(OutOfPages, "", world.checkpoints.acquire, 1)
     world.checkpoints.free(held)
     world.nothing_left()
 
@@ -353,8 +350,7 @@ def test_without_device_slots_the_state_goes_to_the_host(hybrids: Any) -> None:
     world.settle()
     assert transfer.over
     assert host_state(world, prompt, 8) == stamps_of(prompt.tokens)[7]
-    with pytest.raises(ConfigError, match="the engine's own"):
-        world.checkpoints.acquire(1)
+    refused(ConfigError, "the engine's own", world.checkpoints.acquire, 1)
     world.checkpoints.free(np.array([5], np.int32))  # of the engine: nothing
     world.nothing_left()
 
@@ -392,8 +388,7 @@ def test_clearing_while_a_copy_goes_on(hybrids: Any) -> None:
 
 def test_arguments(hybrids: Any, segment_name: str) -> None:
     with PageIndex.create(f"{segment_name}.x", pages=2) as slots:
-        with pytest.raises(ConfigError, match="independent"):
-            Checkpoints(slots, None)
+        refused(ConfigError, "independent", Checkpoints, slots, None)
     with PageIndex.create(f"{segment_name}.x", pages=2, independent=True) as slots:
         for wrong, how in (
             ("THROUGH or BACK", {"write": WritePolicy.SELECTIVE}),
@@ -401,11 +396,9 @@ def test_arguments(hybrids: Any, segment_name: str) -> None:
             ("low_water", {"low_water": -1}),
             ("through a host cache", {"storage": object()}),
         ):
-            with pytest.raises(ConfigError, match=wrong):
-                Checkpoints(slots, None, **how)
+            refused(ConfigError, wrong, Checkpoints, slots, None, **how)
     world = hybrids()
-    with pytest.raises(ConfigError, match="transfer backend"):
-        Checkpoints(None, world.states)
+    refused(ConfigError, "transfer backend", Checkpoints, None, world.states)
 
 
 def test_copies_in_an_array() -> None:

@@ -9,6 +9,7 @@ import pytest
 from support.hybrid_case import HybridWorld
 from support.manager_case import Reading, Shelf, tokens
 from support.raising import Odd
+from support.refusals import refused
 
 from lightcache.errors import TransferFailed
 from lightcache.manager import Prompt, WritePolicy
@@ -22,8 +23,7 @@ def odd(*_: Any, **__: Any) -> Any:
 
 def raised_once(world: HybridWorld) -> None:
     """By `poll` of both together."""
-    with pytest.raises(Odd, match="arranged"):
-        world.hybrid.poll()
+    refused(Odd, "arranged", world.hybrid.poll)
     assert world.hybrid.poll() == 0
 
 
@@ -40,8 +40,7 @@ def test_a_load(hybrids: Any, what: str) -> None:
         patch.setattr(world.backend if what == "state" else world.world.backend, "load", odd)
         world.hybrid.restore(["b"])
         load = world.hybrid.load("b")
-    with pytest.raises(TransferFailed, match="arranged"):
-        load.wait()
+    refused(TransferFailed, "arranged", load.wait)
     assert (load.failed, load.tokens) == (True, 0)
     raised_once(world)
     assert world.hybrid.restart("b").usable == 0
@@ -98,8 +97,7 @@ def test_closing_raises_what_nobody_has_polled_for(hybrids: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world.backend, "offload", odd)
         world.run("a", PROMPT)
-    with pytest.raises(Odd, match="arranged"):
-        world.checkpoints.close()
+    refused(Odd, "arranged", world.checkpoints.close)
     world.checkpoints.close()
     world.nothing_left()
 
@@ -142,8 +140,7 @@ def test_closing_a_hybrid_manager_looks_for_what_is_over(hybrids: Any) -> None:
     world.hybrid.release("a")
     assert world.hybrid.leaving == 1
     world.copier.finish()
-    with pytest.raises(Odd, match="arranged"):
-        world.hybrid.close()
+    refused(Odd, "arranged", world.hybrid.close)
     assert (world.hybrid.leaving, world.slots.stats().held) == (0, 0)
     world.hybrid.close()
     world.nothing_left()

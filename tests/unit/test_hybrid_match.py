@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.hybrid_case import tokens
 from support.manager_case import Shelf
+from support.refusals import refused
 
 from lightcache.errors import ConfigError, LeaseLost
 from lightcache.hybrid.checkpoints import Checkpoints, Tier
@@ -62,8 +63,7 @@ def test_a_limit(hybrids: Any) -> None:
         0,
         32,
     ]
-    with pytest.raises(ConfigError, match="limit"):
-        world.look(prompt, limit=-1)
+    refused(ConfigError, "limit", world.look, prompt, limit=-1)
 
 
 def test_wishes(hybrids: Any) -> None:
@@ -266,12 +266,10 @@ def test_take_has_what_was_planned(hybrids: Any) -> None:
 
 def test_take_without_a_plan(hybrids: Any) -> None:
     world = hybrids()
-    with pytest.raises(LeaseLost, match="not planned"):
-        world.hybrid.take("a")
+    refused(LeaseLost, "not planned", world.hybrid.take, "a")
     world.plan(tokens(9), "a")
     world.hybrid.take("a")
-    with pytest.raises(ConfigError, match="runs already"):
-        world.hybrid.take("a")
+    refused(ConfigError, "runs already", world.hybrid.take, "a")
     world.hybrid.release("a")
     world.hybrid.release("a")
     world.nothing_left()
@@ -346,5 +344,4 @@ def test_peeking_takes_no_references(hybrids: Any) -> None:
 
 
 def test_checkpoints_need_a_tier() -> None:
-    with pytest.raises(ConfigError, match="found neither"):
-        Checkpoints(None, None)
+    refused(ConfigError, "found neither", Checkpoints, None, None)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.hybrid_case import tokens
+from support.refusals import refused
 from support.serving import ServedTier
 from support.storing import Recorder, make_cache, store
 
@@ -195,8 +196,6 @@ def test_the_last_that_is_stored(segment_name: str) -> None:
             task = tier.prefetch_last_ready(KEYS[:0])
             task.wait(60.0)
             assert task.pages_done == 0
-            with pytest.raises(ConfigError, match="most"):
-                tier.prefetch_last_ready(KEYS, most=-1)
-        with pytest.raises(Detached):
-            tier.prefetch_last_ready(KEYS)
+            refused(ConfigError, "most", tier.prefetch_last_ready, KEYS, most=-1)
+        refused(Detached, "", tier.prefetch_last_ready, KEYS)
         assert cache.check().pins == 0

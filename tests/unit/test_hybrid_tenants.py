@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from support.hybrid_case import HybridWorld, tokens
+from support.refusals import refused
 
 from lightcache.errors import ConfigError
 from lightcache.hybrid import HybridConfig, HybridManager
@@ -155,5 +156,4 @@ def test_settings_that_do_not(hybrids: Any, how: dict[str, Any], texts: list[str
 
 @pytest.mark.parametrize("name", ["running", "drafted", "draft_slots"])
 def test_figures_that_are_none(name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
-        HybridConfig(**{name: -1})
+    refused(ConfigError, name, HybridConfig, **{name: -1})

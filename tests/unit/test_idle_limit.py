@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.refusals import refused
 
 from lightcache import Cache, ConfigError, LayoutMismatch, NoSpace
 from lightcache.shm import Segment, layout, memory, names, read_segment, sweep
@@ -194,8 +195,7 @@ def test_an_open_that_needs_the_room_removes_it(
     old, new = f"{segment_name}-old", f"{segment_name}-new"
     make(old)
     rooms(monkeypatch, old)
-    with pytest.raises(NoSpace):
-        Cache.open(new, **LIKE)
+    refused(NoSpace, "", Cache.open, new, **LIKE)
     assert exists(old), "it was used today"
     clock.passed = 25 * HOUR
     with Cache.open(new, **LIKE) as cache:

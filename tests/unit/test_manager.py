@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.manager_case import tokens
+from support.refusals import refused
 
 from lightcache.errors import (
     ConfigError,
@@ -38,8 +39,7 @@ def test_pages_and_blocks_of_different_sizes(worlds: Any, block: int, page: int)
 
 
 def test_sizes_that_do_not_fit_are_refused(worlds: Any) -> None:
-    with pytest.raises(ConfigError, match="multiple"):
-        worlds(block=4, page=6)
+    refused(ConfigError, "multiple", worlds, block=4, page=6)
 
 
 def test_who_does_not_write_leaves_nothing(worlds: Any) -> None:
@@ -63,8 +63,7 @@ def test_release_waits_for_the_copy(worlds: Any) -> None:
     assert manager.in_flight() == 1
     assert manager.poll() == 1
     assert world.device.free == 27  # four named, and one without a key that the copy may not touch
-    with pytest.raises(WaitTimeout):
-        manager.wait_blocks(timeout=0)
+    refused(WaitTimeout, "", manager.wait_blocks, timeout=0)
     assert manager.in_flight([0, 1, 2]).any()
     manager.wait_blocks()
     assert manager.poll() == 0
@@ -107,8 +106,7 @@ def test_figures_of_the_node(worlds: Any, segment_name: str) -> None:
         found = first.manager.node_stats()
         assert (found.requests, found.host_tokens, found.offloaded_pages) == (2, 16, 4)
         first.manager._counters = second.manager._counters = None
-    with pytest.raises(ConfigError, match="counters"):
-        first.manager.node_stats()
+    refused(ConfigError, "counters", first.manager.node_stats)
 
 
 def test_what_is_built_on_a_manager_begins_a_request_and_takes_that_back(worlds: Any) -> None:
@@ -121,12 +119,10 @@ def test_what_is_built_on_a_manager_begins_a_request_and_takes_that_back(worlds:
         assert world.manager.begin("a").usable == 16
         running = world.manager.request("a")
         assert not world.manager.has_ended(running)
-        with pytest.raises(ConfigError, match="runs already"):
-            world.manager.begin("a")
+        refused(ConfigError, "runs already", world.manager.begin, "a")
         assert world.manager.untake("a") is running
         assert world.manager.has_ended(running)
-        with pytest.raises(LeaseLost):
-            world.manager.untake("a")
+        refused(LeaseLost, "", world.manager.untake, "a")
     after = world.manager.stats()
     assert (after.requests, after.device_tokens) == (before.requests, before.device_tokens)
     world.nothing_left()

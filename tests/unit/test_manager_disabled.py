@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.manager_case import World, tokens
+from support.refusals import refused
 from support.stamped import stamps_of
 
 from lightcache.errors import CacheCorrupted, Detached, TransferFailed
@@ -87,8 +88,7 @@ def test_a_request_that_was_taken_before_does_not_believe_in_its_load(
     load = world.manager.load("a")
     assert (load.tokens, load.failed) == (8, True)
     for call in (load.done, load.wait, load.wait_on):
-        with pytest.raises(TransferFailed, match="disabled itself"):
-            call()
+        refused(TransferFailed, "disabled itself", call)
     stamps = stamps_of(prompt.tokens)
     assert (world.content("a", 8) == stamps[:8]).all()
     world.store.write(table, 8, stamps[8:])
@@ -148,8 +148,7 @@ def test_a_closed_manager_begins_nothing(worlds: Any) -> None:
     world.manager.close()
     assert pins(world) == (0, 0)
     for call in (world.manager.plan, lambda _, what: world.manager.protect(what)):
-        with pytest.raises(Detached, match="the manager is closed"):
-            call("a", prompt)
+        refused(Detached, "the manager is closed", call, "a", prompt)
     world.manager.cancel("a")
     world.manager.release("a")
     world.manager.poll()

@@ -14,6 +14,7 @@ import pytest
 from support.crew import PAGE, Crew
 from support.device_sides import Device
 from support.manager_case import SECRET, Shelf, World, open_cache, tokens
+from support.refusals import refused
 from support.serving import make_tier
 from support.stamped import TOKEN_BYTES, stamps_of
 
@@ -234,13 +235,11 @@ def test_more_blocks_than_the_planes_hold(few: tuple[Cache, Any]) -> None:
     wrong = "5 blocks of 4 tokens are 20 slots, and the planes .* hold 16; give at most 4 blocks"
     for kind in (ManagedBlocks, MirroredBlocks):
         with contextlib.closing(kind(f"{cache.name}.d", block_tokens=4, blocks=5)) as device:
-            with pytest.raises(ConfigError, match=wrong):
-                KVCacheManager(cache, device, EngineBackend(engine))
+            refused(ConfigError, wrong, KVCacheManager, cache, device, EngineBackend(engine))
         device = kind(f"{cache.name}.d", block_tokens=4)
         with KVCacheManager(cache, device, EngineBackend(engine)) as manager:
             manager.set_blocks(4)
-            with pytest.raises(ConfigError, match=wrong):
-                manager.set_blocks(5)
+            refused(ConfigError, wrong, manager.set_blocks, 5)
             assert device.blocks == 4
         device.close()
 

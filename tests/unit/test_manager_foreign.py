@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.manager_case import Shelf, World, on_host, tokens
 from support.raising import Odd
+from support.refusals import refused
 from support.stamped import StampedBackend, StampedMoving, stamps_of
 
 from lightcache.errors import TransferFailed
@@ -126,8 +127,7 @@ def test_a_load(worlds: Any, where: str, storage: bool) -> None:
     begun(world, where)
     load = manager.load("a")
     if where == "wait":
-        with pytest.raises(TransferFailed, match="arranged"):
-            load.wait()
+        refused(TransferFailed, "arranged", load.wait)
     with pytest.raises(TransferFailed, match="compute these tokens instead") as found:
         load.done()
     assert isinstance(found.value.__cause__, Odd)
@@ -214,8 +214,7 @@ def test_closing_raises_what_nobody_has_polled_for(worlds: Any) -> None:
     begun(world, "begin")
     world.start("a", PROMPT)
     computed(world, "a")
-    with pytest.raises(Odd, match="arranged"):
-        world.manager.close()
+    refused(Odd, "arranged", world.manager.close)
     world.manager.close()
     world.nothing_left()
 
@@ -264,8 +263,7 @@ def test_a_copy_among_others_that_go_on(worlds: Any) -> None:
     assert manager.in_flight() == 2
     world.backend.finish()
     manager._traffic._all[0].moving.over = True
-    with pytest.raises(Odd, match="arranged"):
-        manager.poll()
+    refused(Odd, "arranged", manager.poll)
     assert manager.in_flight() == 0
     assert on_host(world, other) == 4
     for request in "ab":

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.manager_case import Shelf, World, switch_off, tokens
 from support.raising import Odd, raising
+from support.refusals import refused
 from support.stamped import StampedBackend, StampedMoving, stamps_of
 
 from lightcache.errors import (
@@ -68,8 +69,7 @@ def test_making_room_ends_when_the_host_answers_no_more(worlds: Any) -> None:
     manager.plan("c", Prompt(tokens(24, 9)))
     manager.take("c")
     switch_off(world.cache.index, 1)
-    with pytest.raises(OutOfPages):
-        manager.allocate("c", 24)
+    refused(OutOfPages, "", manager.allocate, "c", 24)
     switch_off(world.cache.index, 0)
     manager.release("c")
     world.nothing_left()
@@ -95,8 +95,7 @@ def test_waiting_for_room_ends_if_the_cache_is_not_asked_any_more(worlds: Any) -
 def test_releases_of_which_one_is_no_request(worlds: Any) -> None:
     world = worlds()
     world.start("a", PROMPT)
-    with pytest.raises(ConfigError, match="hashable"):
-        world.manager.release_many(["a", []])
+    refused(ConfigError, "hashable", world.manager.release_many, ["a", []])
     assert world.manager.gauges().running == 1
     world.manager.release("a")
     world.nothing_left()
@@ -115,8 +114,7 @@ def test_releases_of_which_one_is_no_request(worlds: Any) -> None:
     ],
 )
 def test_ids_that_are_none(worlds: Any, call: str, more: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match="hashable"):
-        getattr(worlds().manager, call)([], *more)
+    refused(ConfigError, "hashable", getattr(worlds().manager, call), [], *more)
 
 
 def test_taking_while_the_host_breaks(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,8 +186,7 @@ def test_what_failed_to_be_planned_cannot_be_taken_when_all_is_closed(
         patch.setattr(world.manager.lookup, "find", raising(CacheCorrupted))
         assert world.manager.plan("b", PROMPT).why is MissReason.DISABLED
     world.manager.close()
-    with pytest.raises(LeaseLost, match="not planned"):
-        world.manager.take("a")
+    refused(LeaseLost, "not planned", world.manager.take, "a")
 
 
 # ---- storage
@@ -207,8 +204,7 @@ def test_a_storage_that_raises_when_a_request_ends(worlds: Any, error: type[Exce
     assert manager.gauges().leaving == 0
     assert manager.stats().errors == (0 if error is Odd else 2)
     if error is Odd:  # of a storage as of a transfer backend
-        with pytest.raises(Odd, match="arranged"):
-            manager.poll()
+        refused(Odd, "arranged", manager.poll)
     world.nothing_left()
 
 
@@ -229,16 +225,14 @@ def test_a_reading_that_cannot_be_cancelled(worlds: Any, error: type[Exception],
     if how == "disabled":
         manager._let_go()
     if how == "close" and error is Odd:
-        with pytest.raises(Odd, match="arranged"):
-            manager.close()
+        refused(Odd, "arranged", manager.close)
     elif how == "close":
         manager.close()
     for request in "bc":
         manager.cancel(request)
     assert (world.index.check().pins, world.cache.check().pins) == (0, 0)
     if error is Odd and how != "close":
-        with pytest.raises(Odd, match="arranged"):
-            manager.poll()
+        refused(Odd, "arranged", manager.poll)
     world.nothing_left()
 
 
@@ -259,8 +253,7 @@ def test_a_reading_that_breaks_while_it_is_waited_for(worlds: Any) -> None:
 def interrupted(world: World, what: str, call: Callable[[], object]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world.backend, what, raising(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            call()
+        refused(KeyboardInterrupt, "", call)
 
 
 class Beginner(StampedBackend):
@@ -306,8 +299,7 @@ def test_an_interrupt_while_a_copy_is_begun(worlds: Any, what: str, begins: bool
         manager.take("a")
         table = manager.allocate("a", 18)[:4].copy()
         call = partial(manager.load, "a")
-    with pytest.raises(KeyboardInterrupt):
-        call()
+    refused(KeyboardInterrupt, "", call)
     manager.poll()
     manager.release("a")
     assert manager.in_flight(table).any() == begins
@@ -318,8 +310,7 @@ def test_an_interrupt_while_a_copy_is_begun(worlds: Any, what: str, begins: bool
         busy = table[manager.in_flight(table)]
         assert not set(taken.tolist()) & set(busy.tolist())
         manager.release("b")
-        with pytest.raises(WaitTimeout, match="still touches"):
-            manager.wait_blocks(table, timeout=0)
+        refused(WaitTimeout, "still touches", manager.wait_blocks, table, timeout=0)
     world.backend.finish()
     manager.poll()
     assert not manager.in_flight(table).any()
@@ -345,6 +336,5 @@ def test_another_number_of_blocks_tells_nothing_foreign(worlds: Any) -> None:
         world.run("a", PROMPT)
     world.manager.set_blocks(16)
     assert world.device.blocks == 16
-    with pytest.raises(Odd, match="arranged"):
-        world.manager.poll()
+    refused(Odd, "arranged", world.manager.poll)
     world.nothing_left()

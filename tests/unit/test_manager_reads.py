@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.manager_case import Shelf, World, tokens
+from support.refusals import refused
 from support.stamped import stamps_of
 
 from lightcache import Cache
@@ -184,8 +185,7 @@ def test_a_plan_whose_time_is_up_is_looked_for_again(
     match = manager.take("a")
     assert match.usable == (0 if lost or tier == "nowhere" else 16)
     manager.release("a")
-    with pytest.raises(LeaseLost, match="not planned"):
-        manager.take("a")
+    refused(LeaseLost, "not planned", manager.take, "a")
     world.nothing_left()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.manager_case import World, taken, tokens
+from support.refusals import refused
 from support.serving import ServedTier
 from support.stamped import StampedDevice, stamps_of
 
@@ -111,8 +112,7 @@ def test_a_queued_copy_touches_its_blocks(worlds: Any) -> None:
     manager.pause()
     assert manager.evicting([1, 2]) == 2
     assert manager.in_flight([1, 2, 3]).tolist() == [True, True, False]
-    with pytest.raises(WaitTimeout, match="resume"):
-        manager.wait_blocks([1])
+    refused(WaitTimeout, "resume", manager.wait_blocks, [1])
     manager.resume()
     assert not manager.in_flight([1, 2]).any()
     assert manager.stats().offloaded_pages == 2
@@ -131,10 +131,8 @@ def test_a_dead_processs_device_is_made_again(segment_name: str, script: Any) ->
     with PageIndex.attach(segment_name, readonly=True) as router:
         device = ManagedBlocks(segment_name, block_tokens=4, blocks=16)
         assert device.free == 16
-        with pytest.raises(Detached):
-            router.stats()
-        with pytest.raises(InUse):
-            MirroredBlocks(segment_name, block_tokens=4, blocks=16)
+        refused(Detached, "", router.stats)
+        refused(InUse, "", MirroredBlocks, segment_name, block_tokens=4, blocks=16)
         device.close()
 
 
@@ -221,8 +219,7 @@ def test_an_aborted_request_is_not_stored(worlds: Any) -> None:
 def test_prefetch_without_a_request(worlds: Any) -> None:
     world = worlds(storage=memory)
     assert world.manager.prefetch(Prompt(tokens(18))).wait(60).absent == 4
-    with pytest.raises(ConfigError, match="storage"):
-        worlds().manager.prefetch(Prompt(tokens(18)))
+    refused(ConfigError, "storage", worlds().manager.prefetch, Prompt(tokens(18)))
 
 
 def test_priority(worlds: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from support.refusals import refused
 
 from lightcache import (
     Cache,
@@ -74,8 +75,7 @@ def test_pages_of_any_size(make: Make, segment_name: str, page_bytes: int) -> No
 @pytest.mark.parametrize("page", [-1, 4, 1.0, "0", None, True, slice(0, 1)])
 def test_pages_that_are_none(make: Make, page: Any) -> None:
     cache = make()
-    with pytest.raises(ConfigError, match="page"):
-        cache.pool[page]
+    refused(ConfigError, "page", lambda: cache.pool[page])
 
 
 def test_growth_in_chunks(make: Make) -> None:
@@ -92,11 +92,9 @@ def test_growth_in_chunks(make: Make) -> None:
 @pytest.mark.parametrize("wrong", [-1, 1.5, None, "1", True])
 def test_growth_by_no_number(make: Make, wrong: Any) -> None:
     cache = make()
-    with pytest.raises(ConfigError, match="pages"):
-        cache.pool.grow(wrong)
+    refused(ConfigError, "pages", cache.pool.grow, wrong)
     for threads in (0, wrong):
-        with pytest.raises(ConfigError, match="threads"):
-            cache.pool.grow(1, threads=threads)
+        refused(ConfigError, "threads", cache.pool.grow, 1, threads=threads)
 
 
 def test_a_closed_pool_does_not_grow(segment_name: str, make: Make) -> None:
@@ -104,8 +102,7 @@ def test_a_closed_pool_does_not_grow(segment_name: str, make: Make) -> None:
     cache = Cache.attach(keeper.name, secret=SECRET, grow=False)
     cache.close()
     for call in (lambda: cache.pool.grow(1), cache.pool.prefault):
-        with pytest.raises(Detached):
-            call()
+        refused(Detached, "", call)
 
 
 def test_pages_as_a_tensor(make: Make) -> None:
@@ -116,8 +113,7 @@ def test_pages_as_a_tensor(make: Make) -> None:
     assert whole.dtype == torch.uint8
     whole[2] = 9
     assert (cache.pool[2] == 9).all()
-    with pytest.raises(InUse):
-        cache.close()
+    refused(InUse, "", cache.close)
     del whole
 
 
@@ -141,8 +137,7 @@ def test_no_room_to_grow(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     room = memory.available()
     monkeypatch.setattr(memory, "available", lambda: type(room)(bytes=4096, limit="in this test"))
     for call in (lambda: cache.pool.grow(1), cache.pool.prefault):
-        with pytest.raises(NoSpace, match="4 of 8 pages"):
-            call()
+        refused(NoSpace, "4 of 8 pages", call)
     assert cache.check().pins == 0
     assert cache.pool.grow(0) == 4
 
@@ -220,8 +215,7 @@ def test_allocating_without_memory(full: tuple[Cache, list[int]]) -> None:
     index = cache.index
     for _ in range(2):
         assert not index.can_allocate(8)
-        with pytest.raises(OutOfPages, match="4 of 8 pages have no memory"):
-            index.allocate(8)
+        refused(OutOfPages, "4 of 8 pages have no memory", index.allocate, 8)
         assert index.stats().held == 0
         assert index.can_allocate(4)
     assert cache.index.peek(keys_of(1)) == 4, "nothing went for what could not be had"
@@ -279,8 +273,7 @@ def test_growth_that_another_has_stopped_in(make: Make, segment_name: str) -> No
 
 @pytest.mark.parametrize("wrong", [-1, "1", None, float("nan")])
 def test_no_memory_for_no_time(make: Make, wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="seconds"):
-        make().index.no_memory(wrong)
+    refused(ConfigError, "seconds", make().index.no_memory, wrong)
 
 
 def test_the_grower_tries_again(
@@ -434,15 +427,13 @@ def test_no_room_to_create(make: Make, segment_name: str, monkeypatch: pytest.Mo
         raise NoSpace("full")
 
     monkeypatch.setattr(pool, "_allocate", full)
-    with pytest.raises(NoSpace):
-        make()
+    refused(NoSpace, "", make)
     assert not [p for p in Path("/dev/shm").iterdir() if segment_name in p.name]
 
 
 def damaged(cache: Cache, error: type[LightcacheError]) -> None:
     before = len(cache.clients())
-    with pytest.raises(error):
-        Cache.attach(cache.name, secret=SECRET)
+    refused(error, "", Cache.attach, cache.name, secret=SECRET)
     assert len(cache.clients()) == before, "who was refused has left"
 
 

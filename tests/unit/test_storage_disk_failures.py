@@ -32,6 +32,7 @@ from support.disks import (
     slot_of,
     where,
 )
+from support.refusals import refused
 from support.scripts import with_support
 
 from lightcache import LockTimeout, StorageError
@@ -384,8 +385,7 @@ def test_a_folder_that_vanished(
             assert list(result.statuses) == [REFUSED]
             assert "removed or unmounted" in result.reason
         assert got(storage, KEYS[:2]) == [OK] * 2
-        with pytest.raises(StorageError, match="removed"):
-            storage.clear(timeout=60.0)
+        refused(StorageError, "removed", storage.clear, timeout=60.0)
         assert len(caplog.records) == 1
         os.rename(tmp_path / "away", where)
         now[0] += 30.0
@@ -421,8 +421,7 @@ def test_what_was_stored_counts_though_the_rest_fails(
             result = storage.write(KEYS[:6], list(pages_of(KEYS[:6])), timeout=60.0)
             assert list(result.statuses) == [PRESENT] * 4 + [FAILED] * 2
             assert result.reason == "disk: the index is locked"
-            with pytest.raises(StorageError, match="disk: the index is locked"):
-                put(storage, KEYS[6:8])
+            refused(StorageError, "disk: the index is locked", put, storage, KEYS[6:8])
         assert put(storage, KEYS[:8]) == [PRESENT] * 4 + [STORED] * 4
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.manager_case import World, made_worlds, on_host, tokens
+from support.refusals import refused
 
 from lightcache.errors import CacheCorrupted, ConfigError, OutOfPages
 from lightcache.manager import ManagerConfig, Prompt, WritePolicy
@@ -62,8 +63,7 @@ def test_there_is_no_room_while_the_copies_go_on(worlds: Any) -> None:
 def test_waiting_for_room(worlds: Any) -> None:
     world = worlds()
     waiting(world)
-    with pytest.raises(OutOfPages, match="being written"):
-        world.manager.allocate("second", 30, timeout=0)
+    refused(OutOfPages, "being written", world.manager.allocate, "second", 30, timeout=0)
     assert len(world.manager.allocate("second", 30, timeout=None)) == 8
     assert on_host(world, FIRST) == 4
     world.manager.release("second")
@@ -74,8 +74,7 @@ def test_nobody_waits_for_transfers_that_are_paused(worlds: Any) -> None:
     world = worlds()
     waiting(world)
     world.manager.pause()
-    with pytest.raises(OutOfPages, match="resumed"):
-        world.manager.allocate("second", 30, timeout=None)
+    refused(OutOfPages, "resumed", world.manager.allocate, "second", 30, timeout=None)
     world.manager.resume()
     assert len(world.manager.allocate("second", 30, timeout=None)) == 8
     world.manager.release("second")
@@ -88,8 +87,7 @@ def test_nothing_is_written_for_what_cannot_be_had(worlds: Any) -> None:
     world.start("runs", tokens(9, 2))
     world.manager.plan("second", SECOND)
     world.manager.take("second")
-    with pytest.raises(OutOfPages):
-        world.manager.allocate("second", 30)
+    refused(OutOfPages, "", world.manager.allocate, "second", 30)
     assert not world.manager.can_allocate(8, evict=True)
     assert world.backend.offloads == 0
     assert world.manager.plan("again", FIRST).device == 16
@@ -171,8 +169,7 @@ def test_who_writes_at_once_keeps_nothing_free(worlds: Any, policy: WritePolicy)
 
 @pytest.mark.parametrize("share", [-0.1, 1])
 def test_no_share(share: float) -> None:
-    with pytest.raises(ConfigError, match="low_water"):
-        ManagerConfig(low_water=share)
+    refused(ConfigError, "low_water", ManagerConfig, low_water=share)
 
 
 # ---- what is written
