@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.plain_engine import PlainEngine, plain_engine
+from support.plain_engine import PlainEngine
 from support.refusals import refused
 
 from lightcache import WaitTimeout
@@ -29,9 +29,6 @@ from lightcache_bench import (
 from lightcache_bench._gpu_rig import Bench, Sizes
 
 torch = pytest.importorskip("torch")
-__all__ = ["plain_engine"]
-
-
 # ---- windows
 
 

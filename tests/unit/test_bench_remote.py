@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.redis_server import Server, redis_server, redis_url
+from support.redis_server import Server
 from support.refusals import refused
 
 from lightcache import ConfigError, StorageError
@@ -14,8 +14,6 @@ from lightcache.storage.protocol import WriteResult, WriteStatus
 from lightcache_bench import _plain_redis, _remote, storage
 
 pytestmark = pytest.mark.servers
-
-__all__ = ["redis_server", "redis_url"]
 
 KIB = 1 << 10
 

@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.disks import where
 from support.refusals import refused
 
 from lightcache import StorageError
 from lightcache_bench import _baseline, _fio, storage
-
-__all__ = ["where"]
 
 MIB = 1 << 20
 JOB = {

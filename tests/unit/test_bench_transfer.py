@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from support.plain_engine import PlainEngine, as_array, plain_engine
+from support.plain_engine import PlainEngine, as_array
 from support.refusals import refused
 
 import lightcache_bench as frame
@@ -30,8 +30,6 @@ from lightcache_bench._gpu_rig import Bench, Rig, Sizes
 from lightcache_bench._restoring import restoring
 
 torch = pytest.importorskip("torch")
-__all__ = ["plain_engine"]
-
 TINY = Sizes(2 << 20, 8 << 20, 4 << 20, rounds=1)
 SHAPES = (
     _gpu_shapes.attention("small", 4, 2, 4, batch=3, target=None),

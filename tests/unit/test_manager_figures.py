@@ -15,7 +15,6 @@ from support.crew import PAGE, Crew
 from support.device_sides import Device
 from support.manager_case import SECRET, Shelf, World, open_cache, tokens
 from support.refusals import refused
-from support.serving import make_tier
 from support.stamped import TOKEN_BYTES, stamps_of
 
 from lightcache import Cache, ConfigError
@@ -37,8 +36,6 @@ from lightcache.storage.testing import FlakyStorage
 from lightcache.storage.testing.faults import Fault
 
 HANG = Fault("hang")
-
-__all__ = ["make_tier"]
 
 
 def gone(stats: ManagerStats) -> dict[str, int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.disks import indexes, where
+from support.disks import indexes
 from support.manager_case import World, open_cache, tokens
 from support.refusals import refused
 from support.stamped import stamps_of
@@ -18,8 +18,6 @@ from lightcache.manager import Prompt, RequestOptions, WritePolicy
 from lightcache.storage import StorageSpec, StorageTier, open_storage
 
 PROMPT = Prompt(tokens(18))
-
-__all__ = ["where"]
 
 
 def threads() -> int:

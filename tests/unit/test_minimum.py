@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 from support.index_view import IndexView
 from support.keys import Keys, array, pair
 from support.refusals import refused
@@ -12,14 +9,6 @@ from support.refusals import refused
 from lightcache import ConfigError, Namespace, PageIndex, layout
 
 PAGES = 16
-
-
-@pytest.fixture
-def index(segment_name: str) -> Iterator[PageIndex]:
-    with PageIndex.create(segment_name, pages=PAGES) as made:
-        yield made
-        report = made.check()
-        assert report.clean, report.message
 
 
 def record(index: PageIndex, namespace: Namespace) -> layout.NamespaceRecord:

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 from support.keys import prompt
 from support.refusals import refused
 
 from lightcache import Abandoned, LeaseLost, Namespace, OutOfPages, PageIndex
 
-
-@pytest.fixture
-def index(segment_name: str) -> Iterator[PageIndex]:
-    with PageIndex.create(segment_name, pages=8) as made:
-        yield made
+PAGES = 8
 
 
 def put(index: PageIndex, name: int, pages: int, namespace: Namespace | None = None) -> None:

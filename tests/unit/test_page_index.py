@@ -6,7 +6,6 @@ import contextlib
 import gc
 import signal
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,19 +22,11 @@ from lightcache import (
     LayoutMismatch,
     Lease,
     LockTimeout,
-    NotReady,
     PageIndex,
     WaitTimeout,
 )
-from lightcache.page_index import MAX_PAGES, geometry
 from lightcache.shm import Segment, SegmentKind
 from lightcache.shm import layout as shm_layout
-
-
-@pytest.fixture
-def index(segment_name: str) -> Iterator[PageIndex]:
-    with PageIndex.create(segment_name, pages=16) as made:
-        yield made
 
 
 @pytest.fixture
@@ -47,24 +38,7 @@ def second(index: PageIndex, segment_name: str) -> Iterator[PageIndex]:
 # ---------------------------------------------------------------- making one
 
 
-@pytest.mark.parametrize("pages", [0, -1, MAX_PAGES + 1, 1.0, "8", None, True])
-def test_page_counts_that_are_none(segment_name: str, pages: Any) -> None:
-    for call in (
-        lambda: PageIndex.create(segment_name, pages=pages),
-        lambda: PageIndex.open(segment_name, pages=pages),
-        lambda: geometry(pages),
-    ):
-        refused(ConfigError, "pages", call)
-
-
-@pytest.mark.parametrize("grown", [-1, 5, 1.0])
-def test_grown_out_of_range(segment_name: str, grown: Any) -> None:
-    for call in (PageIndex.create, PageIndex.open):
-        refused(ConfigError, "grown", call, segment_name, pages=4, grown=grown)
-
-
 def test_attach_what_is_none(segment_name: str) -> None:
-    refused(NotReady, "", PageIndex.attach, segment_name)
     with (
         Segment.create(segment_name, 64, kind=SegmentKind.PLAIN),
         pytest.raises((ConfigError, LayoutMismatch)),
@@ -95,11 +69,6 @@ def test_an_index_that_says_two_sizes(segment_name: str) -> None:
 
 
 # ---------------------------------------------------------------- eviction
-
-
-@pytest.mark.parametrize("n", [-1, 1.0, "1", None, True, MAX_PAGES + 1])
-def test_evict_counts_that_are_none(index: PageIndex, n: Any) -> None:
-    refused(ConfigError, "n:", index.evict, n)
 
 
 def test_reserving_evicts_the_least_recently_used(index: PageIndex) -> None:

@@ -25,19 +25,6 @@ def test_what_can_be_meant(numa: pool.Numa) -> None:
     assert pool.check_numa(numa) == numa
 
 
-@pytest.mark.parametrize("numa", [-1, 99999, True, 1.0, "gpu", "gpu:", "gpu:x", "nodes", "", []])
-def test_what_cannot_be_meant(segment_name: str, numa: Any) -> None:
-    for call in (Cache.create, Cache.open):
-        refused(ConfigError, "numa", call, segment_name, **ARGUMENTS, numa=numa)
-
-
-def test_attaching_checks_it_too(segment_name: str) -> None:
-    with Cache.create(segment_name, **ARGUMENTS) as cache:
-        with pytest.raises(ConfigError, match="numa"):
-            Cache.attach(segment_name, numa="everywhere", secret=b"a secret of tests")  # type: ignore[arg-type]
-        assert len(cache.clients()) == 1
-
-
 def test_a_node_that_exists(tmp_path: Path) -> None:
     (tmp_path / "node3").mkdir()
     assert pool.check_numa(3, tmp_path) == 3

@@ -19,7 +19,6 @@ from support.refusals import refused
 from lightcache import (
     Cache,
     CacheCorrupted,
-    ConfigError,
     InUse,
     LayoutMismatch,
     NoSpace,
@@ -205,39 +204,6 @@ def test_a_live_view_keeps_both(folder: Path, segment_name: str) -> None:
 
 
 # ---- what is refused
-
-
-@pytest.mark.parametrize(
-    ("path", "why"),
-    [
-        ("relative", "absolute"),
-        ("", "absolute"),
-        ("/", "absolute"),
-        ("/dev/shm/..", "absolute"),
-        ("/dev/shm/a\0b", "absolute"),
-        ("/dev/shm/there-is-no-such-folder", "not there"),
-        ("/proc", "neither tmpfs nor hugetlbfs"),
-    ],
-)
-def test_paths_that_cannot_be_used(segment_name: str, path: str, why: str) -> None:
-    refused(ConfigError, why, Cache.create, segment_name, **ARGUMENTS, pool_path=path)
-    assert read_segment(segment_name) is None
-
-
-def test_a_link_to_a_folder(folder: Path, segment_name: str) -> None:
-    link = SHM / f"link-of-{segment_name}"
-    link.symlink_to(folder)
-    try:
-        refused(ConfigError, "link", Cache.create, segment_name, **ARGUMENTS, pool_path=link)
-    finally:
-        link.unlink()
-
-
-def test_a_file_for_a_folder(folder: Path, segment_name: str) -> None:
-    (folder / "file").touch()
-    with pytest.raises(ConfigError, match="folder"):
-        Cache.create(segment_name, **ARGUMENTS, pool_path=folder / "file")
-    (folder / "file").unlink()
 
 
 @pytest.mark.parametrize("damage", ["gone", "linked", "longer", "symlink", "mode"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -17,10 +16,7 @@ from lightcache._arguments import Keys
 TWO = np.array([0, 4, 9])
 
 
-@pytest.fixture
-def index(segment_name: str) -> Iterator[PageIndex]:
-    with PageIndex.create(segment_name, pages=32) as made:
-        yield made
+PAGES = 32
 
 
 def two() -> Keys:

@@ -29,10 +29,7 @@ from lightcache.shm.layout import ClientState
 Wait = Callable[[Callable[[], bool], str], None]
 
 
-@pytest.fixture
-def index(segment_name: str) -> Iterator[PageIndex]:
-    with PageIndex.create(segment_name, pages=8) as made:
-        yield made
+PAGES = 8
 
 
 @pytest.fixture

@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from support.refusals import refused
-from support.storing import KEYS, PAGE_TOKENS, Recorder, cache, make_cache, sound, store
+from support.storing import KEYS, PAGE_TOKENS, Recorder, make_cache, sound, store
 
 from lightcache import Cache, ConfigError
 from lightcache.storage import StorageSpec, StorageTier, TaskState
 from lightcache.storage.costs import ReadCosts
-
-__all__ = ["cache"]
 
 SPEED = 16 * PAGE_TOKENS  # tokens a second: a page takes a sixteenth of one
 

@@ -27,7 +27,6 @@ from support.disks import (
     indexes,
     put,
     slot_of,
-    where,
 )
 from support.refusals import refused
 from support.scripts import with_support
@@ -42,8 +41,6 @@ from lightcache.storage.disk.slots import SlotFiles
 from lightcache.storage.executor import READ, WRITE, Executor
 from lightcache.storage.protocol import ReadStatus
 from lightcache.storage.testing.conformance import CHECKS, PAGE_BYTES, SPEC, make_keys, pages_of
-
-__all__ = ["where"]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

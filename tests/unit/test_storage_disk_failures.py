@@ -30,7 +30,6 @@ from support.disks import (
     home,
     put,
     slot_of,
-    where,
 )
 from support.refusals import refused
 from support.scripts import with_support
@@ -39,8 +38,6 @@ from lightcache import LockTimeout, StorageError
 from lightcache.storage.disk import DiskStorage, backend
 from lightcache.storage.disk.slots import BLOCK, Footer, SlotFiles, unpack
 from lightcache.storage.testing.conformance import PAGE_BYTES, pages_of
-
-__all__ = ["where"]
 
 LOG = "lightcache.storage"
 

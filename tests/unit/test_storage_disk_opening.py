@@ -13,20 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.disks import (
-    ABSENT,
-    KEYS,
-    OK,
-    SLOT,
-    STORED,
-    disk,
-    found,
-    got,
-    home,
-    indexes,
-    put,
-    where,
-)
+from support.disks import ABSENT, KEYS, OK, SLOT, STORED, disk, found, got, home, indexes, put
 from support.scripts import with_support
 
 from lightcache import ConfigError, InUse, LayoutMismatch, StorageError
@@ -36,9 +23,6 @@ from lightcache.storage.disk import DiskStorage
 from lightcache.storage.disk.slots import read_header, write_header
 from lightcache.storage.testing.conformance import SPEC, make_keys
 from lightcache.storage.urls import check_url
-
-__all__ = ["where"]
-
 
 # ---------------------------------------------------------------- capacity
 

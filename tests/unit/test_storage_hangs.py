@@ -13,7 +13,6 @@ import pytest
 from support.storing import (
     KEYS,
     Recorder,
-    cache,
     empty,
     fill,
     full,
@@ -37,9 +36,6 @@ from lightcache.storage.testing import Fault, FlakyStorage
 from lightcache.storage.testing.conformance import make_keys
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
-
-__all__ = ["cache"]
-
 
 # ---------------------------------------------------------------- calls that hang
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import servers
-from support.mooncake_server import Intruder, cluster, intruder, mooncake_url, name_of, silent
+from support.mooncake_server import Intruder, cluster, name_of, silent
 from support.packages import LIBRARIES, need
 from support.refusals import refused
 from support.storing import PAGE_TOKENS, fill, make_cache, nothing_is_held, sound
@@ -29,8 +29,6 @@ from lightcache.storage.testing.conformance import CHECKS, PAGE_BYTES, SPEC, mak
 from lightcache.storage.urls import check_url
 
 pytestmark = pytest.mark.servers
-
-__all__ = ["intruder", "mooncake_url"]
 
 KEYS = make_keys(12, seed=5)
 PAGES = list(pages_of(KEYS))

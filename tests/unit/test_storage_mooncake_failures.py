@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.mooncake_server import Cluster, own_cluster
+from support.mooncake_server import Cluster
 from support.refusals import refused
 from support.servers import hold
-from support.storing import cache
 
 from lightcache import Detached, StorageError
 from lightcache.storage import StorageSpec, open_storage
@@ -21,8 +20,6 @@ from lightcache.storage.remote.mooncake import backend
 from lightcache.storage.testing.conformance import PAGE_BYTES, make_keys, pages_of
 
 pytestmark = pytest.mark.servers
-
-__all__ = ["cache", "own_cluster"]
 
 KEYS = make_keys(12, seed=6)
 PAGES = list(pages_of(KEYS))

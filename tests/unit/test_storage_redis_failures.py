@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support.proxy import Proxy
-from support.redis_server import Server, redis_server, redis_url
+from support.redis_server import Server
 from support.refusals import refused
 from support.remote_pages import KEYS, read, write
-from support.storing import cache, fill, sound
+from support.storing import fill, sound
 
 from lightcache import Cache, StorageError
 from lightcache.storage import StorageSpec, StorageTier, TaskState, open_storage
@@ -24,8 +24,6 @@ from lightcache.storage.remote.redis.wire import Wire
 from lightcache.storage.testing.conformance import PAGE_BYTES, SPEC
 
 pytestmark = pytest.mark.servers
-
-__all__ = ["cache", "redis_server", "redis_url"]
 
 SHORT = 0.3  # seconds for a call that is to run out of them
 VALUE = PAGE_BYTES + TRAILER_BYTES

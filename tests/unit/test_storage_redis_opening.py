@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.certificates import certificates
 from support.redis_server import Server
 from support.refusals import refused
 from support.remote_pages import KEYS, read, write
@@ -22,8 +21,6 @@ from lightcache.storage.testing.conformance import SPEC
 from lightcache.storage.urls import check_url
 
 pytestmark = pytest.mark.servers
-
-__all__ = ["certificates"]
 
 # ---- URLs
 

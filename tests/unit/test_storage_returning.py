@@ -8,17 +8,7 @@ from typing import Any
 
 import pytest
 from support.refusals import refused
-from support.storing import (
-    KEYS,
-    cache,
-    empty,
-    full,
-    make_keys,
-    nothing_is_held,
-    sound,
-    store,
-    threads,
-)
+from support.storing import KEYS, empty, full, make_keys, nothing_is_held, sound, store, threads
 
 from lightcache import Cache, LockTimeout
 from lightcache.storage import StorageTask, StorageTier
@@ -26,8 +16,6 @@ from lightcache.storage.jobs import ReadJob
 from lightcache.storage.testing import Fault, FlakyStorage
 
 Wait = Callable[[Callable[[], bool], str], None]
-
-__all__ = ["cache"]
 
 
 class HeldLock:

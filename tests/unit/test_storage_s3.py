@@ -14,7 +14,7 @@ import obstore
 import pytest
 from obstore.store import S3Store
 from support.disks import ABSENT, CORRUPT, FAILED, KEYS, OK, PRESENT, STORED, found, got, put
-from support.s3_server import BUCKET, Server, opened, s3_credentials, s3_server, s3_url
+from support.s3_server import BUCKET, Server, opened
 from support.s3_server import KEYS as KEYS_OF_TESTS
 
 from lightcache import ConfigError, Detached, StorageError
@@ -27,8 +27,6 @@ from lightcache.storage.testing.conformance import CHECKS, PAGE_BYTES, SPEC, mak
 from lightcache.storage.urls import check_url
 
 pytestmark = pytest.mark.servers
-
-__all__ = ["s3_credentials", "s3_server", "s3_url"]
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.certificates import certificates, make
+from support.certificates import make
 from support.disks import KEYS, OK, STORED, found, got, put
 from support.failing_s3 import failing
 from support.refusals import refused
-from support.s3_server import Server, opened, s3_credentials, serving
+from support.s3_server import Server, opened, serving
 
 from lightcache import ConfigError, StorageError
 from lightcache.storage import StorageSpec
@@ -22,8 +22,6 @@ from lightcache.storage.testing.conformance import SPEC
 from lightcache.storage.urls import check_url
 
 pytestmark = pytest.mark.servers
-
-__all__ = ["certificates", "s3_credentials"]
 
 
 @pytest.fixture(scope="module")

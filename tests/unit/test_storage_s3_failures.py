@@ -24,7 +24,7 @@ from support.failing_s3 import (
 )
 from support.proxy import Proxy
 from support.refusals import refused
-from support.s3_server import Server, opened, s3_credentials, s3_server, s3_url
+from support.s3_server import Server, opened
 
 from lightcache import StorageError
 from lightcache.storage import StorageSpec
@@ -33,8 +33,6 @@ from lightcache.storage.remote.s3 import S3Storage
 from lightcache.storage.testing.conformance import PAGE_BYTES, SPEC, pages_of
 
 pytestmark = pytest.mark.servers
-
-__all__ = ["s3_credentials", "s3_server", "s3_url"]
 
 SECRETS = ("tests", "a-secret-of-tests")
 

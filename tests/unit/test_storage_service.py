@@ -13,18 +13,8 @@ import numpy as np
 import pytest
 from support.interrupts import interrupt
 from support.refusals import refused
-from support.serving import ServedTier, client, ours
-from support.storing import (
-    KEYS,
-    SECRET,
-    Recorder,
-    cache,
-    empty,
-    fill,
-    full,
-    holds,
-    make_cache,
-)
+from support.serving import ServedTier, ours
+from support.storing import KEYS, SECRET, Recorder, empty, fill, full, holds, make_cache
 
 from lightcache import (
     Cache,
@@ -41,9 +31,6 @@ from lightcache.tools.maintenance import _switch
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
 Wait = Callable[[Callable[[], bool], str], None]
-
-__all__ = ["cache", "client"]
-
 
 # ---------------------------------------------------------------- who comes, and goes
 

@@ -10,16 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.serving import client, failing, held_lock, push, silent
-from support.storing import (
-    KEYS,
-    Recorder,
-    cache,
-    fill,
-    full,
-    sound,
-    store,
-)
+from support.serving import failing, held_lock, push, silent
+from support.storing import KEYS, Recorder, fill, full, sound, store
 
 from lightcache import (
     Cache,
@@ -39,9 +31,6 @@ from lightcache.storage.testing.conformance import make_keys
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
 Wait = Callable[[Callable[[], bool], str], None]
-
-__all__ = ["cache", "client"]
-
 
 # ---------------------------------------------------------------- a service that is silent
 

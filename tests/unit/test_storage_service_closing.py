@@ -9,13 +9,7 @@ from typing import Any
 
 from support.refusals import refused
 from support.serving import held_lock, ours, push, silent
-from support.storing import (
-    KEYS,
-    Recorder,
-    cache,
-    fill,
-    full,
-)
+from support.storing import KEYS, Recorder, fill, full
 
 from lightcache import (
     Cache,
@@ -30,8 +24,6 @@ from lightcache.storage.testing import Fault, FlakyStorage
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
 Wait = Callable[[Callable[[], bool], str], None]
-
-__all__ = ["cache"]
 
 
 def test_closing_a_client_while_tasks_run(cache: Cache) -> None:

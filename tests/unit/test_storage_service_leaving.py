@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.storing import KEYS, Recorder, cache, full, store
+from support.storing import KEYS, Recorder, full, store
 
 from lightcache import Cache, Detached
 from lightcache.storage import StorageSpec, TaskState
@@ -18,9 +18,6 @@ from lightcache.storage.service.board import Board
 from lightcache.storage.service.serving import Peer, Served
 
 Wait = Callable[[Callable[[], bool], str], None]
-
-__all__ = ["cache"]
-
 
 # ---------------------------------------------------------------- answers
 

@@ -9,11 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.refusals import refused
-from support.serving import make_tier
 from support.storing import (
     KEYS,
     Recorder,
-    cache,
     empty,
     fill,
     full,
@@ -33,9 +31,6 @@ from lightcache.storage.testing import Fault, FlakyStorage, Rates
 from lightcache.storage.testing.conformance import make_keys, pages_of
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
-
-__all__ = ["cache", "make_tier"]
-
 
 # ---------------------------------------------------------------- others read, too
 

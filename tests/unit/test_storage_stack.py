@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.disks import disk, where
+from support.disks import disk
 from support.refusals import refused
 from support.stacks import ALL, KEYS, Noting, flaky, get, has, noting, put
 
@@ -22,8 +22,6 @@ from lightcache.storage.stacked import Promoter, Promotion
 from lightcache.storage.testing import FlakyStorage
 from lightcache.storage.testing.conformance import CHECKS, MOST_PAGES, PAGE_BYTES, SPEC
 from lightcache.storage.urls import check_url
-
-__all__ = ["where"]
 
 OK, ABSENT, CORRUPT = ReadStatus.OK, ReadStatus.ABSENT, ReadStatus.CORRUPT
 STORED, PRESENT = WriteStatus.STORED, WriteStatus.PRESENT

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.refusals import refused
 from support.stacks import KEYS, Noting, flaky, get, has, noting, put
-from support.storing import cache, fill, sound
+from support.storing import fill, sound
 
 from lightcache import Cache, StorageError
 from lightcache.breaker import CircuitBreaker
@@ -26,8 +26,6 @@ from lightcache.storage.executor import Executor
 from lightcache.storage.protocol import ReadStatus, WriteStatus
 from lightcache.storage.testing import Fault, FlakyStorage
 from lightcache.storage.testing.conformance import SPEC
-
-__all__ = ["cache"]
 
 OK, ABSENT, FAILED, CORRUPT = ReadStatus
 STORED, PRESENT, LOST, REFUSED = WriteStatus

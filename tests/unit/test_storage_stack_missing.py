@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from support.refusals import refused
-from support.s3_server import s3_credentials
 from support.servers import free_port
 
 from lightcache import ConfigError, StorageError
@@ -18,8 +17,6 @@ from lightcache.storage import StackedStorage, StorageSpec, open_storage, regist
 from lightcache.storage.stacked import LevelStats
 from lightcache.storage.testing.conformance import SPEC
 from lightcache.storage.urls import check_url
-
-__all__ = ["s3_credentials"]
 
 SKIP = "stack:?missing=skip|memory:|"
 RAISE = "stack:memory:|"

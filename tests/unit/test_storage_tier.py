@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support.refusals import refused
-from support.serving import make_tier
 from support.storing import (
     KEYS,
     PAGE_TOKENS,
     Recorder,
-    cache,
     empty,
     fill,
     full,
@@ -32,9 +30,6 @@ from lightcache.storage.testing import Fault, FlakyStorage
 from lightcache.storage.testing.conformance import make_keys
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
-
-__all__ = ["cache", "make_tier"]
-
 
 # ---------------------------------------------------------------- it works
 

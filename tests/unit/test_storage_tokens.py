@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.manager_case import World, tokens
 from support.refusals import refused
-from support.storing import KEYS, PAGE_TOKENS, Recorder, cache, fill, make_cache
+from support.storing import KEYS, PAGE_TOKENS, Recorder, fill, make_cache
 
 from lightcache import Cache, ConfigError
 from lightcache.manager import Prompt
@@ -24,8 +24,6 @@ from lightcache.storage import (
 )
 from lightcache.storage.testing import Fault, FlakyStorage
 from lightcache.storage.testing.conformance import CHECKS, SPEC, check_tokens, make_keys, pages_of
-
-__all__ = ["cache"]
 
 IDS = np.arange(1000, 1000 + 20 * PAGE_TOKENS, dtype=np.uint32)
 ROWS = IDS.reshape(20, PAGE_TOKENS)

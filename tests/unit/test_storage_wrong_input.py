@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.disks import disk, home, where
+from support.disks import disk, home
 from support.refusals import refused
-from support.storing import KEYS, cache, fill, make_cache, stored
+from support.storing import KEYS, fill, make_cache, stored
 
 from lightcache import Cache
 from lightcache.errors import ConfigError, Detached, StorageError
@@ -31,8 +31,6 @@ from lightcache.storage.service import StorageClient, StorageService
 from lightcache.storage.testing import Fault, FlakyStorage, Rates
 from lightcache.storage.testing.conformance import PAGE_BYTES, SPEC, pages_of
 from lightcache.storage.urls import check_url
-
-__all__ = ["cache", "where"]
 
 ANY: Any = None  # what a type would refuse is given all the same
 
