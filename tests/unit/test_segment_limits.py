@@ -15,8 +15,6 @@ import pytest
 from support.refusals import refused
 
 from lightcache.errors import (
-    ConfigError,
-    Detached,
     InUse,
     LightcacheError,
     LockTimeout,
@@ -31,25 +29,6 @@ SHM = Path("/dev/shm")
 Script = Callable[..., Any]
 
 
-def test_use_after_close(segment_name: str) -> None:
-    segment = Segment.create(segment_name, 1)
-    segment.close()
-    segment.close()
-    assert segment.closed
-    assert not segment.retired
-    for call in (
-        segment.join,
-        segment.clients,
-        segment.header,
-        segment.stat,
-        segment.check_usable,
-        lambda: segment.view(0, 1),
-        lambda: segment.busy().__enter__(),
-        lambda: segment.address,
-    ):
-        refused(Detached, r"close|mapped", call)
-
-
 def test_close_with_live_views(segment_name: str) -> None:
     np = pytest.importorskip("numpy")
     segment = Segment.create(segment_name, 100)
@@ -61,12 +40,6 @@ def test_close_with_live_views(segment_name: str) -> None:
     segment.join()
     del array
     segment.close()
-
-
-@pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, -1), (0, 1 << 40), (1 << 40, 1)])
-def test_views_outside(segment_name: str, offset: int, length: int) -> None:
-    with Segment.create(segment_name, 1) as segment:
-        refused(ConfigError, "view", segment.view, offset, length)
 
 
 def test_readers_cannot_write(segment_name: str, script: Script) -> None:

@@ -226,12 +226,6 @@ def test_lock_tells_that_its_owner_died(plain):
     os.close(ready_w)
 
 
-def test_lock_needs_a_slot(segment_name):
-    with shm.Segment.create(segment_name, 4096) as segment, pytest.raises(errors.PermissionDenied):
-        with shm.RobustLock(segment).hold():
-            pass
-
-
 def test_a_damaged_dict_is_an_error_not_a_signal(table):
     table[1] = 2
     corrupt(table.segment, 8, 77)  # the count
