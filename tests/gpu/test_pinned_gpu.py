@@ -23,12 +23,7 @@ pytestmark = pytest.mark.gpu
 MIB = 1 << 20
 DEADLINE = 60.0
 SECRET = b"a secret of tests"
-ARGUMENTS: dict[str, Any] = {
-    "pages": 16,
-    "page_bytes": MIB,
-    "fingerprint": "f",
-    "secret": SECRET,
-}
+ARGUMENTS: dict[str, Any] = {"pages": 16, "page_bytes": MIB, "fingerprint": "f", "secret": SECRET}
 
 
 @pytest.fixture(scope="module")

@@ -147,12 +147,7 @@ def read_back(scheduler: Scheduler, readers: list[Worker], ranks: int, pages: in
 
 @pytest.mark.parametrize(
     ("scheduler", "read_at"),
-    [
-        ("heads", [4, 2, 1]),
-        ("fewer heads", [4, 2, 1]),
-        ("latent", [2, 1]),
-        ("state", [4, 1]),
-    ],
+    [("heads", [4, 2, 1]), ("fewer heads", [4, 2, 1]), ("latent", [2, 1]), ("state", [4, 1])],
     indirect=["scheduler"],
 )
 def test_written_by_eight_read_by_fewer(

@@ -145,13 +145,13 @@ TABLE: Table = {
             ("name", lambda name=name, call=call: call(name))
             for name in (*NO_NAMES, None)
             for call in (*OPENING, read_segment)
-        ),
+        )
     ],
     ("created what exists", InUse): [
         ("it exists", lambda segment: Segment.create(segment.name, 1))
     ],
     ("attached to what does not exist", NotReady): [
-        ("no such segment", lambda segment_name: Segment.attach(segment_name)),
+        ("no such segment", lambda segment_name: Segment.attach(segment_name))
     ],
     ("attached to one of another version", LayoutMismatch): [
         (VERSION, patched(("magic", 0x1234))),

@@ -177,13 +177,7 @@ class HybridWorld:
     # ---- a request's way
 
     def begin(
-        self,
-        request: Any,
-        what: Any,
-        *,
-        slots: Any = None,
-        wait: bool = True,
-        **how: Any,
+        self, request: Any, what: Any, *, slots: Any = None, wait: bool = True, **how: Any
     ) -> HybridMatch:
         """Plan, take, allocate, restore, fetch; what was found must be right.
 

@@ -151,9 +151,7 @@ def test_no_gpu(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.crash
 def test_what_killed_runs_left_is_removed_first(
-    runs: Runs,
-    segment_name: str,
-    script: Callable[..., Any],
+    runs: Runs, segment_name: str, script: Callable[..., Any]
 ) -> None:
     name = f"bench-serve-{segment_name}"
     script(LEAVES_A_RING, name, status=-9)

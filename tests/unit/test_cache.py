@@ -12,11 +12,7 @@ import pytest
 from support.refusals import refused
 from support.scripts import with_support
 
-from lightcache import (
-    Cache,
-    Detached,
-    InUse,
-)
+from lightcache import Cache, Detached, InUse
 
 SECRET = b"a secret of tests"
 GOOD: dict[str, Any] = {

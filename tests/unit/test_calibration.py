@@ -18,10 +18,7 @@ def test_stored_and_read_again(tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["transfer.json"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", "{}", "null", '{"version": 1}', "\xff"],
-)
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "null", '{"version": 1}', "\xff"])
 def test_what_makes_no_sense_is_measured_anew(tmp_path, text):
     path = tmp_path / "transfer.json"
     path.write_text(text, encoding="latin-1")

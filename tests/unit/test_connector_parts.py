@@ -294,10 +294,7 @@ BAD = {
     "another dtype": (halved, "expected torch.float32, .* found torch.bfloat16 in layer 1"),
     "fewer layers": (shorter, "expected 2 layers, found 1"),
     "empty": (lambda past: transformers.DynamicCache(config=model().config), "prefill first"),
-    "another shape": (
-        lambda past: computed(model(num_key_value_heads=4), prompt(32)),
-        "heads",
-    ),
+    "another shape": (lambda past: computed(model(num_key_value_heads=4), prompt(32)), "heads"),
 }
 
 
@@ -338,11 +335,7 @@ def test_pages_behind_what_is_there(
 
 
 def test_loads_one_behind_the_other(
-    cache: Cache,
-    connector: lct.Connector,
-    llama: Any,
-    gate: Gate,
-    monkeypatch: pytest.MonkeyPatch,
+    cache: Cache, connector: lct.Connector, llama: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second waits for the layers of the first before it moves their tensors."""
     ids = prompt(70)

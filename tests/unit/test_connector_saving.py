@@ -240,11 +240,7 @@ def test_an_exception_saves_nothing(cache: Cache, connector: lct.Connector, llam
 
 @pytest.mark.parametrize("where", ["allocate", "planes_of", "Load", "Offload"])
 def test_an_error_on_the_way_leaks_nothing(
-    cache: Cache,
-    connector: lct.Connector,
-    llama: Any,
-    where: str,
-    monkeypatch: pytest.MonkeyPatch,
+    cache: Cache, connector: lct.Connector, llama: Any, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(connector, llama, prompt(40))
 

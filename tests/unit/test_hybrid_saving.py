@@ -31,11 +31,7 @@ CASES = {
     "last inside": ((GRID, 0, 150, 150, {}), (128, 128, 150), (128, 128, 128)),
     "not the last": ((GRID, 0, 150, 900, {}), (128, 128, 150), (128, 128, 128)),
     "last was before": ((GRID, 128, 150, 150, {}), (None, None, 150), (None, None, 150)),
-    "branching inside": (
-        (GRID, 0, 150, 900, {"branching": 64}),
-        (64, 64, 150),
-        (64, 64, 64),
-    ),
+    "branching inside": ((GRID, 0, 150, 900, {"branching": 64}), (64, 64, 150), (64, 64, 64)),
     "branching at the end": (
         (GRID, 0, 128, 900, {"branching": 128}),
         (128, 128, 128),

@@ -89,12 +89,7 @@ WORKLOADS = {
         6,
         120,
     ),
-    "branches": (
-        Workload(32, turns=3, turn_tokens=8, branching=3, conversations=6),
-        GRID,
-        4,
-        100,
-    ),
+    "branches": (Workload(32, turns=3, turn_tokens=8, branching=3, conversations=6), GRID, 4, 100),
     "one turn": (Workload(24, shared_tokens=20, conversations=10, rounds=4), GRID, 5, 60),
     "coarse": (
         Workload(40, shared_tokens=24, turns=4, turn_tokens=16, conversations=6),

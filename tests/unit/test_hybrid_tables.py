@@ -87,9 +87,7 @@ def batches(draw: st.DrawFn) -> tuple[int, list[list[int]], list[int], list[int]
         used = {(old - 1) // block, (new - 1) // block}
         table = [next(slots) for _ in range(blocks)]
         kept = draw(st.lists(st.booleans(), min_size=blocks, max_size=blocks))
-        tables.append(
-            [slot if i in used or kept[i] else -1 for i, slot in enumerate(table)],
-        )
+        tables.append([slot if i in used or kept[i] else -1 for i, slot in enumerate(table)])
         prev.append(old)
         total.append(new)
     return block, tables, prev, total

@@ -14,13 +14,7 @@ from support.keys import keys, prompt
 from support.refusals import refused
 from support.scripts import with_support
 
-from lightcache import (
-    ConfigError,
-    Detached,
-    LeaseLost,
-    NoSpace,
-    PageIndex,
-)
+from lightcache import ConfigError, Detached, LeaseLost, NoSpace, PageIndex
 
 Script = Callable[..., Any]
 

@@ -9,11 +9,7 @@ import pytest
 from support.manager_case import tokens
 from support.refusals import refused
 
-from lightcache.errors import (
-    ConfigError,
-    LeaseLost,
-    WaitTimeout,
-)
+from lightcache.errors import ConfigError, LeaseLost, WaitTimeout
 from lightcache.manager import Prompt, RequestOptions
 from lightcache.manager.request import slots_of
 from lightcache.manager.stats import NodeCounters

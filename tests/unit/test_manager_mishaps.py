@@ -12,13 +12,7 @@ from support.raising import Odd, raising
 from support.refusals import refused
 from support.stamped import StampedBackend, StampedMoving, stamps_of
 
-from lightcache.errors import (
-    CacheCorrupted,
-    ConfigError,
-    LeaseLost,
-    OutOfPages,
-    WaitTimeout,
-)
+from lightcache.errors import CacheCorrupted, ConfigError, LeaseLost, OutOfPages, WaitTimeout
 from lightcache.manager import MissReason, Prompt, WritePolicy
 
 PROMPT = Prompt(tokens(18))

@@ -11,11 +11,7 @@ from support.refusals import refused
 from support.stamped import stamps_of
 
 from lightcache.errors import OutOfPages
-from lightcache.manager import (
-    MissReason,
-    Prompt,
-    RequestOptions,
-)
+from lightcache.manager import MissReason, Prompt, RequestOptions
 
 PROMPT = Prompt(tokens(18))
 

@@ -259,12 +259,7 @@ def test_a_padded_table_is_looked_at(worlds: Any) -> None:
 @pytest.mark.parametrize("what", ["host", "device", "config"])
 def test_a_manager_of_something_else(worlds: Any, what: str) -> None:
     world = worlds()
-    parts = {
-        "host": world.cache,
-        "device": world.device,
-        "backend": world.backend,
-        "config": None,
-    }
+    parts = {"host": world.cache, "device": world.device, "backend": world.backend, "config": None}
     parts[what] = {"a": 1}
     with pytest.raises(ConfigError, match=f"{what}: expected a"):
         KVCacheManager(**parts)

@@ -13,19 +13,8 @@ from support.serving import ServedTier
 from support.stamped import StampedDevice, stamps_of
 
 from lightcache import Cache, PageIndex
-from lightcache.errors import (
-    ConfigError,
-    Detached,
-    InUse,
-    WaitTimeout,
-)
-from lightcache.manager import (
-    ManagedBlocks,
-    MirroredBlocks,
-    Prompt,
-    RequestOptions,
-    WritePolicy,
-)
+from lightcache.errors import ConfigError, Detached, InUse, WaitTimeout
+from lightcache.manager import ManagedBlocks, MirroredBlocks, Prompt, RequestOptions, WritePolicy
 from lightcache.storage import StorageSpec, StorageTier, open_storage
 
 

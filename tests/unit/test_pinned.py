@@ -312,12 +312,7 @@ def test_closed(pin: Pin) -> None:
     assert pinned.closed
     assert pinned.ready == 0
     assert pinned.array.size == 0
-    for call in (
-        lambda: pinned.check([0]),
-        lambda: pinned.wait([0]),
-        pinned.wait,
-        pinned.acquire,
-    ):
+    for call in (lambda: pinned.check([0]), lambda: pinned.wait([0]), pinned.wait, pinned.acquire):
         assert isinstance(raised(call), Detached)
 
 

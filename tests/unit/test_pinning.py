@@ -13,14 +13,7 @@ from support.fake_driver import FakeDriver
 from support.raising import raised
 from support.refusals import refused
 
-from lightcache import (
-    Cache,
-    ConfigError,
-    Detached,
-    InUse,
-    NotReady,
-    PermissionDenied,
-)
+from lightcache import Cache, ConfigError, Detached, InUse, NotReady, PermissionDenied
 from lightcache.pool import CHUNK_BYTES
 
 DEADLINE = 60.0

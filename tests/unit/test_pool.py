@@ -19,12 +19,7 @@ import pytest
 from click.testing import CliRunner
 from support.refusals import refused
 
-from lightcache import (
-    Cache,
-    InUse,
-    NoSpace,
-    OutOfPages,
-)
+from lightcache import Cache, InUse, NoSpace, OutOfPages
 from lightcache.pool import CHUNK_BYTES, HostPool
 from lightcache.shm import memory
 from lightcache.shm.codes import Code

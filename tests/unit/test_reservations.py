@@ -15,13 +15,7 @@ from support.keys import array, chain, prompt
 from support.refusals import refused
 from support.scripts import TESTS
 
-from lightcache import (
-    Abandoned,
-    ConfigError,
-    LeaseLost,
-    NoSpace,
-    PageIndex,
-)
+from lightcache import Abandoned, ConfigError, LeaseLost, NoSpace, PageIndex
 from lightcache.layout import PageState, ReservationRecord
 from lightcache.page_index import geometry
 from lightcache.shm.layout import ClientState

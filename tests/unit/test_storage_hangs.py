@@ -25,13 +25,7 @@ from support.storing import (
 )
 
 from lightcache import Cache, ConfigError, Detached, InUse, LockTimeout
-from lightcache.storage import (
-    MemoryStorage,
-    StorageSpec,
-    StorageStats,
-    StorageTier,
-    TaskState,
-)
+from lightcache.storage import MemoryStorage, StorageSpec, StorageStats, StorageTier, TaskState
 from lightcache.storage.testing import Fault, FlakyStorage
 from lightcache.storage.testing.conformance import make_keys
 

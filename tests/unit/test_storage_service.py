@@ -16,14 +16,7 @@ from support.refusals import refused
 from support.serving import ServedTier, ours
 from support.storing import KEYS, SECRET, Recorder, empty, fill, full, holds, make_cache
 
-from lightcache import (
-    Cache,
-    ConfigError,
-    Detached,
-    InUse,
-    NotReady,
-    PermissionDenied,
-)
+from lightcache import Cache, ConfigError, Detached, InUse, NotReady, PermissionDenied
 from lightcache.shm import Segment
 from lightcache.storage import StorageSpec, TaskState
 from lightcache.storage.service import StorageClient, StorageService, service_stats

@@ -11,11 +11,7 @@ from support.refusals import refused
 from support.serving import held_lock, ours, push, silent
 from support.storing import KEYS, Recorder, fill, full
 
-from lightcache import (
-    Cache,
-    ConfigError,
-    Detached,
-)
+from lightcache import Cache, ConfigError, Detached
 from lightcache.storage import StorageSpec, TaskState
 from lightcache.storage.service import StorageClient, StorageService
 from lightcache.storage.service.board import Phase

@@ -8,9 +8,7 @@ from typing import Any
 from support.serving import ServedTier, push
 from support.storing import KEYS, PAGE_BYTES, Recorder, empty, fill, full, make_cache
 
-from lightcache import (
-    Cache,
-)
+from lightcache import Cache
 from lightcache.storage import StorageSpec, TaskState
 from lightcache.storage.service import StorageClient, StorageService, board, service_stats
 from lightcache.storage.service.messages import PART_BYTES, Kind, Part

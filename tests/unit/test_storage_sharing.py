@@ -21,11 +21,7 @@ from support.storing import (
     store,
 )
 
-from lightcache import (
-    Abandoned,
-    Cache,
-    ConfigError,
-)
+from lightcache import Abandoned, Cache, ConfigError
 from lightcache.storage import StorageSpec, StorageTier, TaskState
 from lightcache.storage.testing import Fault, FlakyStorage, Rates
 from lightcache.storage.testing.conformance import make_keys, pages_of

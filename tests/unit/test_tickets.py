@@ -12,15 +12,7 @@ from support.index_view import IndexView
 from support.keys import prompt
 from support.refusals import refused
 
-from lightcache import (
-    ClientId,
-    LeaseLost,
-    NoSpace,
-    OutOfPages,
-    PageIndex,
-    ReservationShard,
-    Ticket,
-)
+from lightcache import ClientId, LeaseLost, NoSpace, OutOfPages, PageIndex, ReservationShard, Ticket
 
 Script = Callable[..., Any]
 
