@@ -9,7 +9,7 @@ import pytest
 from support.manager_case import tokens
 from support.refusals import refused
 
-from lightcache.errors import ConfigError, LeaseLost, WaitTimeout
+from lightcache.errors import ConfigError, LeaseLost
 from lightcache.manager import Prompt, RequestOptions
 from lightcache.manager.request import slots_of
 from lightcache.manager.stats import NodeCounters
@@ -42,29 +42,6 @@ def test_who_does_not_write_leaves_nothing(worlds: Any) -> None:
     world = worlds()
     world.run("a", tokens(18), options=RequestOptions(write=False))
     assert world.run("b", tokens(18)).usable == 0
-
-
-def test_tiers_of_a_request(worlds: Any) -> None:
-    world = worlds()
-    world.run("a", tokens(18), options=RequestOptions(tiers=frozenset({"host"})))
-    match = world.run("b", tokens(18))
-    assert (match.device, match.host) == (0, 16)
-
-
-def test_release_waits_for_the_copy(worlds: Any) -> None:
-    world = worlds()
-    world.backend.at_once = False
-    world.run("a", tokens(18))
-    manager = world.manager
-    assert manager.in_flight() == 1
-    assert manager.poll() == 1
-    assert world.device.free == 27  # four named, and one without a key that the copy may not touch
-    refused(WaitTimeout, "", manager.wait_blocks, timeout=0)
-    assert manager.in_flight([0, 1, 2]).any()
-    manager.wait_blocks()
-    assert manager.poll() == 0
-    assert world.device.free == 28
-    assert not manager.in_flight([0, 1, 2]).any()
 
 
 def test_blocks_that_get_no_name_are_given_back(worlds: Any) -> None:

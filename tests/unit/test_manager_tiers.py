@@ -10,21 +10,12 @@ import pytest
 from support.manager_case import World, taken, tokens
 from support.refusals import refused
 from support.serving import ServedTier
-from support.stamped import StampedDevice, stamps_of
+from support.stamped import stamps_of
 
 from lightcache import Cache, PageIndex
 from lightcache.errors import ConfigError, Detached, InUse, WaitTimeout
 from lightcache.manager import ManagedBlocks, MirroredBlocks, Prompt, RequestOptions, WritePolicy
 from lightcache.storage import StorageSpec, StorageTier, open_storage
-
-
-def test_selective_writes_what_was_asked_for_before(worlds: Any) -> None:
-    world = worlds(write=WritePolicy.SELECTIVE)
-    world.run("a", tokens(18))
-    assert world.backend.offloads == 0
-    world.device.index.evict(32)
-    world.run("b", tokens(18))
-    assert world.backend.offloads == 1
 
 
 def test_attached(worlds: Any) -> None:
@@ -61,19 +52,6 @@ def test_attached_a_double_inherits_the_name(worlds: Any) -> None:
     assert manager.plan("c", prompt).device == 8
     manager.evicted([4])
     assert manager.plan("c", prompt).device == 0
-
-
-def test_the_number_of_blocks_comes_late(worlds: Any) -> None:
-    world = worlds(blocks=8)
-    world.device.close()
-    assert world.manager.plan("a", Prompt(tokens(9))).found == 0
-    world.manager.cancel("a")
-    world.device.set_blocks(16)
-    assert world.device.blocks == 16
-    world.store = StampedDevice(16, 4)
-    world.backend.device = world.store
-    world.run("b", tokens(18))
-    assert world.run("c", tokens(18)).device == 16
 
 
 def test_requests_that_end_together_count_as_used_on_the_host(worlds: Any) -> None:
