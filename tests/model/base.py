@@ -93,9 +93,9 @@ class Planned:
 class MachineBase(RuleBasedStateMachine):
     """One index, up to three clients of it in this process; no rule yet."""
 
-    def __init__(self, name: str, flat: bool = False) -> None:
+    def __init__(self, name: str, independent: bool = False) -> None:
         super().__init__()
-        self.independent = flat
+        self.independent = independent
         self.name = f"{name}-{next(_numbers)}"
         self.clients: list[Client] = []
         self.held: list[Held] = []

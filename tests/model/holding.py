@@ -21,8 +21,8 @@ from lightcache.leases import NamingResult
 class HoldingMachine(IndexMachine):
     """Clients also allocate, name, unname and free pages, and keep numbers."""
 
-    def __init__(self, name: str, flat: bool = False) -> None:
-        super().__init__(name, flat)
+    def __init__(self, name: str, independent: bool = False) -> None:
+        super().__init__(name, independent)
         self.named_pins: Counter[tuple[int, int]] = Counter()
         """(slot, page): pins that came with names, which `unpin` gives back."""
 

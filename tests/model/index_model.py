@@ -99,9 +99,9 @@ class Violation(AssertionError):
 class Model:
     """All of an index that a caller can observe."""
 
-    def __init__(self, pages: int, *, flat: bool = False) -> None:
+    def __init__(self, pages: int, *, independent: bool = False) -> None:
         self.capacity = pages
-        self.independent = flat
+        self.independent = independent
         self.by_key: dict[Pair, Page] = {}
         self.doomed: dict[int, Page] = {}
         self.held: dict[int, int] = {}

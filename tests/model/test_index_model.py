@@ -18,16 +18,18 @@ EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "300"))
 
 @pytest.mark.timeout(60 + 2 * EXAMPLES)  # a tenth of a second each when alone
 @pytest.mark.parametrize(
-    "flat",
+    "independent",
     [
         pytest.param(False, id="prefixes"),
         pytest.param(True, id="independent", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("machine", [IndexMachine, HoldingMachine])
-def test_index_and_model_agree(segment_name: str, machine: type[IndexMachine], flat: bool) -> None:
+def test_index_and_model_agree(
+    segment_name: str, machine: type[IndexMachine], independent: bool
+) -> None:
     run_state_machine_as_test(
-        lambda: machine(segment_name, flat),
+        lambda: machine(segment_name, independent),
         settings=settings(
             max_examples=EXAMPLES,
             stateful_step_count=50,

@@ -29,7 +29,7 @@ LEADS = """
 import json, signal, sys
 import numpy as np
 from lightcache import ClientId
-from lightcache.manager.ranks.coordinator import Leader
+from lightcache.manager.ranks.coordinator import RankCoordinator
 from lightcache.manager.ranks.messages import Decisions
 from lightcache.manager.ranks.messages import Kind, Order, encode, parts_of
 from lightcache.shm import SharedLog
@@ -41,7 +41,7 @@ name, stage = sys.argv[1:]
 cache = open_sharded(name, 16, PAGE, 2)
 log = SharedLog.create(name + ".log", capacity=64, message_bytes=64)
 print(flush=True)
-leader = Leader(log, [ClientId(*each) for each in json.loads(sys.stdin.readline())])
+leader = RankCoordinator(log, [ClientId(*each) for each in json.loads(sys.stdin.readline())])
 if stage != "nothing":
     new = cache.reserve(prompt(1, 2), shards=2)
     made = leader.offload(new, np.arange(2 * PAGE))

@@ -200,7 +200,7 @@ def test_killed_with_half_of_a_prompt_written(machine: Callable[..., Machine]) -
     """What it had stored is good, the rest is computed, and stored by who computed it."""
     one, other = machine(), machine()
     one.order("halt")
-    assert one.generated() == "half"
+    assert one.said() == "half"
     one.kill()
     assert other.run() == {**NOTHING, "storage": 20}
     assert machine().run() == {**NOTHING, "storage": 40}
@@ -213,7 +213,7 @@ def test_killed_at_any_moment_of_writing(machine: Callable[..., Machine], reques
     one, other = machine(), machine()
     one.order("flood", seed=100)
     for number in range(requests):
-        assert one.generated() == number
+        assert one.said() == number
     one.kill()
     for number in range(requests):
         assert other.run(seed=100 + number) == {**NOTHING, "storage": 40}
