@@ -46,7 +46,6 @@ def test_a7_only_what_the_device_lacks_is_loaded(worlds: Any) -> None:
     world.backend.finish()
     assert (world.content("b", 64) == stamps_of(prompt.tokens)[:64]).all()
     world.manager.release("b")
-    world.nothing_left()
 
 
 @pytest.mark.parametrize(("least", "loads"), [(4, True), (5, False)])
@@ -62,7 +61,6 @@ def test_a7_a_threshold_from_measured_costs(worlds: Any, least: int, loads: bool
     assert (match.why is MissReason.BREAK_EVEN) is not loads
     assert world.backend.loads == loads
     assert world.manager.stats().below_break_even == (0 if loads else 16)
-    world.nothing_left()
 
 
 @pytest.mark.parametrize(("tokens_least", "loads"), [(0, True), (16, True), (17, False)])
@@ -152,7 +150,6 @@ def test_a15_who_does_not_read_holds_nothing_and_still_writes(worlds: Any) -> No
     other = Prompt(tokens(18, 5))
     world.run("c", other, options=RequestOptions(read=False))
     assert world.run("d", other).usable == 16
-    world.nothing_left()
 
 
 def test_a15_a_plan_that_nobody_takes_lets_go_by_itself(worlds: Any, wait_until: Any) -> None:
@@ -162,7 +159,6 @@ def test_a15_a_plan_that_nobody_takes_lets_go_by_itself(worlds: Any, wait_until:
     wait_until(lambda: world.index.plans.pages == 0, "the plan's end on the device")
     assert world.manager.take("b").usable == 16  # looked for again
     world.manager.release("b")
-    world.nothing_left()
 
 
 def test_a15_leaving_the_manager_gives_back_all_of_it(worlds: Any) -> None:
@@ -171,7 +167,6 @@ def test_a15_leaving_the_manager_gives_back_all_of_it(worlds: Any) -> None:
     with world.manager as manager:
         world.run("b", tokens(18), keep=True)
         manager.plan("c", Prompt(tokens(18)))
-    world.nothing_left()
 
 
 # ---- A16
@@ -193,7 +188,6 @@ def test_a16_generated_tokens_are_offloaded_or_not(worlds: Any, output: bool) ->
     match = world.manager.plan("b", Prompt(every))
     assert (match.device, match.host) == (0, 24 if output else 8)
     world.manager.cancel("b")
-    world.nothing_left()
 
 
 # ---- A17
@@ -231,7 +225,6 @@ def test_a17_of_n_samples_of_one_prompt_one_offloads(worlds: Any, late: bool) ->
     assert found.duplicates == 5 * 4
     assert found.no_room_pages == 0
     assert world.cache.stats().ready == 4 + 6 * 2
-    world.nothing_left()
 
 
 def test_a17_another_goes_on_where_the_one_that_wrote_was_aborted(worlds: Any) -> None:
@@ -246,7 +239,6 @@ def test_a17_another_goes_on_where_the_one_that_wrote_was_aborted(worlds: Any) -
     world.manager.release("b")
     world.manager.resume()
     assert world.manager.stats().offloaded_pages == 4
-    world.nothing_left()
 
 
 def a_copy_goes_on(world: World, prompt: Prompt, samples: str) -> None:
@@ -283,7 +275,6 @@ def test_a17_another_takes_over_when_the_copy_fails(worlds: Any, goes_on: str) -
     for request in "abc":
         world.manager.release(request)
     assert world.manager.stats().offloaded_pages == 4
-    world.nothing_left()
 
 
 def test_a17_another_takes_over_what_was_queued_and_aborted(worlds: Any) -> None:
@@ -299,7 +290,6 @@ def test_a17_another_takes_over_what_was_queued_and_aborted(worlds: Any) -> None
     world.manager.resume()
     assert world.cache.stats().ready == 4
     world.manager.release("b")
-    world.nothing_left()
 
 
 def test_a17_when_all_copies_fail_each_sample_tries_once(worlds: Any) -> None:
@@ -317,7 +307,6 @@ def test_a17_when_all_copies_fail_each_sample_tries_once(worlds: Any) -> None:
     world.backend.fail_next = 0
     for request in "abc":
         world.manager.release(request)
-    world.nothing_left()
 
 
 def test_a17_what_was_asked_for_once_is_not_written_with_it(worlds: Any) -> None:
@@ -332,7 +321,6 @@ def test_a17_what_was_asked_for_once_is_not_written_with_it(worlds: Any) -> None
     world.manager.release("b")
     assert world.cache.stats().ready == 4  # and not what "b" alone has generated
     world.manager.release("a")
-    world.nothing_left()
 
 
 # ---- A18
@@ -399,7 +387,6 @@ def test_a18_an_abort_at_any_time_returns_everything(
     world.manager.release("b")  # late and harmless
     match = world.run("c", prompt)
     assert match.usable >= 16
-    world.nothing_left()
 
 
 def test_a18_what_was_published_before_a_pause_is_written_behind_it(worlds: Any) -> None:
@@ -410,7 +397,6 @@ def test_a18_what_was_published_before_a_pause_is_written_behind_it(worlds: Any)
     assert world.backend.offloads == 0
     world.manager.resume()
     assert world.manager.stats().offloaded_pages == 4
-    world.nothing_left()
 
 
 # ---- A19
@@ -443,7 +429,6 @@ def test_a19_too_few_blocks_for_a_match_and_the_request_recomputes(worlds: Any) 
     assert (found.host_tokens, found.hit_requests) == (0, 0)
     assert manager.recent_stats().host_tokens == 0
     manager.release("c")
-    world.nothing_left()
 
 
 def test_a19_the_devices_part_stays(worlds: Any) -> None:
@@ -463,7 +448,6 @@ def test_a19_the_devices_part_stays(worlds: Any) -> None:
     manager.load("b")
     refused(ConfigError, "loaded", manager.skip_load, "b")
     manager.release("b")
-    world.nothing_left()
 
 
 def test_a19_forgoing_nothing_changes_nothing(worlds: Any) -> None:

@@ -46,7 +46,6 @@ def test_b1_asking_may_evict_first(worlds: Any) -> None:
     assert not manager.can_allocate(7, evict=True)
     assert world.device.free == 6  # what cannot be had is not begun
     manager.release("b")
-    world.nothing_left()
 
 
 def test_b1_giving_back_too_much_is_an_error(worlds: Any) -> None:
@@ -59,7 +58,6 @@ def test_b1_giving_back_too_much_is_an_error(worlds: Any) -> None:
     with pytest.raises(LeaseLost):
         world.device.unpin(np.array([0], np.int32))  # nobody uses it any more
     refused(OutOfPages, "", world.device.allocate, 9)
-    world.nothing_left()
 
 
 def test_b1_an_attached_device_has_its_own_allocator(worlds: Any) -> None:
@@ -87,7 +85,6 @@ def test_b2_keys_chain_over_prompt_and_output(worlds: Any) -> None:
     assert world.manager.plan("f", Prompt(every, lora=b"x")).found == 0
     assert world.manager.plan("g", Prompt(every, tenant="x")).found == 0
     world.manager.lookup.close()
-    world.nothing_left()
 
 
 def test_b2_a_partly_filled_block_is_never_shared(worlds: Any) -> None:
@@ -105,7 +102,6 @@ def test_b2_a_partly_filled_block_is_never_shared(worlds: Any) -> None:
     assert mine[4] != table[4]
     world.manager.release("a")
     world.manager.release("b")
-    world.nothing_left()
 
 
 # ---- B3
@@ -159,7 +155,6 @@ def test_b3_a_match_that_would_cut_an_item_is_trimmed_to_its_start(
         assert world.manager.take("b").usable == match.usable
         world.manager.release("b")
     assert world.manager.stats().cut_items == (3 if cut is not None else 0)
-    world.nothing_left()
 
 
 def test_b3_a_failed_load_leaves_no_item_cut(worlds: Any) -> None:
@@ -178,7 +173,6 @@ def test_b3_a_failed_load_leaves_no_item_cut(worlds: Any) -> None:
     refused(TransferFailed, "", load.done)
     assert world.manager.stats().failed_loads == 1
     world.manager.release("b")
-    world.nothing_left()
 
 
 # ---- B4
@@ -206,7 +200,6 @@ def test_b4_one_match_over_device_host_and_storage(worlds: Any) -> None:
     for request in "cd":
         world.manager.cancel(request)
     assert shelf.tasks[-1].cancelled
-    world.nothing_left()
 
 
 def test_b4_another_prompt_of_the_same_request_asks_anew(worlds: Any) -> None:
@@ -242,7 +235,6 @@ def test_b5_a_block_on_its_way_out_that_is_matched_stays(worlds: Any) -> None:
     assert on_host(world, prompt) == 8
     assert world.cache.check().pins == 0
     world.manager.release("b")
-    world.nothing_left()
 
 
 def test_b5_a_copy_that_fails_on_the_way_out_returns_the_host_page(worlds: Any) -> None:
@@ -274,7 +266,6 @@ def test_b6_host_matches_are_swapped_in(worlds: Any) -> None:
     assert (match.device, match.host) == (0, 28)
     assert world.manager.stats().loaded_pages == 7
     assert on_host(world, prompt) == 7  # inclusive: it stays
-    world.nothing_left()
 
 
 def test_b6_not_enough_memory_is_a_typed_error_and_leaks_nothing(worlds: Any) -> None:
@@ -294,4 +285,3 @@ def test_b6_not_enough_memory_is_a_typed_error_and_leaks_nothing(worlds: Any) ->
     world.manager.load("c").wait()
     assert (world.content("c", 28) == stamps_of(prompt.tokens)[:28]).all()
     world.manager.release("c")
-    world.nothing_left()

@@ -27,7 +27,6 @@ def test_b8_chunks_are_published_as_they_fill(worlds: Any) -> None:
     assert world.run("b", prompt, keep=True).usable == 32  # while "a" runs
     world.manager.release("a")
     world.manager.release("b")
-    world.nothing_left()
 
 
 def test_b8_of_generated_tokens_only_accepted_ones(worlds: Any) -> None:
@@ -49,7 +48,6 @@ def test_b8_of_generated_tokens_only_accepted_ones(worlds: Any) -> None:
     assert world.manager.plan("b", Prompt(every)).usable == 16
     world.manager.cancel("b")
     assert on_host(world, Prompt(every)) == 4
-    world.nothing_left()
 
 
 def test_b8_a_match_is_shortened_for_draft_layers(worlds: Any) -> None:
@@ -84,7 +82,6 @@ def test_b8_duplicates_are_recycled(worlds: Any) -> None:
     assert world.device.free == 32 - 4 - 3
     for request in "abc":
         world.manager.release(request)
-    world.nothing_left()
 
 
 def test_b8_nothing_is_published_before_it_is_loaded(worlds: Any) -> None:
@@ -107,7 +104,6 @@ def test_b8_nothing_is_published_before_it_is_loaded(worlds: Any) -> None:
     world.compute("c", prompt.tokens, 16, 30)
     assert on_device(world, prompt) == 28
     world.manager.release("c")
-    world.nothing_left()
 
 
 # ---- B9
@@ -129,7 +125,6 @@ def test_b9_the_decode_reserve_is_held_and_returned(worlds: Any) -> None:
     world.manager.release("a")
     assert world.device.free == 3
     assert world.manager.gauges().device.available == 8
-    world.nothing_left()
 
 
 def test_b9_the_reserve_is_part_of_what_is_asked_for_first(worlds: Any) -> None:
@@ -138,7 +133,6 @@ def test_b9_the_reserve_is_part_of_what_is_asked_for_first(worlds: Any) -> None:
     world.manager.take("a")
     refused(OutOfPages, "", world.manager.allocate, "a", 10)
     world.manager.release("a")
-    world.nothing_left()
 
 
 # ---- B10
@@ -171,7 +165,6 @@ def test_b10_shared_blocks_go_when_nobody_uses_them(worlds: Any) -> None:
         world.manager.release(request)
     assert world.index.evict(8) == 4
     assert world.device.free == 8
-    world.nothing_left()
 
 
 def test_b10_waiting_while_paused_says_so(worlds: Any) -> None:
@@ -182,7 +175,6 @@ def test_b10_waiting_while_paused_says_so(worlds: Any) -> None:
     world.run("a", tokens(18), keep=True)
     refused(WaitTimeout, "resume", world.manager.release, "a", wait=True)
     world.manager.resume()
-    world.nothing_left()
 
 
 # ---- B11
@@ -240,7 +232,6 @@ def test_b11_from_device_to_host_when_there_is_room(worlds: Any, room: bool) -> 
     if room:
         assert world.manager.plan("b", prompt).found >= 4
         world.manager.cancel("b")
-    world.nothing_left()
 
 
 def test_b11_attached_devices_say_what_goes_and_it_is_written_first(worlds: Any) -> None:
@@ -298,7 +289,6 @@ def test_b12_a_branch_is_dropped_from_its_leaf_as_far_as_it_is_unshared(worlds: 
     assert manager.drop(right, 13) == {"host": 8, "device": 8}
     assert manager.drop(right) == {"host": 16, "device": 16}
     assert manager.stats().dropped == 8 + 4 + 8
-    world.nothing_left()
 
 
 # ---- B13 (storage itself: test_a_storage.py)
@@ -316,7 +306,6 @@ def test_b13_what_is_left_is_written_when_a_request_ends(worlds: Any) -> None:
     assert world.backend.offloads == 2
     world.run("b", every[:38])
     assert world.backend.offloads == 2  # all of it is there
-    world.nothing_left()
 
 
 @pytest.mark.parametrize("blocks", [None, 32], ids=["no tree", "tree not used"])
@@ -337,4 +326,3 @@ def test_b13_from_tokens_alone(worlds: Any, blocks: int | None) -> None:
         assert on_host(world, Prompt(every)) == 7
         assert world.backend.offloads == 1  # the second skips what is stored already
     assert blocks is None or on_device(world, Prompt(every)) == 0
-    world.nothing_left()

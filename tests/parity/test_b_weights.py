@@ -84,8 +84,6 @@ def test_b14_a_version_may_be_served_again_under_its_name(worlds: Any) -> None:
     assert one.manager.weights_state is WeightsState.NORMAL
     assert one.run("c", prompt).device == 16
     assert two.run("c", prompt).host == 16
-    for world in (one, two):
-        world.nothing_left()
 
 
 def test_b14_a_tenant_that_comes_later_is_of_the_version_too(worlds: Any) -> None:
@@ -122,7 +120,6 @@ def test_b14_a_tenant_alone_is_cleared_and_begins_empty(worlds: Any, by: str) ->
     assert world.run("d", mine).usable == 0
     assert world.run("e", mine).device == 16
     assert world.run("f", other).device == 16
-    world.nothing_left()
 
 
 def test_b14_a_tenant_that_comes_in_the_middle_of_the_beginning(worlds: Any) -> None:
@@ -311,7 +308,6 @@ def test_b18_tenants_find_their_own_in_the_new_blocks(worlds: Any, updating: boo
     world.manager.begin_update()
     world.manager.finish_update("3")
     assert world.index.stats().ready == 0
-    world.nothing_left()
 
 
 def test_b18_not_while_requests_run(worlds: Any) -> None:

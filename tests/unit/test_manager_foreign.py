@@ -187,7 +187,6 @@ def test_what_a_commit_says_is_not_lost(worlds: Any) -> None:
     raised_once(world, "begin")
     for request in "ab":
         world.manager.release(request)
-    world.nothing_left()
 
 
 def test_of_several_the_first_is_raised_and_the_others_are_logged(
@@ -206,7 +205,6 @@ def test_of_several_the_first_is_raised_and_the_others_are_logged(
     assert [f"begin {n}" in said[n - 2] for n in (2, 3)] == [True, True]
     for i in range(3):
         world.manager.release(i)
-    world.nothing_left()
 
 
 def test_closing_raises_what_nobody_has_polled_for(worlds: Any) -> None:
@@ -216,7 +214,6 @@ def test_closing_raises_what_nobody_has_polled_for(worlds: Any) -> None:
     computed(world, "a")
     refused(Odd, "arranged", world.manager.close)
     world.manager.close()
-    world.nothing_left()
 
 
 @pytest.mark.parametrize("what", ["abort", "release", "update", "close", "resume"])
@@ -268,4 +265,3 @@ def test_a_copy_among_others_that_go_on(worlds: Any) -> None:
     assert on_host(world, other) == 4
     for request in "ab":
         manager.release(request)
-    world.nothing_left()

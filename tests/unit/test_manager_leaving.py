@@ -43,7 +43,6 @@ def test_blocks_for_which_the_lock_does_not_come(
     getattr(manager, "close" if how == "close" else "poll")()
     assert (world.index.stats().held, manager.gauges().leaving) == (0, 0)
     assert world.device.available == free
-    world.nothing_left()
 
 
 def test_blocks_without_a_key_go_though_those_with_one_do_not(
@@ -58,4 +57,3 @@ def test_blocks_without_a_key_go_though_those_with_one_do_not(
         patch.setattr(Lease, "_give_back", raising(CacheCorrupted))
         refused(CacheCorrupted, "", world.manager.release, "a")
     assert world.index.stats().held == 0
-    world.nothing_left()

@@ -45,7 +45,6 @@ def test_an_index_that_is_disabled_while_blocks_are_written_back(worlds: Any, wh
     figures = world.manager.stats()
     assert (figures.errors, figures.demotions, figures.demotions_lost) == (1, 0, 4)
     assert world.device.free == 4
-    world.nothing_left()
 
 
 def test_a_device_that_is_closed_while_blocks_are_written_back(worlds: Any) -> None:
@@ -66,7 +65,6 @@ def test_making_room_ends_when_the_host_answers_no_more(worlds: Any) -> None:
     refused(OutOfPages, "", manager.allocate, "c", 24)
     switch_off(world.cache.index, 0)
     manager.release("c")
-    world.nothing_left()
 
 
 @pytest.mark.timeout(30)
@@ -80,7 +78,6 @@ def test_waiting_for_room_ends_if_the_cache_is_not_asked_any_more(worlds: Any) -
     assert len(manager.allocate("c", 24, timeout=None)) == 6
     manager.release("c")
     manager.enable()
-    world.nothing_left()
 
 
 # ---- requests
@@ -92,7 +89,6 @@ def test_releases_of_which_one_is_no_request(worlds: Any) -> None:
     refused(ConfigError, "hashable", world.manager.release_many, ["a", []])
     assert world.manager.gauges().running == 1
     world.manager.release("a")
-    world.nothing_left()
 
 
 @pytest.mark.parametrize(
@@ -123,7 +119,6 @@ def test_taking_while_the_host_breaks(worlds: Any, monkeypatch: pytest.MonkeyPat
     assert (world.index.check().pins, world.cache.check().pins) == (0, 0)
     world.manager.allocate("b", 18)
     world.manager.release("b")
-    world.nothing_left()
 
 
 def test_blocks_to_exchange_are_told_though_writing_breaks(
@@ -143,7 +138,6 @@ def test_blocks_to_exchange_are_told_though_writing_breaks(
     assert world.manager.stats().errors == 1
     for request in "ab":
         world.manager.release(request)
-    world.nothing_left()
 
 
 def test_of_two_tenants_one_breaks(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +162,6 @@ def test_of_two_tenants_one_breaks(worlds: Any, monkeypatch: pytest.MonkeyPatch)
     assert [len(each) for each in changed] == [4, 0]
     for request in "abc":
         world.manager.release(request)
-    world.nothing_left()
 
 
 def test_what_failed_to_be_planned_cannot_be_taken_when_all_is_closed(
@@ -199,7 +192,6 @@ def test_a_storage_that_raises_when_a_request_ends(worlds: Any, error: type[Exce
     assert manager.stats().errors == (0 if error is Odd else 2)
     if error is Odd:  # of a storage as of a transfer backend
         refused(Odd, "arranged", manager.poll)
-    world.nothing_left()
 
 
 @pytest.mark.parametrize("error", [Odd, CacheCorrupted])
@@ -227,7 +219,6 @@ def test_a_reading_that_cannot_be_cancelled(worlds: Any, error: type[Exception],
     assert (world.index.check().pins, world.cache.check().pins) == (0, 0)
     if error is Odd and how != "close":
         refused(Odd, "arranged", manager.poll)
-    world.nothing_left()
 
 
 def test_a_reading_that_breaks_while_it_is_waited_for(worlds: Any) -> None:
@@ -238,7 +229,6 @@ def test_a_reading_that_breaks_while_it_is_waited_for(worlds: Any) -> None:
     manager._storage.tasks[-1].wait = raising(CacheCorrupted)
     assert manager.take("b", wait=True).usable == 16
     manager.release("b")
-    world.nothing_left()
 
 
 # ---- interrupts
@@ -331,4 +321,3 @@ def test_another_number_of_blocks_tells_nothing_foreign(worlds: Any) -> None:
     world.manager.set_blocks(16)
     assert world.device.blocks == 16
     refused(Odd, "arranged", world.manager.poll)
-    world.nothing_left()

@@ -37,7 +37,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, index: Any) -> list[int]:
 def test_what_is_pinned_is_not_looked_at_before_half_of_its_time(
     worlds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = worlds(plan_ttl=8.0)
+    world = worlds(ends_busy=True, plan_ttl=8.0)
     world.run("a", tokens(18))
     prompt = Prompt([*tokens(18), *range(8)])
     now = [100.0]
@@ -54,7 +54,7 @@ def test_what_is_pinned_is_not_looked_at_before_half_of_its_time(
 
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_a_plan_grows_as_soon_as_there_is_more(worlds: Any, tier: str) -> None:
-    world = worlds()
+    world = worlds(ends_busy=True)
     prompt = tokens(34)
     world.run("a", prompt[:18])
     waiting = Prompt(prompt)
@@ -91,7 +91,7 @@ def test_a_plan_of_pinned_blocks_hears_of_the_end(worlds: Any, segment_name: str
 
 
 def test_a_plan_of_pinned_blocks_hears_of_an_operator(worlds: Any) -> None:
-    world = worlds()
+    world = worlds(ends_busy=True)
     prompt = Prompt(tokens(18))
     world.run("a", prompt)
     assert world.manager.plan("b", prompt).device == 16
@@ -102,7 +102,7 @@ def test_a_plan_of_pinned_blocks_hears_of_an_operator(worlds: Any) -> None:
 
 
 def test_a_plan_of_pinned_blocks_hears_of_another_device(worlds: Any) -> None:
-    world = worlds()
+    world = worlds(ends_busy=True)
     prompt = Prompt(tokens(18))
     world.run("a", prompt)
     assert world.manager.plan("b", prompt).device == 16
@@ -177,4 +177,3 @@ def test_no_namespace_is_left_for_a_tenant(worlds: Any) -> None:
         manager.commit(request, 18)
         manager.release(request)
     manager.cancel("a")
-    world.nothing_left()

@@ -60,7 +60,6 @@ def test_prompts_of_nearly_nothing(worlds: Any, n: int) -> None:
     world = worlds()
     for request in "ab":
         assert world.run(request, tokens(n)).usable == 0
-    world.nothing_left()
 
 
 # ---- planning
@@ -87,7 +86,6 @@ def test_plans(worlds: Any, says: str) -> None:
     unchanged(world, lambda: PLANS[says](world.manager), ConfigError, says)
     assert world.manager.take("a").usable == 16
     world.manager.release("a")
-    world.nothing_left()
 
 
 @pytest.mark.parametrize("given", [[4], [4, -4], [4, 4.0], [4, None]])
@@ -105,13 +103,13 @@ def test_plans_of_what_an_engine_found_itself(worlds: Any, given: Any) -> None:
 
 @pytest.mark.parametrize("n", [-1, 3.5, "3", None])
 def test_no_number_of_tokens(worlds: Any, n: Any) -> None:
-    world = worlds()
+    world = worlds(ends_busy=True)
     world.start("a", PROMPT)
     unchanged(world, lambda: world.manager.allocate("a", n), ConfigError, "tokens: expected")
 
 
 def test_more_than_there_is(worlds: Any) -> None:
-    world = worlds()
+    world = worlds(ends_busy=True)
     world.start("a", PROMPT)
     unchanged(world, lambda: world.manager.allocate("a", 10**9), OutOfPages, "the device has 32")
 
@@ -158,7 +156,6 @@ def test_commits_of_which_one_is_wrong(worlds: Any, says: str) -> None:
     found = world.manager.plan("c", Prompt(np.concatenate([tokens(18, ord("a")), [8, 9, 1]])))
     assert found.device == 20
     world.manager.cancel("c")
-    world.nothing_left()
 
 
 WRONG_TABLES = {
@@ -222,7 +219,6 @@ def test_out_of_turn(worlds: Any) -> None:
         lambda: manager.commit("a", 18),
     ):
         unchanged(world, call, LeaseLost, "no running request 'a'")
-    world.nothing_left()
 
 
 # ---- blocks
@@ -237,7 +233,7 @@ def test_blocks_that_are_none(worlds: Any) -> None:
 
 
 def test_a_padded_table_is_looked_at(worlds: Any) -> None:
-    world = worlds()
+    world = worlds(ends_busy=True)
     world.start("a", PROMPT)
     world.backend.at_once = False
     world.compute("a", PROMPT.tokens, 0, 18)

@@ -41,7 +41,7 @@ def test_attached(worlds: Any) -> None:
 
 
 def test_attached_a_double_inherits_the_name(worlds: Any) -> None:
-    world = worlds(owned=False)
+    world = worlds(ends_busy=True, owned=False)
     manager, prompt = world.manager, Prompt(tokens(9))
     for request, table in (("a", [1, 2, 3]), ("b", [4, 5, 6])):
         manager.plan(request, prompt, device_tokens=0)

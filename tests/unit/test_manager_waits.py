@@ -104,7 +104,6 @@ def test_limits_that_no_lock_takes(worlds: Any, call: str, timeout: float) -> No
     assert (load.done(), load.failed) == (True, False)
     world.manager.resume()
     world.manager.release("a")
-    world.nothing_left()
 
 
 def test_room_is_waited_for_without_an_end(worlds: Any) -> None:
@@ -119,7 +118,6 @@ def test_room_is_waited_for_without_an_end(worlds: Any) -> None:
     figures = world.manager.stats()
     assert (figures.demotions, figures.failed_offloads) == (8, 0)
     world.manager.release("a")
-    world.nothing_left()
 
 
 @pytest.mark.parametrize("timeout", [math.nan, "60", True, 1j], ids=str)
@@ -136,7 +134,6 @@ def test_no_number_of_seconds(worlds: Any, call: str, timeout: Any) -> None:
     manager.cancel("b")
     manager.release("a")
     assert manager.gauges().leaving == 1
-    world.nothing_left()
 
 
 @pytest.mark.parametrize("where", ["wait", "done"])
@@ -156,7 +153,6 @@ def test_what_comes_out_of_a_wait_and_not_of_the_copy(worlds: Any, where: str) -
     world.backend.finish()
     assert manager.poll() == 0
     assert (manager.stats().loads, manager.stats().failed_loads) == (1, 0)
-    world.nothing_left()
 
 
 def test_what_comes_out_of_asking_for_a_copy_of_states(hybrids: Any) -> None:
@@ -175,7 +171,6 @@ def test_what_comes_out_of_asking_for_a_copy_of_states(hybrids: Any) -> None:
     assert world.hybrid.poll() == 0
     assert copied.over
     world.hybrid.release("b", publish=False, at=40)
-    world.nothing_left()
 
 
 class Gate:
