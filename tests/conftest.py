@@ -179,6 +179,12 @@ def worlds(segment_name: str) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
+def world(worlds: Callable[..., Any]) -> Any:
+    """One of them, of the usual sizes."""
+    return worlds()
+
+
+@pytest.fixture
 def hybrids(segment_name: str) -> Iterator[Callable[..., Any]]:
     """Managers of hybrid models, as support.hybrid_case makes them."""
     from support.hybrid_case import made_hybrids

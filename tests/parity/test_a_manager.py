@@ -120,8 +120,7 @@ def test_a13_what_is_found_and_not_used_is_no_hit(worlds: Any) -> None:
 # ---- A15
 
 
-def test_a15_a_request_that_skips_loading_gives_back_what_it_matched(worlds: Any) -> None:
-    world = worlds()
+def test_a15_a_request_that_skips_loading_gives_back_what_it_matched(world: Any) -> None:
     prompt = Prompt(tokens(18))
     world.run("a", prompt)
     world.index.evict(2)
@@ -137,8 +136,7 @@ def test_a15_a_request_that_skips_loading_gives_back_what_it_matched(worlds: Any
     assert world.cache.check().pins == 0
 
 
-def test_a15_who_does_not_read_holds_nothing_and_still_writes(worlds: Any) -> None:
-    world = worlds()
+def test_a15_who_does_not_read_holds_nothing_and_still_writes(world: Any) -> None:
     prompt = Prompt(tokens(18))
     world.run("a", prompt)
     manager = world.manager
@@ -152,8 +150,7 @@ def test_a15_who_does_not_read_holds_nothing_and_still_writes(worlds: Any) -> No
     assert world.run("d", other).usable == 16
 
 
-def test_a15_a_plan_that_nobody_takes_lets_go_by_itself(worlds: Any, wait_until: Any) -> None:
-    world = worlds()
+def test_a15_a_plan_that_nobody_takes_lets_go_by_itself(world: Any, wait_until: Any) -> None:
     world.run("a", tokens(18))
     world.manager.plan("b", Prompt(tokens(18)), options=RequestOptions(ttl=0.001))
     wait_until(lambda: world.index.plans.pages == 0, "the plan's end on the device")
@@ -161,8 +158,7 @@ def test_a15_a_plan_that_nobody_takes_lets_go_by_itself(worlds: Any, wait_until:
     world.manager.release("b")
 
 
-def test_a15_leaving_the_manager_gives_back_all_of_it(worlds: Any) -> None:
-    world = worlds()
+def test_a15_leaving_the_manager_gives_back_all_of_it(world: Any) -> None:
     world.run("a", tokens(18))
     with world.manager as manager:
         world.run("b", tokens(18), keep=True)
@@ -173,8 +169,7 @@ def test_a15_leaving_the_manager_gives_back_all_of_it(worlds: Any) -> None:
 
 
 @pytest.mark.parametrize("output", [True, False])
-def test_a16_generated_tokens_are_offloaded_or_not(worlds: Any, output: bool) -> None:
-    world = worlds()
+def test_a16_generated_tokens_are_offloaded_or_not(world: Any, output: bool) -> None:
     every = tokens(30)
     world.start("a", every[:10], options=RequestOptions(output=output))
     for begin, end in ((0, 10), (10, 13), (13, 21), (21, 27)):
@@ -227,8 +222,7 @@ def test_a17_of_n_samples_of_one_prompt_one_offloads(worlds: Any, late: bool) ->
     assert world.cache.stats().ready == 4 + 6 * 2
 
 
-def test_a17_another_goes_on_where_the_one_that_wrote_was_aborted(worlds: Any) -> None:
-    world = worlds()
+def test_a17_another_goes_on_where_the_one_that_wrote_was_aborted(world: Any) -> None:
     prompt = Prompt(tokens(18))
     for request in "ab":
         world.start(request, prompt)
@@ -253,8 +247,7 @@ def a_copy_goes_on(world: World, prompt: Prompt, samples: str) -> None:
 
 
 @pytest.mark.parametrize("goes_on", ["computing", "ending", "beginning"])
-def test_a17_another_takes_over_when_the_copy_fails(worlds: Any, goes_on: str) -> None:
-    world = worlds()
+def test_a17_another_takes_over_when_the_copy_fails(world: Any, goes_on: str) -> None:
     prompt = Prompt(tokens(18))
     a_copy_goes_on(world, prompt, "a" if goes_on == "beginning" else "abc")
     world.backend.fail_next = 1
@@ -277,8 +270,7 @@ def test_a17_another_takes_over_when_the_copy_fails(worlds: Any, goes_on: str) -
     assert world.manager.stats().offloaded_pages == 4
 
 
-def test_a17_another_takes_over_what_was_queued_and_aborted(worlds: Any) -> None:
-    world = worlds()
+def test_a17_another_takes_over_what_was_queued_and_aborted(world: Any) -> None:
     prompt = Prompt(tokens(18))
     world.manager.pause()
     for request in "ab":
@@ -292,8 +284,7 @@ def test_a17_another_takes_over_what_was_queued_and_aborted(worlds: Any) -> None
     world.manager.release("b")
 
 
-def test_a17_when_all_copies_fail_each_sample_tries_once(worlds: Any) -> None:
-    world = worlds()
+def test_a17_when_all_copies_fail_each_sample_tries_once(world: Any) -> None:
     every = tokens(18)
     a_copy_goes_on(world, Prompt(every), "abc")
     world.backend.fail_next = 100
@@ -363,9 +354,8 @@ def reach(world: World, stage: str, prompt: Prompt) -> None:
     ("stage", "paused"), [(each, False) for each in STAGES] + [(each, True) for each in STAGES[:4]]
 )
 def test_a18_an_abort_at_any_time_returns_everything(
-    worlds: Any, stage: str, publish: bool, paused: bool
+    world: Any, stage: str, publish: bool, paused: bool
 ) -> None:
-    world = worlds()
     prompt = Prompt(tokens(30))
     world.run("a", Prompt(prompt.tokens[:18]))
     world.index.evict(2)
@@ -389,8 +379,7 @@ def test_a18_an_abort_at_any_time_returns_everything(
     assert match.usable >= 16
 
 
-def test_a18_what_was_published_before_a_pause_is_written_behind_it(worlds: Any) -> None:
-    world = worlds()
+def test_a18_what_was_published_before_a_pause_is_written_behind_it(world: Any) -> None:
     world.manager.pause()
     world.run("a", tokens(18))
     assert world.manager.gauges().leaving == 1
@@ -431,8 +420,7 @@ def test_a19_too_few_blocks_for_a_match_and_the_request_recomputes(worlds: Any) 
     manager.release("c")
 
 
-def test_a19_the_devices_part_stays(worlds: Any) -> None:
-    world = worlds()
+def test_a19_the_devices_part_stays(world: Any) -> None:
     prompt = Prompt(tokens(30), items=[MultimodalItem(6, 14, b"image")])
     world.run("a", prompt)
     world.index.evict(5)
@@ -450,8 +438,7 @@ def test_a19_the_devices_part_stays(worlds: Any) -> None:
     manager.release("b")
 
 
-def test_a19_forgoing_nothing_changes_nothing(worlds: Any) -> None:
-    world = worlds()
+def test_a19_forgoing_nothing_changes_nothing(world: Any) -> None:
     world.run("a", tokens(18))
     world.manager.plan("b", Prompt(tokens(18)))
     match = world.manager.take("b")

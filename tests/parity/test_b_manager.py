@@ -69,8 +69,7 @@ def test_b1_an_attached_device_has_its_own_allocator(worlds: Any) -> None:
 # ---- B2
 
 
-def test_b2_keys_chain_over_prompt_and_output(worlds: Any) -> None:
-    world = worlds()
+def test_b2_keys_chain_over_prompt_and_output(world: Any) -> None:
     every = tokens(26)
     world.start("a", every[:10])
     world.compute("a", every, 0, 10)
@@ -87,8 +86,7 @@ def test_b2_keys_chain_over_prompt_and_output(worlds: Any) -> None:
     world.manager.lookup.close()
 
 
-def test_b2_a_partly_filled_block_is_never_shared(worlds: Any) -> None:
-    world = worlds()
+def test_b2_a_partly_filled_block_is_never_shared(world: Any) -> None:
     every = tokens(20)
     world.start("a", every[:18])
     for end in range(1, 19):
@@ -113,8 +111,7 @@ ITEMS = [
 ]
 
 
-def test_b3_items_enter_the_key_of_every_block_they_touch(worlds: Any) -> None:
-    world = worlds()
+def test_b3_items_enter_the_key_of_every_block_they_touch(world: Any) -> None:
     every = tokens(40)
     world.run("a", Prompt(every, items=ITEMS))
     for i, before in ((0, 4), (1, 4), (2, 20)):
@@ -140,9 +137,8 @@ def test_b3_items_enter_the_key_of_every_block_they_touch(worlds: Any) -> None:
     ],
 )
 def test_b3_a_match_that_would_cut_an_item_is_trimmed_to_its_start(
-    worlds: Any, limit: int, usable: int, cut: int | None
+    world: Any, limit: int, usable: int, cut: int | None
 ) -> None:
-    world = worlds()
     prompt = Prompt(tokens(40), items=ITEMS)
     world.run("a", prompt)
     for evicted in (0, 5, 32):
@@ -157,8 +153,7 @@ def test_b3_a_match_that_would_cut_an_item_is_trimmed_to_its_start(
     assert world.manager.stats().cut_items == (3 if cut is not None else 0)
 
 
-def test_b3_a_failed_load_leaves_no_item_cut(worlds: Any) -> None:
-    world = worlds()
+def test_b3_a_failed_load_leaves_no_item_cut(world: Any) -> None:
     prompt = Prompt(tokens(40), items=ITEMS)
     world.run("a", prompt)
     world.index.evict(8)  # eight tokens stay: they end within item one

@@ -29,8 +29,7 @@ def test_b8_chunks_are_published_as_they_fill(worlds: Any) -> None:
     world.manager.release("b")
 
 
-def test_b8_of_generated_tokens_only_accepted_ones(worlds: Any) -> None:
-    world = worlds()
+def test_b8_of_generated_tokens_only_accepted_ones(world: Any) -> None:
     every = tokens(30)
     world.start("a", every[:9])
     world.compute("a", every, 0, 9)
@@ -50,8 +49,7 @@ def test_b8_of_generated_tokens_only_accepted_ones(worlds: Any) -> None:
     assert on_host(world, Prompt(every)) == 4
 
 
-def test_b8_a_match_is_shortened_for_draft_layers(worlds: Any) -> None:
-    world = worlds()
+def test_b8_a_match_is_shortened_for_draft_layers(world: Any) -> None:
     prompt = Prompt(tokens(34))
     world.run("a", prompt)
     match = world.manager.plan("b", prompt)
@@ -70,8 +68,7 @@ def test_b8_a_match_is_shortened_for_draft_layers(worlds: Any) -> None:
     assert world.index.stats().ready == 8
 
 
-def test_b8_duplicates_are_recycled(worlds: Any) -> None:
-    world = worlds()
+def test_b8_duplicates_are_recycled(world: Any) -> None:
     prompt = Prompt(tokens(18))
     for request in "abc":
         world.start(request, prompt)
@@ -84,8 +81,7 @@ def test_b8_duplicates_are_recycled(worlds: Any) -> None:
         world.manager.release(request)
 
 
-def test_b8_nothing_is_published_before_it_is_loaded(worlds: Any) -> None:
-    world = worlds()
+def test_b8_nothing_is_published_before_it_is_loaded(world: Any) -> None:
     prompt = Prompt(tokens(30))
     world.run("a", Prompt(prompt.tokens[:18]))
     world.index.evict(2)
@@ -139,8 +135,7 @@ def test_b9_the_reserve_is_part_of_what_is_asked_for_first(worlds: Any) -> None:
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["synchronous", "asynchronous"])
-def test_b10_release(worlds: Any, wait: bool) -> None:
-    world = worlds()
+def test_b10_release(world: Any, wait: bool) -> None:
     world.backend.at_once = False
     world.run("a", tokens(18), keep=True)
     world.manager.release("a", wait=wait)
@@ -257,8 +252,7 @@ def test_b11_attached_devices_say_what_goes_and_it_is_written_first(worlds: Any)
     assert on_host(world, prompt) == 2
 
 
-def test_b11_the_host_is_inclusive(worlds: Any) -> None:
-    world = worlds()
+def test_b11_the_host_is_inclusive(world: Any) -> None:
     prompt = Prompt(tokens(18))
     world.run("a", prompt)
     world.index.evict(32)
@@ -269,8 +263,7 @@ def test_b11_the_host_is_inclusive(worlds: Any) -> None:
 # ---- B12
 
 
-def test_b12_a_branch_is_dropped_from_its_leaf_as_far_as_it_is_unshared(worlds: Any) -> None:
-    world = worlds()
+def test_b12_a_branch_is_dropped_from_its_leaf_as_far_as_it_is_unshared(world: Any) -> None:
     manager = world.manager
     left = Prompt(tokens(30))
     right = Prompt(np.concatenate([tokens(30)[:12], tokens(12, 4)]))

@@ -99,8 +99,7 @@ def test_b14_a_tenant_that_comes_later_is_of_the_version_too(worlds: Any) -> Non
 
 
 @pytest.mark.parametrize("by", ["the cache", "the manager"])
-def test_b14_a_tenant_alone_is_cleared_and_begins_empty(worlds: Any, by: str) -> None:
-    world = worlds()
+def test_b14_a_tenant_alone_is_cleared_and_begins_empty(world: Any, by: str) -> None:
     mine, other = (Prompt(tokens(18), tenant=tenant) for tenant in ("mine", "other"))
     for prompt in (mine, other):
         world.run("a", prompt)
@@ -186,8 +185,7 @@ def test_b14_who_begins_behind_one_that_got_stuck_clears_all(worlds: Any) -> Non
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["waited for", "run out"])
-def test_b14_transfers_in_flight(worlds: Any, wait: bool) -> None:
-    world = worlds()
+def test_b14_transfers_in_flight(world: Any, wait: bool) -> None:
     world.run("a", tokens(18, 1))
     world.index.evict(32)
     world.backend.at_once = False
@@ -207,8 +205,7 @@ def test_b14_transfers_in_flight(worlds: Any, wait: bool) -> None:
     assert world.device.free == 32
 
 
-def test_b14_releases_behind_a_clear_are_harmless(worlds: Any) -> None:
-    world = worlds()
+def test_b14_releases_behind_a_clear_are_harmless(world: Any) -> None:
     for request, seed in (("a", 0), ("b", 0), ("c", 1)):
         world.run(request, tokens(18, seed), keep=True)
     world.manager.plan("planned", Prompt(tokens(18)))
@@ -223,8 +220,7 @@ def test_b14_releases_behind_a_clear_are_harmless(worlds: Any) -> None:
     assert world.device.free == 32 - 4
 
 
-def test_b14_an_update_has_a_beginning_and_an_end(worlds: Any) -> None:
-    world = worlds()
+def test_b14_an_update_has_a_beginning_and_an_end(world: Any) -> None:
     refused(ConfigError, "begin_update", world.manager.finish_update, "2")
     world.manager.begin_update()
     world.manager.begin_update()
@@ -287,8 +283,7 @@ def test_b18_the_number_of_blocks_changes_after_profiling(worlds: Any, owned: bo
 
 
 @pytest.mark.parametrize("updating", [False, True], ids=["serving", "updating"])
-def test_b18_tenants_find_their_own_in_the_new_blocks(worlds: Any, updating: bool) -> None:
-    world = worlds()
+def test_b18_tenants_find_their_own_in_the_new_blocks(world: Any, updating: bool) -> None:
     left, right = (Prompt(tokens(18), tenant=each) for each in ("left", "right"))
     for prompt in (left, right):
         world.run("first", prompt)
@@ -310,8 +305,7 @@ def test_b18_tenants_find_their_own_in_the_new_blocks(worlds: Any, updating: boo
     assert world.index.stats().ready == 0
 
 
-def test_b18_not_while_requests_run(worlds: Any) -> None:
-    world = worlds()
+def test_b18_not_while_requests_run(world: Any) -> None:
     world.backend.at_once = False
     world.run("a", tokens(18), keep=True)
     refused(InUse, "1 requests run", world.manager.set_blocks, 16)

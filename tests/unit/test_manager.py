@@ -15,8 +15,7 @@ from lightcache.manager.request import slots_of
 from lightcache.manager.stats import NodeCounters
 
 
-def test_one_token_is_left_to_compute(worlds: Any) -> None:
-    world = worlds()
+def test_one_token_is_left_to_compute(world: Any) -> None:
     world.run("a", tokens(16))
     match = world.run("b", tokens(16))
     assert match.usable == 12
@@ -38,14 +37,12 @@ def test_sizes_that_do_not_fit_are_refused(worlds: Any) -> None:
     refused(ConfigError, "multiple", worlds, block=4, page=6)
 
 
-def test_who_does_not_write_leaves_nothing(worlds: Any) -> None:
-    world = worlds()
+def test_who_does_not_write_leaves_nothing(world: Any) -> None:
     world.run("a", tokens(18), options=RequestOptions(write=False))
     assert world.run("b", tokens(18)).usable == 0
 
 
-def test_blocks_that_get_no_name_are_given_back(worlds: Any) -> None:
-    world = worlds()
+def test_blocks_that_get_no_name_are_given_back(world: Any) -> None:
     world.device.index.namespace("", "", quota=2)
     world.run("a", tokens(18), keep=True)
     world.manager.release("a")
@@ -82,8 +79,7 @@ def test_figures_of_the_node(worlds: Any, segment_name: str) -> None:
     refused(ConfigError, "counters", first.manager.node_stats)
 
 
-def test_what_is_built_on_a_manager_begins_a_request_and_takes_that_back(worlds: Any) -> None:
-    world = worlds()
+def test_what_is_built_on_a_manager_begins_a_request_and_takes_that_back(world: Any) -> None:
     prompt = Prompt(tokens(18))
     world.run("first", prompt)
     before = world.manager.stats()

@@ -42,8 +42,7 @@ def halved(world: World) -> Prompt:
     return prompt
 
 
-def test_what_waits_is_let_go_and_may_begin(worlds: Any) -> None:
-    world = worlds()
+def test_what_waits_is_let_go_and_may_begin(world: Any) -> None:
     prompt = halved(world)
     world.manager.plan("a", prompt)
     assert pins(world) != (0, 0)
@@ -57,9 +56,8 @@ def test_what_waits_is_let_go_and_may_begin(worlds: Any) -> None:
 
 
 def test_taking_one_that_could_not_be_let_go_then(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
+    world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = worlds()
     prompt = halved(world)
     world.manager.plan("a", prompt)
     monkeypatch.setattr(world.manager.lookup, "let_go", lambda: None)
@@ -72,9 +70,8 @@ def test_taking_one_that_could_not_be_let_go_then(
 
 @pytest.mark.parametrize("again", [False, True], ids=["disabled", "enabled again"])
 def test_a_request_that_was_taken_before_does_not_believe_in_its_load(
-    worlds: Any, again: bool
+    world: Any, again: bool
 ) -> None:
-    world = worlds()
     prompt = halved(world)
     world.manager.plan("a", prompt)
     assert world.manager.take("a").usable == 16
@@ -125,8 +122,7 @@ def test_a_cache_that_is_closed_under_its_manager(worlds: Any) -> None:
     manager.close()
 
 
-def test_a_device_that_is_closed_under_its_manager(worlds: Any) -> None:
-    world = worlds()
+def test_a_device_that_is_closed_under_its_manager(world: Any) -> None:
     manager, prompt = world.manager, halved(world)
     manager.plan("waits", prompt)
     manager.plan("runs", prompt)
@@ -137,8 +133,7 @@ def test_a_device_that_is_closed_under_its_manager(worlds: Any) -> None:
     assert world.cache.check().pins == 0
 
 
-def test_a_closed_manager_begins_nothing(worlds: Any) -> None:
-    world = worlds()
+def test_a_closed_manager_begins_nothing(world: Any) -> None:
     prompt = halved(world)
     world.manager.plan("a", prompt)
     world.manager.close()

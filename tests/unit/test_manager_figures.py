@@ -47,8 +47,7 @@ def gone(stats: ManagerStats) -> dict[str, int]:
 # ---- bytes
 
 
-def test_bytes_between_host_and_device(worlds: Any) -> None:
-    world = worlds()
+def test_bytes_between_host_and_device(world: Any) -> None:
     world.run("a", tokens(18))
     assert world.manager.stats().offloaded_bytes == 16 * TOKEN_BYTES
     world.index.evict(32)
@@ -66,8 +65,7 @@ def test_of_a_page_that_is_loaded_in_part_that_part_counts(worlds: Any) -> None:
     assert (found.loaded_pages, found.loaded_bytes) == (1, 8 * TOKEN_BYTES)
 
 
-def test_copies_that_fail_move_nothing(worlds: Any) -> None:
-    world = worlds()
+def test_copies_that_fail_move_nothing(world: Any) -> None:
     world.backend.fail_next = 1
     world.run("a", tokens(18))
     found = world.manager.stats()
@@ -400,8 +398,7 @@ def test_what_a_request_came_for_is_not_evicted(worlds: Any) -> None:
     assert (found.demotions, found.demotions_lost, found.kept_by_match) == (0, 4, 4)
 
 
-def test_a_branch_that_was_dropped(worlds: Any) -> None:
-    world = worlds()
+def test_a_branch_that_was_dropped(world: Any) -> None:
     world.run("a", tokens(18))
     world.manager.drop(Prompt(tokens(18)), 8)
     found = world.manager.stats()
@@ -409,8 +406,7 @@ def test_a_branch_that_was_dropped(worlds: Any) -> None:
     assert (found.dropped, found.device_evictions, found.host_evictions) == (4, 0, 0)
 
 
-def test_weights_that_were_cleared(worlds: Any) -> None:
-    world = worlds()
+def test_weights_that_were_cleared(world: Any) -> None:
     world.run("a", Prompt(tokens(18), tenant="one"))
     world.run("b", tokens(9))
     world.manager.begin_update()
@@ -461,8 +457,7 @@ def test_pages_count_for_whom_room_was_made(worlds: Any, segment_name: str) -> N
         other.close()
 
 
-def test_pages_that_a_tenant_gave_up_for_its_quota(worlds: Any) -> None:
-    world = worlds()
+def test_pages_that_a_tenant_gave_up_for_its_quota(world: Any) -> None:
     world.cache.namespace("", "small", quota=4)
     for seed in (1, 2):
         world.run(seed, Prompt(tokens(13, seed), tenant="small"))
@@ -471,8 +466,7 @@ def test_pages_that_a_tenant_gave_up_for_its_quota(worlds: Any) -> None:
     assert found.host_evictions == 2
 
 
-def test_pages_that_somebody_asked_to_evict(worlds: Any) -> None:
-    world = worlds()
+def test_pages_that_somebody_asked_to_evict(world: Any) -> None:
     world.run("a", tokens(18))
     world.cache.evict(1)
     world.cache.index.discard(world.cache.index.oldest(1))

@@ -18,10 +18,9 @@ PROMPT = Prompt(tokens(18))
 
 @pytest.mark.parametrize("how", ["release", "poll", "close"])
 def test_blocks_for_which_the_lock_does_not_come(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch, how: str
+    world: Any, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """They are given back when it does."""
-    world = worlds()
     manager, free = world.manager, world.device.free
     for request, seed in (("a", 0), ("b", 2)):
         world.run(request, Prompt(tokens(18, seed)), keep=True)
@@ -46,9 +45,8 @@ def test_blocks_for_which_the_lock_does_not_come(
 
 
 def test_blocks_without_a_key_go_though_those_with_one_do_not(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
+    world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = worlds()
     world.manager.plan("a", PROMPT)
     world.manager.take("a")
     world.manager.allocate("a", 18)

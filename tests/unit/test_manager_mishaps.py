@@ -83,8 +83,7 @@ def test_waiting_for_room_ends_if_the_cache_is_not_asked_any_more(worlds: Any) -
 # ---- requests
 
 
-def test_releases_of_which_one_is_no_request(worlds: Any) -> None:
-    world = worlds()
+def test_releases_of_which_one_is_no_request(world: Any) -> None:
     world.start("a", PROMPT)
     refused(ConfigError, "hashable", world.manager.release_many, ["a", []])
     assert world.manager.gauges().running == 1
@@ -107,9 +106,8 @@ def test_ids_that_are_none(worlds: Any, call: str, more: tuple[int, ...]) -> Non
     refused(ConfigError, "hashable", getattr(worlds().manager, call), [], *more)
 
 
-def test_taking_while_the_host_breaks(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taking_while_the_host_breaks(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the plan, whose pins were taken already."""
-    world = worlds()
     world.run("a", PROMPT)
     world.manager.plan("b", PROMPT)
     with monkeypatch.context() as patch:
@@ -122,10 +120,9 @@ def test_taking_while_the_host_breaks(worlds: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_blocks_to_exchange_are_told_though_writing_breaks(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
+    world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ours were given back: who goes on with them would write into another's."""
-    world = worlds()
     for request in "ab":
         world.start(request, PROMPT)
         table = world.manager.allocate(request, 18)
@@ -140,9 +137,8 @@ def test_blocks_to_exchange_are_told_though_writing_breaks(
         world.manager.release(request)
 
 
-def test_of_two_tenants_one_breaks(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_tenants_one_breaks(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was exchanged for the one is told though naming the other's blocks raises."""
-    world = worlds()
     other = Prompt(tokens(18, 5), tenant="t")
     for request, prompt in (("a", PROMPT), ("b", PROMPT), ("c", other)):
         world.start(request, prompt)
@@ -311,10 +307,9 @@ class TransferBackend:
         self.load = self.offload = self.save = call
 
 
-def test_another_number_of_blocks_tells_nothing_foreign(worlds: Any) -> None:
+def test_another_number_of_blocks_tells_nothing_foreign(world: Any) -> None:
     """What a transfer backend has raised is for `poll`: the number is changed, and it is still
     told."""
-    world = worlds()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world.backend, "offload", raising(Odd))
         world.run("a", PROMPT)

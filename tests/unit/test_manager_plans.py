@@ -65,8 +65,7 @@ def test_a_plan_grows_as_soon_as_there_is_more(worlds: Any, tier: str) -> None:
     assert (match.device, match.host) == ((32, 0) if tier == "device" else (16, 16))
 
 
-def test_absent_pages_are_counted_by_every_plan(worlds: Any) -> None:
-    world = worlds()
+def test_absent_pages_are_counted_by_every_plan(world: Any) -> None:
     for _ in range(3):
         world.manager.plan("a", Prompt(tokens(18)))
     prompt = Prompt(tokens(18))
@@ -75,8 +74,7 @@ def test_absent_pages_are_counted_by_every_plan(worlds: Any) -> None:
     assert world.manager.stats().absent_pages == 6 * 4
 
 
-def test_a_plan_of_pinned_blocks_hears_of_the_end(worlds: Any, segment_name: str) -> None:
-    world = worlds()
+def test_a_plan_of_pinned_blocks_hears_of_the_end(world: Any, segment_name: str) -> None:
     other = World(f"{segment_name}.other", cache=world.cache)
     prompt = Prompt(tokens(18))
     try:
@@ -152,9 +150,8 @@ def test_a_plan_of_before_learns_who_computes_the_same(worlds: Any) -> None:
     assert manager.plan("b", prompt).waits_for is None
 
 
-def test_no_namespace_is_left_for_a_tenant(worlds: Any) -> None:
+def test_no_namespace_is_left_for_a_tenant(world: Any) -> None:
     """Nothing of it is found or saved; others, in the same call, have what they have."""
-    world = worlds()
     manager, late = world.manager, Prompt(tokens(18), tenant="late")
     world.run("first", PROMPT)
     with contextlib.suppress(OutOfPages):

@@ -56,8 +56,7 @@ def test_what_else_a_prompt_is_given(what: Any) -> None:
 
 
 @pytest.mark.parametrize("n", [0, 1])
-def test_prompts_of_nearly_nothing(worlds: Any, n: int) -> None:
-    world = worlds()
+def test_prompts_of_nearly_nothing(world: Any, n: int) -> None:
     for request in "ab":
         assert world.run(request, tokens(n)).usable == 0
 
@@ -79,8 +78,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("says", PLANS)
-def test_plans(worlds: Any, says: str) -> None:
-    world = worlds()
+def test_plans(world: Any, says: str) -> None:
     world.run("first", PROMPT)
     world.manager.plan("a", PROMPT)
     unchanged(world, lambda: PLANS[says](world.manager), ConfigError, says)
@@ -115,8 +113,7 @@ def test_more_than_there_is(worlds: Any) -> None:
 
 
 @pytest.mark.parametrize("n", [0, -1, "x", 1 << 40])
-def test_no_number_of_blocks(worlds: Any, n: Any) -> None:
-    world = worlds()
+def test_no_number_of_blocks(world: Any, n: Any) -> None:
     world.run("a", PROMPT)
     world.manager.plan("b", PROMPT)
     unchanged(world, lambda: world.manager.set_blocks(n), ConfigError, "blocks: expected")
@@ -142,8 +139,7 @@ COMMITS = {
 
 
 @pytest.mark.parametrize("says", COMMITS)
-def test_commits_of_which_one_is_wrong(worlds: Any, says: str) -> None:
-    world = worlds()
+def test_commits_of_which_one_is_wrong(world: Any, says: str) -> None:
     for request in "ab":
         world.start(request, Prompt(tokens(18, ord(request))))
         world.compute(request, tokens(18, ord(request)), 0, 18)
@@ -203,8 +199,7 @@ def test_tables_to_load_into(worlds: Any, table: Any) -> None:
 # ---- out of turn
 
 
-def test_out_of_turn(worlds: Any) -> None:
-    world = worlds()
+def test_out_of_turn(world: Any) -> None:
     manager = world.manager
     unchanged(world, lambda: manager.take("a"), LeaseLost, "plan it first")
     world.run("a", PROMPT, keep=True)
@@ -251,8 +246,7 @@ def test_a_padded_table_is_looked_at(worlds: Any) -> None:
 
 
 @pytest.mark.parametrize("what", ["host", "device", "config"])
-def test_a_manager_of_something_else(worlds: Any, what: str) -> None:
-    world = worlds()
+def test_a_manager_of_something_else(world: Any, what: str) -> None:
     parts = {"host": world.cache, "device": world.device, "backend": world.backend, "config": None}
     parts[what] = {"a": 1}
     refused(ConfigError, f"{what}: expected a", KVCacheManager, **parts)
