@@ -11,9 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from lightcache import _arguments
 from lightcache._arguments import Keys, Offsets, Pages, parse_size
-from lightcache.errors import CacheCorrupted, ConfigError, InUse, LayoutMismatch
+from lightcache.errors import CacheCorrupted, ConfigError, InUse, LayoutMismatch, OutOfPages
 from lightcache.hashing import (
     SECRET_BYTES,
     KeySpec,
@@ -34,6 +36,7 @@ from lightcache.plans import TIMEOUT, Plans
 from lightcache.pool import (
     CHUNK_BYTES,
     MAX_THREADS,
+    Bytes,
     Grower,
     HostPool,
     Numa,
@@ -646,6 +649,56 @@ class Cache:
     ) -> PageHasher:
         """Return a resumable hasher, for tokens that arrive one by one."""
         return PageHasher(self.key_spec(page_tokens, namespace=namespace), salt=salt, lora=lora)
+
+    # ---- pages as arrays
+
+    def put(
+        self, tokens: Tokens, pages: Any, *, namespace: Namespace | None = None, **how: Any
+    ) -> int:
+        """Copy the full pages of a prompt into the cache. Skips pages that the cache has or that
+        another process is writing. Returns the number of pages copied. `reserve` does the same
+        without the copy: the engine writes the pool's pages itself.
+
+        Args:
+            tokens: ids of the prompt.
+            pages: an array with one row for each full page, `page_bytes` each, of any dtype.
+            how: as for `hash_pages`: salt, lora and so on.
+
+        Raises:
+            ConfigError: another number or size of rows, or as `hash_pages`.
+            OutOfPages: no room for all of them; the leading ones are stored.
+            Otherwise as `reserve`.
+        """
+        keys = self.hash_pages(tokens, namespace=namespace, **how)
+        rows = np.ascontiguousarray(pages)
+        if (len(rows), rows.nbytes) != (len(keys), len(keys) * self.page_bytes):
+            raise ConfigError(
+                f"pages: expected a row of {self.page_bytes} bytes for each of {len(keys)} full "
+                f"pages, found {rows.dtype} {rows.shape}"
+            )
+        with self.reserve(keys, namespace=namespace) as new:
+            self.pool.array[new.pages] = rows.view(np.uint8).reshape(-1, self.page_bytes)[new.new]
+            new.publish()
+            if len(new.missing):
+                raise OutOfPages(
+                    f"put: no room for {len(new.missing)} of {len(keys)} pages: {new.why}"
+                )
+            return len(new.pages)
+
+    def get(self, tokens: Tokens, *, namespace: Namespace | None = None, **how: Any) -> Bytes:
+        """Return a copy of the longest cached prefix of a prompt: one row of `page_bytes` uint8 for
+        each page. `match` does the same without the copy: it pins the pool's pages.
+
+        Args:
+            tokens: ids of the prompt.
+            how: as for `hash_pages`: `leave_one=True` leaves a token to compute.
+
+        Raises:
+            As `hash_pages` and `match`.
+        """
+        keys = self.hash_pages(tokens, namespace=namespace, **how)
+        with self.match(keys, namespace=namespace) as hit:
+            return self.pool.array[hit.pages]
 
     # ---- calls of the index
 

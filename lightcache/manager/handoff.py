@@ -70,7 +70,7 @@ class KVHandoff:
         """
         if len(data) != _TRAVELS.size or data[0] != _VERSION:
             raise CacheCorrupted(
-                f"hand-over: expected {_TRAVELS.size} bytes of version {_VERSION}, found "
+                f"hand-off: expected {_TRAVELS.size} bytes of version {_VERSION}, found "
                 f"{len(data)}; run the same release everywhere, and look at the message"
             )
         _, tokens, partial, ticket, mark = _TRAVELS.unpack(data)

@@ -51,7 +51,7 @@ class LoadHandle:
         """
         if self._lost:
             raise TransferFailed(
-                f"fetch {self._request.id!r}: the manager has disabled itself, nothing was loaded; "
+                f"load {self._request.id!r}: the manager has disabled itself, nothing was loaded; "
                 "compute these tokens instead"
             )
         return self.transfer is None or self.transfer.done()
@@ -114,7 +114,7 @@ def begin_load(state: ManagerState, request: Request, without: int) -> LoadHandl
     block = state.device.block_tokens
     if len(request.table) * block < match.usable:
         raise ConfigError(
-            f"fetch {request.id!r}: expected blocks for {match.usable} tokens, found "
+            f"load {request.id!r}: expected blocks for {match.usable} tokens, found "
             f"{len(request.table)} of {block}; allocate them first"
         )
     begin, end = request.host_first * tokens, (request.host_first + len(lease)) * tokens

@@ -98,7 +98,7 @@ def lookup_batch(
         if values is not None and len(values) != n:
             raise ConfigError(f"{name}: expected one for each of {n} requests, found {len(values)}")
     _check_all(prompts, Prompt, "prompts: expected a Prompt for each request")
-    _check_all(options or (), RequestOptions, "options: expected Wishes for each request")
+    _check_all(options or (), RequestOptions, "options: expected RequestOptions for each request")
     _check_numbers("limit", limits, or_none=True)
     _check_numbers("device_tokens", device_tokens)
     arguments = zip(
@@ -357,7 +357,7 @@ class PrefixLookup:
         """
         self._state.check_open("plan")
         if device_tokens is not None and self._state.device.owned:
-            raise ConfigError("device_tokens: an owned device knows what it has; leave it out")
+            raise ConfigError("device_tokens: ManagedBlocks know what they have; leave it out")
         return self._within_tiers(lookup_batch(requests, prompts, options, limits, device_tokens))
 
     def _within_tiers(self, batch: LookupBatch) -> LookupBatch:

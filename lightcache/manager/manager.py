@@ -810,7 +810,7 @@ class KVCacheManager:
 
     def _owned(self, call: str) -> ManagedBlocks:
         if not isinstance(self.device, ManagedBlocks):
-            raise ConfigError(f"{call}: the engine owns the blocks of an attached device")
+            raise ConfigError(f"{call}: the engine allocates the blocks of MirroredBlocks")
         return self.device
 
     # ---- Polling and device blocks
@@ -876,7 +876,7 @@ class KVCacheManager:
         Returns how many had a name."""
         with self._lock:
             if not isinstance(self.device, MirroredBlocks):
-                raise ConfigError("evicted: an owned device evicts by itself; see `drop`")
+                raise ConfigError("evicted: ManagedBlocks evict by themselves; see `drop`")
             return self.device.evicted(numbers_of(blocks))
 
     def evicting(self, blocks: Pages | Sequence[int]) -> int:
@@ -905,8 +905,8 @@ class KVCacheManager:
             copies = self._traffic.in_flight + self._traffic.queued
             if self._requests or len(self._frees) or copies:
                 raise InUse(
-                    f"set_blocks: {len(self._requests)} requests run, and {copies} copies go on "
-                    "or wait; release, resume, and wait for them first"
+                    f"set_blocks: {len(self._requests)} requests run, and {copies} copies are "
+                    "in flight or wait; release, resume, and wait for them first"
                 )
             count(blocks, "blocks", 1, MAX_PAGES)  # checked before anything is forgotten
             check_blocks(self.backend, blocks, self.device.block_tokens)
@@ -967,7 +967,7 @@ class KVCacheManager:
             space = self._weights.scope_of(prompt.tenant)
             if space is None:
                 raise Abandoned(
-                    "prefetch: the weights are being changed; ask again behind finish_update"
+                    "prefetch: the weights are being changed; ask again after finish_update"
                 )
             keys = prompt.keys(space.host_spec)
             first = self.host.peek(keys, namespace=space.host)

@@ -715,7 +715,7 @@ def check_table(device: DeviceTier, one: Request, table: Any, total: int) -> Pag
     """
     if device.owned:
         raise ConfigError(
-            f"table of {one.id!r}: blocks of an owned device are those that `allocate` returned; "
+            f"table of {one.id!r}: blocks of ManagedBlocks are those that `allocate` returned; "
             "leave the table out"
         )
     found = pages(table)

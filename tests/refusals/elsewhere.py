@@ -6,6 +6,18 @@ ELSEWHERE = {
             "joined from another time"
         ]
     },
+    "parity/test_b_requests.py": {
+        "b10_waiting_while_paused_says_so": ["waited for blocks or copies"]
+    },
+    "parity/test_b_weights.py": {"b18_not_while_requests_run": ["changed the number of blocks"]},
+    "unit/test_*start*.py": {
+        "a_rank_that_dies_is_named_at_once": ["a rank died or left"],
+        "a_timeout_names_the_missing_and_their_stages": ["ranks were not ready"],
+    },
+    "unit/test_cache.py": {
+        "pages_as_arrays": ["gave `put` another"],
+        "putting_more_than_there_is_room_for": ["put more pages"],
+    },
     "unit/test_connector.py": {"extend_refuses_what_was_not_computed": ["extended a `past`"]},
     "unit/test_connector_models.py": {
         "refused": ["gave a model with windows"],
@@ -55,12 +67,25 @@ ELSEWHERE = {
         "a_slow_reader_is_named": ["appended to a log of which a living"],
         "each_role_is_told_what_the_other_may": ["appended to a log as a reader"],
     },
+    "unit/test_manager_*.py": {
+        "more_blocks_than_the_planes_hold": ["gave a manager more device blocks"]
+    },
     "unit/test_manager_device_alone.py": {
         "wrong_parts_are_refused": ["made a manager of a host"],
         "what_needs_a_host_says_so": ["gave a manager without a host"],
     },
-    "unit/test_manager_*.py": {
-        "more_blocks_than_the_planes_hold": ["gave a manager more device blocks"]
+    "unit/test_manager_disabled.py": {
+        "a_request_that_was_taken_before_does_not_believe_in_its_load": [
+            "a load failed, or the manager"
+        ],
+        "a_closed_manager_begins_nothing": ["used a manager after"],
+    },
+    "unit/test_manager_refusals.py": {
+        "out_of_turn": ["took a request that was not", "called `allocate`, `load` or"],
+        "plans": ["took a request that runs"],
+        "more_than_there_is": ["asked for more device blocks"],
+        "commits_of_which_one_is_wrong": ["loaded without blocks"],
+        "tables_of_an_attached_device": ["gave a table of blocks"],
     },
     "unit/test_moves.py": {
         "wrong_moves": [
@@ -72,6 +97,10 @@ ELSEWHERE = {
     },
     "unit/test_old_kernels.py": {
         "before_4_14_it_is_said_that_the_kernel_is_too_old": ["made or joined one on a kernel"]
+    },
+    "unit/test_opening_kv.py": {
+        "refusals": ["gave `open_kv` no layer"],
+        "a_refused_call_holds_nothing": ["gave `offload` or `load` of"],
     },
     "unit/test_page_index.py": {
         "check_names_what_is_broken_and_repair_mends_it": ["damaged the segment"]

@@ -12,7 +12,7 @@ import pytest
 from support.refusals import refused
 from support.scripts import with_support
 
-from lightcache import Cache, Detached, InUse
+from lightcache import Cache, ConfigError, Detached, InUse, OutOfPages
 
 SECRET = b"a secret of tests"
 GOOD: dict[str, Any] = {
@@ -67,6 +67,40 @@ def test_the_public_face(cache: Cache, segment_name: str) -> None:
     cache.clear(cache.namespace("w"))
     assert cache.check().clean
     assert "8 pages of 4096 bytes" in repr(cache)
+
+
+def test_pages_as_arrays(cache: Cache, segment_name: str) -> None:
+    pages = np.arange(4 * cache.page_bytes // 2, dtype=np.float16).reshape(4, 2, -1)
+    assert len(cache.get(TOKENS)) == 0
+    assert cache.put(TOKENS[:32], pages[:2]) == 2
+    assert cache.put(TOKENS, pages) == 2  # the others are there
+    with Cache.open(segment_name, **GOOD) as other:
+        found = other.get(TOKENS)
+        assert (found.view(np.float16).reshape(pages.shape) == pages).all()
+        found[:] = 0  # a copy
+        assert len(other.get(TOKENS, leave_one=True)) == 3
+        assert len(other.get(TOKENS, salt="tenant-7")) == 0
+        assert len(other.get(TOKENS, namespace=other.namespace("w"))) == 0
+    assert (cache.get(TOKENS).view(np.float16).reshape(pages.shape) == pages).all()
+    assert cache.put([], pages[:0]) == 0
+    for wrong in (pages[:3], pages[:, :1], pages.astype(np.float32), []):
+        with pytest.raises(ConfigError, match="for each of 4 full pages, found"):
+            cache.put(TOKENS, wrong)
+
+
+def test_putting_more_than_there_is_room_for(cache: Cache) -> None:
+    pages = np.ones((10, cache.page_bytes), np.uint8)
+    with pytest.raises(OutOfPages, match="no room for 2 of 10 pages"):
+        cache.put(np.arange(160), pages)
+    assert (cache.get(np.arange(160)) == pages[:8]).all()
+    assert cache.check().clean
+
+
+def test_putting_what_another_process_writes(cache: Cache, segment_name: str) -> None:
+    pages = np.ones((4, cache.page_bytes), np.uint8)
+    with Cache.open(segment_name, **GOOD) as other, other.reserve(other.hash_pages(TOKENS[:16])):
+        assert cache.put(TOKENS, pages) == 3
+        assert len(cache.get(TOKENS)) == 0
 
 
 def test_keys_of_a_namespace_are_its_own(cache: Cache) -> None:

@@ -360,7 +360,7 @@ def test_what_is_refused(nodes: Any) -> None:
     with pytest.raises(LeaseLost):
         node.hand()
     for wrong in (b"", bytes(3), bytes(len(bytes(KVHandoff(0))))):
-        with pytest.raises(CacheCorrupted, match="hand-over"):
+        with pytest.raises(CacheCorrupted, match="hand-off"):
             KVHandoff.parse(wrong)
     manager = node.prefill.manager
     manager.plan(1, prompt(9), options=RequestOptions(write=False))

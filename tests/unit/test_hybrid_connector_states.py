@@ -21,6 +21,7 @@ from support.raising import Odd  # noqa: E402
 from support.tiny_models import prompt  # noqa: E402
 
 from lightcache.connectors import transformers as lct  # noqa: E402
+from lightcache.connectors.state_pages import StateBackend  # noqa: E402
 
 pytestmark = pytest.mark.models
 
@@ -132,7 +133,7 @@ def test_what_a_wait_for_a_copy_raises_is_told_once(connector: lct.Connector, qw
     path = checkpoints.path(connector.cache.hash_pages(ids[0].tolist()))
     assert path is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoints._backend, "load", lambda lease, *_: OddCopy(lease))
+        patch.setattr(StateBackend, "load", lambda _, lease, *__: OddCopy(lease))
         with pytest.raises(Odd, match="arranged: 1"):
             checkpoints.load(
                 connector.empty(), checkpoints.match(path, checkpoints.last_ready(path))

@@ -408,7 +408,7 @@ def test_a_copy_that_hangs_when_the_leader_leaves(
     with monkeypatch.context() as patch:
         patch.setattr(rank.backend, "offload", lambda *what: Endless())
         crew.log.close()
-        with pytest.raises(WaitTimeout, match="1 copies go on"):
+        with pytest.raises(WaitTimeout, match="1 copies are in flight"):
             rank.follower.step(0)
     rank.follower._going.clear()
 

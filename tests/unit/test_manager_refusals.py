@@ -70,10 +70,10 @@ PLANS = {
     "named twice": lambda m: m.plan_many("cc", [PROMPT] * 2),
     "hashable": lambda m: m.plan([1], PROMPT),
     "prompts: expected a Prompt": lambda m: m.plan("c", [1, 2, 3]),
-    "options: expected Wishes": lambda m: m.plan("c", PROMPT, options=None),
+    "options: expected RequestOptions": lambda m: m.plan("c", PROMPT, options=None),
     "limit: expected tokens": lambda m: m.plan_many("cd", [PROMPT] * 2, limits=[3, -1]),
     "found 1.5": lambda m: m.plan_many("cd", [PROMPT] * 2, limits=[None, 1.5]),
-    "owned": lambda m: m.plan("c", PROMPT, device_tokens=4),
+    "device_tokens: ManagedBlocks": lambda m: m.plan("c", PROMPT, device_tokens=4),
 }
 
 

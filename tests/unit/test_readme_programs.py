@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +15,52 @@ from lightcache.shm import Segment
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
-def program(heading: str, name: str, instead_of: str) -> str:
-    """The code of a section, for a cache of another name."""
+def blocks(heading: str) -> list[str]:
+    """The Python blocks of a section."""
     section = README[README.index(f"\n## {heading}\n") + 1 :]
     section = section[: section.find("\n## ")]
-    source = "".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL))
-    assert f'"{instead_of}"' in source
-    return source.replace(f'"{instead_of}"', f'"{name}"')
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+
+
+def program(heading: str, name: str, instead_of: str) -> str:
+    """The code of a section, for a cache of another name."""
+    source = "".join(blocks(heading))
+    assert f'"{instead_of}' in source
+    return source.replace(f'"{instead_of}', f'"{name}')
+
+
+def names(source: str) -> set[str]:
+    """The names of ours in a program: what it imports from lightcache, and attributes of what that
+    gives."""
+    ours, theirs = set(), {"model"}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            mine = str(node.module).startswith("lightcache")
+            (ours if mine else theirs).update(alias.name for alias in node.names)
+        elif isinstance(node, ast.Import):
+            theirs.update(alias.asname or alias.name for alias in node.names)
+    for node in ast.walk(ast.parse(source)):
+        root: Any = node
+        while not isinstance(root, ast.Name) and hasattr(root, "value") | hasattr(root, "func"):
+            root = root.value if hasattr(root, "value") else root.func
+        if isinstance(node, ast.Attribute) and root.id not in theirs:
+            ours.add(node.attr)
+    return ours
+
+
+@pytest.mark.parametrize(
+    ("heading", "block", "expected"),
+    [
+        ("In ten lines", 0, "Cache open get put"),
+        ("Transfers", 0, "open_kv cache hash_pages offload wait load"),
+        ("A scheduler", 0, "open_kv Prompt manager plan take allocate commit release"),
+        ("With transformers, in five lines", 1, "transformers open_cache prefix reused"),
+    ],
+)
+def test_the_first_program_of_each_part_needs_few_names(
+    heading: str, block: int, expected: str
+) -> None:
+    assert names(blocks(heading)[block]) == set(expected.split())
 
 
 def test_ten_lines(
@@ -31,6 +71,28 @@ def test_ten_lines(
     output = [script(source).stdout for _ in range(2)]
     assert output == [f"{reused} of 300 tokens need not be computed\n" for reused in (0, 256)]
     assert Segment.unlink(segment_name)
+
+
+@pytest.mark.parametrize(
+    ("heading", "says"),
+    [
+        ("Transfers", "256 tokens were loaded\n"),
+        ("A scheduler", "PrefixMatch(tokens=300, device=288, "),
+    ],
+)
+def test_programs_of_an_engine(
+    heading: str,
+    says: str,
+    segment_name: str,
+    script: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """They leave nothing: their caches end with their last process."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    source = program(heading, segment_name, "llama")
+    for _ in range(2):
+        assert script(source).stdout.startswith(says)
 
 
 @pytest.mark.models

@@ -141,8 +141,8 @@ def decode(data: bytes) -> Message:
         )
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise CacheCorrupted(
-            f"a leader's message of {len(data)} bytes makes no sense ({error}); is its log written "
-            "to by something else?"
+            f"a coordinator's message of {len(data)} bytes makes no sense ({error}); is its log "
+            "written to by something else?"
         ) from error
 
 
@@ -217,12 +217,12 @@ class Joiner:
             CacheCorrupted: not written by a coordinator.
         """
         if len(entry) < _PART.size:
-            raise CacheCorrupted(f"an entry of {len(entry)} bytes is not a leader's")
+            raise CacheCorrupted(f"an entry of {len(entry)} bytes is not a coordinator's")
         version, flags = _PART.unpack_from(entry)
         if version != VERSION:
             raise LayoutMismatch(
-                f"the leader writes version {version} of its log, this process reads {VERSION}; "
-                "run the same release everywhere"
+                f"the coordinator writes version {version} of its log, this process reads "
+                f"{VERSION}; run the same release everywhere"
             )
         if flags & _BEGINS:
             self._parts = []

@@ -164,7 +164,8 @@ class RankWorker:
                 self._wait(copy, self._left(end))
             if self.in_flight and self._left(end) == 0:
                 raise WaitTimeout(
-                    f"rank {self.rank}: {self.in_flight} copies go on after {timeout} s; wait again"
+                    f"rank {self.rank}: {self.in_flight} copies are in flight after {timeout} s; "
+                    "wait again"
                 )
 
     def close(self, timeout: float | None = 10.0) -> None:
