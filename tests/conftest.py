@@ -18,6 +18,12 @@ from typing import Any
 
 import pytest
 
+# Fixtures of storages and their servers. What a test's module defines itself comes before them.
+pytest_plugins = [
+    *("support.certificates", "support.disks", "support.mooncake_server", "support.plain_engine"),
+    *("support.redis_server", "support.s3_server", "support.serving", "support.storing"),
+]
+
 DEADLINE = 60.0  # seconds after which waiting is a failure: generous, nothing is measured here
 
 # Other runs may work beside this one; only what carries our token is ours to judge.
@@ -150,7 +156,18 @@ def built_once(tmp_path_factory: pytest.TempPathFactory) -> BuiltOnce:
     return make
 
 
-# Imported where they are used: not every test needs a manager.
+# Imported where they are used: not every test needs them.
+
+
+@pytest.fixture
+def index(request: pytest.FixtureRequest, segment_name: str) -> Iterator[Any]:
+    """Of PAGES pages, as the test's module says, or 16; it is sound in the end."""
+    from lightcache import PageIndex
+
+    with PageIndex.create(segment_name, pages=getattr(request.module, "PAGES", 16)) as made:
+        yield made
+        report = made.check()
+        assert report.clean, report.message
 
 
 @pytest.fixture
@@ -159,6 +176,12 @@ def worlds(segment_name: str) -> Iterator[Callable[..., Any]]:
     from support.manager_case import made_worlds
 
     yield from made_worlds(segment_name)
+
+
+@pytest.fixture
+def world(worlds: Callable[..., Any]) -> Any:
+    """One of them, of the usual sizes."""
+    return worlds()
 
 
 @pytest.fixture

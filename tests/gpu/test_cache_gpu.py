@@ -26,6 +26,7 @@ from gpu.ranks import (
     wrong_bytes,
 )
 from support.keys import prompt
+from support.refusals import refused
 
 from lightcache import (
     Cache,
@@ -197,8 +198,7 @@ def test_a_lease_is_held_until_its_load_is_over(cache: Cache, where: Any, mode: 
         transfer = Load(model.engine, cache.match(keys), there, after=[gate.event]).transfer
         with cache.reserve(prompt(2, PAGES)) as others:
             taken = len(others.new)
-            with pytest.raises(WaitTimeout):
-                transfer.wait(HELD)
+            refused(WaitTimeout, "", transfer.wait, HELD)
         assert taken == PAGES - 3
     finally:
         gate.open()
@@ -221,13 +221,10 @@ def test_closing_waits_for_copies(cache: Cache, where: Any, wait_until: Any) -> 
         offload = Offload(model.engine, new, slots, after=[gate.event])
         closing.start()
         wait_until(lambda: model.engine._in_flight.closed, "the engine is closing")
-        with pytest.raises(Detached, match="closed"):
-            model.engine.load(Move([0], slots[:TOKENS]))
-        with pytest.raises(InUse):
-            cache.close()
+        refused(Detached, "closed", model.engine.load, Move([0], slots[:TOKENS]))
+        refused(InUse, "", cache.close)
         assert cache.peek(keys) == 0
-        with pytest.raises(WaitTimeout):
-            offload.wait(HELD)
+        refused(WaitTimeout, "", offload.wait, HELD)
         assert closing.is_alive()
     finally:
         gate.open()
@@ -264,8 +261,7 @@ def test_a_page_that_is_not_registered_yet(segment_name: str, where: Any) -> Non
                 model.engine.offload(Move([ready], slots[:TOKENS]))
             new = cache.reserve(prompt(1, pages))
             assert len(new.new) == pages
-            with pytest.raises(NotReady, match="`wait` for it"):
-                Offload(model.engine, new, slots)
+            refused(NotReady, "`wait` for it", Offload, model.engine, new, slots)
             assert model.engine.poll() == 0
         finally:
             go_on.set()
@@ -302,8 +298,7 @@ def test_a_copy_that_the_driver_refuses(
             model.engine._parts, "copier", Refused(model.engine._parts.copier, model.memory)
         )
         offload = Offload(model.engine, cache.reserve(keys), slots)
-        with pytest.raises(TransferFailed, match=r"failed: .*abandon those pages"):
-            offload.wait(DEADLINE)
+        refused(TransferFailed, r"failed: .*abandon those pages", offload.wait, DEADLINE)
     assert offload.ready is False
     assert cache.peek(keys) == 0
     assert cache.check().pins == 0
@@ -316,10 +311,8 @@ def test_a_copy_that_the_driver_refuses(
 
 def test_pinned_twice(cache: Cache, where: Any) -> None:
     model = Model(where, cache)
-    with pytest.raises(InUse, match="pinned already"):
-        where.pin(cache)
-    with pytest.raises(InUse, match="engines still use"):
-        model.memory.close()
+    refused(InUse, "pinned already", where.pin, cache)
+    refused(InUse, "engines still use", model.memory.close)
     model.warm()
     assert np.all(model.tensors[0][0].cpu().numpy() == 0x5E5E)
     model.close()

@@ -21,6 +21,7 @@ pytest.importorskip("transformers")
 from support.connecting import SECRET, held, ready, save
 from support.hybrid_connecting import ask, joined
 from support.hybrid_models import hybrid
+from support.refusals import refused
 from support.tiny_models import answer, assert_same, kept, model, prompt
 
 from lightcache import Cache, InUse
@@ -136,8 +137,7 @@ def test_a_connector_pins_and_unpins(cache: Cache, where: Any, llama: Any) -> No
             with lct.prefix(own, made, ids) as past:
                 assert past.reused == reused
                 assert_same(answer(made, ids, past), expected)
-                with pytest.raises(InUse, match="pinned already"):
-                    lct.Connector(own, made)
+                refused(InUse, "pinned already", lct.Connector, own, made)
         assert ready(own, ids) == 4
     with lct.Connector(cache, llama) as connector:
         save(connector, llama, ids)

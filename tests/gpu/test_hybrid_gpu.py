@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from gpu.hybrid_rig import Rig
 from gpu.place import place
+from support.refusals import refused
 
 from lightcache.errors import OutOfPages
 from lightcache.hybrid.checkpoints import Tier
@@ -171,8 +172,7 @@ def test_states_come_from_the_host(rigs: Any, where: Any) -> None:
         # Nobody is given what the copy reads or writes.
         rig.host.evict(rig.host.pages)
         rig.cache.evict(rig.cache.pages)
-        with pytest.raises(OutOfPages):
-            rig.checkpoints.acquire(9)
+        refused(OutOfPages, "", rig.checkpoints.acquire, 9)
         others = rig.host.index.allocate(11)
         rig.host.pool.array[others.pages] = 0xEE
     finally:
@@ -200,8 +200,7 @@ def test_an_abort_while_its_state_is_loaded(rigs: Any, where: Any) -> None:
         rig.end("b", publish=False)
         rig.hybrid.poll()
         assert rig.hybrid.leaving == 1
-        with pytest.raises(OutOfPages):
-            rig.checkpoints.acquire(9)
+        refused(OutOfPages, "", rig.checkpoints.acquire, 9)
         taken = rig.checkpoints.acquire(8)  # all but its two
         assert slot not in taken.tolist()
     finally:
@@ -257,8 +256,7 @@ def test_slots_stay_while_the_host_gets_them(rigs: Any, where: Any, write: Write
         assert rig.host.index.stats().writing == 2
         rig.slots.evict(rig.slots.pages)
         assert rig.pinned_checkpoints() == 2, "copies read them"
-        with pytest.raises(OutOfPages):
-            rig.checkpoints.acquire(9)
+        refused(OutOfPages, "", rig.checkpoints.acquire, 9)
     finally:
         rig.after.clear()
         gate.open()

@@ -24,6 +24,7 @@ from support.layout_transfers import (
     runs_exist,
 )
 from support.layouts import CASES, random
+from support.refusals import refused
 
 from lightcache import ConfigError
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Share
@@ -114,8 +115,7 @@ def test_the_copy_engine_alone_where_bytes_lie_so(site: Site, make: Make) -> Non
     if runs_exist(case, way, page_memory(1, 2 * case.shard.geometry.page_bytes)):
         both_ways(case, way, site.of_case)
     else:
-        with pytest.raises(ConfigError, match="mode='copies'"):
-            both_ways(case, way, site.of_case)
+        refused(ConfigError, "mode='copies'", both_ways, case, way, site.of_case)
 
 
 # ---- a cache that moves as it grows

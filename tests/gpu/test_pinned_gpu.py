@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.refusals import refused
 
 from lightcache import Cache, NotReady, TransferFailed
 from lightcache.kernels.pinned import PinnedPages, TorchDriver, registered_ranges
@@ -22,12 +23,7 @@ pytestmark = pytest.mark.gpu
 MIB = 1 << 20
 DEADLINE = 60.0
 SECRET = b"a secret of tests"
-ARGUMENTS: dict[str, Any] = {
-    "pages": 16,
-    "page_bytes": MIB,
-    "fingerprint": "f",
-    "secret": SECRET,
-}
+ARGUMENTS: dict[str, Any] = {"pages": 16, "page_bytes": MIB, "fingerprint": "f", "secret": SECRET}
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +117,7 @@ def test_the_first_pages_before_the_rest(torch: Any, segment_name: str) -> None:
             ready = pinned.ready
             assert 0 < ready < 256
             copied_both_ways(torch, pinned, 3)
-            with pytest.raises(NotReady, match=f"{ready} of 256 pages"):
-                pinned.check([0, ready])
+            refused(NotReady, f"{ready} of 256 pages", pinned.check, [0, ready])
         finally:
             go_on.set()
         pinned.wait(timeout=DEADLINE)
@@ -152,8 +147,7 @@ def test_registered_already(torch: Any, segment_name: str) -> None:
         pinned = cache.pin()
         pinned.wait(timeout=DEADLINE)
         second = PinnedPages(cache.pool.lend(object()))
-        with pytest.raises(TransferFailed, match=r"code 712.*registered already"):
-            second.wait(timeout=DEADLINE)
+        refused(TransferFailed, r"code 712.*registered already", second.wait, timeout=DEADLINE)
         second.close()
         driver_is_well(torch)
         copied_both_ways(torch, pinned, 8)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.gpu_memory import Pinned
+from support.refusals import refused
 
 from lightcache.kernels import calibration
 from lightcache.kernels.geometry import KVGroup, PageGeometry
@@ -146,8 +147,7 @@ def test_beside_a_replayed_graph():
             for _ in range(8):
                 torch.mm(work, work, out=result)
             pool[:, :512].add_(1)
-            with pytest.raises(ConfigError, match="captured"):
-                engine.offload(Move([0], np.arange(16)))
+            refused(ConfigError, "captured", engine.offload, Move([0], np.arange(16)))
         slots = np.random.default_rng(0).permutation(512)[:256] + 512
         expected = pool[:, torch.from_numpy(slots).cuda()].cpu()
         for _ in range(20):

@@ -14,12 +14,10 @@ import numpy as np
 import pytest
 from multi import pausing
 from multi.disk_side import POINTS, PROMPT, SLOTS, prompt
-from support.disks import CORRUPT, OK, PRESENT, STORED, disk, got, indexes, put, where
+from support.disks import CORRUPT, OK, PRESENT, STORED, disk, got, indexes, put
 
 from lightcache.storage.disk import DiskStorage
 from lightcache.storage.testing.conformance import make_keys
-
-__all__ = ["where"]
 
 pytestmark = [pytest.mark.crash]
 

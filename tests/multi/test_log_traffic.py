@@ -12,6 +12,7 @@ import time
 from functools import partial
 
 import pytest
+from support.refusals import refused
 from support.traffic import DEADLINE, ROUNDS, SECONDS, SEED, Storm, ended_well, spawn
 
 from lightcache import errors, shm
@@ -85,8 +86,7 @@ def test_every_reader_reads_what_was_appended_in_order(segment_name, tmp_path, c
             assert number_of(mine.read(timeout=DEADLINE)) == number
         ended_well(writer)
         mine.check()
-        with pytest.raises(errors.Abandoned):
-            mine.read(timeout=DEADLINE)
+        refused(errors.Abandoned, "", mine.read, timeout=DEADLINE)
         with shm.SharedLog.attach(segment_name, writer=True) as log:
             log.append(b"end", timeout=DEADLINE)
             for pid in readers:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,12 +19,6 @@ TESTS = Path(__file__).parent.parent
 PAGES = 64
 MINE = 12  # pages that my namespace is promised
 FLOODS = 2
-
-
-@pytest.fixture
-def index(segment_name: str) -> Iterator[PageIndex]:
-    with PageIndex.create(segment_name, pages=PAGES) as made:
-        yield made
 
 
 class Flood:

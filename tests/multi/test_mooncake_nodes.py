@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 from multi import pausing
 from multi.mooncake_side import PAGE_BYTES, PROMPT, SPEC, prompt
-from support.mooncake_server import Cluster, own_cluster
+from support.mooncake_server import Cluster
 from support.servers import hold
 
 from lightcache.storage import open_storage
 from lightcache.storage.protocol import ReadStatus, WriteStatus
 from lightcache.storage.testing.conformance import pages_of
 
-__all__ = ["own_cluster"]
 pytestmark = [pytest.mark.crash, pytest.mark.servers]
 
 TESTS = Path(__file__).parent.parent

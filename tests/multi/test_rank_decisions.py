@@ -18,6 +18,7 @@ from multi import pausing
 from multi.rank_worker_side import digest_of
 from support.crew import PAGE
 from support.manager_world import Engine, open_cache
+from support.refusals import refused
 from support.shard_backend import open_sharded
 from support.stamped import stamps_of
 
@@ -278,8 +279,7 @@ def test_a_rank_is_killed_and_another_takes_its_place(made: Any, kind: str, stag
     scheduler.sides[victim].wait(60)
     while scheduler.coordinator.poll():  # it notices the death itself
         pass
-    with pytest.raises(TransferFailed, match=rf"rank {victim} .* died"):
-        made_of_it.done()
+    refused(TransferFailed, rf"rank {victim} .* died", made_of_it.done)
     before = scheduler.manager.stats()
     scheduler.manager.poll()
     after = scheduler.manager.stats()

@@ -17,6 +17,7 @@ import pytest
 from multi import pausing
 from multi.rank_side import GEOMETRIES, PAGES, SECRET, SLOTS
 from support.keys import prompt
+from support.refusals import refused
 
 from lightcache import Cache, ClientId, ConfigError, Reservation
 
@@ -146,12 +147,7 @@ def read_back(scheduler: Scheduler, readers: list[Worker], ranks: int, pages: in
 
 @pytest.mark.parametrize(
     ("scheduler", "read_at"),
-    [
-        ("heads", [4, 2, 1]),
-        ("fewer heads", [4, 2, 1]),
-        ("latent", [2, 1]),
-        ("state", [4, 1]),
-    ],
+    [("heads", [4, 2, 1]), ("fewer heads", [4, 2, 1]), ("latent", [2, 1]), ("state", [4, 1])],
     indirect=["scheduler"],
 )
 def test_written_by_eight_read_by_fewer(
@@ -242,8 +238,7 @@ def test_a_rank_outside_its_group(scheduler: Scheduler, pool: list[Worker]) -> N
     for rank, ranks in ((8, 8), (-1, 8), (0, 3), (0, 0)):
         told = pool[0]("join", **order, rank=rank, ranks=ranks)
         assert told["error"] == "ConfigError", told
-        with pytest.raises(ConfigError):
-            scheduler.geometry.share(rank, ranks)
+        refused(ConfigError, "", scheduler.geometry.share, rank, ranks)
     client = scheduler.join(pool[0], 0, 1, writing=True)
     with scheduler.cache.reserve(prompt(NAME, 2), shards=1) as new, new.ticket([client]) as ticket:
         data, slots = bytes(ticket).hex(), scheduler.slots(2, 0)

@@ -14,7 +14,7 @@ import pytest
 from multi import pausing
 from multi.redis_side import SEED
 from support.proxy import Proxy
-from support.redis_server import Server, redis_server, redis_url
+from support.redis_server import Server
 
 from lightcache.storage import StorageSpec, open_storage
 from lightcache.storage.protocol import ReadStatus, WriteStatus
@@ -22,8 +22,6 @@ from lightcache.storage.remote.base import TRAILER_BYTES
 from lightcache.storage.testing.conformance import make_keys, pages_of
 
 pytestmark = [pytest.mark.crash, pytest.mark.servers]
-
-__all__ = ["redis_server", "redis_url"]
 
 PAGES, PAGE_BYTES = 8, 1 << 20
 KEYS = make_keys(PAGES, SEED)

@@ -13,13 +13,11 @@ import pytest
 from multi import pausing
 from multi.s3_side import SEED
 from support.proxy import Proxy
-from support.s3_server import Server, opened, s3_credentials, s3_server
+from support.s3_server import Server, opened
 
 from lightcache.storage import StorageSpec
 from lightcache.storage.protocol import ReadStatus, WriteStatus
 from lightcache.storage.testing.conformance import make_keys, pages_of
-
-__all__ = ["s3_credentials", "s3_server"]
 
 pytestmark = [pytest.mark.crash, pytest.mark.servers]
 

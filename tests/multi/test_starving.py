@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from support.index_view import IndexView
 from support.keys import prompt
+from support.refusals import refused
 from support.scripts import with_support
 
 from lightcache import OutOfPages, PageIndex
@@ -264,8 +265,7 @@ def test_what_the_living_hold_is_no_reason(index: PageIndex, segment_name: str) 
         with index.reserve(prompt(2, 20)) as got:
             assert len(got.new) == 10
         assert not index.can_allocate(11)
-        with pytest.raises(OutOfPages):
-            index.allocate(11)
+        refused(OutOfPages, "", index.allocate, 11)
         with index.reserve(prompt(3, 8), namespace=space) as got:
             assert len(got.new) == 5
         assert looks(index)[2] == 0, "nothing was taken back"

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from multi import pausing
 from multi.service_side import PROMPT, prompt
-from support.disks import where
 from support.servers import hold
 from support.storing import fill, make_cache, nothing_is_held, sound
 
@@ -33,8 +32,6 @@ TESTS = Path(__file__).parent.parent
 LIMIT = 60.0
 SLOTS = 256
 Wait = Callable[[Callable[[], bool], str], None]
-
-__all__ = ["where"]
 
 
 class Side:

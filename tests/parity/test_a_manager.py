@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.manager_case import Shelf, World, tokens
+from support.refusals import refused
 from support.stamped import stamps_of
 
 from lightcache.errors import ConfigError, LeaseLost, OutOfPages
@@ -45,7 +46,6 @@ def test_a7_only_what_the_device_lacks_is_loaded(worlds: Any) -> None:
     world.backend.finish()
     assert (world.content("b", 64) == stamps_of(prompt.tokens)[:64]).all()
     world.manager.release("b")
-    world.nothing_left()
 
 
 @pytest.mark.parametrize(("least", "loads"), [(4, True), (5, False)])
@@ -61,7 +61,6 @@ def test_a7_a_threshold_from_measured_costs(worlds: Any, least: int, loads: bool
     assert (match.why is MissReason.BREAK_EVEN) is not loads
     assert world.backend.loads == loads
     assert world.manager.stats().below_break_even == (0 if loads else 16)
-    world.nothing_left()
 
 
 @pytest.mark.parametrize(("tokens_least", "loads"), [(0, True), (16, True), (17, False)])
@@ -121,8 +120,7 @@ def test_a13_what_is_found_and_not_used_is_no_hit(worlds: Any) -> None:
 # ---- A15
 
 
-def test_a15_a_request_that_skips_loading_gives_back_what_it_matched(worlds: Any) -> None:
-    world = worlds()
+def test_a15_a_request_that_skips_loading_gives_back_what_it_matched(world: Any) -> None:
     prompt = Prompt(tokens(18))
     world.run("a", prompt)
     world.index.evict(2)
@@ -138,8 +136,7 @@ def test_a15_a_request_that_skips_loading_gives_back_what_it_matched(worlds: Any
     assert world.cache.check().pins == 0
 
 
-def test_a15_who_does_not_read_holds_nothing_and_still_writes(worlds: Any) -> None:
-    world = worlds()
+def test_a15_who_does_not_read_holds_nothing_and_still_writes(world: Any) -> None:
     prompt = Prompt(tokens(18))
     world.run("a", prompt)
     manager = world.manager
@@ -151,34 +148,28 @@ def test_a15_who_does_not_read_holds_nothing_and_still_writes(worlds: Any) -> No
     other = Prompt(tokens(18, 5))
     world.run("c", other, options=RequestOptions(read=False))
     assert world.run("d", other).usable == 16
-    world.nothing_left()
 
 
-def test_a15_a_plan_that_nobody_takes_lets_go_by_itself(worlds: Any, wait_until: Any) -> None:
-    world = worlds()
+def test_a15_a_plan_that_nobody_takes_lets_go_by_itself(world: Any, wait_until: Any) -> None:
     world.run("a", tokens(18))
     world.manager.plan("b", Prompt(tokens(18)), options=RequestOptions(ttl=0.001))
     wait_until(lambda: world.index.plans.pages == 0, "the plan's end on the device")
     assert world.manager.take("b").usable == 16  # looked for again
     world.manager.release("b")
-    world.nothing_left()
 
 
-def test_a15_leaving_the_manager_gives_back_all_of_it(worlds: Any) -> None:
-    world = worlds()
+def test_a15_leaving_the_manager_gives_back_all_of_it(world: Any) -> None:
     world.run("a", tokens(18))
     with world.manager as manager:
         world.run("b", tokens(18), keep=True)
         manager.plan("c", Prompt(tokens(18)))
-    world.nothing_left()
 
 
 # ---- A16
 
 
 @pytest.mark.parametrize("output", [True, False])
-def test_a16_generated_tokens_are_offloaded_or_not(worlds: Any, output: bool) -> None:
-    world = worlds()
+def test_a16_generated_tokens_are_offloaded_or_not(world: Any, output: bool) -> None:
     every = tokens(30)
     world.start("a", every[:10], options=RequestOptions(output=output))
     for begin, end in ((0, 10), (10, 13), (13, 21), (21, 27)):
@@ -192,7 +183,6 @@ def test_a16_generated_tokens_are_offloaded_or_not(worlds: Any, output: bool) ->
     match = world.manager.plan("b", Prompt(every))
     assert (match.device, match.host) == (0, 24 if output else 8)
     world.manager.cancel("b")
-    world.nothing_left()
 
 
 # ---- A17
@@ -230,11 +220,9 @@ def test_a17_of_n_samples_of_one_prompt_one_offloads(worlds: Any, late: bool) ->
     assert found.duplicates == 5 * 4
     assert found.no_room_pages == 0
     assert world.cache.stats().ready == 4 + 6 * 2
-    world.nothing_left()
 
 
-def test_a17_another_goes_on_where_the_one_that_wrote_was_aborted(worlds: Any) -> None:
-    world = worlds()
+def test_a17_another_goes_on_where_the_one_that_wrote_was_aborted(world: Any) -> None:
     prompt = Prompt(tokens(18))
     for request in "ab":
         world.start(request, prompt)
@@ -245,7 +233,6 @@ def test_a17_another_goes_on_where_the_one_that_wrote_was_aborted(worlds: Any) -
     world.manager.release("b")
     world.manager.resume()
     assert world.manager.stats().offloaded_pages == 4
-    world.nothing_left()
 
 
 def a_copy_goes_on(world: World, prompt: Prompt, samples: str) -> None:
@@ -260,8 +247,7 @@ def a_copy_goes_on(world: World, prompt: Prompt, samples: str) -> None:
 
 
 @pytest.mark.parametrize("goes_on", ["computing", "ending", "beginning"])
-def test_a17_another_takes_over_when_the_copy_fails(worlds: Any, goes_on: str) -> None:
-    world = worlds()
+def test_a17_another_takes_over_when_the_copy_fails(world: Any, goes_on: str) -> None:
     prompt = Prompt(tokens(18))
     a_copy_goes_on(world, prompt, "a" if goes_on == "beginning" else "abc")
     world.backend.fail_next = 1
@@ -282,11 +268,9 @@ def test_a17_another_takes_over_when_the_copy_fails(worlds: Any, goes_on: str) -
     for request in "abc":
         world.manager.release(request)
     assert world.manager.stats().offloaded_pages == 4
-    world.nothing_left()
 
 
-def test_a17_another_takes_over_what_was_queued_and_aborted(worlds: Any) -> None:
-    world = worlds()
+def test_a17_another_takes_over_what_was_queued_and_aborted(world: Any) -> None:
     prompt = Prompt(tokens(18))
     world.manager.pause()
     for request in "ab":
@@ -298,11 +282,9 @@ def test_a17_another_takes_over_what_was_queued_and_aborted(worlds: Any) -> None
     world.manager.resume()
     assert world.cache.stats().ready == 4
     world.manager.release("b")
-    world.nothing_left()
 
 
-def test_a17_when_all_copies_fail_each_sample_tries_once(worlds: Any) -> None:
-    world = worlds()
+def test_a17_when_all_copies_fail_each_sample_tries_once(world: Any) -> None:
     every = tokens(18)
     a_copy_goes_on(world, Prompt(every), "abc")
     world.backend.fail_next = 100
@@ -316,7 +298,6 @@ def test_a17_when_all_copies_fail_each_sample_tries_once(worlds: Any) -> None:
     world.backend.fail_next = 0
     for request in "abc":
         world.manager.release(request)
-    world.nothing_left()
 
 
 def test_a17_what_was_asked_for_once_is_not_written_with_it(worlds: Any) -> None:
@@ -331,7 +312,6 @@ def test_a17_what_was_asked_for_once_is_not_written_with_it(worlds: Any) -> None
     world.manager.release("b")
     assert world.cache.stats().ready == 4  # and not what "b" alone has generated
     world.manager.release("a")
-    world.nothing_left()
 
 
 # ---- A18
@@ -374,9 +354,8 @@ def reach(world: World, stage: str, prompt: Prompt) -> None:
     ("stage", "paused"), [(each, False) for each in STAGES] + [(each, True) for each in STAGES[:4]]
 )
 def test_a18_an_abort_at_any_time_returns_everything(
-    worlds: Any, stage: str, publish: bool, paused: bool
+    world: Any, stage: str, publish: bool, paused: bool
 ) -> None:
-    world = worlds()
     prompt = Prompt(tokens(30))
     world.run("a", Prompt(prompt.tokens[:18]))
     world.index.evict(2)
@@ -398,18 +377,15 @@ def test_a18_an_abort_at_any_time_returns_everything(
     world.manager.release("b")  # late and harmless
     match = world.run("c", prompt)
     assert match.usable >= 16
-    world.nothing_left()
 
 
-def test_a18_what_was_published_before_a_pause_is_written_behind_it(worlds: Any) -> None:
-    world = worlds()
+def test_a18_what_was_published_before_a_pause_is_written_behind_it(world: Any) -> None:
     world.manager.pause()
     world.run("a", tokens(18))
     assert world.manager.gauges().leaving == 1
     assert world.backend.offloads == 0
     world.manager.resume()
     assert world.manager.stats().offloaded_pages == 4
-    world.nothing_left()
 
 
 # ---- A19
@@ -425,8 +401,7 @@ def test_a19_too_few_blocks_for_a_match_and_the_request_recomputes(worlds: Any) 
     assert (match.host, match.usable) == (32, 32)
     manager.take("c")
     assert world.cache.check().pins == 8
-    with pytest.raises(OutOfPages):
-        manager.allocate("c", 34)
+    refused(OutOfPages, "", manager.allocate, "c", 34)
     assert world.cache.check().pins == 8  # nothing changed
     match = manager.skip_load("c")
     assert (match.usable, match.why, match.load) == (0, MissReason.LOAD_SKIPPED, 0)
@@ -443,11 +418,9 @@ def test_a19_too_few_blocks_for_a_match_and_the_request_recomputes(worlds: Any) 
     assert (found.host_tokens, found.hit_requests) == (0, 0)
     assert manager.recent_stats().host_tokens == 0
     manager.release("c")
-    world.nothing_left()
 
 
-def test_a19_the_devices_part_stays(worlds: Any) -> None:
-    world = worlds()
+def test_a19_the_devices_part_stays(world: Any) -> None:
     prompt = Prompt(tokens(30), items=[MultimodalItem(6, 14, b"image")])
     world.run("a", prompt)
     world.index.evict(5)
@@ -461,19 +434,15 @@ def test_a19_the_devices_part_stays(worlds: Any) -> None:
     assert manager.skip_load("b") == match
     manager.allocate("b", 30)
     manager.load("b")
-    with pytest.raises(ConfigError, match="loaded"):
-        manager.skip_load("b")
+    refused(ConfigError, "loaded", manager.skip_load, "b")
     manager.release("b")
-    world.nothing_left()
 
 
-def test_a19_skipping_no_load_changes_nothing(worlds: Any) -> None:
-    world = worlds()
+def test_a19_skipping_no_load_changes_nothing(world: Any) -> None:
     world.run("a", tokens(18))
     world.manager.plan("b", Prompt(tokens(18)))
     match = world.manager.take("b")
     assert world.manager.skip_load("b") == match
     assert world.manager.stats().device_tokens == 16
-    with pytest.raises(LeaseLost):
-        world.manager.skip_load("nobody")
+    refused(LeaseLost, "", world.manager.skip_load, "nobody")
     world.manager.release("b")

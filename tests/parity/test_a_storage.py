@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from support.storing import (
     PAGE_TOKENS,
-    cache,
     empty,
     fill,
     holds,
@@ -25,9 +24,6 @@ from lightcache.storage import StorageTier, TaskState
 from lightcache.storage.testing import Fault, FlakyStorage
 
 TOKENS = np.arange(1, 12 * PAGE_TOKENS + 1)
-
-__all__ = ["cache"]
-
 
 # ---------------------------------------------------------------- A10
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.manager_case import Shelf, on_device, on_host, tokens
+from support.refusals import refused
 from support.stamped import stamps_of
 
 from lightcache.errors import ConfigError, LeaseLost, OutOfPages, TransferFailed
@@ -45,7 +46,6 @@ def test_b1_asking_may_evict_first(worlds: Any) -> None:
     assert not manager.can_allocate(7, evict=True)
     assert world.device.free == 6  # what cannot be had is not begun
     manager.release("b")
-    world.nothing_left()
 
 
 def test_b1_giving_back_too_much_is_an_error(worlds: Any) -> None:
@@ -53,28 +53,23 @@ def test_b1_giving_back_too_much_is_an_error(worlds: Any) -> None:
     mine = world.device.allocate(3)
     world.device.free_blocks(mine)
     for wrong in (mine, np.array([mine[0], mine[0]], np.int32), np.array([7], np.int32)):
-        with pytest.raises(LeaseLost):
-            world.device.free_blocks(wrong)
+        refused(LeaseLost, "", world.device.free_blocks, wrong)
     world.run("a", tokens(9))
     with pytest.raises(LeaseLost):
         world.device.unpin(np.array([0], np.int32))  # nobody uses it any more
-    with pytest.raises(OutOfPages):
-        world.device.allocate(9)
-    world.nothing_left()
+    refused(OutOfPages, "", world.device.allocate, 9)
 
 
 def test_b1_an_attached_device_has_its_own_allocator(worlds: Any) -> None:
     world = worlds(owned=False)
-    with pytest.raises(ConfigError, match="engine owns"):
-        world.manager.can_allocate(1)
+    refused(ConfigError, "engine owns", world.manager.can_allocate, 1)
     assert world.manager.gauges().device.free == 32
 
 
 # ---- B2
 
 
-def test_b2_keys_chain_over_prompt_and_output(worlds: Any) -> None:
-    world = worlds()
+def test_b2_keys_chain_over_prompt_and_output(world: Any) -> None:
     every = tokens(26)
     world.start("a", every[:10])
     world.compute("a", every, 0, 10)
@@ -89,11 +84,9 @@ def test_b2_keys_chain_over_prompt_and_output(worlds: Any) -> None:
     assert world.manager.plan("f", Prompt(every, lora=b"x")).found == 0
     assert world.manager.plan("g", Prompt(every, tenant="x")).found == 0
     world.manager.lookup.close()
-    world.nothing_left()
 
 
-def test_b2_a_partly_filled_block_is_never_shared(worlds: Any) -> None:
-    world = worlds()
+def test_b2_a_partly_filled_block_is_never_shared(world: Any) -> None:
     every = tokens(20)
     world.start("a", every[:18])
     for end in range(1, 19):
@@ -107,7 +100,6 @@ def test_b2_a_partly_filled_block_is_never_shared(worlds: Any) -> None:
     assert mine[4] != table[4]
     world.manager.release("a")
     world.manager.release("b")
-    world.nothing_left()
 
 
 # ---- B3
@@ -119,8 +111,7 @@ ITEMS = [
 ]
 
 
-def test_b3_items_enter_the_key_of_every_block_they_touch(worlds: Any) -> None:
-    world = worlds()
+def test_b3_items_enter_the_key_of_every_block_they_touch(world: Any) -> None:
     every = tokens(40)
     world.run("a", Prompt(every, items=ITEMS))
     for i, before in ((0, 4), (1, 4), (2, 20)):
@@ -146,9 +137,8 @@ def test_b3_items_enter_the_key_of_every_block_they_touch(worlds: Any) -> None:
     ],
 )
 def test_b3_a_match_that_would_cut_an_item_is_trimmed_to_its_start(
-    worlds: Any, limit: int, usable: int, cut: int | None
+    world: Any, limit: int, usable: int, cut: int | None
 ) -> None:
-    world = worlds()
     prompt = Prompt(tokens(40), items=ITEMS)
     world.run("a", prompt)
     for evicted in (0, 5, 32):
@@ -161,11 +151,9 @@ def test_b3_a_match_that_would_cut_an_item_is_trimmed_to_its_start(
         assert world.manager.take("b").usable == match.usable
         world.manager.release("b")
     assert world.manager.stats().cut_items == (3 if cut is not None else 0)
-    world.nothing_left()
 
 
-def test_b3_a_failed_load_leaves_no_item_cut(worlds: Any) -> None:
-    world = worlds()
+def test_b3_a_failed_load_leaves_no_item_cut(world: Any) -> None:
     prompt = Prompt(tokens(40), items=ITEMS)
     world.run("a", prompt)
     world.index.evict(8)  # eight tokens stay: they end within item one
@@ -177,11 +165,9 @@ def test_b3_a_failed_load_leaves_no_item_cut(worlds: Any) -> None:
     load = world.manager.load("b")
     assert load.failed
     assert load.tokens == 4
-    with pytest.raises(TransferFailed):
-        load.done()
+    refused(TransferFailed, "", load.done)
     assert world.manager.stats().failed_loads == 1
     world.manager.release("b")
-    world.nothing_left()
 
 
 # ---- B4
@@ -209,7 +195,6 @@ def test_b4_one_match_over_device_host_and_storage(worlds: Any) -> None:
     for request in "cd":
         world.manager.cancel(request)
     assert shelf.tasks[-1].cancelled
-    world.nothing_left()
 
 
 def test_b4_another_prompt_of_the_same_request_asks_anew(worlds: Any) -> None:
@@ -245,7 +230,6 @@ def test_b5_a_block_on_its_way_out_that_is_matched_stays(worlds: Any) -> None:
     assert on_host(world, prompt) == 8
     assert world.cache.check().pins == 0
     world.manager.release("b")
-    world.nothing_left()
 
 
 def test_b5_a_copy_that_fails_on_the_way_out_returns_the_host_page(worlds: Any) -> None:
@@ -277,7 +261,6 @@ def test_b6_host_matches_are_swapped_in(worlds: Any) -> None:
     assert (match.device, match.host) == (0, 28)
     assert world.manager.stats().loaded_pages == 7
     assert on_host(world, prompt) == 7  # inclusive: it stays
-    world.nothing_left()
 
 
 def test_b6_not_enough_memory_is_a_typed_error_and_leaks_nothing(worlds: Any) -> None:
@@ -289,14 +272,11 @@ def test_b6_not_enough_memory_is_a_typed_error_and_leaks_nothing(worlds: Any) ->
     world.manager.take("c")
     before = world.manager.gauges(), world.index.check().pins, world.cache.check().pins
     for _ in range(3):
-        with pytest.raises(OutOfPages):
-            world.manager.allocate("c", 30)
+        refused(OutOfPages, "", world.manager.allocate, "c", 30)
     assert before == (world.manager.gauges(), world.index.check().pins, world.cache.check().pins)
-    with pytest.raises(ConfigError, match="allocate them first"):
-        world.manager.load("c")
+    refused(ConfigError, "allocate them first", world.manager.load, "c")
     world.manager.release("b")
     world.manager.allocate("c", 30)  # the pages were held all the time
     world.manager.load("c").wait()
     assert (world.content("c", 28) == stamps_of(prompt.tokens)[:28]).all()
     world.manager.release("c")
-    world.nothing_left()

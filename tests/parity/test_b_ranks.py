@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support.crew import PAGE, Crew
 from support.manager_world import Engine, open_cache
+from support.refusals import refused
 from support.scripts import with_support
 from support.shard_backend import open_sharded
 
@@ -110,8 +111,7 @@ def test_b7_the_ranks_that_came_least_far_count(crew: Crew, manager: KVCacheMana
     _, load = run(crew, manager, "b")
     assert load.tokens == 4 * PAGE
     crew.step()
-    with pytest.raises(TransferFailed, match=r"rank 1 .* failed"):
-        load.done()
+    refused(TransferFailed, r"rank 1 .* failed", load.done)
     assert load.tokens == 0  # for every rank, also for those that have loaded all of it
     manager.release("b", publish=False)
     assert manager.device.index.stats().free == 16
@@ -135,8 +135,7 @@ def test_b15_ranks_count_what_is_in_flight(crew: Crew, manager: KVCacheManager) 
     crew.ranks[0].backend.finish()
     crew.poll()
     assert crew.coordinator.in_flight() == (0, 1, 1)
-    with pytest.raises(WaitTimeout):
-        manager.pause(0)
+    refused(WaitTimeout, "", manager.pause, 0)
     for each in crew.ranks:
         each.backend.finish()
     crew.poll()
@@ -185,8 +184,7 @@ def test_b17_a_scheduler_waits_for_its_ranks(segment_name: str, tmp_path: Any, d
         watch = {name: each.pid for name, each in zip(names, ranks, strict=True)}
         try:
             if dies:
-                with pytest.raises(Abandoned, match="rank 1"):
-                    wait_for_ranks(cache, log, names, 60, watch=watch)
+                refused(Abandoned, "rank 1", wait_for_ranks, cache, log, names, 60, watch=watch)
                 assert ranks[1].wait(60) == -signal.SIGKILL
             else:
                 found = wait_for_ranks(cache, log, names, 60, watch=watch)

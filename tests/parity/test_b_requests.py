@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.manager_case import on_device, on_host, tokens
+from support.refusals import refused
 from support.stamped import stamps_of
 
 from lightcache.errors import ConfigError, OutOfPages
@@ -26,11 +27,9 @@ def test_b8_chunks_are_published_as_they_fill(worlds: Any) -> None:
     assert world.run("b", prompt, keep=True).usable == 32  # while "a" runs
     world.manager.release("a")
     world.manager.release("b")
-    world.nothing_left()
 
 
-def test_b8_of_generated_tokens_only_accepted_ones(worlds: Any) -> None:
-    world = worlds()
+def test_b8_of_generated_tokens_only_accepted_ones(world: Any) -> None:
     every = tokens(30)
     world.start("a", every[:9])
     world.compute("a", every, 0, 9)
@@ -40,8 +39,7 @@ def test_b8_of_generated_tokens_only_accepted_ones(worlds: Any) -> None:
     world.store.write(table, 9, stamps_of(drafted)[9:])
     world.manager.commit("a", 11, new_tokens=every[9:11])
     assert world.manager.plan("b", Prompt(drafted)).found == 8
-    with pytest.raises(ConfigError, match="new_tokens"):
-        world.manager.commit("a", 15)
+    refused(ConfigError, "new_tokens", world.manager.commit, "a", 15)
     with pytest.raises(ConfigError, match="expected 11"):
         world.manager.commit("a", 10)  # what was accepted stays accepted
     world.compute("a", every, 11, 18)
@@ -49,11 +47,9 @@ def test_b8_of_generated_tokens_only_accepted_ones(worlds: Any) -> None:
     assert world.manager.plan("b", Prompt(every)).usable == 16
     world.manager.cancel("b")
     assert on_host(world, Prompt(every)) == 4
-    world.nothing_left()
 
 
-def test_b8_a_match_is_shortened_for_draft_layers(worlds: Any) -> None:
-    world = worlds()
+def test_b8_a_match_is_shortened_for_draft_layers(world: Any) -> None:
     prompt = Prompt(tokens(34))
     world.run("a", prompt)
     match = world.manager.plan("b", prompt)
@@ -72,8 +68,7 @@ def test_b8_a_match_is_shortened_for_draft_layers(worlds: Any) -> None:
     assert world.index.stats().ready == 8
 
 
-def test_b8_duplicates_are_recycled(worlds: Any) -> None:
-    world = worlds()
+def test_b8_duplicates_are_recycled(world: Any) -> None:
     prompt = Prompt(tokens(18))
     for request in "abc":
         world.start(request, prompt)
@@ -84,11 +79,9 @@ def test_b8_duplicates_are_recycled(worlds: Any) -> None:
     assert world.device.free == 32 - 4 - 3
     for request in "abc":
         world.manager.release(request)
-    world.nothing_left()
 
 
-def test_b8_nothing_is_published_before_it_is_loaded(worlds: Any) -> None:
-    world = worlds()
+def test_b8_nothing_is_published_before_it_is_loaded(world: Any) -> None:
     prompt = Prompt(tokens(30))
     world.run("a", Prompt(prompt.tokens[:18]))
     world.index.evict(2)
@@ -107,7 +100,6 @@ def test_b8_nothing_is_published_before_it_is_loaded(worlds: Any) -> None:
     world.compute("c", prompt.tokens, 16, 30)
     assert on_device(world, prompt) == 28
     world.manager.release("c")
-    world.nothing_left()
 
 
 # ---- B9
@@ -120,36 +112,30 @@ def test_b9_the_decode_reserve_is_held_and_returned(worlds: Any) -> None:
     assert world.device.free == 3
     world.compute("a", every, 0, 9)
     other = world.device.allocate(3)
-    with pytest.raises(OutOfPages):
-        world.device.allocate(1)
+    refused(OutOfPages, "", world.device.allocate, 1)
     for end in range(10, 21):  # nobody has a block, and it goes on
         world.compute("a", every, end - 1, end)
-    with pytest.raises(OutOfPages):
-        world.manager.allocate("a", 21)
+    refused(OutOfPages, "", world.manager.allocate, "a", 21)
     world.device.free_blocks(other)
     assert len(world.manager.allocate("a", 21)) == 8
     world.manager.release("a")
     assert world.device.free == 3
     assert world.manager.gauges().device.available == 8
-    world.nothing_left()
 
 
 def test_b9_the_reserve_is_part_of_what_is_asked_for_first(worlds: Any) -> None:
     world = worlds(blocks=4, reserve_blocks=2)
     world.manager.plan("a", Prompt(tokens(10)))
     world.manager.take("a")
-    with pytest.raises(OutOfPages):
-        world.manager.allocate("a", 10)
+    refused(OutOfPages, "", world.manager.allocate, "a", 10)
     world.manager.release("a")
-    world.nothing_left()
 
 
 # ---- B10
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["synchronous", "asynchronous"])
-def test_b10_release(worlds: Any, wait: bool) -> None:
-    world = worlds()
+def test_b10_release(world: Any, wait: bool) -> None:
     world.backend.at_once = False
     world.run("a", tokens(18), keep=True)
     world.manager.release("a", wait=wait)
@@ -174,7 +160,6 @@ def test_b10_shared_blocks_go_when_nobody_uses_them(worlds: Any) -> None:
         world.manager.release(request)
     assert world.index.evict(8) == 4
     assert world.device.free == 8
-    world.nothing_left()
 
 
 def test_b10_waiting_while_paused_says_so(worlds: Any) -> None:
@@ -183,10 +168,8 @@ def test_b10_waiting_while_paused_says_so(worlds: Any) -> None:
     world = worlds()
     world.manager.pause()
     world.run("a", tokens(18), keep=True)
-    with pytest.raises(WaitTimeout, match="resume"):
-        world.manager.release("a", wait=True)
+    refused(WaitTimeout, "resume", world.manager.release, "a", wait=True)
     world.manager.resume()
-    world.nothing_left()
 
 
 # ---- B11
@@ -212,8 +195,7 @@ def test_b11_never_what_is_used_or_kept(worlds: Any) -> None:
     assert world.manager.protect(kept) == {"host": 16, "device": 16}
     world.index.evict(12)
     assert not world.manager.can_allocate(4, evict=True)
-    with pytest.raises(OutOfPages):
-        world.device.allocate(4)
+    refused(OutOfPages, "", world.device.allocate, 4)
     assert [on_device(world, each) for each in (used, kept)] == [16, 16]
     for seed in range(5, 20):  # the host is full, and goes on
         world.run(seed, tokens(9, seed))
@@ -245,7 +227,6 @@ def test_b11_from_device_to_host_when_there_is_room(worlds: Any, room: bool) -> 
     if room:
         assert world.manager.plan("b", prompt).found >= 4
         world.manager.cancel("b")
-    world.nothing_left()
 
 
 def test_b11_attached_devices_say_what_goes_and_it_is_written_first(worlds: Any) -> None:
@@ -271,8 +252,7 @@ def test_b11_attached_devices_say_what_goes_and_it_is_written_first(worlds: Any)
     assert on_host(world, prompt) == 2
 
 
-def test_b11_the_host_is_inclusive(worlds: Any) -> None:
-    world = worlds()
+def test_b11_the_host_is_inclusive(world: Any) -> None:
     prompt = Prompt(tokens(18))
     world.run("a", prompt)
     world.index.evict(32)
@@ -283,8 +263,7 @@ def test_b11_the_host_is_inclusive(worlds: Any) -> None:
 # ---- B12
 
 
-def test_b12_a_branch_is_dropped_from_its_leaf_as_far_as_it_is_unshared(worlds: Any) -> None:
-    world = worlds()
+def test_b12_a_branch_is_dropped_from_its_leaf_as_far_as_it_is_unshared(world: Any) -> None:
     manager = world.manager
     left = Prompt(tokens(30))
     right = Prompt(np.concatenate([tokens(30)[:12], tokens(12, 4)]))
@@ -303,7 +282,6 @@ def test_b12_a_branch_is_dropped_from_its_leaf_as_far_as_it_is_unshared(worlds: 
     assert manager.drop(right, 13) == {"host": 8, "device": 8}
     assert manager.drop(right) == {"host": 16, "device": 16}
     assert manager.stats().dropped == 8 + 4 + 8
-    world.nothing_left()
 
 
 # ---- B13 (storage itself: test_a_storage.py)
@@ -321,7 +299,6 @@ def test_b13_what_is_left_is_written_when_a_request_ends(worlds: Any) -> None:
     assert world.backend.offloads == 2
     world.run("b", every[:38])
     assert world.backend.offloads == 2  # all of it is there
-    world.nothing_left()
 
 
 @pytest.mark.parametrize("blocks", [None, 32], ids=["no tree", "tree not used"])
@@ -342,4 +319,3 @@ def test_b13_from_tokens_alone(worlds: Any, blocks: int | None) -> None:
         assert on_host(world, Prompt(every)) == 7
         assert world.backend.offloads == 1  # the second skips what is stored already
     assert blocks is None or on_device(world, Prompt(every)) == 0
-    world.nothing_left()

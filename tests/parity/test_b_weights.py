@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.manager_case import on_device, on_host, tokens
+from support.refusals import refused
 from support.stamped import stamps_of
 
 from lightcache.errors import ConfigError, InUse, LeaseLost, LockTimeout
@@ -83,8 +84,6 @@ def test_b14_a_version_may_be_served_again_under_its_name(worlds: Any) -> None:
     assert one.manager.weights_state is WeightsState.NORMAL
     assert one.run("c", prompt).device == 16
     assert two.run("c", prompt).host == 16
-    for world in (one, two):
-        world.nothing_left()
 
 
 def test_b14_a_tenant_that_comes_later_is_of_the_version_too(worlds: Any) -> None:
@@ -100,8 +99,7 @@ def test_b14_a_tenant_that_comes_later_is_of_the_version_too(worlds: Any) -> Non
 
 
 @pytest.mark.parametrize("by", ["the cache", "the manager"])
-def test_b14_a_tenant_alone_is_cleared_and_begins_empty(worlds: Any, by: str) -> None:
-    world = worlds()
+def test_b14_a_tenant_alone_is_cleared_and_begins_empty(world: Any, by: str) -> None:
     mine, other = (Prompt(tokens(18), tenant=tenant) for tenant in ("mine", "other"))
     for prompt in (mine, other):
         world.run("a", prompt)
@@ -121,7 +119,6 @@ def test_b14_a_tenant_alone_is_cleared_and_begins_empty(worlds: Any, by: str) ->
     assert world.run("d", mine).usable == 0
     assert world.run("e", mine).device == 16
     assert world.run("f", other).device == 16
-    world.nothing_left()
 
 
 def test_b14_a_tenant_that_comes_in_the_middle_of_the_beginning(worlds: Any) -> None:
@@ -173,8 +170,7 @@ def test_b14_who_begins_behind_one_that_got_stuck_clears_all(worlds: Any) -> Non
         clear(space)
 
     one.cache.clear = stuck
-    with pytest.raises(LockTimeout):
-        one.manager.begin_update()
+    refused(LockTimeout, "", one.manager.begin_update)
     with pytest.raises(ConfigError, match="begin_update"):
         one.manager.finish_update("1")  # it is not done
     assert one.cache.stats().ready == 4
@@ -189,8 +185,7 @@ def test_b14_who_begins_behind_one_that_got_stuck_clears_all(worlds: Any) -> Non
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["waited for", "run out"])
-def test_b14_transfers_in_flight(worlds: Any, wait: bool) -> None:
-    world = worlds()
+def test_b14_transfers_in_flight(world: Any, wait: bool) -> None:
     world.run("a", tokens(18, 1))
     world.index.evict(32)
     world.backend.at_once = False
@@ -210,8 +205,7 @@ def test_b14_transfers_in_flight(worlds: Any, wait: bool) -> None:
     assert world.device.free == 32
 
 
-def test_b14_releases_behind_a_clear_are_harmless(worlds: Any) -> None:
-    world = worlds()
+def test_b14_releases_behind_a_clear_are_harmless(world: Any) -> None:
     for request, seed in (("a", 0), ("b", 0), ("c", 1)):
         world.run(request, tokens(18, seed), keep=True)
     world.manager.plan("planned", Prompt(tokens(18)))
@@ -226,10 +220,8 @@ def test_b14_releases_behind_a_clear_are_harmless(worlds: Any) -> None:
     assert world.device.free == 32 - 4
 
 
-def test_b14_an_update_has_a_beginning_and_an_end(worlds: Any) -> None:
-    world = worlds()
-    with pytest.raises(ConfigError, match="begin_update"):
-        world.manager.finish_update("2")
+def test_b14_an_update_has_a_beginning_and_an_end(world: Any) -> None:
+    refused(ConfigError, "begin_update", world.manager.finish_update, "2")
     world.manager.begin_update()
     world.manager.begin_update()
     world.manager.finish_update("2")
@@ -291,8 +283,7 @@ def test_b18_the_number_of_blocks_changes_after_profiling(worlds: Any, owned: bo
 
 
 @pytest.mark.parametrize("updating", [False, True], ids=["serving", "updating"])
-def test_b18_tenants_find_their_own_in_the_new_blocks(worlds: Any, updating: bool) -> None:
-    world = worlds()
+def test_b18_tenants_find_their_own_in_the_new_blocks(world: Any, updating: bool) -> None:
     left, right = (Prompt(tokens(18), tenant=each) for each in ("left", "right"))
     for prompt in (left, right):
         world.run("first", prompt)
@@ -312,18 +303,14 @@ def test_b18_tenants_find_their_own_in_the_new_blocks(worlds: Any, updating: boo
     world.manager.begin_update()
     world.manager.finish_update("3")
     assert world.index.stats().ready == 0
-    world.nothing_left()
 
 
-def test_b18_not_while_requests_run(worlds: Any) -> None:
-    world = worlds()
+def test_b18_not_while_requests_run(world: Any) -> None:
     world.backend.at_once = False
     world.run("a", tokens(18), keep=True)
-    with pytest.raises(InUse, match="1 requests run"):
-        world.manager.set_blocks(16)
+    refused(InUse, "1 requests run", world.manager.set_blocks, 16)
     world.manager.release("a")
-    with pytest.raises(InUse, match="1 copies"):
-        world.manager.set_blocks(16)
+    refused(InUse, "1 copies", world.manager.set_blocks, 16)
     world.backend.finish()
     world.manager.set_blocks(16)
     assert world.device.blocks == 16

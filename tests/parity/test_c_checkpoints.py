@@ -38,7 +38,6 @@ def test_c1_a_checkpoint_has_the_key_of_kv_and_outlives_it(hybrids: Any) -> None
     world.compute(prompt)  # KV comes back, by whoever
     assert world.look(prompt).usable == 40
     assert world.look(Prompt([*prompt.tokens[:39], 1, 2, 3])).usable == 0  # another digest
-    world.nothing_left()
 
 
 # ---- C2
@@ -59,7 +58,6 @@ def test_c2_kv_that_storage_supplies(hybrids: Any) -> None:
         task.go_on()
     assert world.plan(prompt, "a").usable == 32
     world.hybrid.cancel("a")
-    world.nothing_left()
 
 
 # ---- C3
@@ -76,7 +74,6 @@ def test_c3_host_kv_beyond_the_checkpoint_is_not_loaded(hybrids: Any) -> None:
     assert (match.kv.device, match.kv.host, match.kv.load) == (8, 24, 24)
     assert world.manager.stats().loaded_pages == 6
     world.hybrid.release("a", at=32)
-    world.nothing_left()
 
 
 # ---- C4
@@ -183,7 +180,6 @@ def test_c8_a_last_page_that_is_partly_filled(hybrids: Any, tail: bool, position
     match = world.begin("b", Prompt([*prompt.tokens, *tokens(9, 1)]))
     assert match.usable == position
     world.hybrid.release("b", at=position)
-    world.nothing_left()
 
 
 def test_c8_off_it_is_not_looked_for(hybrids: Any) -> None:

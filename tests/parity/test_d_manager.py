@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.hybrid_case import tokens
+from support.refusals import refused
 from support.stamped import stamps_of
 
 from lightcache.errors import OutOfPages
@@ -51,7 +52,6 @@ def test_d2_the_third_down_a_shared_prefix_hits(hybrids: Any, saves: Saves, tier
     assert (match.usable, match.branching) == (48, None)
     match = world.run("d", branch(stem, 4))
     assert match.usable == 48
-    world.nothing_left()
 
 
 def test_d2_a_branching_point_in_chunked_prefill(hybrids: Any) -> None:
@@ -64,7 +64,6 @@ def test_d2_a_branching_point_in_chunked_prefill(hybrids: Any) -> None:
         world.step("b", end)
     assert world.there(prompt)["device"] == [48, 64]
     world.end("b")
-    world.nothing_left()
 
 
 # ---- D5
@@ -77,7 +76,6 @@ def test_d5_the_newest_state_within_what_is_kept(hybrids: Any) -> None:
         every = world.run(seed, prompt, more=30, at=False, kept=kept)
         found = world.there(Prompt([*every, 0]))["device"]
         assert found == [4, *([position] if position else [])], f"kept {kept}"
-    world.nothing_left()
 
 
 def test_d5_only_what_was_confirmed(hybrids: Any) -> None:
@@ -95,7 +93,6 @@ def test_d5_only_what_was_confirmed(hybrids: Any) -> None:
     assert 24 not in world.there(every)["device"]
     assert 16 in world.there(every)["device"]
     assert len(stamps) == 34
-    world.nothing_left()
 
 
 def test_d5_in_mid_prefill_only_for_another_slot(hybrids: Any) -> None:
@@ -110,11 +107,10 @@ def test_d5_in_mid_prefill_only_for_another_slot(hybrids: Any) -> None:
     world.hybrid.cancel("b")
     world.end("a")
     assert world.there(prompt)["device"] == [16, 32]
-    world.nothing_left()
 
 
 def test_d5_planning_asks_the_device_nothing(hybrids: Any) -> None:
-    world = hybrids()
+    world = hybrids(ends_busy=True)
     prompt = Prompt(tokens(42))
     world.run("a", prompt)
     world.copier.at_once = False
@@ -144,7 +140,6 @@ def test_d6_the_matched_one_never_changes(hybrids: Any) -> None:
         assert slot != world.hybrid._request(i).slots.working
     for i in (0, 1):
         world.end(i)
-    world.nothing_left()
 
 
 def test_d6_copies_and_zeros_go_on_the_stream_that_computes(
@@ -172,7 +167,6 @@ def test_d6_copies_and_zeros_go_on_the_stream_that_computes(
     assert sorted(seen) == [("copy", 1, "computes"), ("zero", 1, "computes")]
     for request, at in (("b", 40), ("c", 0)):
         world.hybrid.release(request, at=at)
-    world.nothing_left()
 
 
 def test_d6_without_a_match_it_begins_with_zeros(hybrids: Any) -> None:
@@ -184,7 +178,6 @@ def test_d6_without_a_match_it_begins_with_zeros(hybrids: Any) -> None:
     assert world.store.slots[restored.working].tolist() == [0]
     assert restored.zeroed.tolist() == restored.working.tolist()
     world.hybrid.release("a", at=0)
-    world.nothing_left()
 
 
 # ---- D7
@@ -231,7 +224,6 @@ def test_d12_an_undersized_device_still_gives_host_hits(hybrids: Any) -> None:
     world = hybrids(slots=3, state_pages=24, blocks=24, pages=200, chunk=16)
     assert eight(world) == [32] * 8
     assert world.hybrid.stats().host_hits >= 6
-    world.nothing_left()
 
 
 def test_d12_an_undersized_host_gives_the_hits_that_fit(hybrids: Any) -> None:
@@ -239,7 +231,6 @@ def test_d12_an_undersized_host_gives_the_hits_that_fit(hybrids: Any) -> None:
     found = eight(world)
     assert found[:3] == [32, 32, 32]
     assert sum(each > 0 for each in found) >= 3
-    world.nothing_left()
 
 
 def test_d12_with_write_back(hybrids: Any) -> None:
@@ -253,7 +244,6 @@ def test_d12_with_write_back(hybrids: Any) -> None:
     )
     assert eight(world) == [32] * 8
     assert world.hybrid.stats().host_hits > 0
-    world.nothing_left()
 
 
 def test_d12_without_any_device_slots(hybrids: Any) -> None:
@@ -265,14 +255,12 @@ def test_d12_without_any_device_slots(hybrids: Any) -> None:
     for seed, prompt in enumerate(prompts):
         match = world.run(10 + seed, prompt, slots=[4, 5])
         assert (match.usable, match.tier) == (32, Tier.HOST)
-    world.nothing_left()
 
 
 def test_d12_without_a_host(hybrids: Any) -> None:
     world = hybrids(slots=12, state_pages=None, pages=200, blocks=200, chunk=16)
     assert eight(world) == [32] * 8
     assert world.hybrid.stats().device_hits == 8
-    world.nothing_left()
 
 
 def test_d12_running_requests_before_checkpoints(hybrids: Any) -> None:
@@ -281,10 +269,8 @@ def test_d12_running_requests_before_checkpoints(hybrids: Any) -> None:
     world = hybrids(slots=2, state_pages=None, **how)
     for seed in range(2):
         world.begin(seed, Prompt(tokens(46, seed)))
-    with pytest.raises(OutOfPages):
-        world.begin("c", Prompt(tokens(46, 9)))
+    refused(OutOfPages, "", world.begin, "c", Prompt(tokens(46, 9)))
     for request in (0, 1):
         world.step(request, 46)
         world.end(request)
     world.hybrid.release("c")
-    world.nothing_left()

@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from support.manager_case import open_cache, tokens  # noqa: E402
+from support.refusals import refused  # noqa: E402
 from support.state_team import GEOMETRY, PARTS, StateTeam, open_host_states, state  # noqa: E402
 
 from lightcache.errors import ConfigError  # noqa: E402
@@ -134,11 +135,9 @@ def test_d13_parts_that_cannot_be() -> None:
         StatePart("conv", (40, 3), 2, sections=(Section("q", 4, 2), Section("v", 8, 3)))
     with pytest.raises(ConfigError, match="of a sharded part"):
         StatePart("conv", (8, 3), 2, sharded=False, sections=(Section("q", 4, 2),))
-    with pytest.raises(ConfigError, match="q: heads"):
-        StatePart("conv", (8, 3), 2, sections=(Section("q", 0, 2),))
+    refused(ConfigError, "q: heads", StatePart, "conv", (8, 3), 2, sections=(Section("q", 0, 2),))
     with pytest.raises(ConfigError, match="expected 3 layers"):
         state_groups([StatePart("recurrent", (8, 3), 4)], [0, 1, 3])
-    with pytest.raises(ConfigError, match="at least one"):
-        state_groups([], [0])
+    refused(ConfigError, "at least one", state_groups, [], [0])
     with pytest.raises(ConfigError, match="8 heads of plane 'recurrent' cannot be divided among 3"):
         state_bytes([StatePart("recurrent", (8, 3), 4)], 3)

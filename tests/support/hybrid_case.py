@@ -177,13 +177,7 @@ class HybridWorld:
     # ---- a request's way
 
     def begin(
-        self,
-        request: Any,
-        what: Any,
-        *,
-        slots: Any = None,
-        wait: bool = True,
-        **how: Any,
+        self, request: Any, what: Any, *, slots: Any = None, wait: bool = True, **how: Any
     ) -> HybridMatch:
         """Plan, take, allocate, restore, fetch; what was found must be right.
 
@@ -358,16 +352,25 @@ def open_states(name: str, pages: int) -> Cache:
 
 
 def made_hybrids(name: str) -> Iterator[Callable[..., HybridWorld]]:
-    """For a fixture: `make(**how)` makes a HybridWorld, and all of them are closed."""
+    """For a fixture: `make(**how)` makes a HybridWorld. In the end nobody has anything of
+    any but those made with `ends_busy=True`, and all of them are closed."""
     made: list[HybridWorld] = []
+    busy: list[HybridWorld] = []
 
-    def make(**how: Any) -> HybridWorld:
+    def make(*, ends_busy: bool = False, **how: Any) -> HybridWorld:
         made.append(HybridWorld(f"{name}.{len(made)}", **how))
+        if ends_busy:
+            busy.append(made[-1])
         return made[-1]
 
     yield make
-    for world in reversed(made):
-        world.close()
+    try:
+        for world in made:
+            if world not in busy:
+                world.nothing_left()
+    finally:
+        for world in reversed(made):
+            world.close()
 
 
 __all__ = [

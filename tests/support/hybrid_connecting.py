@@ -33,23 +33,12 @@ def small_caches(
 
 @contextlib.contextmanager
 def joined(
-    name: str,
-    model: Any,
-    *,
-    chunk: int = 64,
-    every: int = 256,
-    path_limit: int = 0,
-    **sizes: int,
+    name: str, model: Any, *, chunk: int = 64, every: int = 256, path_limit: int = 0, **sizes: int
 ) -> Iterator[lct.Connector]:
     """A connector with such caches."""
     with small_caches(name, model, **sizes) as caches:
         with lct.Connector(
-            caches.kv,
-            model,
-            states=caches.states,
-            chunk=chunk,
-            every=every,
-            path_limit=path_limit,
+            caches.kv, model, states=caches.states, chunk=chunk, every=every, path_limit=path_limit
         ) as made:
             yield made
 

@@ -285,13 +285,22 @@ class Reading:
 
 
 def made_worlds(name: str) -> Iterator[Callable[..., World]]:
-    """For a fixture: `make(**how)` makes a World, and all of them are closed."""
+    """For a fixture: `make(**how)` makes a World. In the end nobody has anything of
+    any but those made with `ends_busy=True`, and all of them are closed."""
     made: list[World] = []
+    busy: list[World] = []
 
-    def make(**how: Any) -> World:
+    def make(*, ends_busy: bool = False, **how: Any) -> World:
         made.append(World(f"{name}.{len(made)}", **how))
+        if ends_busy:
+            busy.append(made[-1])
         return made[-1]
 
     yield make
-    for world in reversed(made):
-        world.close()
+    try:
+        for world in made:
+            if world not in busy:
+                world.nothing_left()
+    finally:
+        for world in reversed(made):
+            world.close()

@@ -229,11 +229,7 @@ def states(device):
             key = ("state", layer, name)
             build.views[key] = view
             build.planes[key] = _plane(view)
-    parts = [
-        Plane("ssm", 80, 4),
-        Plane("conv.q", 4, 4, rows=3),
-        Plane("conv.v", 4, 4, rows=3),
-    ]
+    parts = [Plane("ssm", 80, 4), Plane("conv.q", 4, 4, rows=3), Plane("conv.v", 4, 4, rows=3)]
     return build.case([KVGroup.state("state", layers=2, parts=parts, head_groups=2)])
 
 

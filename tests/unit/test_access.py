@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from support.refusals import refused
 
 from lightcache import Cache, ConfigError, LeaseLost, PermissionDenied
 from lightcache.shm import names, read_segment
@@ -65,7 +66,7 @@ def test_a_reader_changes_no_byte(cache: Cache, segment_name: str) -> None:
         assert router.check().clean
         assert len(router.clients()) == 1
         assert (router.pool[0] == 1).all()
-        for refused in (
+        for denied in (
             lambda: router.match(keys),
             lambda: router.match_many(keys, np.array([0, 4])),
             lambda: router.reserve(keys),
@@ -78,8 +79,7 @@ def test_a_reader_changes_no_byte(cache: Cache, segment_name: str) -> None:
             lambda: router.index.repair(),
             router.reap,
         ):
-            with pytest.raises((PermissionDenied, LeaseLost)):
-                refused()
+            refused((PermissionDenied, LeaseLost), "", denied)
         assert [path.read_bytes() for path in objects(segment_name)] == before
 
 
@@ -96,8 +96,8 @@ for span, mode, *_ in maps:
     assert mode == "r--s", mode
     start, end = (int(part, 16) for part in span.split("-"))
     READ_WRITE, EACCES = 3, 13
-    refused = libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(end - start), READ_WRITE)
-    assert refused == -1 and ctypes.get_errno() == EACCES
+    result = libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(end - start), READ_WRITE)
+    assert result == -1 and ctypes.get_errno() == EACCES
     print(start, end)
 """
 
@@ -194,8 +194,7 @@ def test_a_pool_planted_by_another_user(segment_name: str) -> None:
         pool = next(path for path in objects(segment_name) if "~pool" in path.name)
     os.chown(pool, NOBODY, NOBODY)
     try:
-        with pytest.raises(PermissionDenied, match=f"user {NOBODY}"):
-            Cache.attach(segment_name, secret=SECRET)
+        refused(PermissionDenied, f"user {NOBODY}", Cache.attach, segment_name, secret=SECRET)
     finally:
         for path in objects(segment_name):
             path.unlink()
@@ -238,8 +237,7 @@ def test_names_of_caches_stay_in_their_namespace(name: str, segment_name: str) -
         lambda: Cache.open(given, pages=1, page_bytes=4096, fingerprint="f", page_tokens=1),
         lambda: Cache.attach(given),
     ):
-        with pytest.raises(ConfigError, match="name"):
-            call()
+        refused(ConfigError, "name", call)
     # No allowed name continues like this after the prefix.
     mine = (segment_name, f"lightcache.{given}")
     assert not [path for path in SHM.iterdir() if any(one in path.name for one in mine)]
@@ -263,8 +261,7 @@ def test_what_a_foreign_object_is_called_cannot_be_opened(segment_name: str) -> 
     foreign.write_bytes(content)
     foreign.chmod(0o600)
     try:
-        with pytest.raises(ConfigError, match="name"):
-            read_segment(f"../foreign-{segment_name}")
+        refused(ConfigError, "name", read_segment, f"../foreign-{segment_name}")
         listed = CliRunner().invoke(cli.group, ["ls", "--json"])
         assert foreign.name not in listed.stdout
     finally:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.fake_runtime import Error, FakeRuntime
 from support.inline_device import InlineDevice
+from support.refusals import refused
 from support.transfer_cases import flat
 
 from lightcache.kernels.engine import TransferEngine
@@ -106,8 +107,7 @@ def test_other_refusals_are_failures(runtime):
 @pytest.mark.parametrize("error", [RuntimeError("List is too small: 1 < 2"), MemoryError("no")])
 def test_other_exceptions_are_not_taken_for_a_refusal(runtime, error):
     copier, runtime.batches, work = BatchCopier(), error, Work()
-    with pytest.raises(type(error), match=str(error)):
-        copier(*work.lists(), STREAM)
+    refused(type(error), str(error), copier, *work.lists(), STREAM)
     work.check(0)
     runtime.batches = Error.cudaSuccess
     copied(copier)
@@ -140,8 +140,7 @@ def test_a_single_copy_says_nothing_of_batches(runtime):
 
 def test_bindings_without_such_a_call(runtime, monkeypatch):
     monkeypatch.delattr(FakeRuntime, "cudaMemcpyBatchAsync")
-    with pytest.raises(AttributeError):
-        BatchCopier()
+    refused(AttributeError, "", BatchCopier)
 
 
 # ---- under an engine
@@ -182,5 +181,4 @@ def test_a_refused_copy_fails_the_transfer(runtime):
     engine = TransferEngine(case.geometry, case.planes, memory, mode="staged", device=Device())
     with engine:
         transfer = engine.offload(Move(np.arange(3), np.arange(48)))
-        with pytest.raises(TransferFailed, match="cudaErrorInsufficientDriver"):
-            transfer.wait()
+        refused(TransferFailed, "cudaErrorInsufficientDriver", transfer.wait)

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.plain_engine import PlainEngine, plain_engine
+from support.plain_engine import PlainEngine
+from support.refusals import refused
 
 from lightcache import WaitTimeout
 from lightcache_bench import (
@@ -28,9 +29,6 @@ from lightcache_bench import (
 from lightcache_bench._gpu_rig import Bench, Sizes
 
 torch = pytest.importorskip("torch")
-__all__ = ["plain_engine"]
-
-
 # ---- windows
 
 
@@ -155,8 +153,7 @@ def test_window() -> None:
 def test_window_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_gpu_window, "TIMEOUT", 0.0)
     device: Any = FakeDevice()
-    with pytest.raises(WaitTimeout, match="5 steps"):
-        _gpu_window.window(device, device, 2, None)
+    refused(WaitTimeout, "5 steps", _gpu_window.window, device, device, 2, None)
 
 
 # ---- the parts that need a device, with one that is none

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.mooncake_server import mooncake_url
 
 from lightcache import StorageError
 from lightcache_bench._plain_mooncake import open_plain
 
 pytestmark = pytest.mark.servers
-
-__all__ = ["mooncake_url"]
 
 
 def test_the_plain_loop_keeps_what_it_is_given(mooncake_url: str) -> None:

@@ -62,10 +62,7 @@ def test_a_pool_goes_with_an_error() -> None:
     def fails(array: Any) -> None:
         raise TransferFailed("refused")
 
-    with (
-        pytest.raises(TransferFailed, match="refused"),
-        _gpu_pinning.new_cache(16 << 20) as cache,
-    ):
+    with pytest.raises(TransferFailed, match="refused"), _gpu_pinning.new_cache(16 << 20) as cache:
         fails(cache.pool.array)
     assert read_segment(cache.name) is None
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.redis_server import Server, redis_server, redis_url
+from support.redis_server import Server
+from support.refusals import refused
 
 from lightcache import ConfigError, StorageError
 from lightcache.storage import MemoryStorage, urls
@@ -13,8 +14,6 @@ from lightcache.storage.protocol import WriteResult, WriteStatus
 from lightcache_bench import _plain_redis, _remote, storage
 
 pytestmark = pytest.mark.servers
-
-__all__ = ["redis_server", "redis_url"]
 
 KIB = 1 << 10
 
@@ -49,8 +48,7 @@ def test_the_plain_loop_moves_the_same(redis_url: str) -> None:
     plain.read("a", memoryview(into))
     assert into == b"hello"
     plain.remove(["a", "b"])
-    with pytest.raises(TypeError):
-        plain.read("a", memoryview(into))
+    refused(TypeError, "", plain.read, "a", memoryview(into))
     plain.close()
 
 
@@ -66,14 +64,11 @@ def test_a_storage_that_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             return WriteResult((WriteStatus.REFUSED,) * len(keys), "it is full")
 
     monkeypatch.setattr(urls, "_openers", {**urls._openers, "full": lambda rest, spec: Full(spec)})
-    with pytest.raises(StorageError, match="it is full"):
-        measured("full:")
-    with pytest.raises(StorageError, match="not all keys are stored: it is full"):
-        _remote.contains("full:", 10, 1)
+    refused(StorageError, "it is full", measured, "full:")
+    refused(StorageError, "not all keys are stored: it is full", _remote.contains, "full:", 10, 1)
 
 
 def test_what_is_asked_for_wrongly() -> None:
     with pytest.raises(ConfigError, match="expected --path or --url, found both"):
         list(storage.rows(True, path=".", url="memory:"))
-    with pytest.raises(ConfigError, match="found no host"):
-        list(storage.rows(True, url="redis://"))
+    refused(ConfigError, "found no host", list, storage.rows(True, url="redis://"))

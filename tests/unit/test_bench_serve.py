@@ -13,6 +13,7 @@ from typing import Any
 import click.testing
 import numpy as np
 import pytest
+from support.refusals import refused
 
 from lightcache.errors import ConfigError, StorageError
 from lightcache.shm import list_segments, read_segment
@@ -136,25 +137,21 @@ def test_each_device_has_a_worker(runs: Runs, monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_bad_options(runs: Runs, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        measured(**options)
+    refused(ConfigError, said, measured, **options)
     assert not runs
 
 
 def test_no_gpu(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ConfigError, match="--device cpu works everywhere"):
-        measured(device="cuda")
+    refused(ConfigError, "--device cpu works everywhere", measured, device="cuda")
     list(serve.rows(True, only="1"))
     assert runs[0].devices == ("cpu",)
 
 
 @pytest.mark.crash
 def test_what_killed_runs_left_is_removed_first(
-    runs: Runs,
-    segment_name: str,
-    script: Callable[..., Any],
+    runs: Runs, segment_name: str, script: Callable[..., Any]
 ) -> None:
     name = f"bench-serve-{segment_name}"
     script(LEAVES_A_RING, name, status=-9)
@@ -357,8 +354,7 @@ def test_few_requests_leave_some_of_either_kind(runs: Runs, workers: int) -> Non
 
 def test_missing_packages(monkeypatch: pytest.MonkeyPatch, runs: Runs) -> None:
     monkeypatch.setattr(demo, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'lightcache\[demo\]'"):
-        measured(only="1")
+    refused(ConfigError, r"pip install 'lightcache\[demo\]'", measured, only="1")
     assert runs == []
 
 

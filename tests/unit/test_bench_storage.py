@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.disks import where
+from support.refusals import refused
 
 from lightcache import StorageError
 from lightcache_bench import _baseline, _fio, storage
-
-__all__ = ["where"]
 
 MIB = 1 << 20
 JOB = {
@@ -76,8 +74,7 @@ def test_without_fio(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_fio_fails(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_fio(tmp_path / "bin", monkeypatch, "echo no such engine >&2; exit 1")
-    with pytest.raises(StorageError, match="no such engine"):
-        _fio.run(folder, "read", 4096, MIB, 2, True)
+    refused(StorageError, "no such engine", _fio.run, folder, "read", 4096, MIB, 2, True)
 
 
 def test_lookups_and_the_index(folder: Path) -> None:

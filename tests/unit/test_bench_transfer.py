@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from support.plain_engine import PlainEngine, as_array, plain_engine
+from support.plain_engine import PlainEngine, as_array
+from support.refusals import refused
 
 import lightcache_bench as frame
 from lightcache import ConfigError, TransferFailed
@@ -29,8 +30,6 @@ from lightcache_bench._gpu_rig import Bench, Rig, Sizes
 from lightcache_bench._restoring import restoring
 
 torch = pytest.importorskip("torch")
-__all__ = ["plain_engine"]
-
 TINY = Sizes(2 << 20, 8 << 20, 4 << 20, rounds=1)
 SHAPES = (
     _gpu_shapes.attention("small", 4, 2, 4, batch=3, target=None),
@@ -119,8 +118,7 @@ def test_rig_finds_a_row_left_out(
     with Rig(bench, shape) as rig:
         rig.verify()  # all bytes are in place now, and must be written again
         plain_engine.broken = direction
-        with pytest.raises(TransferFailed, match=f"check of {direction}"):
-            rig.verify()
+        refused(TransferFailed, f"check of {direction}", rig.verify)
 
 
 def test_rig_keeps_to_its_pages(bench: Bench, plain_engine: type[PlainEngine]) -> None:
@@ -147,8 +145,7 @@ def test_copies(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
             to.copy_(source)
 
     monkeypatch.setattr(_gpu_copies.Copies, "_copy", all_but_one)
-    with pytest.raises(TransferFailed, match="1 of 16 pieces"):
-        copies.verify()
+    refused(TransferFailed, "1 of 16 pieces", copies.verify)
 
 
 def test_batched_copies_name_every_piece(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

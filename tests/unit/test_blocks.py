@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.refusals import refused
 
 from lightcache.kernels import slots_of_blocks
 from lightcache.shm.errors import ConfigError
@@ -44,5 +45,4 @@ def test_numbers_beyond_32_bits():
     ],
 )
 def test_bad_tables(arguments, more, message):
-    with pytest.raises(ConfigError, match=message):
-        slots_of_blocks(*arguments, **more)
+    refused(ConfigError, message, slots_of_blocks, *arguments, **more)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from support.refusals import refused
 
 from lightcache.kernels import calibration
 from lightcache.kernels.options import DEFAULTS, Thresholds
@@ -17,10 +18,7 @@ def test_stored_and_read_again(tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["transfer.json"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", "{}", "null", '{"version": 1}', "\xff"],
-)
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "null", '{"version": 1}', "\xff"])
 def test_what_makes_no_sense_is_measured_anew(tmp_path, text):
     path = tmp_path / "transfer.json"
     path.write_text(text, encoding="latin-1")
@@ -53,5 +51,4 @@ def test_where_the_ways_cross(times, expected):
 
 
 def test_no_such_device(tmp_path):
-    with pytest.raises(ConfigError, match="HostEngine serves"):
-        calibration.stored("cpu", tmp_path)
+    refused(ConfigError, "HostEngine serves", calibration.stored, "cpu", tmp_path)

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from support.connecting import SECRET, save, small_cache  # noqa: E402
+from support.refusals import refused  # noqa: E402
 from support.scripts import with_support  # noqa: E402
 from support.tiny_models import model, prompt  # noqa: E402
 
@@ -87,8 +88,7 @@ def test_different_models_do_not(segment_name: str, kind: str) -> None:
     with small_cache(segment_name, mine) as cache:
         with pytest.raises(LayoutMismatch, match=r"is of another model: .* differ\. It is for"):
             lct.Connector(cache, other)
-        with pytest.raises(LayoutMismatch):
-            lct.open_cache(segment_name, other, pages=32, secret=SECRET)
+        refused(LayoutMismatch, "", lct.open_cache, segment_name, other, pages=32, secret=SECRET)
 
 
 def test_a_mismatch_names_what_differs(segment_name: str) -> None:
@@ -120,14 +120,12 @@ def test_a_name_stands_for_the_weights(segment_name: str) -> None:
         with lct.Connector(cache, model(seed=1)) as connector:
             with connector.prefix(prompt(20)) as past:
                 assert past.reused == 16, "the name is believed"
-        with pytest.raises(LayoutMismatch, match="dtypes"):
-            lct.Connector(cache, model(dtype=torch.float16))
+        refused(LayoutMismatch, "dtypes", lct.Connector, cache, model(dtype=torch.float16))
 
 
 @pytest.mark.parametrize("name", ["", "two words", "line\n", 7, "x" * 201])
 def test_bad_names(name: Any) -> None:
-    with pytest.raises(ConfigError, match="name: expected 1 to 200 characters"):
-        lct.describe(model(), name=name)
+    refused(ConfigError, "name: expected 1 to 200 characters", lct.describe, model(), name=name)
 
 
 def test_weights_of_any_dtype_and_order() -> None:
@@ -276,10 +274,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_refused(make: Callable[[], Any], message: str, segment_name: str) -> None:
     made = make()
-    with pytest.raises(ConfigError, match=message):
-        lct.describe(made)
-    with pytest.raises(ConfigError, match=message):
-        lct.open_cache(segment_name, made, size="1MiB", secret=SECRET)
+    refused(ConfigError, message, lct.describe, made)
+    refused(ConfigError, message, lct.open_cache, segment_name, made, size="1MiB", secret=SECRET)
 
 
 def test_weights_that_cannot_be_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,8 +283,7 @@ def test_weights_that_cannot_be_looked_into(monkeypatch: pytest.MonkeyPatch) -> 
         raise NotImplementedError("packed")
 
     monkeypatch.setattr(model_pages, "_sampled", opaque)
-    with pytest.raises(ConfigError, match=r"cannot be read \(packed\); give describe"):
-        lct.describe(model())
+    refused(ConfigError, r"cannot be read \(packed\); give describe", lct.describe, model())
     assert lct.describe(model(), name="x").fingerprint.startswith("name:x ")
 
 
@@ -301,18 +296,15 @@ def test_bad_page_tokens(page_tokens: Any, segment_name: str) -> None:
 def test_options_that_follow_from_the_model(segment_name: str) -> None:
     with pytest.raises(ConfigError, match="device, page_bytes follow from the model"):
         lct.open_cache(segment_name, model(), size="1MiB", page_bytes=4096, device=True)
-    with pytest.raises(ConfigError, match="capacity once"):
-        lct.open_cache(segment_name, model(), secret=SECRET)
+    refused(ConfigError, "capacity once", lct.open_cache, segment_name, model(), secret=SECRET)
 
 
 def test_caches_that_are_none_of_ours(segment_name: str) -> None:
-    with pytest.raises(ConfigError, match=r"expected a lightcache.Cache, found dict"):
-        lct.Connector({}, model())  # type: ignore[arg-type]
+    refused(ConfigError, r"expected a lightcache.Cache, found dict", lct.Connector, {}, model())
     pages = lct.describe(model())
     like = {"pages": 2, "secret": SECRET, "page_bytes": pages.geometry.page_bytes}
     with Cache.create(segment_name, fingerprint="mine", **like) as cache:
-        with pytest.raises(ConfigError, match="page_tokens"):
-            lct.Connector(cache, model())
+        refused(ConfigError, "page_tokens", lct.Connector, cache, model())
     with Cache.create(segment_name, fingerprint="mine", page_tokens=16, **like) as cache:
         with pytest.raises(
             LayoutMismatch, match=r"fingerprints differ\. It is for 'mine', expected"
@@ -320,8 +312,7 @@ def test_caches_that_are_none_of_ours(segment_name: str) -> None:
             lct.Connector(cache, model())
     options = {**pages.options, "page_bytes": 8 * pages.geometry.page_bytes}
     with Cache.create(segment_name, pages=2, secret=SECRET, **options) as cache:
-        with pytest.raises(LayoutMismatch, match="sizes of pages differ"):
-            lct.Connector(cache, model())
+        refused(LayoutMismatch, "sizes of pages differ", lct.Connector, cache, model())
 
 
 def test_a_device_must_be_said(segment_name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from support.connecting import (  # noqa: E402
     save,
     small_cache,
 )
+from support.refusals import refused  # noqa: E402
 from support.tiny_models import answer, assert_same, kept, model, prompt  # noqa: E402
 
 from lightcache import Cache, ConfigError, LeaseLost, ReservationShard, TransferFailed  # noqa: E402
@@ -82,8 +83,7 @@ def test_a_worker_adopts_what_a_scheduler_gives(
             assert_same(answer(llama, ids, past), answer(llama, ids))
             shard = cache.adopt(bytes(writing), shard=0)
             assert isinstance(shard, ReservationShard)
-            with pytest.raises(ConfigError, match="give positions="):
-                connector.offload(past, shard)
+            refused(ConfigError, "give positions=", connector.offload, past, shard)
             connector.offload(past, shard, positions=new.new).wait()
     assert cache.peek(keys) == 4
 
@@ -173,8 +173,7 @@ def test_copies_that_fail(cache: Cache, connector: lct.Connector, llama: Any, ga
     with pytest.raises(TransferFailed), connector.prefix(ids):
         pytest.fail("entered")
     assert held(cache) == (0, 0)
-    with pytest.raises(TransferFailed):
-        save(connector, llama, prompt(40, 1))
+    refused(TransferFailed, "", save, connector, llama, prompt(40, 1))
     gc.collect()
     assert held(cache) == (0, 0)
     assert cache.stats().ready == 2
@@ -208,8 +207,7 @@ def test_nothing_to_restore_or_to_save(cache: Cache, connector: lct.Connector) -
     lease = cache.match(keys)
     past = connector.restore(lease)
     assert (past.reused, past.held) == (0, 0)
-    with pytest.raises(LeaseLost):
-        lease.release()
+    refused(LeaseLost, "", lease.release)
     offload = connector.offload(past, cache.reserve(keys[:0]))
     offload.wait()
     assert offload.ready is True
@@ -223,24 +221,20 @@ def test_a_restored_cache_knows_no_tokens(
     assert len(past.tokens) == 0
     past.crop(-8)
     past.reset()
-    with pytest.raises(ConfigError, match="extend: expected a cache made by `prefix`"):
-        past.extend([1])
+    refused(ConfigError, "extend: expected a cache made by `prefix`", past.extend, [1])
 
 
 def test_what_has_ended_or_is_none(cache: Cache, connector: lct.Connector, llama: Any) -> None:
     ids = prompt(32)
     past = computed(llama, ids)
-    with pytest.raises(ConfigError, match="lease: expected a Lease, found NoneType"):
-        connector.restore(None)  # type: ignore[arg-type]
+    refused(ConfigError, "lease: expected a Lease, found NoneType", connector.restore, None)
     with pytest.raises(ConfigError, match="held: expected a Reservation or ReservationShard"):
         connector.offload(past, cache.match(keys_of(cache, ids)))  # type: ignore[arg-type]
     lease, new = cache.match(keys_of(cache, ids)), cache.reserve(keys_of(cache, ids))
     lease.release()
     new.release()
-    with pytest.raises(LeaseLost):
-        connector.restore(lease)
-    with pytest.raises(LeaseLost):
-        connector.offload(past, new)
+    refused(LeaseLost, "", connector.restore, lease)
+    refused(LeaseLost, "", connector.offload, past, new)
 
 
 def test_pages_of_another_cache(
@@ -300,10 +294,7 @@ BAD = {
     "another dtype": (halved, "expected torch.float32, .* found torch.bfloat16 in layer 1"),
     "fewer layers": (shorter, "expected 2 layers, found 1"),
     "empty": (lambda past: transformers.DynamicCache(config=model().config), "prefill first"),
-    "another shape": (
-        lambda past: computed(model(num_key_value_heads=4), prompt(32)),
-        "heads",
-    ),
+    "another shape": (lambda past: computed(model(num_key_value_heads=4), prompt(32)), "heads"),
 }
 
 
@@ -313,8 +304,7 @@ def test_bad_caches(cache: Cache, connector: lct.Connector, llama: Any, kind: st
     ids = prompt(32)
     past = change(computed(llama, ids))
     with cache.reserve(keys_of(cache, ids)) as new:
-        with pytest.raises(ConfigError, match=message):
-            connector.offload(past, new)
+        refused(ConfigError, message, connector.offload, past, new)
         assert held(cache) == (2, 2), "still the caller's"
         connector.offload(computed(llama, ids), new).wait()
     assert cache.peek(keys_of(cache, ids)) == 2
@@ -345,11 +335,7 @@ def test_pages_behind_what_is_there(
 
 
 def test_loads_one_behind_the_other(
-    cache: Cache,
-    connector: lct.Connector,
-    llama: Any,
-    gate: Gate,
-    monkeypatch: pytest.MonkeyPatch,
+    cache: Cache, connector: lct.Connector, llama: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second waits for the layers of the first before it moves their tensors."""
     ids = prompt(70)

@@ -21,6 +21,7 @@ from support.connecting import (  # noqa: E402
     ready,
     save,
 )
+from support.refusals import refused  # noqa: E402
 from support.tiny_models import answer, assert_same, kept, prompt  # noqa: E402
 
 from lightcache import Cache, ConfigError, Detached, InUse  # noqa: E402
@@ -93,8 +94,7 @@ def test_cropped_below_the_prompt(cache: Cache, connector: lct.Connector, llama:
         past.crop(-(past.held - 40))
         assert past.tokens.tolist() == ids[0, :40].tolist()
         answer(llama, torch.cat([ids[:, :40], other[:, :20]], dim=1), past, steps=1)
-        with pytest.raises(ConfigError, match="extend: this cache was cropped to 40"):
-            past.extend([1])
+        refused(ConfigError, "extend: this cache was cropped to 40", past.extend, [1])
     assert cache.stats().ready == 2, "what was computed behind the crop is of other tokens"
     assert ready(cache, ids) == 2
     assert_restored(connector, llama, ids)
@@ -240,11 +240,7 @@ def test_an_exception_saves_nothing(cache: Cache, connector: lct.Connector, llam
 
 @pytest.mark.parametrize("where", ["allocate", "planes_of", "Load", "Offload"])
 def test_an_error_on_the_way_leaks_nothing(
-    cache: Cache,
-    connector: lct.Connector,
-    llama: Any,
-    where: str,
-    monkeypatch: pytest.MonkeyPatch,
+    cache: Cache, connector: lct.Connector, llama: Any, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(connector, llama, prompt(40))
 
@@ -253,8 +249,7 @@ def test_an_error_on_the_way_leaks_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(lct.PrefixCache if where == "allocate" else transfers, where, broken)
-        with pytest.raises(MemoryError, match=where):
-            save(connector, llama, prompt(70))
+        refused(MemoryError, where, save, connector, llama, prompt(70))
     gc.collect()
     assert held(cache) == (0, 0)
     assert cache.stats().ready == 2
@@ -278,8 +273,7 @@ def test_rows_are_refused(cache: Cache, connector: lct.Connector, llama: Any) ->
 def test_closed_in_order(cache: Cache, llama: Any) -> None:
     connector = lct.Connector(cache, llama)
     save(connector, llama, prompt(40))
-    with pytest.raises(InUse):
-        cache.close()
+    refused(InUse, "", cache.close)
     connector.close()
     connector.close()
     for call in (
@@ -287,8 +281,7 @@ def test_closed_in_order(cache: Cache, llama: Any) -> None:
         lambda: connector.restore(cache.match(cache.hash_pages(prompt(4)[0].tolist()))),
         lambda: connector.offload(None, cache.reserve(cache.hash_pages([1] * PAGE))),
     ):
-        with pytest.raises(Detached, match="connector is closed"):
-            call()
+        refused(Detached, "connector is closed", call)
 
 
 # ---- how long caches last

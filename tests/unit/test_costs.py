@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.refusals import refused
 
 from lightcache.costs import Costs
 from lightcache.errors import ConfigError
@@ -111,16 +112,14 @@ def test_break_even_is_where_loading_becomes_faster(
     ],
 )
 def test_figures_out_of_range(other: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(other))):
-        costs(**other)
+    refused(ConfigError, next(iter(other)), costs, **other)
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(json.dumps({**MEASURED, "device": "x", "batches": []}))
     assert Costs.load(path, **GIVEN) == costs()
-    with pytest.raises(ConfigError, match=r"no prefill_tokens_per_s; give it"):
-        Costs.load(path)
+    refused(ConfigError, r"no prefill_tokens_per_s; give it", Costs.load, path)
     path.write_text(json.dumps({**MEASURED, **GIVEN}))
     assert Costs.load(str(path)) == costs()
     assert Costs.load(path, page_tokens=32) == costs(page_tokens=32), "what is given counts"
@@ -130,7 +129,5 @@ def test_a_file_is_read(tmp_path: Path) -> None:
 def test_a_file_that_says_something_else(tmp_path: Path, text: str) -> None:
     path = tmp_path / "costs.json"
     path.write_text(text, encoding="latin-1")
-    with pytest.raises(ConfigError, match="calibrat"):
-        Costs.load(path, **GIVEN)
-    with pytest.raises(ConfigError, match="calibrat"):
-        Costs.load(tmp_path / "none", **GIVEN)
+    refused(ConfigError, "calibrat", Costs.load, path, **GIVEN)
+    refused(ConfigError, "calibrat", Costs.load, tmp_path / "none", **GIVEN)

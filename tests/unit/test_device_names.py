@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.fake_driver import FakeDriver
 from support.inline_device import InlineDevice
+from support.refusals import refused
 from support.transfer_cases import flat
 
 from lightcache import Cache
@@ -109,8 +110,7 @@ def test_torch_is_not_imported_for_it(script):
 )
 def test_names_that_are_none(given):
     for call in (device_name, lambda device: DevicePlanes({}, device=device)):
-        with pytest.raises(ConfigError, match="device: expected 'cpu' or a GPU such as 'cuda:0'"):
-            call(given)
+        refused(ConfigError, "device: expected 'cpu' or a GPU such as 'cuda:0'", call, given)
 
 
 def planes_of(case, device):

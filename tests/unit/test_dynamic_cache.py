@@ -11,6 +11,7 @@ import torch
 from support.devices import check
 from support.layouts import random
 from support.pages import Model
+from support.refusals import refused
 
 from lightcache.kernels.geometry import KVGroup, PageGeometry
 from lightcache.kernels.layouts import Shard, dynamic_cache
@@ -110,5 +111,4 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
 
 @pytest.mark.parametrize(("make", "message"), BAD.values(), ids=BAD.keys())
 def test_bad_input(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make()
+    refused(ConfigError, message, make)

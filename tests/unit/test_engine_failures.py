@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.inline_device import InlineDevice, covered
 from support.interrupts import interrupt
+from support.refusals import refused
 from support.transfer_cases import flat
 
 from lightcache.kernels.engine import TransferEngine
@@ -237,8 +238,7 @@ def test_a_call_that_raises_holds_back_no_other():
         first.when_done(told.append)
         second.when_done(told.append)
         device.running = True
-        with pytest.raises(Refused):
-            engine.poll()
+        refused(Refused, "", engine.poll)
         assert told == [True, True]
         assert engine.poll() == 0
 
@@ -251,8 +251,7 @@ def test_close_goes_on_when_a_call_raises():
 
     device.running = False
     engine.offload(Move([0], np.arange(16))).when_done(bad)
-    with pytest.raises(Refused):
-        engine.close()
+    refused(Refused, "", engine.close)
     assert memory.users == 0
     engine.close()
 
@@ -268,8 +267,7 @@ def test_an_interrupt_in_a_call_leaves_the_others_to_the_next_poll():
     for at, call in enumerate((ctrl_c, told.append)):
         engine.offload(Move([at], np.arange(16))).when_done(call)
     device.running = True
-    with pytest.raises(KeyboardInterrupt):
-        engine.poll()
+    refused(KeyboardInterrupt, "", engine.poll)
     assert not told
     engine.close()
     assert told == [True]
@@ -291,8 +289,7 @@ def test_calls_may_use_the_engine_and_close_it():
     device.running = True
     engine.poll()
     assert told == [0]
-    with pytest.raises(Detached):
-        engine.offload([])
+    refused(Detached, "", engine.offload, [])
 
 
 def test_calls_are_made_once_each_by_many_threads():
@@ -414,8 +411,7 @@ def test_a_forked_child_has_nothing_of_it(monkeypatch):
     with monkeypatch.context() as child:
         child.setattr("lightcache.kernels.in_flight.os.getpid", lambda: parent + 1)
         for call in (lambda: engine.load([]), engine.poll, engine.warm):
-            with pytest.raises(Detached, match="parent process"):
-                call()
+            refused(Detached, "parent process", call)
         engine.close()
         assert not device.running, "a child waits for nothing"
     assert memory.users == 1
@@ -448,10 +444,8 @@ def test_a_lost_device_ends_transfers():
             raise RuntimeError("an illegal memory access was encountered")
 
     device.hook = lost
-    with pytest.raises(TransferFailed, match="illegal"):
-        transfer.wait()
-    with pytest.raises(TransferFailed):
-        engine.offload(Move([0], np.arange(16))).wait()
+    refused(TransferFailed, "illegal", transfer.wait)
+    refused(TransferFailed, "", engine.offload(Move([0], np.arange(16))).wait)
     engine.close()
     assert memory.users == 0
 
@@ -464,8 +458,7 @@ def test_no_stream_waits_for_what_has_failed(window):
         transfer = engine.offload(Move([0], np.arange(16)), window=window)
         stream, before = device.stream(), len(device.log)
         for wait in (transfer.wait_on, lambda at: transfer.wait_layer(0, at)):
-            with pytest.raises(TransferFailed, match="the copy failed"):
-                wait(stream)
+            refused(TransferFailed, "the copy failed", wait, stream)
         assert len(device.log) == before
 
 
@@ -529,8 +522,7 @@ def test_bad_arguments_enqueue_nothing(mode, options, message):
     with engine:
         engine.load(move, window=1).wait()
         device.log.clear()
-        with pytest.raises(ConfigError, match=message):
-            engine.load(move, **options)
+        refused(ConfigError, message, engine.load, move, **options)
         assert not device.log
         check_pools(engine)
 
@@ -543,10 +535,8 @@ def test_a_transfer_is_no_event_and_other_devices_have_streams_of_their_own():
     other.device_index = 1
     with engine:
         transfer = engine.offload(move)
-        with pytest.raises(ConfigError, match="wait_on"):
-            engine.load(move, after=[transfer])
-        with pytest.raises(ConfigError, match="one of device 1"):
-            engine.load(move, streams=[other])
+        refused(ConfigError, "wait_on", engine.load, move, after=[transfer])
+        refused(ConfigError, "one of device 1", engine.load, move, streams=[other])
 
 
 @pytest.mark.parametrize("mode", ["direct", "staged"])
@@ -559,8 +549,7 @@ def test_a_captured_current_stream_is_refused(mode):
 
     device.hook = captured
     with engine:
-        with pytest.raises(ConfigError, match="captured"):
-            engine.load(Move(np.array([0]), np.arange(16)))
+        refused(ConfigError, "captured", engine.load, Move(np.array([0]), np.arange(16)))
         assert not device.log
 
 
@@ -592,6 +581,5 @@ def test_a_refusal_while_preparing_gives_the_index_back(monkeypatch):
     engine, _, _ = engine_of("staged")
     monkeypatch.setattr("lightcache.kernels.submission.store_slots", _refuse)
     with engine:
-        with pytest.raises(Refused):
-            engine.offload(moves_of("staged")[0])
+        refused(Refused, "", engine.offload, moves_of("staged")[0])
         check_pools(engine)

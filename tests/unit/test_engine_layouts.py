@@ -26,6 +26,7 @@ from support.layout_transfers import (
     runs_exist,
 )
 from support.layouts import CASES
+from support.refusals import refused
 
 from lightcache import ConfigError
 from lightcache.kernels.engine import TransferEngine
@@ -85,5 +86,4 @@ def test_the_copy_engine_alone_where_bytes_lie_so(make: Make) -> None:
     if runs_exist(case, way, memory):
         both_ways(case, way, inline)
     else:
-        with pytest.raises(ConfigError, match="mode='copies'"):
-            both_ways(case, way, inline)
+        refused(ConfigError, "mode='copies'", both_ways, case, way, inline)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.inline_device import InlineDevice, covered, ordered
+from support.refusals import refused
 from support.transfer_cases import Builder, _kv, flat, opaque_blocks
 
 from lightcache.kernels import in_flight
@@ -50,10 +51,8 @@ def test_a_share_without_cells_is_over_at_once(mode, rate):
                 transfer.wait(60)
                 transfer.wait_on(device.current())
                 assert transfer.nbytes == 0
-        with pytest.raises(ConfigError, match="slots: expected"):
-            engine.offload(Move([1], np.full(16, 1 << 31)))
-        with pytest.raises(ConfigError, match="pages: expected"):
-            engine.offload(Move([4], np.arange(16)))
+        refused(ConfigError, "slots: expected", engine.offload, Move([1], np.full(16, 1 << 31)))
+        refused(ConfigError, "pages: expected", engine.offload, Move([4], np.arange(16)))
         assert engine.poll() == 0
     assert told == [True] * 4
     assert device.allocated <= 4, "no staging memory"
@@ -138,8 +137,7 @@ def test_copies_cannot_move_parts_of_head_groups():
     case = flat("cpu", 1)
     engine, _, device = engine_of(case, "copies", share=_part_of_head_group(case))
     with engine:
-        with pytest.raises(ConfigError, match="use 'auto'"):
-            engine.offload(Move([0, 1], np.arange(32)))
+        refused(ConfigError, "use 'auto'", engine.offload, Move([0, 1], np.arange(32)))
         assert not device.log
 
 
@@ -260,10 +258,8 @@ def test_a_paced_transfer_is_under_way_until_all_is_enqueued(monkeypatch):
     transfer.when_done(told.append)
     assert not transfer.done()
     assert engine.poll() == 1
-    with pytest.raises(WaitTimeout):
-        transfer.wait(0)
-    with pytest.raises(WaitTimeout):
-        transfer.wait(-1)
+    refused(WaitTimeout, "", transfer.wait, 0)
+    refused(WaitTimeout, "", transfer.wait, -1)
     assert not [entry for entry in device.log if entry[0] == "copy"]
     waiter = threading.Thread(target=transfer.wait_on, args=[device.current()])
     waiter.start()
@@ -292,8 +288,7 @@ def test_a_paced_failure_ends_the_transfer_and_nothing_else():
 
             device.hook = refuse
             hold.set()
-            with pytest.raises(Exception, match=f"{kind} refused"):
-                transfer.wait(60)
+            refused(Exception, f"{kind} refused", transfer.wait, 60)
             device.hook = lambda kind: None
             assert engine.poll() == 0
         engine.offload(Move([0, 1], np.arange(32))).wait(60)

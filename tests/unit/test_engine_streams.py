@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.device_sides import Device, rows
+from support.refusals import refused
 from support.threaded_device import Gate, ThreadedDevice
 
 from lightcache import WaitTimeout
@@ -124,8 +125,7 @@ def test_nothing_is_written_before_the_gate_opens(world: World, verb: str, told:
     try:
         transfer = getattr(world.engine, verb)(moves()[0], **how)
         other = getattr(world.engine, "load" if verb == "offload" else "offload")
-        with pytest.raises(WaitTimeout):
-            transfer.wait(HELD)
+        refused(WaitTimeout, "", transfer.wait, HELD)
         unchanged = (world.memory.array == pages).all(), (world.device.memory == slots).all()
         assert unchanged == (True, True)
         other(Move([0], slots=[], first=0)).wait(DEADLINE)  # the other direction is not held up
@@ -156,8 +156,7 @@ def test_a_load_reads_what_an_offload_is_about_to_write(world: World, told: str)
         event.record(stream)
         how = {"streams": (), "after": [event]}
     load = world.engine.load(Move(move.pages, there), **how)
-    with pytest.raises(WaitTimeout):
-        load.wait(HELD)
+    refused(WaitTimeout, "", load.wait, HELD)
     gate.open()
     load.wait(DEADLINE)
     np.testing.assert_array_equal(world.device.memory, expected)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 from pathlib import Path
 
 import pytest
-from refusals import index
+from refusals.elsewhere import ELSEWHERE
+from support.refusals import refusals
 
 import lightcache
 from lightcache import errors
 
 PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
-TABLES = (index.ROWS,)
-TRIED = ("Looking up and holding", "Writing", "Keeping and writing back", "Tickets", "Namespaces")
+MODULES = [path.stem for path in sorted((Path(__file__).parents[1] / "refusals").glob("test_*.py"))]
+TRIED_ROWS = [
+    row
+    for name in MODULES
+    for row in refusals(importlib.import_module(f"refusals.{name}").TABLE)
+    if row.documented
+]
+TESTS = Path(__file__).parents[1]
 CLASSES = {
     name
     for name, found in vars(errors).items()
@@ -24,7 +33,7 @@ CLASSES = {
 def tables() -> list[list[str]]:
     """The cells of all rows but the heads."""
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", row.strip("|"))] for row in rows]
     return [row for row in cells if row[0] not in ("class", "what you did")]
 
 
@@ -32,27 +41,37 @@ def bad_inputs() -> list[list[str]]:
     return [row for row in tables() if len(row) == 4]
 
 
-def section(title: str) -> list[list[str]]:
-    """The rows of a section that name an error."""
-    text = PAGE.read_text().split(f"## {title}\n")[1].split("\n## ")[0]
-    rows = [row for row in bad_inputs() if f"| {row[0]} | {row[1]} |" in text]
-    return [row for row in rows if not row[1].startswith("no error: ")]
+def proofs() -> list[tuple[str, set[str]]]:
+    """How rows begin that a table or a test tries, and the errors that are raised there."""
+    found = [(row.documented, {row.error.__name__}) for row in TRIED_ROWS]
+    for file, tests in ELSEWHERE.items():
+        source = "\n".join(path.read_text() for path in TESTS.glob(file))
+        functions = {
+            node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)
+        }
+        for name, rows in tests.items():
+            assert f"test_{name}" in functions, (file, name)
+            raised = {error for error in CLASSES if re.search(rf"\b{error}\b", source)}
+            found += [(row, raised) for row in rows]
+    return found
 
 
-@pytest.mark.parametrize("title", TRIED)
-def test_every_row_of_a_section_is_tried(title: str) -> None:
-    tried = [(row.documented, row.error.__name__) for table in TABLES for row in table]
-    for what, raised, _, _ in section(title):
-        errors_of = {error for documented, error in tried if what.startswith(documented)}
-        assert errors_of, f"no refusal of tests/refusals is: {what}"
-        assert errors_of <= set(re.findall(r"`(\w+)`", raised)), what
+def test_every_row_is_tried() -> None:
+    tried = proofs()
+    for what, raised, *_ in bad_inputs():
+        if not raised.startswith("no error: "):
+            errors_of = [error for begin, error in tried if what.startswith(begin)]
+            assert errors_of, f"nothing in tests/refusals is: {what}"
+            assert any(error & set(re.findall(r"`(\w+)`", raised)) for error in errors_of), what
 
 
 def test_every_refusal_is_one_row() -> None:
-    for table in TABLES:
-        for refusal in table:
-            rows = [row for row in bad_inputs() if row[0].startswith(refusal.documented)]
-            assert len(rows) == 1, refusal.documented
+    for refusal in TRIED_ROWS:
+        rows = [row for row in bad_inputs() if row[0].startswith(refusal.documented)]
+        assert len(rows) == 1, refusal.documented
+        assert refusal.error.__name__ in rows[0][1], refusal.documented
+    for begin, _ in proofs():
+        assert any(row[0].startswith(begin) for row in bad_inputs()), begin
 
 
 def test_no_row_stands_outside_a_table() -> None:

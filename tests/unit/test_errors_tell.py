@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.keys import prompt
+from support.refusals import refused
 
 from lightcache import Abandoned, Cache, InUse, PageIndex, PermissionDenied, ReservationShard
 from lightcache.errors import LightcacheError, NotInstalled
@@ -63,8 +64,7 @@ def test_an_error_of_the_body_is_not_replaced(cache: Cache) -> None:
         (note,) = caught.value.__notes__
         assert note.startswith("and while this error ended a with statement: InUse: close the pool")
     assert cache.peek(prompt(1, 2)) == 0  # nothing was changed: it is closed when it is dropped
-    with pytest.raises(InUse):
-        body(None)
+    refused(InUse, "", body, None)
     kept.clear()
 
 
@@ -90,8 +90,7 @@ def test_nor_by_what_any_segment_says(segment_name: str, kind: str) -> None:
             views.append(segment.view(segment.payload_offset, 8))
             raise Mine
 
-    with pytest.raises(Mine):
-        body()
+    refused(Mine, "", body)
     views.clear()
     made.close()
 
@@ -104,8 +103,7 @@ def test_nor_by_a_lock_that_cannot_be_given_back(segment_name: str) -> None:
 
     with Segment.create(segment_name, 64) as segment:
         segment.join()
-        with pytest.raises(Mine):
-            body(segment)
+        refused(Mine, "", body, segment)
 
 
 def test_without_notes_it_is_logged(
@@ -119,8 +117,7 @@ def test_without_notes_it_is_logged(
 
     shm_errors.leave(close, Old("mine"))
     assert "Old: and while this error ended a with statement: InUse: views live" in caplog.text
-    with pytest.raises(InUse):
-        shm_errors.leave(close, None)
+    refused(InUse, "", shm_errors.leave, close, None)
 
 
 # ---- publishing
@@ -159,8 +156,7 @@ def test_a_shard_that_was_not_published_does(segment_name: str) -> None:
             shard = rank.adopt(bytes(ticket), shard=0)
             assert isinstance(shard, ReservationShard)
             new.release()
-            with pytest.raises(Abandoned):
-                shard.publish()
+            refused(Abandoned, "", shard.publish)
             shard.release()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.pages import packed, random_model, write
+from support.refusals import refused
 
 from lightcache.kernels import geometry as module
 from lightcache.kernels.geometry import (
@@ -279,8 +280,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
 
 @pytest.mark.parametrize(("make", "message"), BAD.values(), ids=BAD.keys())
 def test_bad_input(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make()
+    refused(ConfigError, message, make)
 
 
 def test_public_names() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from support.keys import prompt
+from support.refusals import refused
 
 from lightcache import (
     ConfigError,
@@ -22,13 +23,6 @@ from lightcache import (
 from lightcache.leases import NamingResult
 
 PAGES = 12
-
-
-@pytest.fixture
-def index(segment_name: str) -> Iterator[PageIndex]:
-    with PageIndex.create(segment_name, pages=PAGES) as made:
-        yield made
-        assert made.check().clean, made.check().message
 
 
 @pytest.fixture
@@ -64,8 +58,7 @@ def test_pages_are_held_until_the_with_is_left(index: PageIndex) -> None:
         assert index.evict(PAGES) == 0
     assert totals(index) == (PAGES, 0, 0, 0)
     assert len(held) == 0
-    with pytest.raises(LeaseLost, match="freed or detached"):
-        _ = held.pages
+    refused(LeaseLost, "freed or detached", lambda: held.pages)
 
 
 def test_dropping_the_object_frees_too(index: PageIndex) -> None:
@@ -77,10 +70,8 @@ def test_dropping_the_object_frees_too(index: PageIndex) -> None:
 def test_free_is_said_once(index: PageIndex) -> None:
     held = index.allocate(2)
     held.free()
-    with pytest.raises(LeaseLost, match="before"):
-        held.free()
-    with pytest.raises(LeaseLost, match="freed or detached"):
-        held.detach()
+    refused(LeaseLost, "before", held.free)
+    refused(LeaseLost, "freed or detached", held.detach)
 
 
 def test_detached_pages_are_the_callers(index: PageIndex) -> None:
@@ -96,8 +87,7 @@ def test_all_or_nothing(index: PageIndex) -> None:
     put(index, 1, 4)
     with index.match(prompt(1, 4)):
         assert not index.can_allocate(PAGES)
-        with pytest.raises(OutOfPages, match="12 pages were asked for, 8 are free"):
-            index.allocate(PAGES)
+        refused(OutOfPages, "12 pages were asked for, 8 are free", index.allocate, PAGES)
         assert totals(index) == (PAGES - 4, 4, 0, 0), "nothing is held, the ready ones are there"
         assert index.can_allocate(PAGES - 4)
         with index.allocate(PAGES - 4):
@@ -110,16 +100,14 @@ def test_too_many_of_many_steps_are_given_back(segment_name: str) -> None:
     with PageIndex.create(segment_name, pages=1000) as index:
         put(index, 1, 300)
         with index.match(prompt(1, 300)):
-            with pytest.raises(OutOfPages, match="701 pages"):
-                index.allocate(701)
+            refused(OutOfPages, "701 pages", index.allocate, 701)
             assert totals(index) == (700, 300, 0, 0)
 
 
 def test_memory_that_is_not_there_yet(segment_name: str) -> None:
     with PageIndex.create(segment_name, pages=8, grown=2) as index:
         assert not index.can_allocate(8), "as allocate says"
-        with pytest.raises(NoSpace, match="6 more pages"):
-            index.allocate(8)
+        refused(NoSpace, "6 more pages", index.allocate, 8)
         assert totals(index) == (2, 0, 0, 0)
         asked: list[int] = []
 
@@ -166,11 +154,9 @@ def test_only_pages_of_ours_are_named(index: PageIndex, other: PageIndex) -> Non
         mixed = np.array([pages[0], wrong], np.int32)
         with pytest.raises(LeaseLost, match=rf"page {wrong} \(number 1 of 2\)"):
             index.name_pages(mixed, prompt(1, 2))
-        with pytest.raises(LeaseLost, match=rf"page {wrong} \(number 1 of 2\)"):
-            index.free(mixed)
+        refused(LeaseLost, rf"page {wrong} \(number 1 of 2\)", index.free, mixed)
     for call in (index.free, lambda p: index.name_pages(p, prompt(1, 2))):
-        with pytest.raises(LeaseLost, match="stands twice"):
-            call(pages[[0, 0]])
+        refused(LeaseLost, "stands twice", call, pages[[0, 0]])
     assert totals(index) == (PAGES - 3, 0, 3, 0), "nothing of the calls was done"
     index.free(pages)
     theirs.free()
@@ -194,12 +180,9 @@ def test_after_an_error_the_same_call_goes_on(segment_name: str) -> None:
 def test_unpinning_asks_whose_it_is(index: PageIndex, other: PageIndex) -> None:
     got = named(index, 1, 2)
     index.unpin([])
-    with pytest.raises(LeaseLost, match=r"number 1 of 2"):
-        index.unpin([got.pages[0], PAGES - 1])
-    with pytest.raises(LeaseLost, match=r"number 1 of 2"):
-        index.unpin(got.pages[[0, 0]])
-    with pytest.raises(LeaseLost, match=r"number 0 of 2"):
-        other.unpin(got.pages)
+    refused(LeaseLost, r"number 1 of 2", index.unpin, [got.pages[0], PAGES - 1])
+    refused(LeaseLost, r"number 1 of 2", index.unpin, got.pages[[0, 0]])
+    refused(LeaseLost, r"number 0 of 2", other.unpin, got.pages)
     assert index.check().pins == 2
     with index.allocate(1) as held, pytest.raises(LeaseLost, match="free it"):
         index.unpin(held.pages)
@@ -214,8 +197,7 @@ def test_a_ticket_of_pages_without_names(index: PageIndex, other: PageIndex) -> 
         assert lease.pages.tolist() == held.pages.tolist()
         held.free()
         assert totals(index) == (PAGES - 2, 0, 0, 2)
-        with pytest.raises(OutOfPages):
-            index.allocate(PAGES)
+        refused(OutOfPages, "", index.allocate, PAGES)
         lease.release()
     with index.allocate(PAGES):
         assert totals(index) == (0, 0, PAGES, 0)
@@ -252,15 +234,12 @@ def test_repair_leaves_pages_to_their_client(index: PageIndex) -> None:
 )
 def test_arguments(index: PageIndex, pages: object, starts: object, match: str) -> None:
     keys = np.concatenate([prompt(1, 2), prompt(2, 2)])
-    with pytest.raises(ConfigError, match=match):
-        index.name_many(pages, keys, np.array([0, 2, 4]), starts)  # type: ignore[arg-type]
+    refused(ConfigError, match, index.name_many, pages, keys, np.array([0, 2, 4]), starts)
 
 
 def test_more_arguments(index: PageIndex) -> None:
-    with pytest.raises(ConfigError, match="n: expected 0 to 12, found 13"):
-        index.allocate(PAGES + 1)
-    with pytest.raises(ConfigError, match="start"):
-        index.name_pages(np.empty(0, np.int32), prompt(1, 2), 3)
+    refused(ConfigError, "n: expected 0 to 12, found 13", index.allocate, PAGES + 1)
+    refused(ConfigError, "start", index.name_pages, np.empty(0, np.int32), prompt(1, 2), 3)
     with pytest.raises(ConfigError, match="into: expected room for 0"):
         index.name_pages(np.empty(0, np.int32), prompt(1, 2), 2, into=NamingResult(1))
     assert len(index.name_pages(np.empty(0, np.int32), prompt(1, 2), 2)) == 0
@@ -277,8 +256,7 @@ def test_who_may_not(index: PageIndex, segment_name: str) -> None:
             lambda: reader.free(one),
             lambda: reader.unpin(one),
         ):
-            with pytest.raises(PermissionDenied):
-                call()
+            refused(PermissionDenied, "", call)
         assert reader.can_allocate(PAGES)
 
 
@@ -286,9 +264,6 @@ def test_closed(segment_name: str) -> None:
     index = PageIndex.create(segment_name, pages=PAGES)
     with index.allocate(2) as held:
         index.close()
-        with pytest.raises(Detached):
-            held.free()
-        with pytest.raises(Detached):
-            index.allocate(1)
-        with pytest.raises(Detached):
-            index.can_allocate(1)
+        refused(Detached, "", held.free)
+        refused(Detached, "", index.allocate, 1)
+        refused(Detached, "", index.can_allocate, 1)

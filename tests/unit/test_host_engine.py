@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.device_sides import Bytes, Device, rows
+from support.refusals import refused
 
 from lightcache import ConfigError, Detached, TransferFailed, WaitTimeout
 from lightcache.kernels import host_engine
@@ -198,8 +199,7 @@ def test_nothing_moves_before_what_it_is_after(sides: Sides) -> None:
     assert gate.reached.wait(60)
     assert stream.reached.is_set()
     assert not transfer.done()
-    with pytest.raises(WaitTimeout):
-        transfer.wait(0)
+    refused(WaitTimeout, "", transfer.wait, 0)
     assert (sides.memory.array == before).all()
     expected = sides.expected(MOVE)
     gate.opened.set()
@@ -281,8 +281,7 @@ def test_a_failed_copy(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
         whole(self, *arguments)
 
     monkeypatch.setattr(Index, "_indexed", breaks)
-    with pytest.raises(TransferFailed, match="here"):
-        sides.engine.offload(MOVE).wait(60)
+    refused(TransferFailed, "here", sides.engine.offload(MOVE).wait, 60)
 
 
 def test_windows_are_done_one_by_one(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,8 +309,7 @@ def test_windows_are_done_one_by_one(sides: Sides, monkeypatch: pytest.MonkeyPat
     transfer.wait_layer(2)
     assert (sides.memory.array == expected).all()
     transfer.wait(60)
-    with pytest.raises(ConfigError, match="layer"):
-        transfer.wait_layer(3)
+    refused(ConfigError, "layer", transfer.wait_layer, 3)
 
 
 def test_calls_are_made_once(sides: Sides) -> None:
@@ -327,8 +325,7 @@ def test_calls_are_made_once(sides: Sides) -> None:
     assert sides.engine.poll() == 1
     assert called == []
     gate.opened.set()
-    with pytest.raises(KeyError, match="mine"):
-        transfer.wait(60)
+    refused(KeyError, "mine", transfer.wait, 60)
     transfer.wait(60)
     assert called == [("a", True), ("b", True)]
     transfer.when_done(lambda ok: called.append(("c", ok)))
@@ -349,8 +346,7 @@ def test_poll_and_close_make_the_calls() -> None:
         sides.engine.close()
         sides.engine.close()
         for call in (sides.engine.offload, sides.engine.load):
-            with pytest.raises(Detached, match="closed"):
-                call(MOVE)
+            refused(Detached, "closed", call, MOVE)
 
 
 def test_close_waits_for_what_goes_on() -> None:
@@ -369,8 +365,7 @@ def test_close_waits_for_what_goes_on() -> None:
 def test_a_transfer_that_comes_as_the_engine_closes(sides: Sides) -> None:
     for line in sides.engine._queue._lines:
         line.shutdown()
-    with pytest.raises(Detached, match="no transfers any more"):
-        sides.engine.offload(MOVE)
+    refused(Detached, "no transfers any more", sides.engine.offload, MOVE)
     assert sides.engine.poll() == 0
 
 
@@ -462,11 +457,9 @@ def test_helpers_copy_and_a_failure_waits_for_them(
     monkeypatch.setattr(Index, "_indexed", one_breaks)
     transfer = sides.engine.offload(MOVE)
     assert gate.reached.wait(60)
-    with pytest.raises(WaitTimeout):
-        transfer.wait(0.2)
+    refused(WaitTimeout, "", transfer.wait, 0.2)
     gate.opened.set()
-    with pytest.raises(TransferFailed, match="here"):
-        transfer.wait(60)
+    refused(TransferFailed, "here", transfer.wait, 60)
 
 
 def test_a_load_does_not_wait_for_threads_that_offload(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,8 +489,7 @@ def test_planes_of_one_call(sides: Sides) -> None:
         expected[page] = other.memory[slot]
     sides.engine.offload(MOVE, planes=other.planes).wait(60)
     assert (sides.memory.array.reshape(-1) == expected).all()
-    with pytest.raises(ConfigError, match="layer 0"):
-        sides.engine.offload(MOVE, planes=DevicePlanes({}))
+    refused(ConfigError, "layer 0", sides.engine.offload, MOVE, planes=DevicePlanes({}))
 
 
 def test_nothing_to_move(sides: Sides) -> None:
@@ -530,8 +522,7 @@ def test_nothing_to_move(sides: Sides) -> None:
 def test_bad_input_moves_nothing(sides: Sides, moves: Any, how: Any, why: str) -> None:
     pages, device = sides.memory.array.copy(), sides.device.memory.copy()
     for call in (sides.engine.offload, sides.engine.load):
-        with pytest.raises(ConfigError, match=why):
-            call([MOVE, moves], **how)
+        refused(ConfigError, why, call, [MOVE, moves], **how)
     assert sides.engine.poll() == 0
     assert (sides.memory.array == pages).all()
     assert (sides.device.memory == device).all()
@@ -548,19 +539,16 @@ def test_bad_input_moves_nothing(sides: Sides, moves: Any, how: Any, why: str) -
     ],
 )
 def test_an_engine_that_is_none(how: Any, why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        Sides(**how)
+    refused(ConfigError, why, Sides, **how)
 
 
 def test_sides_that_do_not_fit(sides: Sides) -> None:
     small = HostPages(np.zeros((PAGES, 16), np.uint8))
-    with pytest.raises(ConfigError, match="page_bytes"):
-        HostEngine(sides.geometry, sides.device.planes, small)
+    refused(ConfigError, "page_bytes", HostEngine, sides.geometry, sides.device.planes, small)
     with pytest.raises(ConfigError, match="TransferEngine"):
         HostEngine(sides.geometry, DevicePlanes({}, device="cuda:0"), sides.memory)
     partial = DevicePlanes({("kv", 0, "k"): DevicePlane(64, 8, 8)})
-    with pytest.raises(ConfigError, match="layer 0"):
-        HostEngine(sides.geometry, partial, sides.memory)
+    refused(ConfigError, "layer 0", HostEngine, sides.geometry, partial, sides.memory)
 
 
 def test_memory_that_is_read_only(sides: Sides) -> None:
@@ -568,8 +556,7 @@ def test_memory_that_is_read_only(sides: Sides) -> None:
     array.flags.writeable = False
     with HostEngine(sides.geometry, sides.device.planes, HostPages(array)) as engine:
         engine.load(MOVE).wait(60)
-        with pytest.raises(ConfigError, match="read-only"):
-            engine.offload(MOVE)
+        refused(ConfigError, "read-only", engine.offload, MOVE)
 
 
 NUMPY_ALONE = """

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.hybrid_case import tokens
+from support.refusals import refused
 from support.stamped import stamps_of
 
 from lightcache import PageIndex
@@ -45,7 +46,6 @@ def test_donating_copies_nothing_on_the_device(hybrids: Any) -> None:
         assert host_state(world, prompt, position) == stamps[position - 1]
     assert world.there(prompt) == {"device": [8, 24], "host": [8, 24]}
     assert world.checkpoints.stats().donated == world.checkpoints.stats().offloads == 2
-    world.nothing_left()
 
 
 def test_the_same_state_twice_takes_one_slot(hybrids: Any) -> None:
@@ -57,29 +57,23 @@ def test_the_same_state_twice_takes_one_slot(hybrids: Any) -> None:
     assert world.slots.stats().free == 3
     found = world.checkpoints.stats()
     assert (found.donated, found.merged, found.offloads) == (1, 1, 1)
-    world.nothing_left()
 
 
 def test_a_slot_that_is_not_ours(hybrids: Any) -> None:
     world = hybrids()
-    with pytest.raises(LeaseLost):
-        world.checkpoints.donate(3, world.path(Prompt(tokens(9))), 1)
-    with pytest.raises(LeaseLost):
-        world.checkpoints.free(np.array([3], np.int32))
+    refused(LeaseLost, "", world.checkpoints.donate, 3, world.path(Prompt(tokens(9))), 1)
+    refused(LeaseLost, "", world.checkpoints.free, np.array([3], np.int32))
 
 
 def test_more_slots_than_there_are(hybrids: Any) -> None:
     world = hybrids(slots=4)
     prompt = Prompt(tokens(41))
     world.save(prompt, 8, 16)
-    with pytest.raises(OutOfPages, match="there are 4"):
-        world.checkpoints.acquire(5)
+    refused(OutOfPages, "there are 4", world.checkpoints.acquire, 5)
     held = world.checkpoints.acquire(4)  # checkpoints go for running requests
     assert world.there(prompt)["device"] == []
-    with pytest.raises(OutOfPages):
-        world.checkpoints.acquire(1)
+    refused(OutOfPages, "", world.checkpoints.acquire, 1)
     world.checkpoints.free(held)
-    world.nothing_left()
 
 
 def test_the_one_unused_for_longest_goes_first(hybrids: Any) -> None:
@@ -108,7 +102,6 @@ def test_at_most_so_many_on_a_path(hybrids: Any, states: dict[str, Any]) -> None
     assert world.there(prompt) == {"device": [24, 32], "host": [24, 32]}
     assert world.there(other) == {"device": [8], "host": [8]}
     assert world.checkpoints.stats().bounded == 4
-    world.nothing_left()
 
 
 def test_the_bound_looks_behind_the_new_one(hybrids: Any) -> None:
@@ -135,7 +128,6 @@ def test_the_bound_knows_the_request_s_own_path(hybrids: Any) -> None:
     assert world.there(prompt)["device"] == [8, 24, 56]
     world.save(prompt, 48)
     assert world.there(prompt)["device"] == [24, 56]
-    world.nothing_left()
 
 
 def test_the_bound_spares_forks(hybrids: Any) -> None:
@@ -151,7 +143,6 @@ def test_the_bound_spares_forks(hybrids: Any) -> None:
         assert world.there(one) == {"device": [16, position], "host": [16, position]}
     world.save(other, 32)
     assert world.there(other) == {"device": [16, 32], "host": [16, 32]}
-    world.nothing_left()
 
 
 def test_a_new_one_hangs_on_the_deepest_before_it(hybrids: Any) -> None:
@@ -168,7 +159,6 @@ def test_a_new_one_hangs_on_the_deepest_before_it(hybrids: Any) -> None:
     assert world.there(prompt)["device"] == [8, 12]
     world.slots.evict(1)
     assert world.there(prompt)["device"] == [12]
-    world.nothing_left()
 
 
 def test_the_bound_spares_what_is_in_use(hybrids: Any) -> None:
@@ -197,7 +187,6 @@ def test_to_the_host_when_room_is_needed(hybrids: Any) -> None:
     assert host_state(world, prompt, 8) == stamps_of(prompt.tokens)[7]
     world.checkpoints.free(np.array([slot], np.int32))
     assert world.checkpoints.stats().demotions == 1
-    world.nothing_left()
 
 
 @pytest.mark.parametrize("why", ["failed", "no room"])
@@ -222,7 +211,6 @@ def test_what_could_not_be_written_back_stays(hybrids: Any, why: str) -> None:
     assert world.checkpoints.demote(1) == 1  # another one: it counts as just used
     assert world.there(prompt) == {"device": [8], "host": [16]}
     assert host_state(world, prompt, 16) == stamps_of(prompt.tokens)[15]
-    world.nothing_left()
 
 
 def test_write_back_needs_no_low_water_to_be_said(hybrids: Any) -> None:
@@ -235,7 +223,6 @@ def test_write_back_needs_no_low_water_to_be_said(hybrids: Any) -> None:
     found = world.hybrid.stats()
     assert (found.donated, found.demotions_lost) == (12, 0)
     assert found.offloads == found.demotions >= 9
-    world.nothing_left()
 
 
 def test_a_slot_that_is_needed_at_once_is_written_first_where_that_takes_no_time(
@@ -257,7 +244,6 @@ def test_a_slot_that_is_needed_at_once_is_written_first_where_that_takes_no_time
     held.append(world.checkpoints.acquire(1))  # nothing beside it: it goes
     assert world.checkpoints.stats().demotions_lost == 2
     world.checkpoints.free(np.concatenate(held))
-    world.nothing_left()
 
 
 def test_what_does_not_go_to_the_host_is_given_up(hybrids: Any) -> None:
@@ -267,7 +253,6 @@ def test_what_does_not_go_to_the_host_is_given_up(hybrids: Any) -> None:
     assert world.checkpoints.demote(4) == 1
     assert world.there(prompt) == {"device": [], "host": []}
     assert world.checkpoints.stats().demotions_lost == 1
-    world.nothing_left()
 
 
 def test_a_checkpoint_that_somebody_comes_for_stays(hybrids: Any) -> None:
@@ -281,7 +266,6 @@ def test_a_checkpoint_that_somebody_comes_for_stays(hybrids: Any) -> None:
     world.settle()
     assert world.there(prompt) == {"device": [8], "host": [8, 16]}
     world.hybrid.cancel("plan")
-    world.nothing_left()
 
 
 def test_a_slot_written_anew_is_not_taken_for_what_it_was(hybrids: Any) -> None:
@@ -311,7 +295,6 @@ def test_a_failed_copy_makes_no_checkpoint(hybrids: Any) -> None:
     assert world.checkpoints.stats().failed_offloads == 1
     world.save(prompt, 8)  # merged, and written now
     assert world.there(prompt) == {"device": [8], "host": [8]}
-    world.nothing_left()
 
 
 def test_no_room_on_the_host(hybrids: Any) -> None:
@@ -325,7 +308,6 @@ def test_no_room_on_the_host(hybrids: Any) -> None:
     assert world.there(prompt) == {"device": [16], "host": [8]}
     assert world.checkpoints.stats().no_room == 1
     world.hybrid.cancel("plan")
-    world.nothing_left()
 
 
 def test_while_transfers_are_paused_the_copy_waits(hybrids: Any) -> None:
@@ -339,7 +321,6 @@ def test_while_transfers_are_paused_the_copy_waits(hybrids: Any) -> None:
     world.checkpoints.resume()
     world.settle()
     assert world.there(prompt)["host"] == [8]
-    world.nothing_left()
 
 
 def test_without_device_slots_the_state_goes_to_the_host(hybrids: Any) -> None:
@@ -353,10 +334,8 @@ def test_without_device_slots_the_state_goes_to_the_host(hybrids: Any) -> None:
     world.settle()
     assert transfer.over
     assert host_state(world, prompt, 8) == stamps_of(prompt.tokens)[7]
-    with pytest.raises(ConfigError, match="the engine's own"):
-        world.checkpoints.acquire(1)
+    refused(ConfigError, "the engine's own", world.checkpoints.acquire, 1)
     world.checkpoints.free(np.array([5], np.int32))  # of the engine: nothing
-    world.nothing_left()
 
 
 def test_tenants_and_versions_are_apart(hybrids: Any) -> None:
@@ -371,7 +350,6 @@ def test_tenants_and_versions_are_apart(hybrids: Any) -> None:
     world.checkpoints.clear_weights("v1", everywhere=True)
     world.manager.finish_update("v1")
     assert world.there(one) == world.there(other) == {"device": [], "host": []}
-    world.nothing_left()
 
 
 def test_clearing_while_a_copy_goes_on(hybrids: Any) -> None:
@@ -387,13 +365,11 @@ def test_clearing_while_a_copy_goes_on(hybrids: Any) -> None:
     slot = int(world.checkpoints.acquire(1)[0])
     assert world.checkpoints.donate(slot, path, 2) is None  # of the old weights: refused
     assert world.checkpoints.stats().refused == 1
-    world.nothing_left()
 
 
 def test_arguments(hybrids: Any, segment_name: str) -> None:
     with PageIndex.create(f"{segment_name}.x", pages=2) as slots:
-        with pytest.raises(ConfigError, match="independent"):
-            Checkpoints(slots, None)
+        refused(ConfigError, "independent", Checkpoints, slots, None)
     with PageIndex.create(f"{segment_name}.x", pages=2, independent=True) as slots:
         for wrong, how in (
             ("THROUGH or BACK", {"write": WritePolicy.SELECTIVE}),
@@ -401,11 +377,9 @@ def test_arguments(hybrids: Any, segment_name: str) -> None:
             ("low_water", {"low_water": -1}),
             ("through a host cache", {"storage": object()}),
         ):
-            with pytest.raises(ConfigError, match=wrong):
-                Checkpoints(slots, None, **how)
+            refused(ConfigError, wrong, Checkpoints, slots, None, **how)
     world = hybrids()
-    with pytest.raises(ConfigError, match="transfer backend"):
-        Checkpoints(None, world.states)
+    refused(ConfigError, "transfer backend", Checkpoints, None, world.states)
 
 
 def test_copies_in_an_array() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.refusals import refused
 
 from lightcache.errors import ConfigError
 from lightcache.hybrid.saving import Features, Grid, Saves
@@ -84,8 +85,7 @@ def test_what_does_not(more: dict[str, Any], texts: list[str]) -> None:
     made = replace(GOOD, **more)
     assert len(made.conflicts()) == len(texts)
     lines = r"\n.*".join(f"{number}. .*{text}.*" for number, text in enumerate(texts, 1))
-    with pytest.raises(ConfigError, match=f"{len(texts)} of its settings.*\n" + lines):
-        made.check()
+    refused(ConfigError, f"{len(texts)} of its settings.*\n" + lines, made.check)
 
 
 @pytest.mark.parametrize(
@@ -105,5 +105,4 @@ def test_what_does_not(more: dict[str, Any], texts: list[str]) -> None:
     ],
 )
 def test_figures_that_are_none(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=name):
-        replace(GOOD, **{name: value})
+    refused(ConfigError, name, replace, GOOD, **{name: value})

@@ -9,6 +9,7 @@ import pytest
 from support.hybrid_case import HybridWorld
 from support.manager_case import Reading, Shelf, tokens
 from support.raising import Odd
+from support.refusals import refused
 
 from lightcache.errors import TransferFailed
 from lightcache.manager import Prompt, WritePolicy
@@ -22,8 +23,7 @@ def odd(*_: Any, **__: Any) -> Any:
 
 def raised_once(world: HybridWorld) -> None:
     """By `poll` of both together."""
-    with pytest.raises(Odd, match="arranged"):
-        world.hybrid.poll()
+    refused(Odd, "arranged", world.hybrid.poll)
     assert world.hybrid.poll() == 0
 
 
@@ -40,8 +40,7 @@ def test_a_load(hybrids: Any, what: str) -> None:
         patch.setattr(world.backend if what == "state" else world.world.backend, "load", odd)
         world.hybrid.restore(["b"])
         load = world.hybrid.load("b")
-    with pytest.raises(TransferFailed, match="arranged"):
-        load.wait()
+    refused(TransferFailed, "arranged", load.wait)
     assert (load.failed, load.tokens) == (True, 0)
     raised_once(world)
     assert world.hybrid.restart("b").usable == 0
@@ -50,7 +49,6 @@ def test_a_load(hybrids: Any, what: str) -> None:
     world.step("b", 42)
     world.end("b")
     assert world.look(PROMPT).usable == 40
-    world.nothing_left()
 
 
 @pytest.mark.parametrize("write", [WritePolicy.THROUGH, WritePolicy.BACK], ids=["now", "later"])
@@ -64,7 +62,6 @@ def test_an_offload(hybrids: Any, write: WritePolicy) -> None:
     raised_once(world)
     assert world.hybrid.stats().failed_offloads == 1
     assert world.there(PROMPT) == {"device": [40], "host": []}  # it stays where it is
-    world.nothing_left()
 
 
 def test_of_both_in_one_step_neither_is_lost(hybrids: Any) -> None:
@@ -77,7 +74,6 @@ def test_of_both_in_one_step_neither_is_lost(hybrids: Any) -> None:
         world.hybrid.poll()
     assert isinstance(found.value.__context__, Odd)
     assert world.hybrid.poll() == 0
-    world.nothing_left()
 
 
 def test_a_copy_between_slots(hybrids: Any) -> None:
@@ -90,7 +86,6 @@ def test_a_copy_between_slots(hybrids: Any) -> None:
     raised_once(world)
     world.copier.going.clear()
     world.hybrid.release("b", publish=False, at=40)
-    world.nothing_left()
 
 
 def test_closing_raises_what_nobody_has_polled_for(hybrids: Any) -> None:
@@ -98,10 +93,8 @@ def test_closing_raises_what_nobody_has_polled_for(hybrids: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world.backend, "offload", odd)
         world.run("a", PROMPT)
-    with pytest.raises(Odd, match="arranged"):
-        world.checkpoints.close()
+    refused(Odd, "arranged", world.checkpoints.close)
     world.checkpoints.close()
-    world.nothing_left()
 
 
 class OddShelf(Shelf):
@@ -128,7 +121,6 @@ def test_a_storage_of_states(hybrids: Any, late: bool) -> None:
         raised_once(world)
         world.end(request)
     assert world.there(PROMPT)["host"] == [40]
-    world.nothing_left()
 
 
 def test_closing_a_hybrid_manager_looks_for_what_is_over(hybrids: Any) -> None:
@@ -142,8 +134,6 @@ def test_closing_a_hybrid_manager_looks_for_what_is_over(hybrids: Any) -> None:
     world.hybrid.release("a")
     assert world.hybrid.leaving == 1
     world.copier.finish()
-    with pytest.raises(Odd, match="arranged"):
-        world.hybrid.close()
+    refused(Odd, "arranged", world.hybrid.close)
     assert (world.hybrid.leaving, world.slots.stats().held) == (0, 0)
     world.hybrid.close()
-    world.nothing_left()

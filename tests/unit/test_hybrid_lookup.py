@@ -54,11 +54,10 @@ def test_what_is_behind_a_plan_is_what_a_look_from_the_beginning_finds(
             found = manager.lookup.peek_beyond("a", limit)
             assert found == manager.peek_many([prompt], options=[options], limits=[limit])[0]
             manager.cancel("a")
-    world.nothing_left()
 
 
 def test_keys_are_gone_through_once(hybrids: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = hybrids()
+    world = hybrids(ends_busy=True)
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.save(prompt, 32)
@@ -95,7 +94,6 @@ def test_a_plan_is_pinned_again_after_half_of_its_time(
     assert pinned == [[1, 1], [1, 1], [2, 2], [2, 2], [3, 3]]
     assert world.hybrid.take("plan").usable == 32
     world.hybrid.release("plan")
-    world.nothing_left()
 
 
 def test_one_without_a_checkpoint_is_not_planned_again(
@@ -134,7 +132,6 @@ def test_a_plan_is_not_believed_that_was_let_go(
     assert world.plan(prompt).usable == 32
     assert world.hybrid.take("plan").usable == 32
     world.hybrid.release("plan")
-    world.nothing_left()
 
 
 def test_a_checkpoint_that_was_let_go_is_pinned_anew(
@@ -158,11 +155,10 @@ def test_a_checkpoint_that_was_let_go_is_pinned_anew(
     assert world.hybrid.take("plan").usable == 32
     for request in ("plan", "nobody"):
         world.hybrid.release(request)
-    world.nothing_left()
 
 
 def test_one_alone_and_in_a_queue_find_the_same(hybrids: Any) -> None:
-    world = hybrids(page=8)
+    world = hybrids(ends_busy=True, page=8)
     chance, prompts = random.Random(5), []
     for seed in range(6):
         prompt = Prompt(tokens(chance.randrange(9, 60), seed % 3))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.hybrid_case import tokens
 from support.manager_case import Shelf
+from support.refusals import refused
 
 from lightcache.errors import ConfigError, LeaseLost
 from lightcache.hybrid.checkpoints import Checkpoints, Tier
@@ -29,7 +30,6 @@ def test_usable_is_where_both_end(hybrids: Any) -> None:
     assert match.tier is Tier.DEVICE
     assert match.kv.usable == match.kv.device == 24
     assert match.unusable == 16
-    world.nothing_left()
 
 
 def test_a_checkpoint_without_kv_is_not_usable(hybrids: Any) -> None:
@@ -62,8 +62,7 @@ def test_a_limit(hybrids: Any) -> None:
         0,
         32,
     ]
-    with pytest.raises(ConfigError, match="limit"):
-        world.look(prompt, limit=-1)
+    refused(ConfigError, "limit", world.look, prompt, limit=-1)
 
 
 def test_request_options(hybrids: Any) -> None:
@@ -171,7 +170,7 @@ def test_figures_of_the_tiers_do_not_overlap() -> None:
 
 
 def test_the_same_plan_is_the_same_match(hybrids: Any) -> None:
-    world = hybrids()
+    world = hybrids(ends_busy=True)
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.save(prompt, 24)
@@ -191,7 +190,7 @@ def test_the_same_plan_is_the_same_match(hybrids: Any) -> None:
 
 
 def test_kv_that_grows_or_goes_is_noticed(hybrids: Any) -> None:
-    world = hybrids()
+    world = hybrids(ends_busy=True)
     prompt = Prompt(tokens(41))
     world.compute(Prompt(prompt.tokens[:21]))
     world.save(prompt, 16, 32)
@@ -207,7 +206,7 @@ def test_kv_that_grows_or_goes_is_noticed(hybrids: Any) -> None:
 
 
 def test_a_batch(hybrids: Any) -> None:
-    world = hybrids()
+    world = hybrids(ends_busy=True)
     prompts = [Prompt(tokens(30, seed)) for seed in range(4)]
     for seed, prompt in enumerate(prompts[:3]):
         world.compute(prompt)
@@ -238,7 +237,6 @@ def test_a_checkpoint_goes_between_looking_and_pinning(hybrids: Any) -> None:
     checkpoints.last_ready = looked
     assert world.plan(prompt).usable == 8
     world.hybrid.cancel("plan")
-    world.nothing_left()
 
 
 # ---- taking
@@ -261,20 +259,16 @@ def test_take_has_what_was_planned(hybrids: Any) -> None:
     world.hybrid.release("a")
     world.checkpoints.slots.evict(16)
     assert world.there(prompt)["device"] == []
-    world.nothing_left()
 
 
 def test_take_without_a_plan(hybrids: Any) -> None:
     world = hybrids()
-    with pytest.raises(LeaseLost, match="not planned"):
-        world.hybrid.take("a")
+    refused(LeaseLost, "not planned", world.hybrid.take, "a")
     world.plan(tokens(9), "a")
     world.hybrid.take("a")
-    with pytest.raises(ConfigError, match="runs already"):
-        world.hybrid.take("a")
+    refused(ConfigError, "runs already", world.hybrid.take, "a")
     world.hybrid.release("a")
     world.hybrid.release("a")
-    world.nothing_left()
 
 
 def test_states_that_were_cleared_leave_no_kv_either(hybrids: Any) -> None:
@@ -288,7 +282,6 @@ def test_states_that_were_cleared_leave_no_kv_either(hybrids: Any) -> None:
     assert (match.usable, match.kv.usable, match.tier, match.kv_tokens) == (0, 0, None, 40)
     assert not len(world.manager.request("a").table)
     world.hybrid.release("a")
-    world.nothing_left()
 
 
 def test_kv_that_was_cleared_leaves_no_state_either(hybrids: Any) -> None:
@@ -302,7 +295,6 @@ def test_kv_that_was_cleared_leaves_no_state_either(hybrids: Any) -> None:
     assert (match.usable, match.tier) == (0, None)
     world.hybrid.release("a")
     assert world.look(prompt).usable == 0
-    world.nothing_left()
 
 
 def test_a_plan_that_has_ended_is_looked_for_again(hybrids: Any) -> None:
@@ -313,7 +305,6 @@ def test_a_plan_that_has_ended_is_looked_for_again(hybrids: Any) -> None:
     assert world.plan(prompt, "a", options=RequestOptions(ttl=1e-9)).usable == 24
     assert world.hybrid.take("a").usable == 24
     world.hybrid.release("a", at=0)
-    world.nothing_left()
 
 
 def test_a_grid_of_other_sizes(hybrids: Any) -> None:
@@ -342,9 +333,7 @@ def test_peeking_takes_no_references(hybrids: Any) -> None:
     for index in (world.world.index, world.manager.host.index):
         assert index.check().pins == 0
         assert not index.plans.requests
-    world.nothing_left()
 
 
 def test_checkpoints_need_a_tier() -> None:
-    with pytest.raises(ConfigError, match="found neither"):
-        Checkpoints(None, None)
+    refused(ConfigError, "found neither", Checkpoints, None, None)

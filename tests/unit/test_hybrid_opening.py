@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from support.keys import prompt  # noqa: E402
+from support.refusals import refused  # noqa: E402
 
 from lightcache import Cache  # noqa: E402
 from lightcache.errors import ConfigError, InUse, LayoutMismatch  # noqa: E402
@@ -199,13 +200,11 @@ WRONG: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("wrong", "words"), [one[1:] for one in WRONG], ids=[o[0] for o in WRONG])
 def test_tensors_that_are_none(wrong: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        state_layout(wrong)
+    refused(ConfigError, words, state_layout, wrong)
 
 
 def test_layers_that_are_not_as_many(tensors: Any) -> None:
-    with pytest.raises(ConfigError, match="expected 3 tensors, for layers"):
-        state_layout(tensors, layers=[0, 1, 2])
+    refused(ConfigError, "expected 3 tensors, for layers", state_layout, tensors, layers=[0, 1, 2])
 
 
 @pytest.mark.parametrize(
@@ -222,18 +221,15 @@ def test_layers_that_are_not_as_many(tensors: Any) -> None:
     ],
 )
 def test_what_is_refused(segment_name: str, tensors: Any, how: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        open_(segment_name, tensors, **how)
+    refused(ConfigError, words, open_, segment_name, tensors, **how)
 
 
 def test_states_of_others(segment_name: str, states: States, tensors: Any) -> None:
     index = f"{segment_name}-other"
     halves = parts(conv=torch.float16)  # as wide
     for how, other in (({}, halves), ({"model": "n"}, tensors), ({}, parts(layers=3))):
-        with pytest.raises(LayoutMismatch):
-            open_(segment_name, other, index=index, **how)
-    with pytest.raises(InUse):
-        open_(segment_name, tensors)
+        refused(LayoutMismatch, "", open_, segment_name, other, index=index, **how)
+    refused(InUse, "", open_, segment_name, tensors)
 
 
 def test_a_cache_that_is_not_flat(segment_name: str, tensors: Any) -> None:
@@ -260,6 +256,5 @@ def test_what_was_opened_is_closed_where_the_rest_fails(
 
     with monkeypatch.context() as failing:
         failing.setattr(Cache, "engine", engine)
-        with pytest.raises(ConfigError, match="arranged"):
-            open_(segment_name, tensors)
+        refused(ConfigError, "arranged", open_, segment_name, tensors)
     open_(segment_name, tensors).close()  # nobody lives in an index of that name

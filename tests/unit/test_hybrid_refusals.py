@@ -21,6 +21,7 @@ from support.hybrid_connecting import (  # noqa: E402
     together,
 )
 from support.hybrid_models import hybrid  # noqa: E402
+from support.refusals import refused  # noqa: E402
 from support.tiny_models import answer, model, prompt  # noqa: E402
 
 from lightcache import Cache, ConfigError, Detached, LayoutMismatch  # noqa: E402
@@ -66,16 +67,14 @@ def test_a_model_that_ignores_its_state(monkeypatch: pytest.MonkeyPatch) -> None
         return forward(self, *arguments, cache_params=cache_params, **more)
 
     monkeypatch.setattr(mixer, "forward", forgetful)
-    with pytest.raises(ConfigError, match="expected a state from which the next token can be"):
-        lct.describe(made)
+    refused(ConfigError, "expected a state from which the next token can be", lct.describe, made)
 
 
 def test_states_of_several_shapes() -> None:
     made = hybrid("FalconH1")
     other = hybrid("FalconH1", mamba_d_state=4)
     made.model.layers[1] = other.model.layers[1]
-    with pytest.raises(ConfigError, match="expected states of one shape in every layer"):
-        lct.describe(made)
+    refused(ConfigError, "expected states of one shape in every layer", lct.describe, made)
 
 
 # ---- caches
@@ -104,8 +103,7 @@ def test_caches_that_do_not_fit(segment_name: str, qwen: Any) -> None:
             (caches.kv, qwen, caches.kv, (LayoutMismatch, "fingerprints|dtypes of states")),
         ]
         for kv, made, states, (error, message) in wrong:
-            with pytest.raises(error, match=message):
-                lct.Connector(kv, made, states=states)
+            refused(error, message, lct.Connector, kv, made, states=states)
         for name, message in (("o", "configuration or weights"), ("h", "dtypes of states")):
             with Cache.attach(f"{segment_name}-{name}", secret=SECRET) as states:
                 with pytest.raises(LayoutMismatch, match=f"another model: {message} differ"):
@@ -178,14 +176,12 @@ def test_open_caches_opens_both_or_none(segment_name: str, qwen: Any) -> None:
 def test_cropping(connector: lct.Connector, qwen: Any) -> None:
     with connector.prefix(prompt(40)) as past:
         answer(qwen, prompt(40), past, steps=1)
-        with pytest.raises(ConfigError, match="cannot be cropped; take a `checkpoint`"):
-            past.crop(-1)
+        refused(ConfigError, "cannot be cropped; take a `checkpoint`", past.crop, -1)
         assert past.held == 40, "and nothing was"
         ahead = past.checkpoint()
         past.reset()
         answer(qwen, prompt(50, 1), past, steps=1)
-        with pytest.raises(ConfigError, match="of tokens that it still holds, found Checkpoint"):
-            past.rewind(ahead)
+        refused(ConfigError, "of tokens that it still holds, found Checkpoint", past.rewind, ahead)
         with connector.prefix(prompt(40)) as other:
             answer(qwen, prompt(40), other, steps=1)
             with pytest.raises(ConfigError, match="a checkpoint that this cache made"):
@@ -253,10 +249,8 @@ def test_prefill_of_something_else(connector: lct.Connector, qwen: Any) -> None:
                 connector.prefill(past, other)
         with pytest.raises(ConfigError, match="at_most: expected a whole number >= 1, found 0"):
             connector.prefill(past, at_most=0)
-    with pytest.raises(ConfigError, match="expected a cache of this connector's `prefix`"):
-        connector.prefill(None)
-    with pytest.raises(ConfigError, match="found none; begin another `prefix`"):
-        connector.prefill(connector.empty())
+    refused(ConfigError, "expected a cache of this connector's `prefix`", connector.prefill, None)
+    refused(ConfigError, "found none; begin another `prefix`", connector.prefill, connector.empty())
     for length in (0, 1):
         with connector.prefix(prompt(length)) as past:
             connector.prefill(past)
@@ -291,8 +285,7 @@ def test_an_error_on_the_way_leaks_nothing(
         ask(connector, qwen, ids)
     with monkeypatch.context() as patch:
         patch.setattr(*BREAK[where], broken)
-        with pytest.raises(MemoryError, match=where):
-            ask(connector, qwen, ids)
+        refused(MemoryError, where, ask, connector, qwen, ids)
     assert (held(connector.cache), held(states_of(connector))) == ((0, 0), (0, 0))
     longer = together(ids, prompt(70, 1))
     before = 64 if where in ("loading", "preparing") else 0
@@ -305,5 +298,4 @@ def test_closed(segment_name: str, qwen: Any) -> None:
         ask(made, qwen, prompt(70))
         made.close()
         made.close()
-        with pytest.raises(Detached, match="connector is closed"):
-            made.prefill(None)
+        refused(Detached, "connector is closed", made.prefill, None)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.refusals import refused
 
 from lightcache.errors import ConfigError
 from lightcache.hybrid.saving import Grid, SavePlan, SavePolicy, Saves, Stretch, decode_saves
@@ -30,11 +31,7 @@ CASES = {
     "last inside": ((GRID, 0, 150, 150, {}), (128, 128, 150), (128, 128, 128)),
     "not the last": ((GRID, 0, 150, 900, {}), (128, 128, 150), (128, 128, 128)),
     "last was before": ((GRID, 128, 150, 150, {}), (None, None, 150), (None, None, 150)),
-    "branching inside": (
-        (GRID, 0, 150, 900, {"branching": 64}),
-        (64, 64, 150),
-        (64, 64, 64),
-    ),
+    "branching inside": ((GRID, 0, 150, 900, {"branching": 64}), (64, 64, 150), (64, 64, 64)),
     "branching at the end": (
         (GRID, 0, 128, 900, {"branching": 128}),
         (128, 128, 128),
@@ -199,13 +196,11 @@ def test_an_engine_that_saves_inside_needs_few_more_passes(case: Any) -> None:
     ],
 )
 def test_stretches_that_are_none(where: Any, what: str) -> None:
-    with pytest.raises(ConfigError, match=what):
-        Stretch(*where)
+    refused(ConfigError, what, Stretch, *where)
 
 
 def test_policies_that_are_none() -> None:
-    with pytest.raises(ConfigError, match="expected a Saves"):
-        SavePolicy(GRID, "interior")  # type: ignore[arg-type]
+    refused(ConfigError, "expected a Saves", SavePolicy, GRID, "interior")
     with pytest.raises(ConfigError, match="grid of 64 tokens, found 80"):
         SavePolicy(GRID, INTERIOR).plan(Stretch(0, 100, 100, 0, 80))
 
@@ -245,5 +240,4 @@ def test_decoding_against_a_loop(steps: list[tuple[int, int]]) -> None:
     ],
 )
 def test_steps_that_are_none(before: Any, after: Any, what: str) -> None:
-    with pytest.raises(ConfigError, match=what):
-        decode_saves(GRID, before, after)
+    refused(ConfigError, what, decode_saves, GRID, before, after)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.keys import prompt
+from support.refusals import refused
 
 from lightcache.errors import ConfigError
 from lightcache.hybrid.copiers import StatePart, gated_delta_parts, state_bytes
@@ -88,12 +89,7 @@ WORKLOADS = {
         6,
         120,
     ),
-    "branches": (
-        Workload(32, turns=3, turn_tokens=8, branching=3, conversations=6),
-        GRID,
-        4,
-        100,
-    ),
+    "branches": (Workload(32, turns=3, turn_tokens=8, branching=3, conversations=6), GRID, 4, 100),
     "one turn": (Workload(24, shared_tokens=20, conversations=10, rounds=4), GRID, 5, 60),
     "coarse": (
         Workload(40, shared_tokens=24, turns=4, turn_tokens=16, conversations=6),
@@ -221,8 +217,7 @@ def test_a_workload_is_what_it_says() -> None:
     ],
 )
 def test_figures_that_are_none(call: Any, what: str) -> None:
-    with pytest.raises(ConfigError, match=what):
-        call()
+    refused(ConfigError, what, call)
 
 
 def split(budget: int = 100, **more: Any) -> Any:
@@ -237,12 +232,9 @@ def test_parts_add_up() -> None:
     parts = [StatePart("a", (4, 8), 4, layers=3), StatePart("b", (5,), 2, sharded=False)]
     assert state_bytes(parts) == 4 * 8 * 4 * 3 + 10
     assert state_bytes(parts, ranks=2) == 2 * 8 * 4 * 3 + 10
-    with pytest.raises(ConfigError, match=r"'a' .* among 5 ranks"):
-        state_bytes(parts, ranks=5)
-    with pytest.raises(ConfigError, match="at least one"):
-        state_bytes([])
-    with pytest.raises(ConfigError, match="'a': shape"):
-        StatePart("a", (0,), 4)
+    refused(ConfigError, r"'a' .* among 5 ranks", state_bytes, parts, ranks=5)
+    refused(ConfigError, "at least one", state_bytes, [])
+    refused(ConfigError, "'a': shape", StatePart, "a", (0,), 4)
 
 
 QWEN = {
@@ -266,5 +258,4 @@ def test_a_state_of_qwen3_next() -> None:
 
 
 def test_a_config_of_another_model() -> None:
-    with pytest.raises(ConfigError, match=r"no 'layer_types'.*list its parts"):
-        gated_delta_parts(SimpleNamespace())
+    refused(ConfigError, r"no 'layer_types'.*list its parts", gated_delta_parts, SimpleNamespace())

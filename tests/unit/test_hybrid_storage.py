@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.hybrid_case import tokens
+from support.refusals import refused
 from support.serving import ServedTier
 from support.storing import Recorder, make_cache, store
 
@@ -68,7 +69,6 @@ def test_a_state_from_storage(hybrids: Any, kind: Any, write: WritePolicy) -> No
     assert world.there(prompt)["host"] == [24]  # and no other one was read
     assert world.hybrid.stats().storage_hits == 1
     world.hybrid.release("a", at=24)
-    world.nothing_left()
 
 
 def test_one_that_is_deeper_than_the_hosts(hybrids: Any) -> None:
@@ -83,7 +83,6 @@ def test_one_that_is_deeper_than_the_hosts(hybrids: Any) -> None:
     match = world.plan(prompt, "a")
     assert (match.usable, match.tier, match.pending) == (32, Tier.HOST, False)
     world.hybrid.cancel("a")
-    world.nothing_left()
 
 
 def test_kv_and_state_from_storage(hybrids: Any) -> None:
@@ -96,7 +95,6 @@ def test_kv_and_state_from_storage(hybrids: Any) -> None:
     assert match.usable == 40
     assert (match.device_tokens, match.host_tokens, match.storage_tokens) == (0, 0, 40)
     world.hybrid.release("b", at=40)
-    world.nothing_left()
 
 
 def test_kv_without_a_state_is_not_read(hybrids: Any) -> None:
@@ -107,7 +105,6 @@ def test_kv_without_a_state_is_not_read(hybrids: Any) -> None:
     assert world.begin("b", prompt).usable == 0
     assert world.manager._storage.stats().loaded == 0
     world.hybrid.release("b", at=0)
-    world.nothing_left()
 
 
 def test_options_without_storage(hybrids: Any) -> None:
@@ -136,7 +133,6 @@ def test_a_plan_that_is_cancelled(hybrids: Any) -> None:
     storage.gate.set()
     wait_idle(world.storage)
     assert world.there(prompt)["host"] == []
-    world.nothing_left()
 
 
 def gated(cache: Cache) -> Recorder:
@@ -165,7 +161,6 @@ def test_a_storage_that_fails_is_a_miss(hybrids: Any) -> None:
         assert world.begin(request, prompt).usable == 0
         world.hybrid.release(request, at=0)
     assert world.manager.stats().errors == 0
-    world.nothing_left()
 
 
 # ---- the tier's part
@@ -195,8 +190,6 @@ def test_the_last_that_is_stored(segment_name: str) -> None:
             task = tier.prefetch_last_ready(KEYS[:0])
             task.wait(60.0)
             assert task.pages_done == 0
-            with pytest.raises(ConfigError, match="most"):
-                tier.prefetch_last_ready(KEYS, most=-1)
-        with pytest.raises(Detached):
-            tier.prefetch_last_ready(KEYS)
+            refused(ConfigError, "most", tier.prefetch_last_ready, KEYS, most=-1)
+        refused(Detached, "", tier.prefetch_last_ready, KEYS)
         assert cache.check().pins == 0

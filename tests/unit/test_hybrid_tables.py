@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.refusals import refused
 
 from lightcache.errors import ConfigError
 from lightcache.hybrid.tables import Capacity, StateTables, capacity, state_block_tables
@@ -86,9 +87,7 @@ def batches(draw: st.DrawFn) -> tuple[int, list[list[int]], list[int], list[int]
         used = {(old - 1) // block, (new - 1) // block}
         table = [next(slots) for _ in range(blocks)]
         kept = draw(st.lists(st.booleans(), min_size=blocks, max_size=blocks))
-        tables.append(
-            [slot if i in used or kept[i] else -1 for i, slot in enumerate(table)],
-        )
+        tables.append([slot if i in used or kept[i] else -1 for i, slot in enumerate(table)])
         prev.append(old)
         total.append(new)
     return block, tables, prev, total
@@ -173,8 +172,7 @@ WRONG: dict[str, tuple[Any, list[int], list[int], str]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_wrong_names_the_sequence(form: Any, case: Any) -> None:
     tables, prev, total, what = case
-    with pytest.raises(ConfigError, match=what):
-        state_block_tables(form(tables), prev, total, block_tokens=BLOCK)
+    refused(ConfigError, what, state_block_tables, form(tables), prev, total, block_tokens=BLOCK)
     names = [f"request {chr(97 + row)}" for row in range(len(tables))]
     row = int(what[len("sequence ")])
     with pytest.raises(ConfigError, match=f"sequence 'request {chr(97 + row)}'"):
@@ -223,8 +221,7 @@ def test_what_another_sequence_writes_is_refused() -> None:
     ],
 )
 def test_tables_that_are_none(call: Any, what: str) -> None:
-    with pytest.raises(ConfigError, match=what):
-        call()
+    refused(ConfigError, what, call)
 
 
 # ---- capacity

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from support.hybrid_case import HybridWorld, tokens
+from support.refusals import refused
 
 from lightcache.errors import ConfigError
 from lightcache.hybrid import HybridConfig, HybridManager
@@ -35,7 +36,6 @@ def test_a_tenant_is_cleared_whole(hybrids: Any) -> None:
     assert world.look(OTHER).usable == 40
     world.run("r", ONE)
     assert world.look(ONE).usable == 40
-    world.nothing_left()
 
 
 def test_what_runs_leaves_nothing_behind(hybrids: Any) -> None:
@@ -47,7 +47,6 @@ def test_what_runs_leaves_nothing_behind(hybrids: Any) -> None:
     world.end("r")
     assert world.look(ONE).usable == 0
     assert states_left(world) == [0, 0]
-    world.nothing_left()
 
 
 def test_kv_cleared_alone(hybrids: Any) -> None:
@@ -62,7 +61,6 @@ def test_kv_cleared_alone(hybrids: Any) -> None:
     assert world.there(ONE) == NOTHING
     assert states_left(world) == [count // 2 for count in before]
     assert world.look(OTHER).usable == 40
-    world.nothing_left()
 
 
 def test_a_request_of_before_clears_nothing(hybrids: Any) -> None:
@@ -75,7 +73,6 @@ def test_a_request_of_before_clears_nothing(hybrids: Any) -> None:
     assert world.hybrid.parts.states_of(before) is None
     assert states_left(world) == kept != [0, 0]
     assert world.look(ONE).usable == 40
-    world.nothing_left()
 
 
 def test_another_process_clears(hybrids: Any, segment_name: str) -> None:
@@ -92,7 +89,6 @@ def test_another_process_clears(hybrids: Any, segment_name: str) -> None:
     world.run("r", ONE)  # what it had opened before is not what it clears
     assert other.there(ONE) == kept
     world.nothing_left()
-    other.nothing_left()
 
 
 def test_nothing_to_clear(hybrids: Any) -> None:
@@ -107,7 +103,6 @@ def test_nothing_to_clear(hybrids: Any) -> None:
     world.run("r", ONE)
     assert world.hybrid.clear_tenant("a")
     assert states_left(world) == [0, 0]
-    world.nothing_left()
 
 
 # ---- what a manager is made with
@@ -155,5 +150,4 @@ def test_settings_that_do_not(hybrids: Any, how: dict[str, Any], texts: list[str
 
 @pytest.mark.parametrize("name", ["running", "drafted", "draft_slots"])
 def test_figures_that_are_none(name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
-        HybridConfig(**{name: -1})
+    refused(ConfigError, name, HybridConfig, **{name: -1})

@@ -4,7 +4,6 @@ when nobody used it for longer than its idle limit."""
 from __future__ import annotations
 
 import logging
-import math
 import os
 import secrets
 import signal
@@ -14,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.refusals import refused
 
-from lightcache import Cache, ConfigError, LayoutMismatch, NoSpace
+from lightcache import Cache, LayoutMismatch, NoSpace
 from lightcache.shm import Segment, layout, memory, names, read_segment, sweep
 from lightcache.shm.objects import OpenObject
 from lightcache.shm.sweep import leftovers, make_room
@@ -194,8 +194,7 @@ def test_an_open_that_needs_the_room_removes_it(
     old, new = f"{segment_name}-old", f"{segment_name}-new"
     make(old)
     rooms(monkeypatch, old)
-    with pytest.raises(NoSpace):
-        Cache.open(new, **LIKE)
+    refused(NoSpace, "", Cache.open, new, **LIKE)
     assert exists(old), "it was used today"
     clock.passed = 25 * HOUR
     with Cache.open(new, **LIKE) as cache:
@@ -241,18 +240,6 @@ def test_a_limit_alone_makes_a_new_one_persistent(segment_name: str) -> None:
         assert cache.index.segment.lifetime is layout.Lifetime.PERSISTENT
         assert cache.index.segment.header().idle_ns == 500_000_000
     assert Segment.unlink(segment_name)
-
-
-@pytest.mark.parametrize("limit", [0, -1, math.nan, math.inf, 1 << 40, "1", True])
-def test_limits_that_cannot_be_meant(segment_name: str, limit: Any) -> None:
-    with pytest.raises(ConfigError, match="idle_limit: expected seconds"):
-        Cache.open(segment_name, **LIKE, idle_limit=limit)
-
-
-def test_a_limit_is_for_what_stays(segment_name: str) -> None:
-    for call in (Cache.create, Cache.open):
-        with pytest.raises(ConfigError, match=r'idle_limit: expected lifetime="persistent"'):
-            call(segment_name, **LIKE, lifetime="attached", idle_limit=5)
 
 
 # ---- the last one leaves

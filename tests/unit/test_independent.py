@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from support.index_view import IndexView
 from support.keys import keys, prompt
+from support.refusals import refused
 
 from lightcache import (
     Cache,
@@ -110,20 +111,16 @@ def test_a_reader_looks_too(index: PageIndex) -> None:
 
 def test_bad_arguments(index: PageIndex) -> None:
     for call in (index.last_ready, index.children):
-        with pytest.raises(ConfigError, match="uint64"):
-            call(np.zeros((2, 2), np.int64))
-    with pytest.raises(ConfigError, match="offsets"):
-        index.last_ready_many(prompt(1, 2), [0, 1])
+        refused(ConfigError, "uint64", call, np.zeros((2, 2), np.int64))
+    refused(ConfigError, "offsets", index.last_ready_many, prompt(1, 2), [0, 1])
 
 
 def test_closed(segment_name: str) -> None:
     index = PageIndex.create(segment_name, pages=PAGES, independent=True)
     index.close()
     for call in (index.last_ready, index.children):
-        with pytest.raises(Detached):
-            call(prompt(1, 2))
-    with pytest.raises(Detached):
-        index.last_ready_many(prompt(1, 2), [0, 2])
+        refused(Detached, "", call, prompt(1, 2))
+    refused(Detached, "", index.last_ready_many, prompt(1, 2), [0, 2])
 
 
 # ---- the flag
@@ -137,8 +134,7 @@ def test_independent_is_part_of_the_configuration(index: PageIndex) -> None:
         lambda: PageIndex.open(name, pages=PAGES, independent=False),
         lambda: PageIndex.attach(name, independent=False),
     ):
-        with pytest.raises(LayoutMismatch, match="independent"):
-            call()
+        refused(LayoutMismatch, "independent", call)
     for flat in (None, True):
         with PageIndex.attach(name, independent=flat) as other:
             assert other.independent
@@ -164,10 +160,8 @@ def test_a_root_that_says_otherwise_is_damage(index: PageIndex) -> None:
     root = layout.RootRecord.from_address(at)
     for wrong in (0, 2):
         root.flat = wrong
-        with pytest.raises(CacheCorrupted, match="independent: "):
-            PageIndex.attach(index.name)
-        with pytest.raises(CacheCorrupted, match="independent: "):
-            PageIndex.attach(index.name, readonly=True)
+        refused(CacheCorrupted, "independent: ", PageIndex.attach, index.name)
+        refused(CacheCorrupted, "independent: ", PageIndex.attach, index.name, readonly=True)
         checked = CliRunner().invoke(cli.group, ["check", index.name])
         assert checked.exit_code == 1, checked.output
     root.flat = 1
@@ -176,8 +170,7 @@ def test_a_root_that_says_otherwise_is_damage(index: PageIndex) -> None:
 def test_a_cache_may_be_independent(segment_name: str) -> None:
     with Cache.create(segment_name, **CACHE, independent=True) as cache:
         assert cache.index.independent
-        with pytest.raises(LayoutMismatch, match="independent"):
-            Cache.open(segment_name, **CACHE)
+        refused(LayoutMismatch, "independent", Cache.open, segment_name, **CACHE)
         with pytest.raises(LayoutMismatch, match="independent"):
             Cache.attach(segment_name, secret=CACHE["secret"], independent=False)
         with Cache.open(segment_name, **CACHE, independent=True) as other:

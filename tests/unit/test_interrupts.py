@@ -20,6 +20,7 @@ import pytest
 from support.interrupted import SCENES, Place, Scene, cached, ready, try_scene
 from support.interrupts import interrupt, interrupt_call
 from support.manager_case import open_cache
+from support.refusals import refused
 
 from lightcache.errors import LightcacheError, NotReady
 from lightcache.shm import Segment
@@ -198,8 +199,7 @@ def test_a_view_that_lives_is_in_use_all_the_same(segment_name: str) -> None:
     kept = cache.pool.lend(object())
     for _ in range(3):
         assert len(cache.pool.array) == 8
-    with pytest.raises(LightcacheError, match="views of it are still in use"):
-        cache.close()
+    refused(LightcacheError, "views of it are still in use", cache.close)
     gone = weakref.ref(kept)
     del kept
     with contextlib.suppress(LightcacheError):

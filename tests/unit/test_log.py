@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.filling import corrupt
+from support.refusals import refused
 
 from lightcache import errors, shm
 from lightcache.shm import layout
@@ -68,8 +69,7 @@ def model_step(log, readers, appended, at, verb, argument):
     """One call, of the log and of its model: `appended`, and where each reader stands."""
     if verb == "append":
         if at and len(appended) - min(at.values()) == log.capacity:
-            with pytest.raises(errors.WaitTimeout, match="full"):
-                log.append(argument, timeout=0)
+            refused(errors.WaitTimeout, "full", log.append, argument, timeout=0)
         else:
             log.append(argument, timeout=0)
             appended.append(argument)
@@ -86,8 +86,7 @@ def model_step(log, readers, appended, at, verb, argument):
         del at[argument]
     elif verb == "read" and argument in at:
         if at[argument] == len(appended):
-            with pytest.raises(errors.WaitTimeout, match="nothing was appended"):
-                readers[argument].read(timeout=0)
+            refused(errors.WaitTimeout, "nothing was appended", readers[argument].read, timeout=0)
         else:
             assert readers[argument].read(timeout=0) == appended[at[argument]]
             at[argument] += 1
@@ -138,8 +137,7 @@ def test_readers_begin_where_they_join(log, reader):
         log.append(b"two")
         assert late.read(timeout=0) == b"two"
         assert reader.read_many(9) == [b"one", b"two"]
-        with pytest.raises(errors.WaitTimeout, match=r"nothing was appended.* for 0 s"):
-            late.read(timeout=0)
+        refused(errors.WaitTimeout, r"nothing was appended.* for 0 s", late.read, timeout=0)
 
 
 def test_entries_outlive_their_writer(segment_name):
@@ -154,11 +152,9 @@ def test_entries_outlive_their_writer(segment_name):
         assert reader.read(timeout=0) == b"one"
         assert reader.read_many(9) == [b"two"]
         for ask in (reader.read, lambda: reader.read_many(9)):
-            with pytest.raises(errors.Abandoned, match="writer has left or was killed"):
-                ask()
+            refused(errors.Abandoned, "writer has left or was killed", ask)
         with shm.SharedLog.open(segment_name, **sizes, writer=True) as heir:
-            with pytest.raises(errors.WaitTimeout):
-                reader.read(timeout=0)
+            refused(errors.WaitTimeout, "", reader.read, timeout=0)
             heir.append(b"three")
             assert (heir.appended, reader.read(timeout=0)) == (3, b"three")
     shm.Segment.unlink(segment_name)
@@ -172,8 +168,7 @@ def test_who_reads_before_the_first_writer_waits_for_it(segment_name):
         )
         assert reader.read(timeout=60) == b"first"
         os.waitpid(pid, 0)
-        with pytest.raises(errors.Abandoned):
-            reader.read(timeout=60)
+        refused(errors.Abandoned, "", reader.read, timeout=60)
 
 
 def test_a_second_writer_is_told_who_the_first_is(log):
@@ -182,8 +177,7 @@ def test_a_second_writer_is_told_who_the_first_is(log):
         who = rf"slot 1: log writer, pid {os.getpid()}, living"
         with pytest.raises(errors.InUse, match=rf"become the writer of .*{who}"):
             shm.SharedLog.attach(log.segment.name, writer=True)
-    with pytest.raises(errors.InUse, match="pid"):
-        shm.SharedLog.open(log.segment.name, **SIZES, writer=True)
+    refused(errors.InUse, "pid", shm.SharedLog.open, log.segment.name, **SIZES, writer=True)
     assert len(log.segment.clients()) == before, "who was refused has left"
     with pytest.raises(errors.ConfigError, match="found both"):
         shm.SharedLog.attach(log.segment.name, writer=True, readonly=True)
@@ -216,8 +210,7 @@ def test_the_table_of_clients_is_cleared_of_dead_readers(log):
     joined = [shm.SharedLog.attach(log.segment.name) for _ in range(layout.SLOTS - 2)]
     log.append(b"one")
     assert {one.read(timeout=0) for one in joined} == {b"one"}
-    with pytest.raises(errors.InUse, match="more clients than slots"):
-        shm.SharedLog.attach(log.segment.name)
+    refused(errors.InUse, "more clients than slots", shm.SharedLog.attach, log.segment.name)
     for one in joined:
         one.close()
 
@@ -247,18 +240,15 @@ def test_onlookers_look_and_cannot_change(log, reader):
             lambda: look.read_many(1),
             lambda: look.position,
         ):
-            with pytest.raises(errors.PermissionDenied):
-                change()
+            refused(errors.PermissionDenied, "", change)
         assert repr(look).endswith("readonly>")
     assert reader.read(timeout=0) == b"one"
 
 
 def test_each_role_is_told_what_the_other_may(log, reader):
-    with pytest.raises(errors.PermissionDenied, match="attach with writer=True"):
-        reader.append(b"x")
+    refused(errors.PermissionDenied, "attach with writer=True", reader.append, b"x")
     for call in (lambda: log.read(timeout=0), lambda: log.read_many(1), lambda: log.position):
-        with pytest.raises(errors.PermissionDenied, match="attached as its writer"):
-            call()
+        refused(errors.PermissionDenied, "attached as its writer", call)
     assert [repr(one).split()[-1] for one in (log, reader)] == ["writer>", "reader>"]
 
 
@@ -269,15 +259,13 @@ def test_closed_logs_say_so(segment_name):
         one.close()
         one.close()
     for call in (lambda: log.append(b""), reader.read, lambda: len(log), log.behind, log.check):
-        with pytest.raises(errors.Detached, match="close"):
-            call()
+        refused(errors.Detached, "close", call)
     assert repr(log).endswith("closed>")
 
 
 def test_closing_while_a_view_lives_changes_nothing(log, reader):
     view = reader.segment.view(0, 8)
-    with pytest.raises(errors.InUse):
-        reader.close()
+    refused(errors.InUse, "", reader.close)
     log.append(b"one")
     assert reader.read(timeout=0) == b"one"
     del view
@@ -330,8 +318,7 @@ def test_a_waiting_reader_is_told_of_its_writers_death(segment_name, wait_until)
         told = []
 
         def read():
-            with pytest.raises(errors.Abandoned):
-                reader.read()
+            refused(errors.Abandoned, "", reader.read)
             told.append(True)
 
         thread = threading.Thread(target=read, daemon=True)
@@ -358,8 +345,7 @@ def test_an_interrupt_while_attaching_leaves_nothing(log, writer, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(shm.SharedLog, verb, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        shm.SharedLog.attach(name, writer=writer)
+    refused(KeyboardInterrupt, "", shm.SharedLog.attach, name, writer=writer)
     monkeypatch.undo()
     with shm.SharedLog.attach(name, writer=writer) as again:
         assert again.is_writer == writer
@@ -425,18 +411,15 @@ def test_a_damaged_log_is_an_error_not_a_signal(log, reader, offset, value, name
     log.append(b"one")
     log.append(b"two")
     corrupt(log.segment, offset, value)
-    with pytest.raises(errors.CacheCorrupted, match=named):
-        log.check()
+    refused(errors.CacheCorrupted, named, log.check)
     for ask in (reader.read, lambda: reader.read_many(2)):
-        with pytest.raises(errors.CacheCorrupted):
-            ask()
+        refused(errors.CacheCorrupted, "", ask)
 
 
 def test_a_second_entry_that_is_damaged_takes_nothing(log, reader):
     log.append(b"one")
     log.append(b"two")
     corrupt(log.segment, ROOT + 8 + 16, 7)  # a slot of 12 bytes takes 16
-    with pytest.raises(errors.CacheCorrupted, match="read from"):
-        reader.read_many(2)
+    refused(errors.CacheCorrupted, "read from", reader.read_many, 2)
     assert reader.position == 0
     assert reader.read() == b"one"

@@ -14,7 +14,7 @@ import pytest
 from support.crew import PAGE, Crew
 from support.device_sides import Device
 from support.manager_case import SECRET, Shelf, World, open_cache, tokens
-from support.serving import make_tier
+from support.refusals import refused
 from support.stamped import TOKEN_BYTES, stamps_of
 
 from lightcache import Cache, ConfigError
@@ -37,8 +37,6 @@ from lightcache.storage.testing.faults import Fault
 
 HANG = Fault("hang")
 
-__all__ = ["make_tier"]
-
 
 def gone(stats: ManagerStats) -> dict[str, int]:
     """Evictions that there were, by tier and cause."""
@@ -49,8 +47,7 @@ def gone(stats: ManagerStats) -> dict[str, int]:
 # ---- bytes
 
 
-def test_bytes_between_host_and_device(worlds: Any) -> None:
-    world = worlds()
+def test_bytes_between_host_and_device(world: Any) -> None:
     world.run("a", tokens(18))
     assert world.manager.stats().offloaded_bytes == 16 * TOKEN_BYTES
     world.index.evict(32)
@@ -68,8 +65,7 @@ def test_of_a_page_that_is_loaded_in_part_that_part_counts(worlds: Any) -> None:
     assert (found.loaded_pages, found.loaded_bytes) == (1, 8 * TOKEN_BYTES)
 
 
-def test_copies_that_fail_move_nothing(worlds: Any) -> None:
-    world = worlds()
+def test_copies_that_fail_move_nothing(world: Any) -> None:
     world.backend.fail_next = 1
     world.run("a", tokens(18))
     found = world.manager.stats()
@@ -116,7 +112,6 @@ def test_what_is_not_stored_is_counted(worlds: Any, status: WriteStatus, cause: 
             "skipped": 2 * (1 + "ab".find(request)),
         }
     world.manager.poll()
-    world.nothing_left()
 
 
 def test_what_is_broken_off_is_counted(worlds: Any) -> None:
@@ -133,7 +128,6 @@ def test_what_is_broken_off_is_counted(worlds: Any) -> None:
     tier.storage.let_go()
     assert tier._executor.wait_idle(60.0)
     assert sum(unstored(world).values()) == 4
-    world.nothing_left()
 
 
 def test_tasks_that_are_over_are_not_kept(worlds: Any) -> None:
@@ -145,7 +139,6 @@ def test_tasks_that_are_over_are_not_kept(worlds: Any) -> None:
     assert len(world.manager.state.tasks._going) <= 64
     assert world.manager.stats().requests == 200
     assert not world.manager.state.tasks._going
-    world.nothing_left()
 
 
 def test_seconds(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +168,6 @@ def test_seconds(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.storage_wait_seconds == pytest.approx(0.5)
     assert found.storage_read_seconds == pytest.approx(0.25)
     assert found.plan_seconds == pytest.approx(found.plan_ns * 1e-9)
-    world.nothing_left()
 
 
 GEOMETRY = PageGeometry(
@@ -234,13 +226,11 @@ def test_more_blocks_than_the_planes_hold(few: tuple[Cache, Any]) -> None:
     wrong = "5 blocks of 4 tokens are 20 slots, and the planes .* hold 16; give at most 4 blocks"
     for kind in (ManagedBlocks, MirroredBlocks):
         with contextlib.closing(kind(f"{cache.name}.d", block_tokens=4, blocks=5)) as device:
-            with pytest.raises(ConfigError, match=wrong):
-                KVCacheManager(cache, device, EngineBackend(engine))
+            refused(ConfigError, wrong, KVCacheManager, cache, device, EngineBackend(engine))
         device = kind(f"{cache.name}.d", block_tokens=4)
         with KVCacheManager(cache, device, EngineBackend(engine)) as manager:
             manager.set_blocks(4)
-            with pytest.raises(ConfigError, match=wrong):
-                manager.set_blocks(5)
+            refused(ConfigError, wrong, manager.set_blocks, 5)
             assert device.blocks == 4
         device.close()
 
@@ -316,7 +306,7 @@ def saying(backend: Any) -> None:
 
 
 def test_blocks_that_made_room_for_a_request(worlds: Any) -> None:
-    world = worlds(blocks=8)
+    world = worlds(ends_busy=True, blocks=8)
     world.run("a", tokens(18))
     world.start("b", tokens(26, 1))
     found = world.manager.stats()
@@ -394,7 +384,7 @@ def test_blocks_and_pages_of_different_sizes(worlds: Any, block: int, page: int)
 
 
 def test_what_a_request_came_for_is_not_evicted(worlds: Any) -> None:
-    world = worlds(write=WritePolicy.BACK)
+    world = worlds(ends_busy=True, write=WritePolicy.BACK)
     world.run("a", tokens(34))
     world.backend.at_once = False
     world.manager.demote(8)
@@ -408,8 +398,7 @@ def test_what_a_request_came_for_is_not_evicted(worlds: Any) -> None:
     assert (found.demotions, found.demotions_lost, found.kept_by_match) == (0, 4, 4)
 
 
-def test_a_branch_that_was_dropped(worlds: Any) -> None:
-    world = worlds()
+def test_a_branch_that_was_dropped(world: Any) -> None:
     world.run("a", tokens(18))
     world.manager.drop(Prompt(tokens(18)), 8)
     found = world.manager.stats()
@@ -417,8 +406,7 @@ def test_a_branch_that_was_dropped(worlds: Any) -> None:
     assert (found.dropped, found.device_evictions, found.host_evictions) == (4, 0, 0)
 
 
-def test_weights_that_were_cleared(worlds: Any) -> None:
-    world = worlds()
+def test_weights_that_were_cleared(world: Any) -> None:
     world.run("a", Prompt(tokens(18), tenant="one"))
     world.run("b", tokens(9))
     world.manager.begin_update()
@@ -469,8 +457,7 @@ def test_pages_count_for_whom_room_was_made(worlds: Any, segment_name: str) -> N
         other.close()
 
 
-def test_pages_that_a_tenant_gave_up_for_its_quota(worlds: Any) -> None:
-    world = worlds()
+def test_pages_that_a_tenant_gave_up_for_its_quota(world: Any) -> None:
     world.cache.namespace("", "small", quota=4)
     for seed in (1, 2):
         world.run(seed, Prompt(tokens(13, seed), tenant="small"))
@@ -479,8 +466,7 @@ def test_pages_that_a_tenant_gave_up_for_its_quota(worlds: Any) -> None:
     assert found.host_evictions == 2
 
 
-def test_pages_that_somebody_asked_to_evict(worlds: Any) -> None:
-    world = worlds()
+def test_pages_that_somebody_asked_to_evict(world: Any) -> None:
     world.run("a", tokens(18))
     world.cache.evict(1)
     world.cache.index.discard(world.cache.index.oldest(1))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.manager_case import tokens
+from support.refusals import refused
 
 from lightcache import Cache, Router, RouterPolicy
 from lightcache.errors import ConfigError
@@ -137,8 +138,7 @@ def test_what_needs_a_host_says_so(stack: ExitStack, segment_name: str) -> None:
         hand_off(manager, "a", [manager.host.client_id])
     with pytest.raises(ConfigError, match="receive: expected a manager with a host cache"):
         receive(manager, "b", Prompt(tokens(18)), b"")
-    with pytest.raises(ConfigError, match="no storage"):
-        manager.prefetch(Prompt(tokens(18)))
+    refused(ConfigError, "no storage", manager.prefetch, Prompt(tokens(18)))
 
 
 def test_wrong_parts_are_refused(stack: ExitStack, segment_name: str) -> None:

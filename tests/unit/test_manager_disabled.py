@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.manager_case import World, tokens
+from support.refusals import refused
 from support.stamped import stamps_of
 
 from lightcache.errors import CacheCorrupted, Detached, TransferFailed
@@ -41,8 +42,7 @@ def halved(world: World) -> Prompt:
     return prompt
 
 
-def test_what_waits_is_let_go_and_may_begin(worlds: Any) -> None:
-    world = worlds()
+def test_what_waits_is_let_go_and_may_begin(world: Any) -> None:
     prompt = halved(world)
     world.manager.plan("a", prompt)
     assert pins(world) != (0, 0)
@@ -53,13 +53,11 @@ def test_what_waits_is_let_go_and_may_begin(worlds: Any) -> None:
     world.manager.enable()
     assert world.run("b", prompt).usable == 16
     world.manager.release("a")
-    world.nothing_left()
 
 
 def test_taking_one_that_could_not_be_let_go_then(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
+    world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = worlds()
     prompt = halved(world)
     world.manager.plan("a", prompt)
     monkeypatch.setattr(world.manager.lookup, "let_go", lambda: None)
@@ -68,14 +66,12 @@ def test_taking_one_that_could_not_be_let_go_then(
     assert world.manager.take("a").usable == 0
     assert pins(world) == (0, 0)  # and not only when it is released
     world.manager.release("a")
-    world.nothing_left()
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["disabled", "enabled again"])
 def test_a_request_that_was_taken_before_does_not_believe_in_its_load(
-    worlds: Any, again: bool
+    world: Any, again: bool
 ) -> None:
-    world = worlds()
     prompt = halved(world)
     world.manager.plan("a", prompt)
     assert world.manager.take("a").usable == 16
@@ -87,8 +83,7 @@ def test_a_request_that_was_taken_before_does_not_believe_in_its_load(
     load = world.manager.load("a")
     assert (load.tokens, load.failed) == (8, True)
     for call in (load.done, load.wait, load.wait_on):
-        with pytest.raises(TransferFailed, match="disabled itself"):
-            call()
+        refused(TransferFailed, "disabled itself", call)
     stamps = stamps_of(prompt.tokens)
     assert (world.content("a", 8) == stamps[:8]).all()
     world.store.write(table, 8, stamps[8:])
@@ -96,7 +91,6 @@ def test_a_request_that_was_taken_before_does_not_believe_in_its_load(
     world.manager.release("a")
     world.manager.enable()
     assert world.run("b", prompt).usable == 16
-    world.nothing_left()
 
 
 def test_planning_that_failed_is_counted_once(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,11 +101,10 @@ def test_planning_that_failed_is_counted_once(worlds: Any, monkeypatch: pytest.M
     assert world.manager.take("a").why is MissReason.DISABLED
     assert world.manager.stats().errors == 1
     world.manager.release("a")
-    world.nothing_left()
 
 
 def test_a_cache_that_is_closed_under_its_manager(worlds: Any) -> None:
-    world = worlds()
+    world = worlds(ends_busy=True)
     manager, prompt = world.manager, halved(world)
     manager.plan("waits", prompt)
     manager.plan("runs", prompt)
@@ -129,8 +122,7 @@ def test_a_cache_that_is_closed_under_its_manager(worlds: Any) -> None:
     manager.close()
 
 
-def test_a_device_that_is_closed_under_its_manager(worlds: Any) -> None:
-    world = worlds()
+def test_a_device_that_is_closed_under_its_manager(world: Any) -> None:
     manager, prompt = world.manager, halved(world)
     manager.plan("waits", prompt)
     manager.plan("runs", prompt)
@@ -141,15 +133,13 @@ def test_a_device_that_is_closed_under_its_manager(worlds: Any) -> None:
     assert world.cache.check().pins == 0
 
 
-def test_a_closed_manager_begins_nothing(worlds: Any) -> None:
-    world = worlds()
+def test_a_closed_manager_begins_nothing(world: Any) -> None:
     prompt = halved(world)
     world.manager.plan("a", prompt)
     world.manager.close()
     assert pins(world) == (0, 0)
     for call in (world.manager.plan, lambda _, what: world.manager.protect(what)):
-        with pytest.raises(Detached, match="the manager is closed"):
-            call("a", prompt)
+        refused(Detached, "the manager is closed", call, "a", prompt)
     world.manager.cancel("a")
     world.manager.release("a")
     world.manager.poll()

@@ -67,8 +67,7 @@ def test_what_begins_nowhere_is_hashed_no_further(
 
 @pytest.mark.parametrize("between", ["plan", "take"])
 @pytest.mark.parametrize("lost", [0, 32])
-def test_a_first_page_that_comes_between(worlds: Any, between: str, lost: int) -> None:
-    world = worlds()
+def test_a_first_page_that_comes_between(world: Any, between: str, lost: int) -> None:
     prompt = Prompt(tokens(18))
     assert world.manager.plan("b", prompt).usable == 0
     world.run("a", tokens(18))
@@ -80,8 +79,7 @@ def test_a_first_page_that_comes_between(worlds: Any, between: str, lost: int) -
     world.manager.release("b", publish=False)
 
 
-def test_a_prompt_that_another_has_hashed_meanwhile(worlds: Any) -> None:
-    world = worlds()
+def test_a_prompt_that_another_has_hashed_meanwhile(world: Any) -> None:
     prompt = Prompt(tokens(18))
     world.manager.plan("b", prompt)
     world.run("a", prompt)  # hashes it
@@ -91,8 +89,7 @@ def test_a_prompt_that_another_has_hashed_meanwhile(worlds: Any) -> None:
     world.manager.release("b", publish=False)
 
 
-def test_what_asks_for_something_else_lets_go_of_what_it_had(worlds: Any) -> None:
-    world = worlds()
+def test_what_asks_for_something_else_lets_go_of_what_it_had(world: Any) -> None:
     world.run("a", tokens(18))
     assert world.manager.plan("b", Prompt(tokens(18))).usable == 16
     assert world.device.index.plans.pages == 4
@@ -138,8 +135,7 @@ def test_where_room_is_short_each_is_written_for_itself(worlds: Any) -> None:
     assert world.cache.index.check().pins == 0
 
 
-def test_while_transfers_are_paused_nothing_is_written(worlds: Any) -> None:
-    world = worlds()
+def test_while_transfers_are_paused_nothing_is_written(world: Any) -> None:
     world.manager.pause()
     run_two(world)
     assert world.cache.index.stats().ready == 0
@@ -151,9 +147,8 @@ def test_while_transfers_are_paused_nothing_is_written(worlds: Any) -> None:
 
 
 def test_a_reservation_that_fails_fails_all_of_its_call(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
+    world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = worlds()
 
     def refused(*_: Any, **__: Any) -> Any:
         raise Abandoned("arranged")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.manager_case import Shelf, World, on_host, tokens
 from support.raising import Odd
+from support.refusals import refused
 from support.stamped import StampedBackend, StampedMoving, stamps_of
 
 from lightcache.errors import TransferFailed
@@ -126,8 +127,7 @@ def test_a_load(worlds: Any, where: str, storage: bool) -> None:
     begun(world, where)
     load = manager.load("a")
     if where == "wait":
-        with pytest.raises(TransferFailed, match="arranged"):
-            load.wait()
+        refused(TransferFailed, "arranged", load.wait)
     with pytest.raises(TransferFailed, match="compute these tokens instead") as found:
         load.done()
     assert isinstance(found.value.__cause__, Odd)
@@ -187,7 +187,6 @@ def test_what_a_commit_says_is_not_lost(worlds: Any) -> None:
     raised_once(world, "begin")
     for request in "ab":
         world.manager.release(request)
-    world.nothing_left()
 
 
 def test_of_several_the_first_is_raised_and_the_others_are_logged(
@@ -206,7 +205,6 @@ def test_of_several_the_first_is_raised_and_the_others_are_logged(
     assert [f"begin {n}" in said[n - 2] for n in (2, 3)] == [True, True]
     for i in range(3):
         world.manager.release(i)
-    world.nothing_left()
 
 
 def test_closing_raises_what_nobody_has_polled_for(worlds: Any) -> None:
@@ -214,10 +212,8 @@ def test_closing_raises_what_nobody_has_polled_for(worlds: Any) -> None:
     begun(world, "begin")
     world.start("a", PROMPT)
     computed(world, "a")
-    with pytest.raises(Odd, match="arranged"):
-        world.manager.close()
+    refused(Odd, "arranged", world.manager.close)
     world.manager.close()
-    world.nothing_left()
 
 
 @pytest.mark.parametrize("what", ["abort", "release", "update", "close", "resume"])
@@ -264,10 +260,8 @@ def test_a_copy_among_others_that_go_on(worlds: Any) -> None:
     assert manager.in_flight() == 2
     world.backend.finish()
     manager._traffic._all[0].moving.over = True
-    with pytest.raises(Odd, match="arranged"):
-        manager.poll()
+    refused(Odd, "arranged", manager.poll)
     assert manager.in_flight() == 0
     assert on_host(world, other) == 4
     for request in "ab":
         manager.release(request)
-    world.nothing_left()

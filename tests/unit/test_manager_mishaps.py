@@ -9,15 +9,10 @@ from typing import Any
 import pytest
 from support.manager_case import Shelf, World, switch_off, tokens
 from support.raising import Odd, raising
+from support.refusals import refused
 from support.stamped import StampedBackend, StampedMoving, stamps_of
 
-from lightcache.errors import (
-    CacheCorrupted,
-    ConfigError,
-    LeaseLost,
-    OutOfPages,
-    WaitTimeout,
-)
+from lightcache.errors import CacheCorrupted, ConfigError, LeaseLost, OutOfPages, WaitTimeout
 from lightcache.manager import MissReason, Prompt, WritePolicy
 
 PROMPT = Prompt(tokens(18))
@@ -50,7 +45,6 @@ def test_an_index_that_is_disabled_while_blocks_are_written_back(worlds: Any, wh
     figures = world.manager.stats()
     assert (figures.errors, figures.demotions, figures.demotions_lost) == (1, 0, 4)
     assert world.device.free == 4
-    world.nothing_left()
 
 
 def test_a_device_that_is_closed_while_blocks_are_written_back(worlds: Any) -> None:
@@ -68,11 +62,9 @@ def test_making_room_ends_when_the_host_answers_no_more(worlds: Any) -> None:
     manager.plan("c", Prompt(tokens(24, 9)))
     manager.take("c")
     switch_off(world.cache.index, 1)
-    with pytest.raises(OutOfPages):
-        manager.allocate("c", 24)
+    refused(OutOfPages, "", manager.allocate, "c", 24)
     switch_off(world.cache.index, 0)
     manager.release("c")
-    world.nothing_left()
 
 
 @pytest.mark.timeout(30)
@@ -86,20 +78,16 @@ def test_waiting_for_room_ends_if_the_cache_is_not_asked_any_more(worlds: Any) -
     assert len(manager.allocate("c", 24, timeout=None)) == 6
     manager.release("c")
     manager.enable()
-    world.nothing_left()
 
 
 # ---- requests
 
 
-def test_releases_of_which_one_is_no_request(worlds: Any) -> None:
-    world = worlds()
+def test_releases_of_which_one_is_no_request(world: Any) -> None:
     world.start("a", PROMPT)
-    with pytest.raises(ConfigError, match="hashable"):
-        world.manager.release_many(["a", []])
+    refused(ConfigError, "hashable", world.manager.release_many, ["a", []])
     assert world.manager.gauges().running == 1
     world.manager.release("a")
-    world.nothing_left()
 
 
 @pytest.mark.parametrize(
@@ -115,13 +103,11 @@ def test_releases_of_which_one_is_no_request(worlds: Any) -> None:
     ],
 )
 def test_ids_that_are_none(worlds: Any, call: str, more: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match="hashable"):
-        getattr(worlds().manager, call)([], *more)
+    refused(ConfigError, "hashable", getattr(worlds().manager, call), [], *more)
 
 
-def test_taking_while_the_host_breaks(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taking_while_the_host_breaks(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the plan, whose pins were taken already."""
-    world = worlds()
     world.run("a", PROMPT)
     world.manager.plan("b", PROMPT)
     with monkeypatch.context() as patch:
@@ -131,14 +117,12 @@ def test_taking_while_the_host_breaks(worlds: Any, monkeypatch: pytest.MonkeyPat
     assert (world.index.check().pins, world.cache.check().pins) == (0, 0)
     world.manager.allocate("b", 18)
     world.manager.release("b")
-    world.nothing_left()
 
 
 def test_blocks_to_exchange_are_told_though_writing_breaks(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
+    world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ours were given back: who goes on with them would write into another's."""
-    world = worlds()
     for request in "ab":
         world.start(request, PROMPT)
         table = world.manager.allocate(request, 18)
@@ -151,12 +135,10 @@ def test_blocks_to_exchange_are_told_though_writing_breaks(
     assert world.manager.stats().errors == 1
     for request in "ab":
         world.manager.release(request)
-    world.nothing_left()
 
 
-def test_of_two_tenants_one_breaks(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_tenants_one_breaks(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was exchanged for the one is told though naming the other's blocks raises."""
-    world = worlds()
     other = Prompt(tokens(18, 5), tenant="t")
     for request, prompt in (("a", PROMPT), ("b", PROMPT), ("c", other)):
         world.start(request, prompt)
@@ -176,7 +158,6 @@ def test_of_two_tenants_one_breaks(worlds: Any, monkeypatch: pytest.MonkeyPatch)
     assert [len(each) for each in changed] == [4, 0]
     for request in "abc":
         world.manager.release(request)
-    world.nothing_left()
 
 
 def test_what_failed_to_be_planned_cannot_be_taken_when_all_is_closed(
@@ -188,8 +169,7 @@ def test_what_failed_to_be_planned_cannot_be_taken_when_all_is_closed(
         patch.setattr(world.manager.lookup, "find", raising(CacheCorrupted))
         assert world.manager.plan("b", PROMPT).why is MissReason.DISABLED
     world.manager.close()
-    with pytest.raises(LeaseLost, match="not planned"):
-        world.manager.take("a")
+    refused(LeaseLost, "not planned", world.manager.take, "a")
 
 
 # ---- storage
@@ -207,9 +187,7 @@ def test_a_storage_that_raises_when_a_request_ends(worlds: Any, error: type[Exce
     assert manager.gauges().leaving == 0
     assert manager.stats().errors == (0 if error is Odd else 2)
     if error is Odd:  # of a storage as of a transfer backend
-        with pytest.raises(Odd, match="arranged"):
-            manager.poll()
-    world.nothing_left()
+        refused(Odd, "arranged", manager.poll)
 
 
 @pytest.mark.parametrize("error", [Odd, CacheCorrupted])
@@ -229,17 +207,14 @@ def test_a_reading_that_cannot_be_cancelled(worlds: Any, error: type[Exception],
     if how == "disabled":
         manager._let_go()
     if how == "close" and error is Odd:
-        with pytest.raises(Odd, match="arranged"):
-            manager.close()
+        refused(Odd, "arranged", manager.close)
     elif how == "close":
         manager.close()
     for request in "bc":
         manager.cancel(request)
     assert (world.index.check().pins, world.cache.check().pins) == (0, 0)
     if error is Odd and how != "close":
-        with pytest.raises(Odd, match="arranged"):
-            manager.poll()
-    world.nothing_left()
+        refused(Odd, "arranged", manager.poll)
 
 
 def test_a_reading_that_breaks_while_it_is_waited_for(worlds: Any) -> None:
@@ -250,7 +225,6 @@ def test_a_reading_that_breaks_while_it_is_waited_for(worlds: Any) -> None:
     manager._storage.tasks[-1].wait = raising(CacheCorrupted)
     assert manager.take("b", wait=True).usable == 16
     manager.release("b")
-    world.nothing_left()
 
 
 # ---- interrupts
@@ -259,8 +233,7 @@ def test_a_reading_that_breaks_while_it_is_waited_for(worlds: Any) -> None:
 def interrupted(world: World, what: str, call: Callable[[], object]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world.backend, what, raising(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            call()
+        refused(KeyboardInterrupt, "", call)
 
 
 class Beginner(StampedBackend):
@@ -306,8 +279,7 @@ def test_an_interrupt_while_a_copy_is_begun(worlds: Any, what: str, begins: bool
         manager.take("a")
         table = manager.allocate("a", 18)[:4].copy()
         call = partial(manager.load, "a")
-    with pytest.raises(KeyboardInterrupt):
-        call()
+    refused(KeyboardInterrupt, "", call)
     manager.poll()
     manager.release("a")
     assert manager.in_flight(table).any() == begins
@@ -318,8 +290,7 @@ def test_an_interrupt_while_a_copy_is_begun(worlds: Any, what: str, begins: bool
         busy = table[manager.in_flight(table)]
         assert not set(taken.tolist()) & set(busy.tolist())
         manager.release("b")
-        with pytest.raises(WaitTimeout, match="still touches"):
-            manager.wait_blocks(table, timeout=0)
+        refused(WaitTimeout, "still touches", manager.wait_blocks, table, timeout=0)
     world.backend.finish()
     manager.poll()
     assert not manager.in_flight(table).any()
@@ -336,15 +307,12 @@ class TransferBackend:
         self.load = self.offload = self.save = call
 
 
-def test_another_number_of_blocks_tells_nothing_foreign(worlds: Any) -> None:
+def test_another_number_of_blocks_tells_nothing_foreign(world: Any) -> None:
     """What a transfer backend has raised is for `poll`: the number is changed, and it is still
     told."""
-    world = worlds()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world.backend, "offload", raising(Odd))
         world.run("a", PROMPT)
     world.manager.set_blocks(16)
     assert world.device.blocks == 16
-    with pytest.raises(Odd, match="arranged"):
-        world.manager.poll()
-    world.nothing_left()
+    refused(Odd, "arranged", world.manager.poll)

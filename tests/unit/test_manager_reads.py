@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.manager_case import Shelf, World, tokens
+from support.refusals import refused
 from support.stamped import stamps_of
 
 from lightcache import Cache
@@ -60,7 +61,6 @@ def test_not_yet_while_a_read_goes_on(worlds: Any) -> None:
     assert not reading.cancelled
     manager.release("a")
     assert manager.stats().requests == 1
-    world.nothing_left()
 
 
 def test_a_read_is_waited_for_a_second_and_serves_the_next(worlds: Any, now: list[float]) -> None:
@@ -82,7 +82,6 @@ def test_a_read_is_waited_for_a_second_and_serves_the_next(worlds: Any, now: lis
     assert manager.plan("b", PROMPT).host == 16
     assert manager.take("b").usable == 16
     manager.release("b")
-    world.nothing_left()
 
 
 def test_the_time_follows_what_computing_takes(worlds: Any, now: list[float]) -> None:
@@ -107,7 +106,6 @@ def test_the_time_follows_what_computing_takes(worlds: Any, now: list[float]) ->
     now[0] += 0.02
     assert manager.take("a").usable == 0
     manager.release("a")
-    world.nothing_left()
 
 
 def test_what_says_nothing_about_computing(worlds: Any) -> None:
@@ -119,7 +117,6 @@ def test_what_says_nothing_about_computing(worlds: Any) -> None:
     assert not world.manager.state.pace.tokens_per_s
     world.run("long", tokens(256, 1))
     assert world.manager.state.pace.tokens_per_s > 0
-    world.nothing_left()
 
 
 def test_waiting_for_a_read(worlds: Any) -> None:
@@ -139,7 +136,6 @@ def test_waiting_for_a_read(worlds: Any) -> None:
     assert len(limits) == 1
     assert 0.9 < limits[0] <= 1.0
     manager.release("a")
-    world.nothing_left()
 
 
 def test_what_is_being_read_for_lives_on(worlds: Any, now: list[float]) -> None:
@@ -159,7 +155,6 @@ def test_what_is_being_read_for_lives_on(worlds: Any, now: list[float]) -> None:
     reading.go_on()
     assert manager.take("a").usable == 16
     manager.release("a")
-    world.nothing_left()
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -184,9 +179,7 @@ def test_a_plan_whose_time_is_up_is_looked_for_again(
     match = manager.take("a")
     assert match.usable == (0 if lost or tier == "nowhere" else 16)
     manager.release("a")
-    with pytest.raises(LeaseLost, match="not planned"):
-        manager.take("a")
-    world.nothing_left()
+    refused(LeaseLost, "not planned", manager.take, "a")
 
 
 # ---- a new Prompt in each step
@@ -211,7 +204,6 @@ def test_a_prompt_that_is_made_again_in_each_step(worlds: Any) -> None:
         assert manager.plan("b", other).usable == (16 if len(other) == 19 else 0)
     manager.cancel("b")
     assert [task.cancelled for task in shelf.tasks[1:]]
-    world.nothing_left()
 
 
 def test_equal_prompts() -> None:
@@ -265,7 +257,7 @@ def hanging(cache: Cache) -> StorageTier:
 def test_no_call_waits_for_a_storage_that_hangs(
     worlds: Any, now: list[float], write: WritePolicy
 ) -> None:
-    world = worlds(storage=hanging, write=write)
+    world = worlds(ends_busy=True, storage=hanging, write=write)
     manager = world.manager
     tier: Any = manager._storage
     names = [f"r{i}" for i in range(4)]
@@ -323,7 +315,6 @@ def test_no_call_of_a_hybrid_model_waits_either(
     for tier in tiers:
         tier.storage.let_go()
         tier.close()
-    world.nothing_left()
 
 
 def test_a_state_comes_and_then_the_keys_and_values_up_to_it(hybrids: Any, wait_until: Any) -> None:
@@ -350,7 +341,6 @@ def test_a_state_comes_and_then_the_keys_and_values_up_to_it(hybrids: Any, wait_
     wait_until(come, "state and KV")
     assert (found[-1].usable, found[-1].storage_tokens) == (40, 40)
     hybrid.release("b", publish=False)
-    world.nothing_left()
 
 
 def kept(cache: Cache) -> StorageTier:
@@ -416,7 +406,6 @@ def test_no_call_waits_long_for_a_lock(
     tier: Any = manager._storage
     tier.storage.let_go()
     tier.close()
-    world.nothing_left()
 
 
 def calls_of(manager: Any, first: int) -> list[tuple[str, Callable[[], object]]]:

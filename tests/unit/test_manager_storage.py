@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.disks import indexes, where
+from support.disks import indexes
 from support.manager_case import World, open_cache, tokens
+from support.refusals import refused
 from support.stamped import stamps_of
 
 from lightcache import ConfigError, Detached, PermissionDenied, StorageError
@@ -17,8 +18,6 @@ from lightcache.manager import Prompt, RequestOptions, WritePolicy
 from lightcache.storage import StorageSpec, StorageTier, open_storage
 
 PROMPT = Prompt(tokens(18))
-
-__all__ = ["where"]
 
 
 def threads() -> int:
@@ -130,8 +129,7 @@ def test_a_storage_that_hangs_is_closed_when_it_answers(segment_name: str, wait_
     assert threads() > before
     tier.storage.let_go()
     wait_until(lambda: threads() == before, "the end of what hung")
-    with pytest.raises(Detached):
-        tier.storage.contains(np.ones((1, 2), np.uint64), timeout=1.0)
+    refused(Detached, "", tier.storage.contains, np.ones((1, 2), np.uint64), timeout=1.0)
     world.manager.close()
     world.close()
 
@@ -159,24 +157,21 @@ def test_a_tier_that_is_given_stays_open(segment_name: str) -> None:
 )
 def test_what_is_no_storage(segment_name: str, wrong: Any, kind: type, what: str) -> None:
     before = threads()
-    with pytest.raises(kind, match=what):
-        World(segment_name, storage=lambda _: wrong)
+    refused(kind, what, World, segment_name, storage=lambda _: wrong)
     assert threads() == before
 
 
 def test_opening_a_tier(segment_name: str, where: Path) -> None:
     url = f"disk:{where}?capacity=1MiB"
     with open_cache(segment_name, 32, 4) as cache:
-        with pytest.raises(ConfigError, match="threads"):
-            StorageTier.open(cache, url, threads=0)
+        refused(ConfigError, "threads", StorageTier.open, cache, url, threads=0)
         assert not indexes(where)
         tier = StorageTier.open(cache, url, threads=1)
         assert tier.close()
         assert not indexes(where)
         assert tier.close()
         with type(cache).attach(cache.name, readonly=True) as reader:
-            with pytest.raises(PermissionDenied):
-                StorageTier.open(reader, url)
+            refused(PermissionDenied, "", StorageTier.open, reader, url)
         assert not indexes(where)
 
 
@@ -189,5 +184,4 @@ def test_a_tier_of_another_cache(segment_name: str) -> None:
 
 def test_tokens_that_are_no_count(segment_name: str) -> None:
     with open_cache(segment_name, 32, 4) as cache, StorageTier.open(cache, "memory:") as tier:
-        with pytest.raises(ConfigError, match="tokens"):
-            tier.write(np.zeros((0, 2), np.uint64), tokens="a")  # type: ignore[arg-type]
+        refused(ConfigError, "tokens", tier.write, np.zeros((0, 2), np.uint64), tokens="a")

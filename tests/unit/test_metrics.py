@@ -7,6 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from support.keys import keys
+from support.refusals import refused
 
 from lightcache import Cache, ConfigError, PageIndex
 from lightcache.hybrid import Checkpoints, CheckpointStats
@@ -228,8 +229,7 @@ def test_every_figure_of_checkpoints_is_served(checkpoints):
     for family in after.families.values():
         assert family.name.startswith("lightcache_checkpoint_")
         assert "The checkpoints'" not in family.documentation, "nobody has said what it is"
-    with pytest.raises(ConfigError, match="labels: tier"):
-        CheckpointMetrics(checkpoints, labels={"tier": "x"})
+    refused(ConfigError, "labels: tier", CheckpointMetrics, checkpoints, labels={"tier": "x"})
 
 
 def test_figures_of_checkpoints(checkpoints):
@@ -300,5 +300,4 @@ def test_a_part_that_is_gone_leaves_the_others(segment_name):
 
 def test_two_of_them_in_one_registry_are_refused(cache):
     registry = registered(cache)
-    with pytest.raises(ValueError, match="Duplicated"):
-        registry.register(CacheMetrics(cache))
+    refused(ValueError, "Duplicated", registry.register, CacheMetrics(cache))

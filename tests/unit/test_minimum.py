@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 from support.index_view import IndexView
 from support.keys import Keys, array, pair
+from support.refusals import refused
 
 from lightcache import ConfigError, Namespace, PageIndex, layout
 
 PAGES = 16
-
-
-@pytest.fixture
-def index(segment_name: str) -> Iterator[PageIndex]:
-    with PageIndex.create(segment_name, pages=PAGES) as made:
-        yield made
-        report = made.check()
-        assert report.clean, report.message
 
 
 def record(index: PageIndex, namespace: Namespace) -> layout.NamespaceRecord:
@@ -46,14 +36,10 @@ def test_a_chain_at_its_bound_leaves_it(segment_name: str) -> None:
 def test_what_cannot_be_promised(index: PageIndex) -> None:
     mine = index.namespace("w", quota=6, minimum=4)
     index.namespace("v", minimum=10)
-    with pytest.raises(ConfigError, match=r"7 pages.*quota of 6"):
-        index.namespace("w", minimum=7)
-    with pytest.raises(ConfigError, match=r"4 pages.*quota of 3"):
-        index.namespace("w", quota=3)
-    with pytest.raises(ConfigError, match=r"3 pages.*the 14 that.*index of 16"):
-        index.namespace("u", minimum=3)
-    with pytest.raises(ConfigError, match="13 pages"):
-        index.namespace("w", quota=0, minimum=13)
+    refused(ConfigError, r"7 pages.*quota of 6", index.namespace, "w", minimum=7)
+    refused(ConfigError, r"4 pages.*quota of 3", index.namespace, "w", quota=3)
+    refused(ConfigError, r"3 pages.*the 14 that.*index of 16", index.namespace, "u", minimum=3)
+    refused(ConfigError, "13 pages", index.namespace, "w", quota=0, minimum=13)
     assert (record(index, mine).quota, record(index, mine).minimum) == (6, 4)
     assert index.namespace("u", minimum=2).id == 3, "nothing was made before"
     assert index.namespace("w", quota=0, minimum=0) == mine

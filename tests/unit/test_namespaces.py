@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 from support.keys import prompt
+from support.refusals import refused
 
 from lightcache import Abandoned, LeaseLost, Namespace, OutOfPages, PageIndex
 
-
-@pytest.fixture
-def index(segment_name: str) -> Iterator[PageIndex]:
-    with PageIndex.create(segment_name, pages=8) as made:
-        yield made
+PAGES = 8
 
 
 def put(index: PageIndex, name: int, pages: int, namespace: Namespace | None = None) -> None:
@@ -38,8 +32,7 @@ def test_clearing_the_default_one_reopens_it(index: PageIndex, segment_name: str
         put(index, 2, 2)
         assert index.peek(prompt(2, 2)) == 2
         assert other.peek(prompt(2, 2)) == 0, "it has not heard of the new one"
-        with pytest.raises(Abandoned, match="cleared"):
-            other.reserve(prompt(2, 2))
+        refused(Abandoned, "cleared", other.reserve, prompt(2, 2))
         assert other.peek(prompt(2, 2), namespace=other.namespace()) == 2
         other.clear()
         assert other.peek(prompt(2, 2)) == 2, "clearing a cleared one forgets nothing new"
@@ -56,8 +49,7 @@ def test_an_old_handle_does_not_clear_its_successor(index: PageIndex) -> None:
 
 def test_the_table_is_full(index: PageIndex) -> None:
     made = [index.namespace("w", str(i)) for i in range(255)]
-    with pytest.raises(OutOfPages, match="256"):
-        index.namespace("one more")
+    refused(OutOfPages, "256", index.namespace, "one more")
     assert index.namespace("w", "7") == made[7], "existing ones are found"
     index.clear(made[9])
     assert index.namespace("one more").id == made[9].id
@@ -73,8 +65,7 @@ def test_a_reader_finds_but_makes_none(index: PageIndex, segment_name: str) -> N
     with PageIndex.attach(segment_name, readonly=True) as reader:
         assert reader.namespace("w1") == mine
         assert reader.peek(prompt(1, 2), namespace=mine) == 2
-        with pytest.raises(LeaseLost, match="none"):
-            reader.namespace("w2")
+        refused(LeaseLost, "none", reader.namespace, "w2")
 
 
 def test_a_handle_goes_on_after_somebody_else_cleared_the_default(segment_name: str) -> None:
@@ -84,8 +75,7 @@ def test_a_handle_goes_on_after_somebody_else_cleared_the_default(segment_name: 
             new.publish()
         one.clear()
         assert two.peek(found) == 0
-        with pytest.raises(Abandoned, match="use"):
-            two.reserve(found)
+        refused(Abandoned, "use", two.reserve, found)
         two.use(two.namespace())
         with two.reserve(found) as new:
             new.publish()

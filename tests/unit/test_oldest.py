@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.interrupts import interrupt
 from support.keys import keys, prompt
+from support.refusals import refused
 
 from lightcache import ConfigError, LeaseLost, LockTimeout, PageIndex, PermissionDenied
 from lightcache.page_index import LRUPages
@@ -61,10 +62,8 @@ def test_discard_takes_exactly_these(index: PageIndex) -> None:
     assert index.peek(keys(1, 2, 3, 4)) == 1
     assert index.peek(keys(9, 8)) == 2
     assert len(found) == 0
-    with pytest.raises(LeaseLost):
-        _ = found.pages
-    with pytest.raises(LeaseLost, match="released"):
-        index.discard(found)
+    refused(LeaseLost, "", lambda: found.pages)
+    refused(LeaseLost, "released", index.discard, found)
     found.__exit__(None, None, None)
 
 
@@ -89,21 +88,15 @@ def test_discard_refuses_and_does_nothing(index: PageIndex, segment_name: str) -
     put(index, 1, 3)
     lease = index.match(prompt(1, 3))
     pages = lease.pages.copy()
-    with pytest.raises(ConfigError, match="twice"):
-        index.discard(pages[[0, 1, 0]])
-    with pytest.raises(ConfigError, match="int32"):
-        index.discard(pages.astype(np.int64))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="expected pages 0"):
-        index.discard(np.array([PAGES], np.int32))
+    refused(ConfigError, "twice", index.discard, pages[[0, 1, 0]])
+    refused(ConfigError, "int32", index.discard, pages.astype(np.int64))
+    refused(ConfigError, "expected pages 0", index.discard, np.array([PAGES], np.int32))
     with PageIndex.attach(segment_name) as other:
-        with pytest.raises(LeaseLost, match="not pinned"):
-            other.discard(pages)
-        with pytest.raises(ConfigError, match="another index"):
-            other.discard(lease)
+        refused(LeaseLost, "not pinned", other.discard, pages)
+        refused(ConfigError, "another index", other.discard, lease)
     assert index.check().pins == 3
     lease.release()
-    with pytest.raises(LeaseLost, match="released"):
-        index.discard(lease)
+    refused(LeaseLost, "released", index.discard, lease)
     assert index.discard(np.zeros(0, np.int32)) == 0
 
 
@@ -112,10 +105,8 @@ def test_a_lock_that_is_held(index: PageIndex, segment_name: str) -> None:
     lease = index.match(prompt(1, 3))
     with PageIndex.attach(segment_name) as other:
         assert other.core.quick.lci_hold(other.core.handle, 1, 1 << 62) == 0
-        with pytest.raises(LockTimeout):
-            index.oldest(3)
-        with pytest.raises(LockTimeout):
-            index.discard(lease)
+        refused(LockTimeout, "", index.oldest, 3)
+        refused(LockTimeout, "", index.discard, lease)
         assert other.core.quick.lci_let_go(other.core.handle) == 0
     assert index.peek(prompt(1, 3)) == 3
     assert len(lease) == 0
@@ -142,8 +133,7 @@ def test_listing_nothing(index: PageIndex) -> None:
         assert index.discard(found) == 0
     assert len(index.oldest(5)) == 0
     for n in (-1, 4097, 1.5):
-        with pytest.raises(ConfigError, match="n:"):
-            index.oldest(n)  # type: ignore[arg-type]
+        refused(ConfigError, "n:", index.oldest, n)
 
 
 def test_keys_of_what_we_pin(index: PageIndex) -> None:
@@ -152,25 +142,19 @@ def test_keys_of_what_we_pin(index: PageIndex) -> None:
         assert (index.keys_of(lease.pages) == prompt(1, 3)).all()
         pages = lease.pages.copy()
         index.clear()
-        with pytest.raises(LeaseLost, match="no key"):
-            index.keys_of(pages)
-    with pytest.raises(LeaseLost, match=f"page {pages[0]} is not pinned"):
-        index.keys_of(pages)
+        refused(LeaseLost, "no key", index.keys_of, pages)
+    refused(LeaseLost, f"page {pages[0]} is not pinned", index.keys_of, pages)
     with index.reserve(prompt(2, 1)) as new, pytest.raises(LeaseLost, match="no key"):
         index.keys_of(new.pages)
-    with pytest.raises(ConfigError, match="expected pages"):
-        index.keys_of(np.array([-1], np.int32))
+    refused(ConfigError, "expected pages", index.keys_of, np.array([-1], np.int32))
     assert index.keys_of(np.zeros(0, np.int32)).shape == (0, 2)
 
 
 def test_rights(index: PageIndex, segment_name: str) -> None:
     with PageIndex.attach(segment_name, readonly=True) as reader:
-        with pytest.raises(PermissionDenied):
-            reader.oldest(1)
-        with pytest.raises(PermissionDenied):
-            reader.discard(np.zeros(1, np.int32))
-        with pytest.raises(PermissionDenied):
-            reader.keys_of(np.zeros(1, np.int32))
+        refused(PermissionDenied, "", reader.oldest, 1)
+        refused(PermissionDenied, "", reader.discard, np.zeros(1, np.int32))
+        refused(PermissionDenied, "", reader.keys_of, np.zeros(1, np.int32))
 
 
 def test_an_interrupt_anywhere_leaks_nothing(index: PageIndex) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.refusals import refused
 
 from lightcache.errors import ConfigError, InUse, LayoutMismatch
 from lightcache.manager import KVCacheManager, Prompt, open_kv
@@ -72,8 +73,7 @@ def test_leaving_closes_all_of_it(segment_name: str) -> None:
         manager = kv.manager(f"{segment_name}-gpu0")
         kv.offload(kv.cache.hash_pages(TOKENS), np.arange(24))
     for closed in (lambda: manager.plan("a", Prompt(TOKENS)), lambda: kv.cache.stats()):
-        with pytest.raises(Exception, match="close"):
-            closed()
+        refused(Exception, "close", closed)
 
 
 def test_pages_that_are_there_are_not_copied(segment_name: str) -> None:
@@ -89,10 +89,8 @@ def test_a_refused_call_holds_nothing(segment_name: str) -> None:
     with open_kv(segment_name, kv_caches("kbnhc"), axes="kbnhc", **MODEL) as kv:
         keys = kv.cache.hash_pages(TOKENS)
         for call in (kv.offload, kv.load):
-            with pytest.raises(ConfigError, match="3 pages, 24, found 23"):
-                call(keys, np.arange(23))
-            with pytest.raises(ConfigError, match="whole numbers"):
-                call(keys, np.zeros(24))
+            refused(ConfigError, "3 pages, 24, found 23", call, keys, np.arange(23))
+            refused(ConfigError, "whole numbers", call, keys, np.zeros(24))
         assert kv.cache.stats().free == 16
         kv.offload(keys, np.arange(24)).wait()
 
@@ -114,8 +112,7 @@ def test_a_refused_call_holds_nothing(segment_name: str) -> None:
 )
 def test_refusals(segment_name: str, how: dict[str, Any], says: str) -> None:
     given = {"tensors": kv_caches("kbnhc"), "axes": "kbnhc", **MODEL, **how}
-    with pytest.raises(ConfigError, match=says):
-        open_kv(segment_name, **given)
+    refused(ConfigError, says, open_kv, segment_name, **given)
 
 
 def test_rows_that_are_no_key_and_value(segment_name: str) -> None:
@@ -137,5 +134,4 @@ def test_kv_of_other_tensors_is_not_mixed(segment_name: str) -> None:
 def test_two_managers_of_one_index(segment_name: str) -> None:
     with open_kv(segment_name, kv_caches("kbnhc"), axes="kbnhc", **MODEL) as kv:
         kv.manager(f"{segment_name}-gpu0")
-        with pytest.raises(InUse):
-            kv.manager(f"{segment_name}-gpu0")
+        refused(InUse, "", kv.manager, f"{segment_name}-gpu0")

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from support.fake_driver import FakeDriver
 from support.raising import raised
+from support.refusals import refused
 
 from lightcache import (
     ConfigError,
@@ -267,8 +268,7 @@ def test_a_driver_that_shuts_down_has_given_it_back(pin: Pin) -> None:
 )
 def test_counts_that_are_none(pin: Pin, how: dict[str, Any]) -> None:
     driver = FakeDriver()
-    with pytest.raises(ConfigError, match=next(iter(how))):
-        pin(driver=driver, **how)
+    refused(ConfigError, next(iter(how)), pin, driver=driver, **how)
     assert driver.calls == []
 
 
@@ -278,16 +278,14 @@ def test_memory_that_cannot_be_pinned() -> None:
     fixed.flags.writeable = False
     odd = whole.reshape(-1)[16 : 16 + 8192].reshape(2, 4096)
     for array in (fixed, odd, memory(3, 4096)[:0]):
-        with pytest.raises(ConfigError, match="page memory"):
-            PinnedPages(array, driver=FakeDriver())
+        refused(ConfigError, "page memory", PinnedPages, array, driver=FakeDriver())
 
 
 @pytest.mark.parametrize("pages", [[-1], [64], [0.5], [[0]], ["0"]])
 def test_pages_that_are_none(pin: Pin, pages: Any) -> None:
     pinned = pin()
     for call in (pinned.check, pinned.wait):
-        with pytest.raises(ConfigError, match="pages"):
-            call(pages)
+        refused(ConfigError, "pages", call, pages)
 
 
 # ---------------------------------------------------------------- the end
@@ -298,8 +296,7 @@ def test_engines_keep_it(pin: Pin) -> None:
     pinned = pin(driver=driver)
     pinned.acquire()
     pinned.wait(timeout=DEADLINE)
-    with pytest.raises(InUse, match="1 engines"):
-        pinned.close()
+    refused(InUse, "1 engines", pinned.close)
     assert driver.registered()
     assert pinned.check([63]).tolist() == [63]
     pinned.release()
@@ -315,12 +312,7 @@ def test_closed(pin: Pin) -> None:
     assert pinned.closed
     assert pinned.ready == 0
     assert pinned.array.size == 0
-    for call in (
-        lambda: pinned.check([0]),
-        lambda: pinned.wait([0]),
-        pinned.wait,
-        pinned.acquire,
-    ):
+    for call in (lambda: pinned.check([0]), lambda: pinned.wait([0]), pinned.wait, pinned.acquire):
         assert isinstance(raised(call), Detached)
 
 

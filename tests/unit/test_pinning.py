@@ -11,15 +11,9 @@ from typing import Any
 import pytest
 from support.fake_driver import FakeDriver
 from support.raising import raised
+from support.refusals import refused
 
-from lightcache import (
-    Cache,
-    ConfigError,
-    Detached,
-    InUse,
-    NotReady,
-    PermissionDenied,
-)
+from lightcache import Cache, ConfigError, Detached, InUse, NotReady, PermissionDenied
 from lightcache.pool import CHUNK_BYTES
 
 DEADLINE = 60.0
@@ -40,8 +34,7 @@ def test_the_pool_of_a_cache(segment_name: str) -> None:
     assert driver.registered() == [(cache.pool.array.ctypes.data, cache.pool.nbytes)]
     pinned.array[3] = 9
     assert (cache.pool[3] == 9).all()
-    with pytest.raises(InUse, match="pinned already"):
-        cache.pin(driver=driver)
+    refused(InUse, "pinned already", cache.pin, driver=driver)
     pinned.close()
     again = cache.pin(driver=driver)
     again.wait(timeout=DEADLINE)
@@ -56,18 +49,15 @@ def test_closing_order(segment_name: str) -> None:
     pinned = cache.pin(driver=driver)
     pinned.wait(timeout=DEADLINE)
     view = cache.pool[0]
-    with pytest.raises(InUse, match="views"):
-        cache.close()
+    refused(InUse, "views", cache.close)
     assert driver.registered(), "somebody else's view: nothing was changed"
     del view
     pinned.acquire()
-    with pytest.raises(InUse, match="engines"):
-        cache.close()
+    refused(InUse, "engines", cache.close)
     assert pinned.check([0]).tolist() == [0]
     pinned.release()
     view = pinned.array
-    with pytest.raises(InUse, match="views"):
-        cache.close()
+    refused(InUse, "views", cache.close)
     assert driver.registered() == []
     assert cache.stats().grown == 8, "the cache is still there"
     del view
@@ -91,14 +81,11 @@ def test_it_follows_the_growth(segment_name: str, wait_until: Wait) -> None:
 
 def test_who_may_not_pin(segment_name: str) -> None:
     with Cache.create(segment_name, **ARGUMENTS) as cache:
-        with pytest.raises(ConfigError, match="grow_threads"):
-            cache.pin(driver=FakeDriver(), grow_threads=-1)
+        refused(ConfigError, "grow_threads", cache.pin, driver=FakeDriver(), grow_threads=-1)
         with Cache.attach(segment_name, readonly=True) as reader:
-            with pytest.raises(PermissionDenied, match="pin the pool"):
-                reader.pin(driver=FakeDriver())
+            refused(PermissionDenied, "pin the pool", reader.pin, driver=FakeDriver())
     for closed in (cache, reader):
-        with pytest.raises(Detached):
-            closed.pin(driver=FakeDriver())
+        refused(Detached, "", closed.pin, driver=FakeDriver())
 
 
 def test_a_cache_that_is_replaced_under_it(segment_name: str) -> None:
@@ -170,8 +157,7 @@ def test_doctor_does_not_wait_for_memory(segment_name: str) -> None:
 def test_devices_that_are_none(segment_name: str, device: Any) -> None:
     pytest.importorskip("torch")
     with Cache.create(segment_name, **ARGUMENTS) as cache:
-        with pytest.raises(ConfigError):
-            cache.pin(device=device)
+        refused(ConfigError, "", cache.pin, device=device)
 
 
 def test_doctor_pin_as_a_command(segment_name: str) -> None:

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 from support.index_view import IndexView
 from support.keys import prompt
 
 from lightcache import Namespace, PageIndex, layout
 
 PAGES = 16
-
-
-@pytest.fixture
-def index(segment_name: str) -> Iterator[PageIndex]:
-    with PageIndex.create(segment_name, pages=PAGES) as made:
-        yield made
-        report = made.check()
-        assert report.clean, report.message
 
 
 def put(index: PageIndex, name: int, pages: int, namespace: Namespace | None = None) -> None:

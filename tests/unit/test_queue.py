@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 from support.index_view import IndexView
@@ -13,12 +12,6 @@ from lightcache import PageIndex
 from lightcache.layout import RootRecord
 
 PAGES = 24
-
-
-@pytest.fixture
-def index(segment_name: str) -> Iterator[PageIndex]:
-    with PageIndex.create(segment_name, pages=PAGES) as made:
-        yield made
 
 
 def put(index: PageIndex, name: int) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from support.filling import pins
 from support.keys import prompt
+from support.refusals import refused
 
 from lightcache import Abandoned, ConfigError, LeaseLost, LockTimeout, NoSpace, PageIndex, layout
 from lightcache._arguments import Keys
@@ -16,10 +16,7 @@ from lightcache._arguments import Keys
 TWO = np.array([0, 4, 9])
 
 
-@pytest.fixture
-def index(segment_name: str) -> Iterator[PageIndex]:
-    with PageIndex.create(segment_name, pages=32) as made:
-        yield made
+PAGES = 32
 
 
 def two() -> Keys:
@@ -32,10 +29,8 @@ def test_all_are_published_and_given_back_in_one_call(index: PageIndex) -> None:
         assert index.stats().writing == 7
         assert batch.publish() == [None, None]
         assert (index.peek(prompt(1, 4)), index.stats().ready) == (4, 7)
-        with pytest.raises(LeaseLost, match="before"):
-            batch.publish()
-        with pytest.raises(LeaseLost, match="split"):
-            batch.split()
+        refused(LeaseLost, "before", batch.publish)
+        refused(LeaseLost, "split", batch.split)
         assert pins(index) == 7
     assert pins(index) == 0
 
@@ -101,10 +96,8 @@ def test_the_parts_of_a_split_batch_are_on_their_own(index: PageIndex) -> None:
     first, second = batch.split()
     assert (first.new.tolist(), second.new.tolist()) == ([1, 2, 3], [0, 1, 2, 3, 4])
     for call in (batch.split, batch.release):
-        with pytest.raises(LeaseLost, match="split"):
-            call()
-    with pytest.raises(Abandoned):
-        batch.publish()
+        refused(LeaseLost, "split", call)
+    refused(Abandoned, "", batch.publish)
     del batch
     gc.collect()
     assert not second.publish(1)
@@ -124,30 +117,26 @@ def test_no_requests(index: PageIndex) -> None:
     "starts", [[0], [0, 6], [-1, 0], [0.0, 1.0], "ab", [[0], [0]]], ids=lambda x: repr(x)
 )
 def test_starts_that_are_none(index: PageIndex, starts: object) -> None:
-    with pytest.raises(ConfigError, match="starts"):
-        index.reserve_batch(two(), TWO, starts)
+    refused(ConfigError, "starts", index.reserve_batch, two(), TWO, starts)
     assert (pins(index), index.stats().writing) == (0, 0)
 
 
 @pytest.mark.parametrize("shards", [0, -1, layout.SHARDS + 1, 1.0, None])
 def test_shards_out_of_range(index: PageIndex, shards: int) -> None:
-    with pytest.raises(ConfigError, match="shards"):
-        index.reserve_batch(two(), TWO, shards=shards)
+    refused(ConfigError, "shards", index.reserve_batch, two(), TWO, shards=shards)
 
 
 def test_on_an_error_all_is_given_back(index: PageIndex) -> None:
     space = index.namespace("w")
     index.clear(space)
-    with pytest.raises(Abandoned):
-        index.reserve_batch(two(), TWO, namespace=space)
+    refused(Abandoned, "", index.reserve_batch, two(), TWO, namespace=space)
     assert (pins(index), index.stats().writing) == (0, 0)
 
 
 def test_a_lock_that_somebody_has(index: PageIndex, segment_name: str) -> None:
     with PageIndex.attach(segment_name, role="holder") as other:
         other.core.locked("lci_hold", what="hold")
-        with pytest.raises(LockTimeout, match="holder"):
-            index.reserve_batch(two(), TWO, timeout=0.01)
+        refused(LockTimeout, "holder", index.reserve_batch, two(), TWO, timeout=0.01)
         other.core.quick.lci_let_go(other.core.handle)
     with index.reserve_batch(two(), TWO) as batch:
         assert batch.all_new
@@ -155,8 +144,7 @@ def test_a_lock_that_somebody_has(index: PageIndex, segment_name: str) -> None:
 
 def test_memory_that_is_not_there_yet(segment_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with PageIndex.create(segment_name, pages=32, grown=6) as index:
-        with pytest.raises(NoSpace, match="3 more"):
-            index.reserve_batch(two(), TWO)
+        refused(NoSpace, "3 more", index.reserve_batch, two(), TWO)
         assert (index.stats().writing, pins(index)) == (0, 0)
         asked: list[int] = []
 

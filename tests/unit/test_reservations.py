@@ -12,15 +12,10 @@ import pytest
 from support.filling import pins
 from support.index_view import IndexView
 from support.keys import array, chain, prompt
+from support.refusals import refused
 from support.scripts import TESTS
 
-from lightcache import (
-    Abandoned,
-    ConfigError,
-    LeaseLost,
-    NoSpace,
-    PageIndex,
-)
+from lightcache import Abandoned, ConfigError, LeaseLost, NoSpace, PageIndex
 from lightcache.layout import PageState, ReservationRecord
 from lightcache.page_index import geometry
 from lightcache.shm.layout import ClientState
@@ -28,10 +23,7 @@ from lightcache.shm.layout import ClientState
 Wait = Callable[[Callable[[], bool], str], None]
 
 
-@pytest.fixture
-def index(segment_name: str) -> Iterator[PageIndex]:
-    with PageIndex.create(segment_name, pages=8) as made:
-        yield made
+PAGES = 8
 
 
 @pytest.fixture
@@ -139,10 +131,8 @@ def test_a_full_chain_has_no_room(segment_name: str) -> None:
 
 def test_reserve_many_gives_all_back_on_an_error(index: PageIndex) -> None:
     asked = np.concatenate([prompt(1, 2), prompt(2, 2)])
-    with pytest.raises(ConfigError, match="starts"):
-        index.reserve_many(asked, np.array([0, 2, 4]), [0])
-    with pytest.raises(ConfigError, match="start"):
-        index.reserve_many(asked, np.array([0, 2, 4]), [0, 3])
+    refused(ConfigError, "starts", index.reserve_many, asked, np.array([0, 2, 4]), [0])
+    refused(ConfigError, "start", index.reserve_many, asked, np.array([0, 2, 4]), [0, 3])
     assert pins(index) == 0
     assert index.stats().writing == 0
     first, last = index.reserve_many(asked, np.array([0, 2, 4]), [1, 0])
@@ -158,14 +148,11 @@ def test_shards_are_published_one_by_one(index: PageIndex) -> None:
     with index.reserve(prompt(1, 2), shards=3) as got:
         assert not got.publish(1)
         for wrong in (-1, 3, True, "0"):
-            with pytest.raises(ConfigError, match="shard"):
-                got.publish(wrong)  # type: ignore[arg-type]
-        with pytest.raises(LeaseLost, match=r"twice|before|already|done"):
-            got.publish(1)
+            refused(ConfigError, "shard", got.publish, wrong)
+        refused(LeaseLost, r"twice|before|already|done", got.publish, 1)
         assert index.peek(prompt(1, 2)) == 0
         assert got.publish(), "the two that are left"
-        with pytest.raises(LeaseLost):
-            got.publish()
+        refused(LeaseLost, "", got.publish)
     assert index.peek(prompt(1, 2)) == 2
 
 
@@ -173,33 +160,26 @@ def test_publishing_what_was_cleared(index: PageIndex) -> None:
     space = index.namespace("w1")
     got = index.reserve(prompt(1, 2), namespace=space)
     index.clear(space)
-    with pytest.raises(Abandoned, match="cleared"):
-        got.publish()
+    refused(Abandoned, "cleared", got.publish)
     assert pins(index) == 2, "its writer may still be writing"
     got.release()
     assert pins(index) == 0
-    with pytest.raises(Abandoned, match="cleared"):
-        index.reserve(prompt(1, 2), namespace=space)
+    refused(Abandoned, "cleared", index.reserve, prompt(1, 2), namespace=space)
 
 
 def test_shards_of_others(index: PageIndex, second: PageIndex) -> None:
     got = index.reserve(prompt(1, 2), shards=3)
     ticket = got.ticket([second.client_id])
     shard = second.adopt(bytes(ticket), shard=1)
-    with pytest.raises(LeaseLost, match="adopted"):
-        got.publish(1)
+    refused(LeaseLost, "adopted", got.publish, 1)
     assert not got.publish(), "its own two are, the adopted one is not"
-    with pytest.raises(LeaseLost, match="adopted"):
-        got.publish()
+    refused(LeaseLost, "adopted", got.publish)
     assert shard.publish()
     assert index.peek(prompt(1, 2)) == 2
-    with pytest.raises(LeaseLost):
-        shard.publish()
+    refused(LeaseLost, "", shard.publish)
     shard.release()
-    with pytest.raises(LeaseLost):
-        shard.release()
-    with pytest.raises(Abandoned):
-        shard.publish()
+    refused(LeaseLost, "", shard.release)
+    refused(Abandoned, "", shard.publish)
     got.release()
     ticket.drop()
     assert pins(index) == 0
@@ -224,8 +204,7 @@ def test_too_many_reservations(segment_name: str) -> None:
 
 def test_memory_that_is_not_there_yet(segment_name: str) -> None:
     with PageIndex.create(segment_name, pages=8, grown=2) as index:
-        with pytest.raises(NoSpace, match="grow"):
-            index.reserve(prompt(1, 3))
+        refused(NoSpace, "grow", index.reserve, prompt(1, 3))
         assert pins(index) == 0
         assert index.stats().writing == 0
         index.grow(3)
@@ -234,8 +213,7 @@ def test_memory_that_is_not_there_yet(segment_name: str) -> None:
         index.grow(2)
         assert index.stats().grown == 3, "memory is not taken back"
         for wrong in (-1, 9, None):
-            with pytest.raises(ConfigError, match="pages"):
-                index.grow(wrong)  # type: ignore[arg-type]
+            refused(ConfigError, "pages", index.grow, wrong)
 
 
 # ---------------------------------------------------------------- writers that were killed
@@ -353,8 +331,7 @@ def test_who_is_told_that_it_has_ended_abandons_whatever_is_undone(
     with shard_word(index, giver._progress.rid, 1) as word:
         pending = word[0]
         word[0] = pending | 0x80  # LCI_SHARD_DEAD
-        with pytest.raises(Abandoned):
-            publish()
+        refused(Abandoned, "", publish)
         word[0] = pending
     assert giver.publish(0) is False
     (shard if adopted else giver).release()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import posix_ipc
 import pytest
+from support.refusals import refused
 
 from lightcache.errors import Detached, InUse, LayoutMismatch, NotReady
 from lightcache.shm import (
@@ -94,8 +95,7 @@ def test_group_mode(segment_name: str) -> None:
 
 def test_create_refuses_what_exists(segment_name: str) -> None:
     with Segment.create(segment_name, 1) as made:
-        with pytest.raises(InUse, match="it exists"):
-            Segment.create(segment_name, 1)
+        refused(InUse, "it exists", Segment.create, segment_name, 1)
         assert Segment.attach(segment_name).uuid == made.uuid
 
 
@@ -105,12 +105,9 @@ def test_initialise_runs_before_anybody_attaches(segment_name: str) -> None:
     def lay_out(segment: Segment) -> None:
         segment.view(segment.payload_offset, 1)[0] = 7
         segment.join("creator")
-        with pytest.raises(NotReady, match="is creating, replacing"):
-            Segment.attach(segment_name, timeout=0)
-        with pytest.raises(NotReady, match="is creating, replacing"):
-            Segment.create(segment_name, 1, timeout=0)
-        with pytest.raises(NotReady, match="is creating, replacing"):
-            Segment.open(segment_name, 1, timeout=0)
+        refused(NotReady, "is creating, replacing", Segment.attach, segment_name, timeout=0)
+        refused(NotReady, "is creating, replacing", Segment.create, segment_name, 1, timeout=0)
+        refused(NotReady, "is creating, replacing", Segment.open, segment_name, 1, timeout=0)
         assert swept(segment_name) == []
         seen.append(segment)
 
@@ -129,8 +126,7 @@ def test_what_initialise_raises_undoes_the_creation(
         raise kind
 
     for make in (Segment.create, Segment.open):
-        with pytest.raises(kind):
-            make(segment_name, 1, initialise=fail)
+        refused(kind, "", make, segment_name, 1, initialise=fail)
         assert not path_of(segment_name).exists()
 
 
@@ -138,8 +134,7 @@ def test_leftovers_of_dead_creators_do_not_count(segment_name: str) -> None:
     for make in (Segment.create, Segment.open):
         for size in (0, 100, 4096, 1 << 20):
             make_leftover(segment_name, size)
-            with pytest.raises(NotReady, match="died before finishing"):
-                Segment.attach(segment_name, timeout=0.02)
+            refused(NotReady, "died before finishing", Segment.attach, segment_name, timeout=0.02)
             with make(segment_name, 1) as made:
                 assert made.check_usable() is None
 
@@ -169,16 +164,13 @@ def test_open_refuses_or_replaces_what_differs(
     usual: dict[str, object] = {"payload_bytes": 10, "config": {"a": 1, "b": 2}}
     old = Segment.open(segment_name, **usual)  # type: ignore[arg-type]
     arguments = usual | changed
-    with pytest.raises(LayoutMismatch, match=message):
-        Segment.open(segment_name, **arguments)  # type: ignore[arg-type]
+    refused(LayoutMismatch, message, Segment.open, segment_name, **arguments)
     old.join("the living")
-    with pytest.raises(InUse, match="the living"):
-        Segment.open(segment_name, replace=True, **arguments)  # type: ignore[arg-type]
+    refused(InUse, "the living", Segment.open, segment_name, replace=True, **arguments)
     reader = Segment.attach(segment_name, readonly=True)
     uuid = old.uuid
     old.close()
-    with pytest.raises(InUse, match="readers only"):
-        Segment.open(segment_name, replace=True, **arguments)  # type: ignore[arg-type]
+    refused(InUse, "readers only", Segment.open, segment_name, replace=True, **arguments)
     assert reader.uuid == uuid
     assert not reader.retired
     reader.close()
@@ -230,13 +222,11 @@ def test_persistent_stays_until_unlinked(segment_name: str) -> None:
 def test_unlink_retires(segment_name: str) -> None:
     user = Segment.create(segment_name, 1)
     user.join("user")
-    with pytest.raises(InUse, match="user"):
-        Segment.unlink(segment_name)
+    refused(InUse, "user", Segment.unlink, segment_name)
     assert not user.retired
     assert Segment.unlink(segment_name, force=True)
     assert user.retired
-    with pytest.raises(Detached, match="replaced or unlinked"):
-        user.view(0, 1)
+    refused(Detached, "replaced or unlinked", user.view, 0, 1)
     with Segment.create(segment_name, 1) as new:  # the old one's close leaves the new one alone
         user.close()
         assert not user.retired
@@ -250,8 +240,7 @@ def test_retired_but_still_named_counts_as_a_leftover(segment_name: str) -> None
         with path_of(segment_name).open("r+b") as raw:  # as by an unlinker killed half way
             raw.seek(layout.SegmentHeader.retired.offset)
             raw.write(b"\1")
-        with pytest.raises(NotReady, match="retired"):
-            Segment.attach(segment_name, timeout=0)
+        refused(NotReady, "retired", Segment.attach, segment_name, timeout=0)
         make(segment_name, 1).close()
 
 

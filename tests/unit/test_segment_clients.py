@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.refusals import refused
 
 from lightcache.errors import ConfigError, Detached, InUse
 from lightcache.shm import ClientState, Segment, SegmentKind, _native, layout
@@ -72,17 +73,14 @@ def test_whether_a_client_lives(segment_name: str, script: Script) -> None:
         (dead,) = [client for client in segment.clients() if client.role == "dead-0"]
         assert not segment.lives(dead.slot, dead.epoch)
         for slot in (0, 64):
-            with pytest.raises(ConfigError, match="slot"):
-                segment.lives(slot, 1)
-    with pytest.raises(Detached):
-        segment.lives(1, 1)
+            refused(ConfigError, "slot", segment.lives, slot, 1)
+    refused(Detached, "", segment.lives, 1, 1)
 
 
 def test_join_twice(segment_name: str) -> None:
     with Segment.create(segment_name, 1) as segment:
         segment.join()
-        with pytest.raises(InUse, match="slot 1"):
-            segment.join()
+        refused(InUse, "slot 1", segment.join)
 
 
 def test_more_clients_than_slots(segment_name: str) -> None:
@@ -92,8 +90,7 @@ def test_more_clients_than_slots(segment_name: str) -> None:
         for other in others[:-2]:
             other.join()
         for late in others[-2:]:
-            with pytest.raises(InUse, match=r"more clients than slots.*number one.*and \d+ more"):
-                late.join()
+            refused(InUse, r"more clients than slots.*number one.*and \d+ more", late.join)
         others[0].close()
         assert others[-1].join().slot == 2
         for other in others:
@@ -114,8 +111,7 @@ def test_dead_clients_make_room(segment_name: str, script: Script) -> None:
 def test_only_its_reaper_frees_a_structures_slots(segment_name: str, script: Script) -> None:
     with Segment.create(segment_name, 1, kind=SegmentKind.LIST) as first:
         script(JOIN_AND_DIE, segment_name, layout.SLOTS - 1, status=-signal.SIGKILL)
-        with pytest.raises(InUse, match="dead"):
-            first.join()
+        refused(InUse, "dead", first.join)
         asked = []
 
         def reap(segment: Segment) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from support.refusals import refused
 
 from lightcache import errors, shm
 from lightcache.shm import layout
@@ -84,8 +85,7 @@ def test_readers_look_and_cannot_change(kind, one):
         for look in kind.looks(reader):
             look()
         for change in kind.changes(reader):
-            with pytest.raises(errors.PermissionDenied):
-                change()
+            refused(errors.PermissionDenied, "", change)
 
 
 @every_kind
@@ -94,8 +94,7 @@ def test_what_is_closed_says_so(segment_name, kind):
     for _ in range(2):
         one.close()
     for call in (*kind.looks(one), *kind.changes(one)):
-        with pytest.raises(errors.Detached, match="close"):
-            call()
+        refused(errors.Detached, "close", call)
 
 
 @every_kind
@@ -105,8 +104,7 @@ def test_a_forked_child_is_told_to_attach(kind, one):
         status = 1
         try:
             for call in (*kind.looks(one), *kind.changes(one)):
-                with pytest.raises(errors.Detached):
-                    call()
+                refused(errors.Detached, "", call)
             with kind.made.attach(one.segment.name) as mine:
                 kind.looks(mine)[0]()
             status = 0
@@ -120,10 +118,8 @@ def test_a_forked_child_is_told_to_attach(kind, one):
 def test_other_kinds_are_told_apart(segment_name, kind, one):
     for other in KINDS.values():
         if other is not kind:
-            with pytest.raises(errors.LayoutMismatch):
-                other.made.attach(one.segment.name)
-    with pytest.raises(errors.ConfigError, match="uses its lock itself"):
-        shm.RobustLock(one.segment)
+            refused(errors.LayoutMismatch, "", other.made.attach, one.segment.name)
+    refused(errors.ConfigError, "uses its lock itself", shm.RobustLock, one.segment)
     told = {info.name: info.kind for info in shm.list_segments()}
     assert KINDS[told[segment_name]] is kind
 
@@ -133,8 +129,7 @@ def test_other_kinds_are_told_apart(segment_name, kind, one):
 def test_sizes_are_checked(segment_name, kind, bad):
     for size in kind.sizes:
         for make in (kind.made.create, kind.made.open):
-            with pytest.raises(errors.ConfigError, match=size):
-                make(segment_name, **{**kind.sizes, size: bad})
+            refused(errors.ConfigError, size, make, segment_name, **{**kind.sizes, size: bad})
 
 
 @of_entries
@@ -146,8 +141,7 @@ def test_a_segment_that_says_what_it_cannot_hold(segment_name, kind):
     ):
         with shm.Segment.create(segment_name, 4096, kind=number, config=config) as segment:
             for readonly in (False, True):
-                with pytest.raises(error, match=words):
-                    kind.made.attach(segment_name, readonly=readonly)
+                refused(error, words, kind.made.attach, segment_name, readonly=readonly)
             assert segment.clients() == []
 
 
@@ -173,21 +167,17 @@ def test_any_bytes_and_none(kind, one):
 @of_entries
 def test_bad_entries_are_refused_and_nothing_is_put_in(kind, one, bad):
     put, take = ends(kind, one)
-    with pytest.raises(errors.ConfigError, match=r"(message|entry): expected"):
-        put(bad)
+    refused(errors.ConfigError, r"(message|entry): expected", put, bad)
     if kind is KINDS["ring"]:
-        with pytest.raises(errors.ConfigError, match="message: expected"):
-            one.push_many([b"good", bad])
-    with pytest.raises(errors.WaitTimeout):
-        take(timeout=0)
+        refused(errors.ConfigError, "message: expected", one.push_many, [b"good", bad])
+    refused(errors.WaitTimeout, "", take, timeout=0)
 
 
 @pytest.mark.parametrize("bad", BAD_SIZES)
 @of_entries
 def test_a_limit_is_checked(kind, one, bad):
     many = one.pop_many if kind is KINDS["ring"] else kind.made.attach(one.segment.name).read_many
-    with pytest.raises(errors.ConfigError, match="limit"):
-        many(bad)
+    refused(errors.ConfigError, "limit", many, bad)
 
 
 # ---- waits
@@ -250,8 +240,7 @@ def test_ctrl_c_ends_a_wait_at_once(segment_name, name):
     previous = signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
-        with pytest.raises(KeyboardInterrupt):
-            wait()
+        refused(KeyboardInterrupt, "", wait)
     finally:
         signal.signal(signal.SIGALRM, previous)
     for each in opened:
@@ -277,8 +266,7 @@ def test_the_lock_tells_its_holder_and_the_operation(kind, one, operation, words
             slow.push(b"x")
     else:
         segment = shm.Segment.attach(name)
-        with pytest.raises(errors.LockTimeout, match=words):
-            kind.made(segment, writer=True, **how)
+        refused(errors.LockTimeout, words, kind.made, segment, writer=True, **how)
         segment.close()
         with kind.made.attach(name) as reader:  # these take no lock
             one.append(b"x")

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.inline_device import InlineDevice
+from support.refusals import refused
 from support.transfer_cases import Builder, flat, states
 
 from lightcache.errors import ConfigError, TransferFailed
@@ -135,8 +136,7 @@ def test_a_device_that_fails_or_cannot_be_asked():
     assert not copy.done()
     refuse("an illegal memory access was encountered")
     for call in (copy.done, copy.wait):
-        with pytest.raises(TransferFailed, match=r"not copied: .*illegal memory access"):
-            call()
+        refused(TransferFailed, r"not copied: .*illegal memory access", call)
     device.hook = lambda kind: None
     assert copy.done()
 
@@ -198,8 +198,7 @@ def test_a_refused_launch_leaves_no_buffer_in_use_for_good(monkeypatch):
 
     kept = state_copy.copy_states
     monkeypatch.setattr(state_copy, "copy_states", {})
-    with pytest.raises(KeyError):
-        copier.copy([1], [2])
+    refused(KeyError, "", copier.copy, [1], [2])
     assert device.log[-1][0] == "record"
     monkeypatch.setattr(state_copy, "copy_states", kept)
     before = case.snapshot()
@@ -225,15 +224,13 @@ def test_a_refused_launch_leaves_no_buffer_in_use_for_good(monkeypatch):
 def test_what_is_refused(sources, targets, words):
     case = states("cpu")
     before = case.snapshot()
-    with pytest.raises(ConfigError, match=words):
-        copier_of(case).copy(sources, targets)
+    refused(ConfigError, words, copier_of(case).copy, sources, targets)
     same(case, before)
 
 
 def test_pages_that_are_no_states():
     case = flat("cpu")
-    with pytest.raises(ConfigError, match=r"expected a geometry of KVGroup.state, found .*prefix"):
-        copier_of(case)
+    refused(ConfigError, r"expected a geometry of KVGroup.state, found .*prefix", copier_of, case)
 
 
 def test_states_in_blocks():
@@ -244,8 +241,7 @@ def test_states_in_blocks():
         int(tensor.data_ptr()), unit_stride=32, slots=8, block_units=4, block_stride=160
     )
     case = build.case([KVGroup.state("state", layers=1, parts=[Plane("ssm", 32, 1)])])
-    with pytest.raises(ConfigError, match="evenly spaced, found blocks of 4"):
-        copier_of(case)
+    refused(ConfigError, "evenly spaced, found blocks of 4", copier_of, case)
 
 
 def test_planes_that_are_missing():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.refusals import refused
 
 from lightcache import ConfigError, Detached, StorageError
 from lightcache.storage import MemoryStorage, Storage, StorageSpec, open_storage
@@ -177,8 +178,7 @@ def test_memory_notices_damage_and_drops_the_page(length: int | None) -> None:
         assert storage.contains(keys, timeout=60.0) == 1
         assert storage.stats().reads_corrupt == 1
         assert put(storage, keys)[1] is WriteStatus.STORED
-        with pytest.raises(StorageError, match="there is no page"):
-            storage.damage(make_keys(1, 5))
+        refused(StorageError, "there is no page", storage.damage, make_keys(1, 5))
 
 
 def test_a_checksum_is_of_the_key_too() -> None:
@@ -195,10 +195,8 @@ def test_memory_counts_what_came_too_late() -> None:
         into = list(np.zeros((2, PAGE_BYTES), np.uint8))
         assert storage.read(keys, into, timeout=0.0).count(ReadStatus.FAILED) == 2
         for verb in (storage.contains, storage.delete):
-            with pytest.raises(StorageError, match="timed out"):
-                verb(keys, timeout=0.0)
-        with pytest.raises(StorageError, match="timed out"):
-            storage.clear(timeout=0.0)
+            refused(StorageError, "timed out", verb, keys, timeout=0.0)
+        refused(StorageError, "timed out", storage.clear, timeout=0.0)
         found = storage.stats()
         assert (found.timeouts, found.writes_failed, found.reads_failed) == (5, 2, 2)
 
@@ -214,8 +212,7 @@ def test_memory_counts_what_came_too_late() -> None:
     ],
 )
 def test_memory_refuses(how: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        MemoryStorage(SPEC, **how)
+    refused(ConfigError, "", MemoryStorage, SPEC, **how)
 
 
 def test_memory_closed_in_the_middle_of_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,8 +224,7 @@ def test_memory_closed_in_the_middle_of_a_write(monkeypatch: pytest.MonkeyPatch)
         return checksum(*arguments)
 
     monkeypatch.setattr("lightcache.storage.memory.checksum", closing)
-    with pytest.raises(Detached):
-        put(storage, keys)
+    refused(Detached, "", put, storage, keys)
     assert storage.stats().pages == 0
 
 
@@ -262,14 +258,12 @@ def test_specs_have_names_of_their_own() -> None:
     assert StorageSpec(4096).name == StorageSpec(4096).name
     assert len(specs[0].name) == 16
     for bad in (0, -1, "1", 1.0, True):
-        with pytest.raises(ConfigError):
-            StorageSpec(bad)  # type: ignore[arg-type]
+        refused(ConfigError, "", StorageSpec, bad)
 
 
 @pytest.mark.parametrize("timeout", [None, "1", float("nan"), True])
 def test_a_timeout_is_a_number(timeout: Any) -> None:
-    with pytest.raises(ConfigError, match="timeout"):
-        Deadline(timeout)
+    refused(ConfigError, "timeout", Deadline, timeout)
 
 
 def test_a_deadline_passes() -> None:

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.storing import KEYS, PAGE_TOKENS, Recorder, cache, make_cache, sound, store
+from support.refusals import refused
+from support.storing import KEYS, PAGE_TOKENS, Recorder, make_cache, sound, store
 
 from lightcache import Cache, ConfigError
 from lightcache.storage import StorageSpec, StorageTier, TaskState
 from lightcache.storage.costs import ReadCosts
-
-__all__ = ["cache"]
 
 SPEED = 16 * PAGE_TOKENS  # tokens a second: a page takes a sixteenth of one
 
@@ -150,8 +149,7 @@ def test_a_storage_that_is_slower_than_computing(cache: Cache) -> None:
         assert (found.declined, found.loaded, found.tasks_finished) == (16, 4, 1)
         assert (found.read_call_seconds, found.read_page_seconds) == (0.0, 1.0)
         assert task.publish(0) is task
-        with pytest.raises(ConfigError):
-            task.publish(1)
+        refused(ConfigError, "", task.publish, 1)
     assert reads(storage) == [4]
 
 

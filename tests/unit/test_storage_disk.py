@@ -27,8 +27,8 @@ from support.disks import (
     indexes,
     put,
     slot_of,
-    where,
 )
+from support.refusals import refused
 from support.scripts import with_support
 
 from lightcache import ConfigError, Detached, LockTimeout, PageIndex, StorageError
@@ -41,8 +41,6 @@ from lightcache.storage.disk.slots import SlotFiles
 from lightcache.storage.executor import READ, WRITE, Executor
 from lightcache.storage.protocol import ReadStatus
 from lightcache.storage.testing.conformance import CHECKS, PAGE_BYTES, SPEC, make_keys, pages_of
-
-__all__ = ["where"]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -405,8 +403,7 @@ def test_no_time_limit(where: Path) -> None:
     with disk(where) as storage:
         put(storage, KEYS[:2], timeout=float("inf"))
         assert storage.contains(KEYS, timeout=float("inf")) == 2
-        with pytest.raises(ConfigError, match="timeout"):
-            storage.contains(KEYS, timeout=float("nan"))
+        refused(ConfigError, "timeout", storage.contains, KEYS, timeout=float("nan"))
 
 
 # ---------------------------------------------------------------- the end
@@ -427,8 +424,7 @@ def test_closing_waits_for_calls(where: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(SlotFiles, "read", closing)
     assert got(storage, KEYS[:1]) == [OK]
     closer.join(60.0)
-    with pytest.raises(Detached, match="closed"):
-        put(storage, KEYS)
+    refused(Detached, "closed", put, storage, KEYS)
 
 
 def test_a_call_that_hangs_holds_closing_up(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,8 +442,7 @@ def test_a_call_that_hangs_holds_closing_up(where: Path, monkeypatch: pytest.Mon
     call = threading.Thread(target=lambda: statuses.extend(got(storage, KEYS[:1])))
     call.start()
     assert hanging.began.wait(60.0)
-    with pytest.raises(StorageError, match="1 calls have not returned"):
-        storage.close()
+    refused(StorageError, "1 calls have not returned", storage.close)
     hanging.may.set()
     call.join(60.0)
     assert statuses == [OK]
@@ -462,8 +457,7 @@ def test_closing_that_failed_is_done_again(where: Path, monkeypatch: pytest.Monk
 
     storage = disk(where)
     monkeypatch.setattr(PageIndex, "close", held)
-    with pytest.raises(LockTimeout):
-        storage.close()
+    refused(LockTimeout, "", storage.close)
     monkeypatch.undo()
     storage.close()
     assert not indexes(where)
@@ -474,10 +468,8 @@ def test_its_index_was_removed(where: Path) -> None:
         put(storage, KEYS[:2])
         storage._index.segment.unlink(storage.index_name, force=True)
         for call in (lambda: found(storage, KEYS), lambda: got(storage, KEYS)):
-            with pytest.raises(StorageError, match="index was removed"):
-                call()
-        with pytest.raises(StorageError, match="index was removed"):
-            put(storage, KEYS)
+            refused(StorageError, "index was removed", call)
+        refused(StorageError, "index was removed", put, storage, KEYS)
 
 
 FORKS = """

@@ -30,16 +30,14 @@ from support.disks import (
     home,
     put,
     slot_of,
-    where,
 )
+from support.refusals import refused
 from support.scripts import with_support
 
 from lightcache import LockTimeout, StorageError
 from lightcache.storage.disk import DiskStorage, backend
 from lightcache.storage.disk.slots import BLOCK, Footer, SlotFiles, unpack
 from lightcache.storage.testing.conformance import PAGE_BYTES, pages_of
-
-__all__ = ["where"]
 
 LOG = "lightcache.storage"
 
@@ -199,10 +197,7 @@ class Failing:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
 def test_a_disk_that_cannot_be_written(
-    where: Path,
-    number: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    where: Path, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, LOG)
     now = [100.0]
@@ -384,8 +379,7 @@ def test_a_folder_that_vanished(
             assert list(result.statuses) == [REFUSED]
             assert "removed or unmounted" in result.reason
         assert got(storage, KEYS[:2]) == [OK] * 2
-        with pytest.raises(StorageError, match="removed"):
-            storage.clear(timeout=60.0)
+        refused(StorageError, "removed", storage.clear, timeout=60.0)
         assert len(caplog.records) == 1
         os.rename(tmp_path / "away", where)
         now[0] += 30.0
@@ -421,8 +415,7 @@ def test_what_was_stored_counts_though_the_rest_fails(
             result = storage.write(KEYS[:6], list(pages_of(KEYS[:6])), timeout=60.0)
             assert list(result.statuses) == [PRESENT] * 4 + [FAILED] * 2
             assert result.reason == "disk: the index is locked"
-            with pytest.raises(StorageError, match="disk: the index is locked"):
-                put(storage, KEYS[6:8])
+            refused(StorageError, "disk: the index is locked", put, storage, KEYS[6:8])
         assert put(storage, KEYS[:8]) == [PRESENT] * 4 + [STORED] * 4
 
 

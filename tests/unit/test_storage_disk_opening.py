@@ -13,20 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.disks import (
-    ABSENT,
-    KEYS,
-    OK,
-    SLOT,
-    STORED,
-    disk,
-    found,
-    got,
-    home,
-    indexes,
-    put,
-    where,
-)
+from support.disks import ABSENT, KEYS, OK, SLOT, STORED, disk, found, got, home, indexes, put
+from support.refusals import refused
 from support.scripts import with_support
 
 from lightcache import ConfigError, InUse, LayoutMismatch, StorageError
@@ -36,9 +24,6 @@ from lightcache.storage.disk import DiskStorage
 from lightcache.storage.disk.slots import read_header, write_header
 from lightcache.storage.testing.conformance import SPEC, make_keys
 from lightcache.storage.urls import check_url
-
-__all__ = ["where"]
-
 
 # ---------------------------------------------------------------- capacity
 
@@ -63,8 +48,7 @@ def test_capacity_is_a_bound(where: Path) -> None:
 
 
 def test_a_folder_knows_its_capacity(where: Path) -> None:
-    with pytest.raises(ConfigError, match="is new"):
-        disk(where, None)
+    refused(ConfigError, "is new", disk, where, None)
     assert not where.exists()
     with disk(where, 8) as storage:
         put(storage, KEYS)
@@ -114,12 +98,10 @@ def test_no_room(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         real(handle, offset, length)
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(StorageError, match=r"12 slots, 98304 bytes in all, do not fit"):
-        disk(where, 12)
+    refused(StorageError, r"12 slots, 98304 bytes in all, do not fit", disk, where, 12)
     assert sizes(where) == before
     calls.clear()
-    with pytest.raises(StorageError, match="do not fit"):
-        disk(where, 4, StorageSpec(4096, "another"))
+    refused(StorageError, "do not fit", disk, where, 4, StorageSpec(4096, "another"))
     assert not list(home(where, StorageSpec(4096, "another")).glob("slots-*"))
     monkeypatch.undo()
     with disk(where, 4) as storage:
@@ -154,8 +136,7 @@ def test_a_file_system_that_gives_no_blocks_ahead(
     ],
 )
 def test_bad_arguments(where: Path, how: dict[str, Any], what: str) -> None:
-    with pytest.raises(ConfigError, match=what):
-        DiskStorage(where, SPEC, **{"capacity": 16 * SLOT, **how})
+    refused(ConfigError, what, DiskStorage, where, SPEC, **{"capacity": 16 * SLOT, **how})
     assert not where.exists()
 
 
@@ -167,10 +148,8 @@ def test_bad_arguments(where: Path, how: dict[str, Any], what: str) -> None:
     ],
 )
 def test_bad_urls(rest: str) -> None:
-    with pytest.raises(ConfigError):
-        open_storage(f"disk:{rest}", spec=SPEC)
-    with pytest.raises(ConfigError):
-        check_url(f"disk:{rest}")
+    refused(ConfigError, "", open_storage, f"disk:{rest}", spec=SPEC)
+    refused(ConfigError, "", check_url, f"disk:{rest}")
 
 
 def test_a_url_is_checked_and_nothing_made(where: Path) -> None:
@@ -178,31 +157,27 @@ def test_a_url_is_checked_and_nothing_made(where: Path) -> None:
     check_url(f"flaky:read_fail=0.5,seed=1:disk:{where}?capacity=1TiB")
     assert not where.exists()
     for wrong in ("flaky:seed=1:disk:", "flaky:sed=1:memory:", "flaky:", "flaky:seed=1"):
-        with pytest.raises(ConfigError):
-            check_url(wrong)
+        refused(ConfigError, "", check_url, wrong)
     check_url("memory:?pages=3")
-    with pytest.raises(ConfigError, match="found 'tape'"):
-        check_url("tape:")
+    refused(ConfigError, "found 'tape'", check_url, "tape:")
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="give a folder that can be written to"):
-        disk(tmp_path / "file")
+    refused(StorageError, "give a folder that can be written to", disk, tmp_path / "file")
 
 
 def test_a_folder_of_another_user(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk(where).close()
     real = os.open
 
-    def refused(path: Any, *arguments: Any, **more: Any) -> int:
+    def denied(path: Any, *arguments: Any, **more: Any) -> int:
         if str(path).endswith("lock"):
             raise PermissionError(13, os.strerror(13), str(path))
         return real(path, *arguments, **more)
 
-    monkeypatch.setattr(os, "open", refused)
-    with pytest.raises(StorageError, match="Permission denied"):
-        disk(where)
+    monkeypatch.setattr(os, "open", denied)
+    refused(StorageError, "Permission denied", disk, where)
 
 
 # ---------------------------------------------------------------- header and files
@@ -214,8 +189,7 @@ def test_a_folder_of_another_user(where: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_damaged_header(where: Path, text: str) -> None:
     disk(where).close()
     (home(where) / "header.json").write_text(text)
-    with pytest.raises(StorageError, match="is damaged; remove the folder"):
-        disk(where)
+    refused(StorageError, "is damaged; remove the folder", disk, where)
     DiskStorage.remove(where, SPEC)
     assert not home(where).exists()
 
@@ -255,16 +229,14 @@ def test_a_header_of_another_version(where: Path) -> None:
     header = read_header(home(where))
     assert header is not None
     write_header(home(where), replace(header, version=2))
-    with pytest.raises(LayoutMismatch, match="expected 1, found 2"):
-        disk(where)
+    refused(LayoutMismatch, "expected 1, found 2", disk, where)
 
 
 def test_a_folder_under_another_name(where: Path) -> None:
     disk(where).close()
     other = StorageSpec(4096, "another")
     home(where).rename(home(where, other))
-    with pytest.raises(LayoutMismatch, match="holds pages of"):
-        disk(where, spec=other)
+    refused(LayoutMismatch, "holds pages of", disk, where, spec=other)
 
 
 def test_without_its_header_nothing_counts(where: Path) -> None:
@@ -298,8 +270,7 @@ def test_a_slot_file_that_vanishes_in_use(where: Path) -> None:
     with disk(where) as one:
         put(one, KEYS)
         (home(where) / "slots-000").unlink()
-        with pytest.raises(StorageError, match="was the folder removed"):
-            disk(where)
+        refused(StorageError, "was the folder removed", disk, where)
         assert got(one, KEYS) == [OK] * 12
 
 
@@ -356,8 +327,7 @@ def test_processes_with_another_dev_shm(where: Path, monkeypatch: pytest.MonkeyP
         away = index.with_name(f"{index.name}-away")
         index.rename(away)
         try:
-            with pytest.raises(InUse, match="not in this /dev/shm"):
-                disk(where)
+            refused(InUse, "not in this /dev/shm", disk, where)
         finally:
             away.rename(index)
         assert got(storage, KEYS[:2]) == [OK] * 2
@@ -446,8 +416,7 @@ def test_several_open_at_once(where: Path) -> None:
 def test_somebody_opens_it_for_too_long(where: Path) -> None:
     with disk(where) as storage:
         assert ofd.try_lock(storage._folder._lock, 0)
-        with pytest.raises(StorageError, match="timed out: another process was opening"):
-            disk(where, timeout=0.0)
+        refused(StorageError, "timed out: another process was opening", disk, where, timeout=0.0)
         ofd.unlock(storage._folder._lock, 0)
 
 
@@ -458,7 +427,6 @@ def test_removing(where: Path) -> None:
     DiskStorage.remove(where, SPEC)
     with disk(where) as storage:
         put(storage, KEYS)
-        with pytest.raises(InUse, match="used by others"):
-            DiskStorage.remove(where, SPEC)
+        refused(InUse, "used by others", DiskStorage.remove, where, SPEC)
     DiskStorage.remove(where, SPEC)
     assert not list(where.iterdir())

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.disks import ABSENT, CORRUPT, OK, PRESENT, REFUSED, STORED, disk, home, where
+from support.disks import ABSENT, CORRUPT, OK, PRESENT, REFUSED, STORED, disk, home
 
 from lightcache.storage import StorageSpec
 from lightcache.storage.disk import DiskStorage
@@ -26,8 +26,6 @@ SLOTS, SECTOR = 6, 512
 ROUNDS = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "40"))
 KEYS = make_keys(20, seed=8)
 PAGES = pages_of(KEYS, PAGE_BYTES)
-
-__all__ = ["where"]
 
 
 def opened(folder: Path) -> DiskStorage:

@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.disks import Medium, indexes, slot_of, where
+from support.disks import Medium, indexes, slot_of
 from support.storing import PAGE_TOKENS, fill, make_cache, nothing_is_held, sound
 
 from lightcache.storage import StorageSpec, StorageTier, TaskState, open_storage
 from lightcache.storage.disk import DiskStorage
 from lightcache.storage.disk.slots import SlotFiles
-
-__all__ = ["where"]
 
 TOKENS = np.arange(10 * PAGE_TOKENS)
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.interrupts import interrupt
+from support.refusals import refused
 
 from lightcache import ConfigError, StorageError
 from lightcache._arguments import parse_size
@@ -41,8 +42,7 @@ def counted_only() -> Iterator[None]:
 def failing(call: Callable[[memoryview], object]) -> Any:
     """A page of memory that a call failed with; only the call may still refer to it."""
     page = np.zeros(PAGE_BYTES, np.uint8)
-    with pytest.raises(StorageError):
-        call(memoryview(page))
+    refused(StorageError, "", call, memoryview(page))
     return weakref.ref(page)
 
 
@@ -90,8 +90,7 @@ def test_an_interrupt_in_the_near_storage_of_a_stack_does_not_end_its_use() -> N
     far = MemoryStorage(SPEC)
     far.write(KEYS, list(pages_of(KEYS)), timeout=TIMEOUT)
     with StackedStorage([Near(SPEC), far]) as stack:
-        with pytest.raises(KeyboardInterrupt):
-            stack.contains(KEYS, timeout=TIMEOUT)
+        refused(KeyboardInterrupt, "", stack.contains, KEYS, timeout=TIMEOUT)
         assert not stack._levels[0]._executor.calls
 
 
@@ -177,17 +176,17 @@ def test_closing_holds_up_no_call_that_comes_then() -> None:
     closer = threading.Thread(target=calls.end, args=(release,))
     closer.start()
     assert begun.wait(TIMEOUT)
-    refused = threading.Event()
+    told = threading.Event()
 
     def call() -> None:
         with pytest.raises(Exception, match="closed"):
             with calls.one():
                 pass
-        refused.set()
+        told.set()
 
     late = threading.Thread(target=call)
     late.start()
-    assert refused.wait(TIMEOUT)
+    assert told.wait(TIMEOUT)
     end.set()
     for thread in (closer, late):
         thread.join(TIMEOUT)
@@ -226,26 +225,21 @@ def test_a_password_file_that_goes_away(tmp_path: Path) -> None:
     secret.write_text("hunter2")
     with open_storage(f"{NOBODY}&password_file={secret}", spec=SPEC) as storage:
         secret.unlink()
-        with pytest.raises(StorageError, match="secret"):
-            storage.contains(KEYS, timeout=TIMEOUT)
+        refused(StorageError, "secret", storage.contains, KEYS, timeout=TIMEOUT)
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 70])
 def test_a_host_that_can_be_none(host: str) -> None:
     pytest.importorskip("redis")
     with open_storage(f"redis://{host}?required=no", spec=SPEC) as storage:
-        with pytest.raises(StorageError, match="not known"):
-            storage.contains(KEYS, timeout=TIMEOUT)
+        refused(StorageError, "not known", storage.contains, KEYS, timeout=TIMEOUT)
 
 
 @pytest.mark.parametrize("text", ["9" * 400, "9999PiB"])
 def test_a_size_beyond_all_measure(text: str) -> None:
-    with pytest.raises(ConfigError, match="less than 4 EiB"):
-        parse_size(text)
-    with pytest.raises(ConfigError, match="expected"):
-        check_url(f"memory:?capacity={text}")
-    with pytest.raises(ConfigError, match="expected a number"):
-        check_url(f"redis://host?connections={'9' * 5000}")
+    refused(ConfigError, "less than 4 EiB", parse_size, text)
+    refused(ConfigError, "expected", check_url, f"memory:?capacity={text}")
+    refused(ConfigError, "expected a number", check_url, f"redis://host?connections={'9' * 5000}")
 
 
 def test_s3_in_a_forked_child() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from support.refusals import refused
 
 from lightcache import Detached, StorageError
 from lightcache.breaker import CircuitBreaker
@@ -50,11 +51,9 @@ def executor(threads: int = 1, **how: Any) -> tuple[Executor, list[float]]:
 def test_a_call_and_its_answer() -> None:
     made, _ = executor()
     assert made.ask(lambda: 3, Deadline(LONG)) == 3
-    with pytest.raises(ValueError, match="on purpose"):
-        made.ask(lambda: int("on purpose"), Deadline(LONG))
+    refused(ValueError, "on purpose", made.ask, lambda: int("on purpose"), Deadline(LONG))
     assert made.close(LONG)
-    with pytest.raises(Detached):
-        made.submit(lambda: 3, LONG)
+    refused(Detached, "", made.submit, lambda: 3, LONG)
 
 
 def test_a_lost_thread_is_replaced(hanging: Hanging) -> None:
@@ -78,12 +77,9 @@ def test_a_lost_thread_is_replaced(hanging: Hanging) -> None:
     waiting = made.submit(lambda: 3, 60.0)
     now[0] = 30.0
     made.poll()
-    with pytest.raises(Exhausted, match="3 calls have not come back, and no thread is left"):
-        waiting.result()
-    with pytest.raises(Exhausted):
-        made.submit(lambda: 4, LONG)
-    with pytest.raises(Exhausted):
-        made.run([lambda: None], READ, Deadline(LONG))
+    refused(Exhausted, "3 calls have not come back, and no thread is left", waiting.result)
+    refused(Exhausted, "", made.submit, lambda: 4, LONG)
+    refused(Exhausted, "", made.run, [lambda: None], READ, Deadline(LONG))
     assert isinstance(Exhausted(""), StorageError)
     hanging.gate.set()
     assert all(call.wait(Deadline(LONG)) for call in lost)
@@ -115,8 +111,7 @@ def test_what_waits_too_long_is_not_begun(hanging: Hanging) -> None:
     now[0] = 5.0
     made.poll()
     assert call.ended
-    with pytest.raises(StorageError, match="not begun in time"):
-        call.result()
+    refused(StorageError, "not begun in time", call.result)
     hanging.gate.set()
     assert made.close(LONG)
     assert begun == []
@@ -172,8 +167,7 @@ def test_a_call_in_the_callers_thread(hanging: Hanging) -> None:
         assert (made.late, made.lost) == (1, 0)  # the thread is none of the executor's
         return 5
 
-    with pytest.raises(Late):
-        made.here(slow, 1.0, "slow", lambda: told.append("late"))
+    refused(Late, "", made.here, slow, 1.0, "slow", lambda: told.append("late"))
     assert (told, made.late) == (["late"], 0)
 
 

@@ -5,16 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.storing import (
-    KEYS,
-    cache,
-    empty,
-    fill,
-    full,
-    holds,
-    sound,
-    stored,
-)
+from support.storing import KEYS, empty, fill, full, holds, sound, stored
 
 from lightcache import Cache
 from lightcache.storage import MemoryStorage, StorageSpec, StorageTier, TaskState
@@ -22,9 +13,6 @@ from lightcache.storage.testing import Fault, FlakyStorage
 from lightcache.storage.testing.conformance import make_keys
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
-
-__all__ = ["cache"]
-
 
 # ---------------------------------------------------------------- bad pages
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.refusals import refused
 
 from lightcache import ConfigError, Detached, StorageError
 from lightcache.storage import MemoryStorage, StorageSpec, open_storage, register, schemes, urls
@@ -117,8 +118,7 @@ def test_whole_calls_fail() -> None:
             lambda: one.clear(timeout=60.0),
         ]
         for call in calls:
-            with pytest.raises(StorageError, match="on purpose"):
-                call()
+            refused(StorageError, "on purpose", call)
         assert one.stats().reads_failed == one.stats().writes_failed == 6
         assert one.contains(KEYS, timeout=60.0) == 6
 
@@ -134,8 +134,7 @@ def test_a_delay_that_is_short_enough_and_one_that_is_not() -> None:
         assert late.reason.startswith("timed out")
         assert put(storage, timeout=1.0).reason.startswith("timed out")
         assert storage.contains(KEYS, timeout=5.0) == 6
-        with pytest.raises(StorageError, match="timed out"):
-            storage.contains(KEYS, timeout=1.0)
+        refused(StorageError, "timed out", storage.contains, KEYS, timeout=1.0)
         assert time.slept == [3.0, 2.0, 1.0, 3.0, 1.0]
         assert storage.stats().timeouts == 3
 
@@ -163,20 +162,17 @@ def test_it_hangs_until_it_is_let_go_and_then_goes_on_late() -> None:
 def test_it_dies_in_the_middle_of_a_batch() -> None:
     with flaky(script={"read": [Fault("die", at=3)]}) as storage:
         into = np.zeros((6, PAGE_BYTES), np.uint8)
-        with pytest.raises(StorageError, match="behind 3 of 6"):
-            storage.read(KEYS, list(into), timeout=60.0)
+        refused(StorageError, "behind 3 of 6", storage.read, KEYS, list(into), timeout=60.0)
         assert (into[:3] == PAGES[:3]).all()
         assert not into[3:].any()
-        with pytest.raises(StorageError, match="dead"):
-            storage.contains(KEYS, timeout=60.0)
+        refused(StorageError, "dead", storage.contains, KEYS, timeout=60.0)
         storage.revive()
         assert storage.contains(KEYS, timeout=60.0) == 6
 
 
 def test_dying_in_a_write_stores_what_came_before() -> None:
     with FlakyStorage(MemoryStorage(SPEC), script={"write": [Fault("die", at=4)]}) as storage:
-        with pytest.raises(StorageError):
-            put(storage)
+        refused(StorageError, "", put, storage)
         assert storage.inner.contains(KEYS, timeout=60.0) == 4
         assert storage.stats().writes_failed == 6
 
@@ -224,15 +220,13 @@ def test_each_rate_does_what_it_says() -> None:
     ],
 )
 def test_nonsense_is_refused(make: Any) -> None:
-    with pytest.raises(ConfigError):
-        make()
+    refused(ConfigError, "", make)
 
 
 def test_closing_closes_what_is_behind_it() -> None:
     storage = flaky()
     storage.close()
-    with pytest.raises(Detached):
-        storage.inner.contains(KEYS, timeout=60.0)
+    refused(Detached, "", storage.inner.contains, KEYS, timeout=60.0)
 
 
 # ---------------------------------------------------------------- URLs
@@ -276,15 +270,12 @@ def test_urls() -> None:
     ],
 )
 def test_bad_urls(url: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        open_storage(url, spec=SPEC)
+    refused(ConfigError, message, open_storage, url, spec=SPEC)
 
 
 def test_the_size_is_given_once() -> None:
-    with pytest.raises(ConfigError, match="once"):
-        open_storage("memory:")
-    with pytest.raises(ConfigError, match="once"):
-        open_storage("memory:", page_bytes=1, spec=SPEC)
+    refused(ConfigError, "once", open_storage, "memory:")
+    refused(ConfigError, "once", open_storage, "memory:", page_bytes=1, spec=SPEC)
 
 
 def test_registering(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,10 +290,8 @@ def test_registering(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "mine" in schemes()
     open_storage("flaky:seed=1:mine://host/a?b=c", spec=SPEC).close()
     assert seen == ["//host/a?b=c"]
-    with pytest.raises(ConfigError, match="registered already"):
-        register("mine", opener)
-    with pytest.raises(ConfigError, match="small letter"):
-        register("Mine", opener)
+    refused(ConfigError, "registered already", register, "mine", opener)
+    refused(ConfigError, "small letter", register, "Mine", opener)
 
 
 def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,5 +309,4 @@ def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     assert schemes() == sorted(("broken", "theirs", *ours))
     with open_storage("theirs:?pages=3", spec=SPEC) as storage:
         assert storage.capacity == 3  # type: ignore[attr-defined]
-    with pytest.raises(StorageError, match="no_such_package"):
-        open_storage("broken:", spec=SPEC)
+    refused(StorageError, "no_such_package", open_storage, "broken:", spec=SPEC)

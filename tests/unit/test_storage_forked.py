@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.disks import disk, where
+from support.disks import disk
 from support.stacks import KEYS, get, put
 
 from lightcache import Detached
 from lightcache.storage import MemoryStorage, StackedStorage, Storage
 from lightcache.storage.testing import FlakyStorage
 from lightcache.storage.testing.conformance import SPEC
-
-__all__ = ["where"]
 
 STORAGES: dict[str, Callable[[Path], Storage]] = {
     "memory": lambda where: MemoryStorage(SPEC),

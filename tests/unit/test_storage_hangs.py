@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.refusals import refused
 from support.storing import (
     KEYS,
     Recorder,
-    cache,
     empty,
     fill,
     full,
@@ -26,20 +26,11 @@ from support.storing import (
 )
 
 from lightcache import Cache, ConfigError, Detached, InUse, LockTimeout
-from lightcache.storage import (
-    MemoryStorage,
-    StorageSpec,
-    StorageStats,
-    StorageTier,
-    TaskState,
-)
+from lightcache.storage import MemoryStorage, StorageSpec, StorageStats, StorageTier, TaskState
 from lightcache.storage.testing import Fault, FlakyStorage
 from lightcache.storage.testing.conformance import make_keys
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
-
-__all__ = ["cache"]
-
 
 # ---------------------------------------------------------------- calls that hang
 
@@ -233,8 +224,7 @@ def test_closing_finishes_what_is_queued(cache: Cache) -> None:
     assert [task.state for task in tasks] == [FINISHED] * 4
     assert holds(storage, KEYS) == 20
     for call in (lambda: tier.write(KEYS), lambda: tier.prefetch(KEYS)):
-        with pytest.raises(Detached, match="make another one"):
-            call()
+        refused(Detached, "make another one", call)
 
 
 def test_closing_abandons_what_takes_too_long(cache: Cache, caplog: Any) -> None:
@@ -258,21 +248,21 @@ def test_pages_that_could_not_be_given_back_are_tried_again(
     from lightcache.storage.jobs import ReadJob
 
     release = ReadJob.release
-    refused = [LockTimeout("somebody holds it"), LockTimeout("still")]
+    failures = [LockTimeout("somebody holds it"), LockTimeout("still")]
 
     def reluctant(job: ReadJob) -> None:
-        if refused:
-            raise refused.pop()
+        if failures:
+            raise failures.pop()
         release(job)
 
     monkeypatch.setattr(ReadJob, "release", reluctant)
     flaky = FlakyStorage(full(cache), script={"read": [Fault("die")]})
     with StorageTier(cache, flaky) as tier:
         assert tier.prefetch(KEYS).wait(60.0).loaded == 0
-        while refused:
+        while failures:
             tier.poll()
         tier.poll()
-    assert not refused
+    assert not failures
     assert "could not be given back yet" in caplog.text
 
 
@@ -293,8 +283,7 @@ def test_a_closed_cache_ends_tasks(segment_name: str) -> None:
     cache = make_cache(segment_name)
     tier = StorageTier(cache, full(cache))
     cache.close()
-    with pytest.raises(Detached):
-        tier.prefetch(KEYS)
+    refused(Detached, "", tier.prefetch, KEYS)
     assert tier.close()
 
 
@@ -314,8 +303,7 @@ def test_a_storage_of_our_own_is_closed_when_its_call_returns(
     assert "until they return, and the storage open" in caplog.text
     assert not flaky._calls._closed
     assert (tier.stats().running, cache.check().pins) == (1, 16)
-    with pytest.raises(InUse):
-        cache.close()
+    refused(InUse, "", cache.close)
     flaky.let_go()
     if again:
         assert tier.close()
@@ -387,8 +375,7 @@ def test_held_pages_of_a_read_that_ends_while_the_tier_is_closed(cache: Cache) -
 )
 def test_seconds_that_are_none(cache: Cache, wrong: Any) -> None:
     with StorageTier(cache, full(cache)) as tier:
-        with pytest.raises(ConfigError, match="timeout: expected seconds"):
-            tier.close(wrong)
+        refused(ConfigError, "timeout: expected seconds", tier.close, wrong)
         assert tier.prefetch(KEYS).wait(60.0).loaded == 20  # it is as open as before
         assert tier.close(math.inf)
 

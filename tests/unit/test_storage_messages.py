@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.refusals import refused
 
 from lightcache.namespaces import Namespace
 from lightcache.storage import TaskState
@@ -186,8 +187,7 @@ def head(kind: int = 1, part: int = 0, parts: int = 1, pid: int = 9, **how: Any)
     ],
 )
 def test_no_part(message: bytes) -> None:
-    with pytest.raises(Malformed):
-        Part.unpack(message)
+    refused(Malformed, "", Part.unpack, message)
 
 
 def body(**how: Any) -> bytes:
@@ -234,8 +234,7 @@ def body(**how: Any) -> bytes:
 )
 def test_no_task(message: bytes) -> None:
     assert len(Ask.unpack(body()).keys) == 2
-    with pytest.raises(Malformed):
-        Ask.unpack(message)
+    refused(Malformed, "", Ask.unpack, message)
 
 
 # ---------------------------------------------------------------- halves
@@ -252,16 +251,14 @@ def test_a_half_is_dropped_when_something_else_comes() -> None:
     assert halves.waiting
     assert [halves.add(part) is None for part in second] == [True] * (len(second) - 1) + [False]
     assert halves.dropped == 1
-    with pytest.raises(Malformed, match="without those before"):
-        halves.add(first[1])
+    refused(Malformed, "without those before", halves.add, first[1])
     assert [halves.add(part) is None for part in first][-1] is False
 
 
 def test_parts_out_of_order() -> None:
     halves, first = PartBuffer(), parts(1)
     halves.add(first[0])
-    with pytest.raises(Malformed):
-        halves.add(first[2])
+    refused(Malformed, "", halves.add, first[2])
     assert not halves.waiting
     halves.add(first[0])
     halves.add(replace(first[0]))  # said twice: it begins anew
@@ -271,8 +268,6 @@ def test_parts_out_of_order() -> None:
 
 def test_parts_of_another_size_and_too_many() -> None:
     halves, first = PartBuffer(), parts(1)
-    with pytest.raises(Malformed, match="bytes"):
-        halves.add(replace(first[0], data=first[0].data[:-1]))
-    with pytest.raises(Malformed):
-        halves.add(replace(first[0], parts=60000))
+    refused(Malformed, "bytes", halves.add, replace(first[0], data=first[0].data[:-1]))
+    refused(Malformed, "", halves.add, replace(first[0], parts=60000))
     assert not halves.waiting

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from support import servers
-from support.mooncake_server import Intruder, cluster, intruder, mooncake_url, name_of, silent
+from support.mooncake_server import Intruder, cluster, name_of, silent
 from support.packages import LIBRARIES, need
+from support.refusals import refused
 from support.storing import PAGE_TOKENS, fill, make_cache, nothing_is_held, sound
 
 from lightcache import ConfigError, Detached, StorageError
@@ -28,8 +29,6 @@ from lightcache.storage.testing.conformance import CHECKS, PAGE_BYTES, SPEC, mak
 from lightcache.storage.urls import check_url
 
 pytestmark = pytest.mark.servers
-
-__all__ = ["intruder", "mooncake_url"]
 
 KEYS = make_keys(12, seed=5)
 PAGES = list(pages_of(KEYS))
@@ -123,8 +122,7 @@ def test_a_url_says_how_to_join() -> None:
 )
 def test_bad_urls(url: str, why: str) -> None:
     for act in (lambda: check_url(url), lambda: open_storage(url, page_bytes=4096)):
-        with pytest.raises(ConfigError, match=why):
-            act()
+        refused(ConfigError, why, act)
 
 
 def test_credentials_are_refused_and_not_repeated() -> None:
@@ -154,8 +152,7 @@ def test_no_client_is_started_where_no_master_is(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("lightcache.storage.remote.mooncake.client._library", Library)
     monkeypatch.setattr("lightcache.storage.remote.mooncake.client._started_by", [])
     url = f"mooncake://127.0.0.1:{servers.free_port()}?local=127.0.0.1"
-    with pytest.raises(StorageError, match="cannot be reached"):
-        open_storage(url, page_bytes=4096)
+    refused(StorageError, "cannot be reached", open_storage, url, page_bytes=4096)
 
 
 @pytest.mark.usefixtures("client_libraries")
@@ -371,8 +368,7 @@ def test_slots_that_the_client_may_still_touch_are_used_no_more(
         assert "close this storage and open it anew" in result.reason
         assert (into[: slots - 12] == PAGES[: slots - 12]).all()
         assert storage._staging.lost == slots
-        with pytest.raises(StorageError, match="close this storage and open it anew"):
-            read(storage)
+        refused(StorageError, "close this storage and open it anew", read, storage)
         storage.clear(timeout=TIMEOUT)
 
 
@@ -410,8 +406,7 @@ def test_a_group_that_fails_leaves_the_others(
                 found = [i for i, one in enumerate(result.statuses) if one.name != "FAILED"]
                 assert found == [i for i in range(28) if i // 7 in good]
             else:
-                with pytest.raises(StorageError, match=r"^mooncake: the client is broken$"):
-                    act()
+                refused(StorageError, r"^mooncake: the client is broken$", act)
         assert len(storage._staging._free) == storage._staging.slots
         assert act().prefix == 28
         storage.clear(timeout=TIMEOUT)

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.mooncake_server import Cluster, own_cluster
+from support.mooncake_server import Cluster
+from support.refusals import refused
 from support.servers import hold
-from support.storing import cache
 
 from lightcache import Detached, StorageError
 from lightcache.storage import StorageSpec, open_storage
@@ -20,8 +20,6 @@ from lightcache.storage.remote.mooncake import backend
 from lightcache.storage.testing.conformance import PAGE_BYTES, make_keys, pages_of
 
 pytestmark = pytest.mark.servers
-
-__all__ = ["cache", "own_cluster"]
 
 KEYS = make_keys(12, seed=6)
 PAGES = list(pages_of(KEYS))
@@ -68,10 +66,8 @@ def test_a_master_that_stops_answering(storage: Any, own_cluster: Cluster, wait_
     assert result.statuses == (ReadStatus.FAILED,) * 12
     assert result.reason.startswith("timed out")
     for call in (storage.contains, storage.delete):
-        with pytest.raises(StorageError, match="timed out"):
-            call(KEYS, timeout=SHORT)
-    with pytest.raises(StorageError, match="timed out"):
-        storage.clear(timeout=SHORT)
+        refused(StorageError, "timed out", call, KEYS, timeout=SHORT)
+    refused(StorageError, "timed out", storage.clear, timeout=SHORT)
     wrote = storage.write(make_keys(12, seed=9), PAGES, timeout=SHORT)
     assert wrote.statuses == (WriteStatus.FAILED,) * 12
     assert storage.stats().timeouts == 5
@@ -144,10 +140,8 @@ def test_a_master_that_dies_and_comes_back(
     result, _ = read(storage)
     assert result.statuses == (ReadStatus.FAILED,) * 12
     assert "master does not answer" in result.reason
-    with pytest.raises(StorageError, match="master does not answer"):
-        storage.contains(KEYS, timeout=TIMEOUT)
-    with pytest.raises(StorageError, match="master does not answer"):
-        storage.delete(KEYS, timeout=TIMEOUT)
+    refused(StorageError, "master does not answer", storage.contains, KEYS, timeout=TIMEOUT)
+    refused(StorageError, "master does not answer", storage.delete, KEYS, timeout=TIMEOUT)
     own_cluster.start_master()
 
     def stored_anew() -> bool:
@@ -227,10 +221,8 @@ def test_calls_end_before_those_of_the_client_do(
                 lambda names, real=real, name=name: (real(names), ended.append(name))[0],
             )
         stop(own_cluster.master)
-        with pytest.raises(StorageError, match="timed out"):
-            storage.contains(KEYS, timeout=SHORT)
-        with pytest.raises(StorageError, match="timed out"):
-            storage.delete(KEYS, timeout=SHORT)
+        refused(StorageError, "timed out", storage.contains, KEYS, timeout=SHORT)
+        refused(StorageError, "timed out", storage.delete, KEYS, timeout=SHORT)
         assert read(storage, SHORT)[0].statuses == (ReadStatus.FAILED,) * 12  # no thread is left
         assert not ended
         go_on(own_cluster.master)
@@ -245,11 +237,9 @@ def test_close_while_a_call_hangs(
     assert read(storage, 2.0)[0].reason.startswith("timed out")
     assert not settled(storage)
     monkeypatch.setattr(backend, "CLOSING", 0.01)
-    with pytest.raises(StorageError, match="hangs; close it again"):
-        storage.close()
+    refused(StorageError, "hangs; close it again", storage.close)
     go_on(own_cluster.lenders[0])
     wait_until(lambda: settled(storage), "the client to come back")
     monkeypatch.undo()
     storage.close()
-    with pytest.raises(Detached):
-        storage.contains(KEYS, timeout=TIMEOUT)
+    refused(Detached, "", storage.contains, KEYS, timeout=TIMEOUT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.refusals import refused
 
 from lightcache import ConfigError
 from lightcache.storage import open_storage
@@ -50,8 +51,7 @@ from lightcache.storage.urls import _options, check_url
 )
 def test_wrong_options_are_refused_with_what_was_expected(url: str, why: str) -> None:
     for opening in (check_url, lambda url: open_storage(url, spec=SPEC)):
-        with pytest.raises(ConfigError, match=f"^(stack, storage . of ., .*: )?{why}"):
-            opening(url)
+        refused(ConfigError, f"^(stack, storage . of ., .*: )?{why}", opening, url)
 
 
 def test_what_is_not_said_is_left_to_the_storage() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.redis_server import DATABASES, Server, redis_server, redis_url
+from support.redis_server import DATABASES, Server
 from support.remote_pages import KEYS, PAGES, TIMEOUT, read, write
 from support.storing import SECRET, fill, make_cache, nothing_is_held, sound
 
@@ -20,8 +20,6 @@ from lightcache.storage.remote.redis import RedisStorage, backend
 from lightcache.storage.testing.conformance import CHECKS, PAGE_BYTES, SPEC, make_keys
 
 pytestmark = pytest.mark.servers
-
-__all__ = ["redis_server", "redis_url"]
 
 
 def opened(url: str, spec: StorageSpec = SPEC) -> RedisStorage:

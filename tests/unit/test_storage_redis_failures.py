@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support.proxy import Proxy
-from support.redis_server import Server, redis_server, redis_url
+from support.redis_server import Server
+from support.refusals import refused
 from support.remote_pages import KEYS, read, write
-from support.storing import cache, fill, sound
+from support.storing import fill, sound
 
 from lightcache import Cache, StorageError
 from lightcache.storage import StorageSpec, StorageTier, TaskState, open_storage
@@ -23,8 +24,6 @@ from lightcache.storage.remote.redis.wire import Wire
 from lightcache.storage.testing.conformance import PAGE_BYTES, SPEC
 
 pytestmark = pytest.mark.servers
-
-__all__ = ["cache", "redis_server", "redis_url"]
 
 SHORT = 0.3  # seconds for a call that is to run out of them
 VALUE = PAGE_BYTES + TRAILER_BYTES
@@ -64,8 +63,7 @@ def test_a_server_that_is_not_there(own: Server) -> None:
             lambda: read(storage),
             lambda: write(storage),
         ):
-            with pytest.raises(StorageError, match="is the server started"):
-                call()
+            refused(StorageError, "is the server started", call)
         own.start()
         assert write(storage).count(WriteStatus.STORED) == 12
         assert read(storage).prefix == 12
@@ -79,8 +77,7 @@ def test_a_server_that_is_started_again_is_used_at_once(own: Server) -> None:
         assert storage.contains(KEYS, timeout=60.0) == 0
         assert write(storage).count(WriteStatus.STORED) == 12
         own.stop()
-        with pytest.raises(StorageError, match="cannot connect"):
-            read(storage)
+        refused(StorageError, "cannot connect", read, storage)
         own.start()
         assert read(storage).count(ReadStatus.ABSENT) == 12
 
@@ -127,14 +124,11 @@ def test_nothing_leaks_when_calls_fail(proxy: Proxy, wait_until: Any) -> None:
         read(storage)
         proxy.refuse()
         proxy.cut()
-        with pytest.raises(StorageError):
-            read(storage)
+        refused(StorageError, "", read, storage)
         held = len(os.listdir("/proc/self/fd"))
         for _ in range(5):
-            with pytest.raises(StorageError):
-                write(storage)
-            with pytest.raises(StorageError):
-                storage.contains(KEYS, timeout=60.0)
+            refused(StorageError, "", write, storage)
+            refused(StorageError, "", storage.contains, KEYS, timeout=60.0)
         wait_until(lambda: len(os.listdir("/proc/self/fd")) <= held, "descriptors are given back")
         proxy.listen()
         assert read(storage).prefix == 12
@@ -158,8 +152,7 @@ def test_a_server_that_hangs(redis_server: Server, redis_url: str) -> None:
                 lambda: storage.delete(KEYS, timeout=SHORT),
                 lambda: storage.clear(timeout=SHORT),
             ):
-                with pytest.raises(StorageError, match="timed out"):
-                    call()
+                refused(StorageError, "timed out", call)
             assert storage.stats().timeouts == 5
         assert read(storage).prefix == 12
 
@@ -268,8 +261,7 @@ def test_an_answer_that_is_none(proxy: Proxy) -> None:
     with through(proxy) as storage:
         write(storage)
         proxy.answers.corrupt_after(0)
-        with pytest.raises(StorageError, match=r"expected an answer of Redis.*another server"):
-            read(storage)
+        refused(StorageError, r"expected an answer of Redis.*another server", read, storage)
         assert read(storage).prefix == 12
 
 
@@ -285,8 +277,7 @@ def test_a_replica(redis_server: Server, redis_url: str) -> None:
             assert result.count(WriteStatus.FAILED) == 10
             assert "give the address of the primary" in result.reason
             assert read(storage).prefix == 2
-            with pytest.raises(StorageError, match="give the address of the primary"):
-                storage.clear(timeout=60.0)
+            refused(StorageError, "give the address of the primary", storage.clear, timeout=60.0)
         finally:
             client.replicaof("NO", "ONE")
         assert write(storage).prefix == 12
@@ -307,8 +298,7 @@ def test_a_user_who_may_not(redis_server: Server, redis_url: str) -> None:
                 result = write(storage)
                 assert result.count(WriteStatus.FAILED) == 12
                 assert "NOPERM" in result.reason
-                with pytest.raises(StorageError, match="NOPERM"):
-                    storage.delete(KEYS, timeout=60.0)
+                refused(StorageError, "NOPERM", storage.delete, KEYS, timeout=60.0)
         finally:
             client.acl_deluser("reader")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.certificates import certificates
 from support.redis_server import Server
+from support.refusals import refused
 from support.remote_pages import KEYS, read, write
 from support.servers import free_port
 
@@ -21,8 +21,6 @@ from lightcache.storage.testing.conformance import SPEC
 from lightcache.storage.urls import check_url
 
 pytestmark = pytest.mark.servers
-
-__all__ = ["certificates"]
 
 # ---- URLs
 
@@ -89,8 +87,7 @@ PASSWORDS = "in a password"
 )
 def test_bad_urls(url: str, message: str) -> None:
     for opening in (check_url, lambda url: open_storage(url, spec=SPEC)):
-        with pytest.raises(ConfigError, match=message):
-            opening(url)
+        refused(ConfigError, message, opening, url)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +140,7 @@ def test_a_package_that_is_too_old(monkeypatch: pytest.MonkeyPatch, version: str
 
     monkeypatch.setattr(redis, "__version__", version)
     why = f"expected the package redis 5 or later, found {version};"
-    with pytest.raises(StorageError, match=why):
-        open_storage("redis://h", spec=SPEC)
+    refused(StorageError, why, open_storage, "redis://h", spec=SPEC)
 
 
 def test_the_package_is_not_imported_before(script: Any) -> None:
@@ -185,8 +181,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def test_a_password(guarded: Server, tmp_path: Path) -> None:
     url = guarded.url()
-    with pytest.raises(StorageError, match="give user and password"):
-        open_storage(url, spec=SPEC)
+    refused(StorageError, "give user and password", open_storage, url, spec=SPEC)
     with pytest.raises(StorageError, match="correct user or password"):
         open_storage(url.replace("//", "//:wrong@"), spec=SPEC)
     with open_storage(url.replace("//", "//:p%40ss%2Fw%3F@"), spec=SPEC) as storage:

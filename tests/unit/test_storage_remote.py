@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.interrupts import interrupt
+from support.refusals import refused
 
 from lightcache import Detached, StorageError
 from lightcache.storage import StorageSpec
@@ -231,8 +232,7 @@ def test_what_a_client_raises_is_a_storage_error_and_counted() -> None:
             lambda: storage.delete(KEYS, timeout=TIMEOUT),
             lambda: storage.clear(timeout=TIMEOUT),
         ):
-            with pytest.raises(StorageError, match="dict: no route"):
-                call()
+            refused(StorageError, "dict: no route", call)
         found = storage.stats()
         assert (found.reads_failed, found.writes_failed, found.timeouts) == (6, 6, 0)
 
@@ -255,8 +255,7 @@ def test_what_a_client_raises_behind_the_time_is_that_time_was_up() -> None:
             assert statuses == (failed,) * 6
             assert reason.startswith("timed out")
             assert "no answer" in reason
-        with pytest.raises(StorageError, match=r"timed out.*no answer"):
-            storage.contains(KEYS, timeout=0.01)
+        refused(StorageError, r"timed out.*no answer", storage.contains, KEYS, timeout=0.01)
         assert storage.stats().timeouts == 3
 
 
@@ -287,8 +286,7 @@ def test_close_waits_for_calls() -> None:
     for thread in (writer, closer):
         thread.join(TIMEOUT)
     assert results[0].prefix == 6
-    with pytest.raises(Detached):
-        storage.contains(KEYS, timeout=TIMEOUT)
+    refused(Detached, "", storage.contains, KEYS, timeout=TIMEOUT)
 
 
 def test_a_forked_child_cannot_use_it_and_does_not_close_it() -> None:

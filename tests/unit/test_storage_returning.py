@@ -7,17 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.storing import (
-    KEYS,
-    cache,
-    empty,
-    full,
-    make_keys,
-    nothing_is_held,
-    sound,
-    store,
-    threads,
-)
+from support.refusals import refused
+from support.storing import KEYS, empty, full, make_keys, nothing_is_held, sound, store, threads
 
 from lightcache import Cache, LockTimeout
 from lightcache.storage import StorageTask, StorageTier
@@ -25,8 +16,6 @@ from lightcache.storage.jobs import ReadJob
 from lightcache.storage.testing import Fault, FlakyStorage
 
 Wait = Callable[[Callable[[], bool], str], None]
-
-__all__ = ["cache"]
 
 
 class HeldLock:
@@ -197,8 +186,7 @@ def test_a_storage_of_our_own_is_closed_though_its_closing_was_interrupted(cache
         whole()
 
     tier.storage.close = close  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        tier.close()
+    refused(KeyboardInterrupt, "", tier.close)
     assert tier.close()
     assert tier.close()
     assert calls == 2

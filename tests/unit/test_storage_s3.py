@@ -14,7 +14,8 @@ import obstore
 import pytest
 from obstore.store import S3Store
 from support.disks import ABSENT, CORRUPT, FAILED, KEYS, OK, PRESENT, STORED, found, got, put
-from support.s3_server import BUCKET, Server, opened, s3_credentials, s3_server, s3_url
+from support.refusals import refused
+from support.s3_server import BUCKET, Server, opened
 from support.s3_server import KEYS as KEYS_OF_TESTS
 
 from lightcache import ConfigError, Detached, StorageError
@@ -27,8 +28,6 @@ from lightcache.storage.testing.conformance import CHECKS, PAGE_BYTES, SPEC, mak
 from lightcache.storage.urls import check_url
 
 pytestmark = pytest.mark.servers
-
-__all__ = ["s3_credentials", "s3_server", "s3_url"]
 
 
 @pytest.fixture
@@ -175,11 +174,9 @@ def test_a_server_that_stops_answering(s3_server: Server, storage: S3Storage) ->
         assert result.reason.startswith("timed out")
         wrote = storage.write(KEYS[4:], list(pages_of(KEYS[4:])), timeout=0.2)
         assert list(wrote.statuses) == [FAILED] * 8
-        with pytest.raises(StorageError, match="timed out"):
-            storage.contains(KEYS, timeout=0.2)
+        refused(StorageError, "timed out", storage.contains, KEYS, timeout=0.2)
         assert storage.stats().timeouts == 3
-        with pytest.raises(StorageError, match=r"no answer within 0\.1 s"):
-            opened(s3_server.url(wait=0.1), SPEC)
+        refused(StorageError, r"no answer within 0\.1 s", opened, s3_server.url(wait=0.1), SPEC)
     finally:
         s3_server.hold(False)
     assert got(storage, KEYS[:4]) == [OK] * 4
@@ -196,13 +193,10 @@ def test_a_server_that_dies_and_comes_back(
         result = storage.read(KEYS[:4], into, timeout=60.0)
         assert result.statuses == (ReadStatus.FAILED,) * 4
         assert "Connection refused" in result.reason
-        with pytest.raises(StorageError, match="Connection refused"):
-            storage.contains(KEYS, timeout=60.0)
-        with pytest.raises(StorageError, match="wait=0"):
-            opened(s3_server.url(), SPEC)
+        refused(StorageError, "Connection refused", storage.contains, KEYS, timeout=60.0)
+        refused(StorageError, "wait=0", opened, s3_server.url(), SPEC)
         with opened(s3_server.url(wait=0), SPEC) as patient:
-            with pytest.raises(StorageError, match="Connection refused"):
-                found(patient, KEYS)
+            refused(StorageError, "Connection refused", found, patient, KEYS)
             s3_server.start()
             assert found(patient, KEYS) == 0
     finally:
@@ -214,8 +208,7 @@ def test_a_server_that_dies_and_comes_back(
 
 def test_a_bucket_that_is_not_there(s3_server: Server) -> None:
     url = s3_server.url().replace(BUCKET, "nowhere")
-    with pytest.raises(StorageError, match="404 NoSuchBucket: there is no such bucket; create it"):
-        opened(url, SPEC)
+    refused(StorageError, "404 NoSuchBucket: there is no such bucket; create it", opened, url, SPEC)
     with opened(url + "&wait=0", SPEC) as storage:
         assert set(got(storage, KEYS)) == {ReadStatus.FAILED}
         result = storage.write(KEYS, list(pages_of(KEYS)), timeout=60.0)
@@ -302,9 +295,9 @@ def test_without_the_client_it_says_what_to_install(monkeypatch: Any, s3_server:
     ],
 )
 def test_a_url_that_is_wrong_is_refused_with_a_reason(url: str, why: str) -> None:
-    for refused in (check_url, lambda text: open_storage(text, page_bytes=4096)):
+    for call in (check_url, lambda text: open_storage(text, page_bytes=4096)):
         with pytest.raises(ConfigError, match=why) as error:
-            refused(url)
+            call(url)
         assert "hidden" not in str(error.value)
 
 
@@ -317,28 +310,24 @@ def test_a_bucket_in_the_name_of_the_host() -> None:
 
 def test_an_endpoint_of_http_must_stand_in_the_url(s3_server: Server, monkeypatch: Any) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.endpoint)
-    with pytest.raises(StorageError, match="say endpoint=http://"):
-        opened(f"s3://{BUCKET}/t", SPEC)
+    refused(StorageError, "say endpoint=http://", opened, f"s3://{BUCKET}/t", SPEC)
 
 
 def test_without_credentials_it_says_so(s3_server: Server, monkeypatch: Any) -> None:
     for name in KEYS_OF_TESTS:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
-    with pytest.raises(StorageError, match="credentials"):
-        opened(s3_server.url(retries=0), SPEC)
+    refused(StorageError, "credentials", opened, s3_server.url(retries=0), SPEC)
     with opened(s3_server.url(anonymous="yes"), SPEC) as storage:
         assert found(storage, KEYS) == 0
 
 
 def test_pages_that_no_request_can_hold_are_refused(s3_server: Server) -> None:
-    with pytest.raises(ConfigError, match="5368709096 bytes at most"):
-        opened(s3_server.url(), StorageSpec(5 << 30))
+    refused(ConfigError, "5368709096 bytes at most", opened, s3_server.url(), StorageSpec(5 << 30))
 
 
 def test_a_closed_storage_does_nothing(s3_url: str) -> None:
     storage = opened(s3_url, SPEC)
     storage.close()
     storage.close()
-    with pytest.raises(Detached):
-        found(storage, KEYS)
+    refused(Detached, "", found, storage, KEYS)

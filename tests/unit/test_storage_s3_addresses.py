@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.certificates import certificates, make
+from support.certificates import make
 from support.disks import KEYS, OK, STORED, found, got, put
 from support.failing_s3 import failing
-from support.s3_server import Server, opened, s3_credentials, serving
+from support.refusals import refused
+from support.s3_server import Server, opened, serving
 
 from lightcache import ConfigError, StorageError
 from lightcache.storage import StorageSpec
@@ -21,8 +22,6 @@ from lightcache.storage.testing.conformance import SPEC
 from lightcache.storage.urls import check_url
 
 pytestmark = pytest.mark.servers
-
-__all__ = ["certificates", "s3_credentials"]
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +65,7 @@ def test_a_certificate_of_another_host(tmp_path: Path) -> None:
     folder = make(tmp_path, "IP:127.0.0.1,DNS:store.test")
     with serving(tmp_path, folder) as server:
         url = server.url(retries=0, ca=folder / "ca").replace("//127.0.0.1", "//localhost")
-        with pytest.raises(StorageError, match=r"certificate is not accepted \(NotValidForName"):
-            opened(url, SPEC)
+        refused(StorageError, r"certificate is not accepted \(NotValidForName", opened, url, SPEC)
 
 
 def test_a_file_of_certificates_that_is_none(tmp_path: Path, certificates: Path) -> None:
@@ -78,16 +76,13 @@ def test_a_file_of_certificates_that_is_none(tmp_path: Path, certificates: Path)
         (tmp_path, "expected a file to read"),
         (certificates / "key", "expected certificates in PEM, found none in"),
     ):
-        with pytest.raises(ConfigError, match=f"s3: ca: {why}"):
-            opened(f"{url}{path}", SPEC)
+        refused(ConfigError, f"s3: ca: {why}", opened, f"{url}{path}", SPEC)
     broken = tmp_path / "broken"
     broken.write_text("-----BEGIN CERTIFICATE-----\nnothing\n-----END CERTIFICATE-----\n")
-    with pytest.raises(StorageError, match="s3: s3://bucket"):
-        opened(f"{url}{broken}", SPEC)
+    refused(StorageError, "s3: s3://bucket", opened, f"{url}{broken}", SPEC)
     with pytest.raises(ConfigError, match="ca: expected an endpoint of https beside it"):
         check_url("s3://bucket?endpoint=http://127.0.0.1:1&ca=/x")
-    with pytest.raises(ConfigError, match="ca: expected a value, found none"):
-        check_url(url)
+    refused(ConfigError, "ca: expected a value, found none", check_url, url)
 
 
 @pytest.mark.parametrize("version", ["0.10.3", None])

@@ -23,7 +23,8 @@ from support.failing_s3 import (
     web_page,
 )
 from support.proxy import Proxy
-from support.s3_server import Server, opened, s3_credentials, s3_server, s3_url
+from support.refusals import refused
+from support.s3_server import Server, opened
 
 from lightcache import StorageError
 from lightcache.storage import StorageSpec
@@ -32,8 +33,6 @@ from lightcache.storage.remote.s3 import S3Storage
 from lightcache.storage.testing.conformance import PAGE_BYTES, SPEC, pages_of
 
 pytestmark = pytest.mark.servers
-
-__all__ = ["s3_credentials", "s3_server", "s3_url"]
 
 SECRETS = ("tests", "a-secret-of-tests")
 
@@ -106,16 +105,14 @@ def test_a_lookup_that_is_refused_is_no_absence(
         lambda: storage.delete(KEYS, timeout=60.0),
         lambda: put(storage, KEYS),
     ):
-        with pytest.raises(StorageError, match=str(status)):
-            call()
+        refused(StorageError, str(status), call)
     server.heal()
     assert found(storage, KEYS) == 4
 
 
 def test_a_server_that_is_no_store_has_no_absent_pages(server: FailingS3) -> None:
     server.fail("GET", web_page)
-    with pytest.raises(StorageError, match="404, but not as a store says it"):
-        opened(server.url(), SPEC)
+    refused(StorageError, "404, but not as a store says it", opened, server.url(), SPEC)
     with opened(server.url(wait=0), SPEC) as storage:
         assert set(got(storage, KEYS)) == {ReadStatus.FAILED}
 
@@ -295,8 +292,7 @@ def test_ctrl_c_while_the_store_does_not_answer(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     presser.start()
     try:
-        with pytest.raises(KeyboardInterrupt):
-            calls[method](storage, KEYS)
+        refused(KeyboardInterrupt, "", calls[method], storage, KEYS)
     finally:
         signal.signal(signal.SIGINT, before)
     presser.join(60.0)

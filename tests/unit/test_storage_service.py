@@ -12,27 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from support.interrupts import interrupt
-from support.serving import ServedTier, client, ours
-from support.storing import (
-    KEYS,
-    SECRET,
-    Recorder,
-    cache,
-    empty,
-    fill,
-    full,
-    holds,
-    make_cache,
-)
+from support.refusals import refused
+from support.serving import ServedTier, ours
+from support.storing import KEYS, SECRET, Recorder, empty, fill, full, holds, make_cache
 
-from lightcache import (
-    Cache,
-    ConfigError,
-    Detached,
-    InUse,
-    NotReady,
-    PermissionDenied,
-)
+from lightcache import Cache, ConfigError, Detached, InUse, NotReady, PermissionDenied
 from lightcache.shm import Segment
 from lightcache.storage import StorageSpec, TaskState
 from lightcache.storage.service import StorageClient, StorageService, service_stats
@@ -40,9 +24,6 @@ from lightcache.tools.maintenance import _switch
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
 Wait = Callable[[Callable[[], bool], str], None]
-
-__all__ = ["cache", "client"]
-
 
 # ---------------------------------------------------------------- who comes, and goes
 
@@ -83,8 +64,7 @@ def test_a_second_service_is_refused_and_names_the_first(cache: Cache) -> None:
     before = threading.active_count()
     with Cache.attach(cache.name, secret=SECRET) as other:
         with StorageService(cache, empty(cache)) as first:
-            with pytest.raises(InUse, match=f"pid {os.getpid()}.*StorageClient"):
-                StorageService(other, empty(cache))
+            refused(InUse, f"pid {os.getpid()}.*StorageClient", StorageService, other, empty(cache))
             assert first.stats().serving
             with StorageClient(cache) as client:
                 assert client.prefetch(KEYS).wait(60.0).absent == 20
@@ -158,8 +138,7 @@ def test_a_cache_that_is_removed_ends_the_service(segment_name: str, wait_until:
     Segment.unlink(segment_name, force=True)
     assert service.wait(60.0)
     assert service.why
-    with pytest.raises(Detached):
-        client.prefetch(KEYS)
+    refused(Detached, "", client.prefetch, KEYS)
     assert client.close()
     assert service.close()
     assert ours(cache) == []
@@ -224,8 +203,7 @@ def test_a_forked_child_touches_nothing(cache: Cache) -> None:
         if not child:
             status = 1
             try:
-                with pytest.raises(Detached):
-                    client.prefetch(KEYS)
+                refused(Detached, "", client.prefetch, KEYS)
                 assert client.close()
                 assert service.close()
                 status = 0
@@ -266,17 +244,14 @@ def test_what_lies_between_is_for_the_group_that_the_cache_is_for(segment_name: 
     "how", [{"timeout": -1}, {"grace": "1"}, {"silence": -1.0}, {"silence": float("nan")}]
 )
 def test_a_clients_arguments(cache: Cache, how: Any) -> None:
-    with pytest.raises(ConfigError, match=next(iter(how))):
-        StorageClient(cache, **how)
+    refused(ConfigError, next(iter(how)), StorageClient, cache, **how)
     assert ours(cache) == []
 
 
 def test_a_services_arguments(cache: Cache) -> None:
     for how, what in (({"most": 0}, "most"), ({"group": 0}, "group"), ({"seen": 0}, "seen")):
-        with pytest.raises(ConfigError, match=what):
-            StorageService(cache, empty(cache), **how)
-    with pytest.raises(TypeError):
-        StorageService(cache, empty(cache), speed=1)
+        refused(ConfigError, what, StorageService, cache, empty(cache), **how)
+    refused(TypeError, "", StorageService, cache, empty(cache), speed=1)
     with Cache.attach(cache.name, readonly=True) as reader, pytest.raises(PermissionDenied):
         StorageService(reader, empty(cache))
     assert ours(cache) == []
@@ -285,15 +260,11 @@ def test_a_services_arguments(cache: Cache) -> None:
 def test_bad_calls(cache: Cache, client: Any) -> None:
     with StorageService(cache, empty(cache)):
         for bad in (KEYS.astype(np.int64), KEYS[::2], [1, 2]):
-            with pytest.raises(ConfigError, match="keys"):
-                client.prefetch_last_ready(bad)
-        with pytest.raises(ConfigError, match="most"):
-            client.prefetch_last_ready(KEYS, most=-1)
-        with pytest.raises(ConfigError, match="tokens"):
-            client.write(KEYS, tokens=-1)
+            refused(ConfigError, "keys", client.prefetch_last_ready, bad)
+        refused(ConfigError, "most", client.prefetch_last_ready, KEYS, most=-1)
+        refused(ConfigError, "tokens", client.write, KEYS, tokens=-1)
         for call in (client.write, client.prefetch, client.prefetch_last_ready):
-            with pytest.raises(ConfigError, match="expected a Namespace, found 'x'"):
-                call(KEYS, namespace="x")
+            refused(ConfigError, "expected a Namespace, found 'x'", call, KEYS, namespace="x")
 
 
 def test_a_client_refuses_to_hold_pages(cache: Cache, client: Any) -> None:
@@ -301,13 +272,10 @@ def test_a_client_refuses_to_hold_pages(cache: Cache, client: Any) -> None:
         with pytest.raises(ConfigError, match=r"open the storage embedded.*StorageTier\.open"):
             client.prefetch(KEYS, hold=True)
         task = client.prefetch(KEYS)
-        with pytest.raises(ConfigError, match="holds nothing"):
-            task.publish(0)
+        refused(ConfigError, "holds nothing", task.publish, 0)
         assert task.wait(60.0).loaded == 20
 
 
 def test_who_asks_of_a_service_that_never_was(cache: Cache) -> None:
-    with pytest.raises(NotReady):
-        service_stats(cache.name)
-    with pytest.raises(NotReady):
-        service_stats(f"{cache.name}-not")
+    refused(NotReady, "", service_stats, cache.name)
+    refused(NotReady, "", service_stats, f"{cache.name}-not")

@@ -10,22 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.serving import client, failing, held_lock, push, silent
-from support.storing import (
-    KEYS,
-    Recorder,
-    cache,
-    fill,
-    full,
-    sound,
-    store,
-)
+from support.serving import failing, held_lock, push, silent
+from support.storing import KEYS, Recorder, fill, full, sound, store
 
-from lightcache import (
-    Cache,
-    CacheCorrupted,
-    LockTimeout,
-)
+from lightcache import Cache, CacheCorrupted, LockTimeout
 from lightcache.shm import layout, ofd
 from lightcache.shm.objects import OpenObject
 from lightcache.storage import StorageSpec, StorageTask, TaskState
@@ -39,9 +27,6 @@ from lightcache.storage.testing.conformance import make_keys
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
 Wait = Callable[[Callable[[], bool], str], None]
-
-__all__ = ["cache", "client"]
-
 
 # ---------------------------------------------------------------- a service that is silent
 
@@ -214,10 +199,7 @@ def test_answers_that_nobody_listened_to_in_time(
     with StorageService(cache, full(cache)) as service, StorageClient(cache, clock=clock) as client:
         client._messages = lambda: (gate.wait(60.0), [])[1]  # type: ignore
         tasks = [client.prefetch(KEYS) for _ in range(70)]
-        wait_until(
-            lambda: service.stats().taken == 70 and not service._tasks,
-            "the last answer",
-        )
+        wait_until(lambda: service.stats().taken == 70 and not service._tasks, "the last answer")
         assert len(client._answers) >= 70
         assert service.stats().lost == 0
         if service_goes:

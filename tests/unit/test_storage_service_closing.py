@@ -7,21 +7,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import pytest
+from support.refusals import refused
 from support.serving import held_lock, ours, push, silent
-from support.storing import (
-    KEYS,
-    Recorder,
-    cache,
-    fill,
-    full,
-)
+from support.storing import KEYS, Recorder, fill, full
 
-from lightcache import (
-    Cache,
-    ConfigError,
-    Detached,
-)
+from lightcache import Cache, ConfigError, Detached
 from lightcache.storage import StorageSpec, TaskState
 from lightcache.storage.service import StorageClient, StorageService
 from lightcache.storage.service.board import Phase
@@ -30,8 +20,6 @@ from lightcache.storage.testing import Fault, FlakyStorage
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
 Wait = Callable[[Callable[[], bool], str], None]
-
-__all__ = ["cache"]
 
 
 def test_closing_a_client_while_tasks_run(cache: Cache) -> None:
@@ -43,8 +31,7 @@ def test_closing_a_client_while_tasks_run(cache: Cache) -> None:
         assert client.close(0.0)
         assert task.state is FAILED
         assert task.result.reasons == ("the storage client was closed",)
-        with pytest.raises(Detached, match="make another"):
-            client.prefetch(KEYS)
+        refused(Detached, "make another", client.prefetch, KEYS)
         flaky.let_go()
 
 
@@ -159,8 +146,7 @@ def test_closing_that_was_interrupted_goes_on(cache: Cache) -> None:
                 raise KeyboardInterrupt
 
         setattr(owner, name, stop)
-        with pytest.raises(KeyboardInterrupt):
-            service.close()
+        refused(KeyboardInterrupt, "", service.close)
         setattr(owner, name, whole)
         if where in ("_drop_peers", "_ring.close"):
             assert service.close()
@@ -208,8 +194,7 @@ def test_closing_may_take_for_ever_and_says_what_is_no_time(cache: Cache) -> Non
     service, client = StorageService(cache, full(cache)), StorageClient(cache)
     for each in (service, client):
         for bad in (None, float("nan"), "1"):
-            with pytest.raises(ConfigError, match="timeout: expected seconds"):
-                each.close(bad)  # type: ignore[attr-defined]
+            refused(ConfigError, "timeout: expected seconds", each.close, bad)
     task = client.prefetch(KEYS)
     assert client.close(float("inf"))
     assert task.result.loaded == 20

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.storing import KEYS, Recorder, cache, full, store
+from support.storing import KEYS, Recorder, full, store
 
 from lightcache import Cache, Detached
 from lightcache.storage import StorageSpec, TaskState
@@ -18,9 +18,6 @@ from lightcache.storage.service.board import Board
 from lightcache.storage.service.serving import Peer, Served
 
 Wait = Callable[[Callable[[], bool], str], None]
-
-__all__ = ["cache"]
-
 
 # ---------------------------------------------------------------- answers
 
@@ -77,12 +74,7 @@ def test_a_forked_child_waits_for_no_lock_of_the_parent(cache: Cache) -> None:
         task = client.prefetch(KEYS, timeout=60.0)
         assert recorder.arrived.acquire(timeout=60.0)
         calls: list[Callable[[], object]] = [
-            *(
-                task.wait,
-                task.take,
-                task.cancel,
-                task.stop,
-            ),
+            *(task.wait, task.take, task.cancel, task.stop),
             *(client.stats, client.service, lambda: client.prefetch(KEYS)),
             *(lambda: client._push([b"x"]), service.stats),
         ]

@@ -5,21 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from support.serving import ServedTier, make_tier, push
-from support.storing import (
-    KEYS,
-    PAGE_BYTES,
-    Recorder,
-    cache,
-    empty,
-    fill,
-    full,
-    make_cache,
-)
+from support.serving import ServedTier, push
+from support.storing import KEYS, PAGE_BYTES, Recorder, empty, fill, full, make_cache
 
-from lightcache import (
-    Cache,
-)
+from lightcache import Cache
 from lightcache.storage import StorageSpec, TaskState
 from lightcache.storage.service import StorageClient, StorageService, board, service_stats
 from lightcache.storage.service.messages import PART_BYTES, Kind, Part
@@ -28,9 +17,6 @@ from lightcache.storage.testing.conformance import make_keys
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
 Wait = Callable[[Callable[[], bool], str], None]
-
-__all__ = ["cache", "make_tier"]
-
 
 # ---------------------------------------------------------------- tasks
 

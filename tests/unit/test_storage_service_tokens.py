@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.serving import ServedTier
-from support.storing import KEYS, PAGE_TOKENS, Recorder, cache, fill, make_cache
+from support.storing import KEYS, PAGE_TOKENS, Recorder, fill, make_cache
 
 from lightcache import Cache, ConfigError
 from lightcache.storage import MemoryStorage, StorageSpec, TaskState
@@ -17,8 +17,6 @@ from lightcache.storage.testing.conformance import make_keys
 
 IDS = np.arange(1000, 1000 + 20 * PAGE_TOKENS, dtype=np.uint32)
 ROWS = IDS.reshape(20, PAGE_TOKENS)
-
-__all__ = ["cache"]
 
 
 def keeping(cache: Cache) -> MemoryStorage:

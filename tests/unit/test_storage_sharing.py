@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.serving import make_tier
+from support.refusals import refused
 from support.storing import (
     KEYS,
     Recorder,
-    cache,
     empty,
     fill,
     full,
@@ -22,19 +21,12 @@ from support.storing import (
     store,
 )
 
-from lightcache import (
-    Abandoned,
-    Cache,
-    ConfigError,
-)
+from lightcache import Abandoned, Cache, ConfigError
 from lightcache.storage import StorageSpec, StorageTier, TaskState
 from lightcache.storage.testing import Fault, FlakyStorage, Rates
 from lightcache.storage.testing.conformance import make_keys, pages_of
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
-
-__all__ = ["cache", "make_tier"]
-
 
 # ---------------------------------------------------------------- others read, too
 
@@ -125,8 +117,7 @@ def test_publishing_what_all_ranks_have(cache: Cache, pages: int) -> None:
         assert cache.stats().ready == pages
         assert cache.check().writing == cache.check().pins == 0
         assert tier.stats().loaded == pages
-        with pytest.raises(ConfigError, match="neither"):
-            task.publish(0)
+        refused(ConfigError, "neither", task.publish, 0)
 
 
 def test_holding_and_giving_back(cache: Cache) -> None:
@@ -136,15 +127,13 @@ def test_holding_and_giving_back(cache: Cache) -> None:
         given_back(tier)
         assert cache.check().pins == 0
         assert cache.stats().ready == 0
-        with pytest.raises(ConfigError):
-            task.publish(1)
+        refused(ConfigError, "", task.publish, 1)
     tier, task = held(cache)
     assert tier.close()
     assert cache.check().pins == 0
     tier, task = held(cache)
     with tier:
-        with pytest.raises(ConfigError, match="pages: expected 0 to 20"):
-            task.publish(21)
+        refused(ConfigError, "pages: expected 0 to 20", task.publish, 21)
         task.publish(20)
     assert sound(cache, KEYS) == 20
 
@@ -160,8 +149,7 @@ def test_what_nobody_publishes_goes_back_by_itself(cache: Cache) -> None:
         tier.poll()
         assert cache.check().pins == cache.stats().ready == 0
         assert "not published in time" in task.result.reasons[0]
-        with pytest.raises(ConfigError):
-            task.publish(20)
+        refused(ConfigError, "", task.publish, 20)
 
 
 def test_what_nobody_publishes_goes_back_by_real_time(cache: Cache, wait_until: Any) -> None:
@@ -204,8 +192,7 @@ def test_only_what_was_held_can_be_published(make_tier: Any, cache: Cache) -> No
     with make_tier(cache, full(cache)) as tier:
         for task in (tier.prefetch(KEYS), tier.write(KEYS[:2]), tier.write(KEYS[10:])):
             task.wait(60.0)
-            with pytest.raises(ConfigError):
-                task.publish(0)
+            refused(ConfigError, "", task.publish, 0)
 
 
 def test_what_was_held_before_a_failure_counts(cache: Cache) -> None:
@@ -248,8 +235,7 @@ def test_publishing_in_a_namespace_that_was_cleared(cache: Cache) -> None:
         task = tier.prefetch(KEYS, hold=True, namespace=space)
         assert task.wait(60.0).prefix == 20
         cache.clear(space)
-        with pytest.raises(Abandoned):
-            task.publish(20)
+        refused(Abandoned, "", task.publish, 20)
         assert cache.check().pins == 0
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.disks import disk, where
+from support.disks import disk
+from support.refusals import refused
 from support.stacks import ALL, KEYS, Noting, flaky, get, has, noting, put
 
 from lightcache import ConfigError, Detached, StorageError
@@ -21,8 +22,6 @@ from lightcache.storage.stacked import Promoter, Promotion
 from lightcache.storage.testing import FlakyStorage
 from lightcache.storage.testing.conformance import CHECKS, MOST_PAGES, PAGE_BYTES, SPEC
 from lightcache.storage.urls import check_url
-
-__all__ = ["where"]
 
 OK, ABSENT, CORRUPT = ReadStatus.OK, ReadStatus.ABSENT, ReadStatus.CORRUPT
 STORED, PRESENT = WriteStatus.STORED, WriteStatus.PRESENT
@@ -196,8 +195,7 @@ def test_more_than_two_levels_are_refused() -> None:
         StackedStorage([MemoryStorage(SPEC) for _ in range(3)])
     for verb in (check_url, lambda url: open_storage(url, spec=SPEC)):
         for urls in (["memory:"] * 3, "stack:memory:|memory:|memory:"):
-            with pytest.raises(ConfigError, match=r"expected two URLs, the nearer first.*found 3"):
-                verb(urls)
+            refused(ConfigError, r"expected two URLs, the nearer first.*found 3", verb, urls)
 
 
 def test_more_below_than_there_is_room_above() -> None:
@@ -313,8 +311,7 @@ def test_deleting_waits_no_longer_than_its_time_for_a_promotion() -> None:
     with StackedStorage([upper, lower]) as stack:
         get(stack, [0])
         assert upper.arrived.wait(60.0)
-        with pytest.raises(StorageError, match="still being promoted"):
-            stack.delete(KEYS, timeout=0.01)
+        refused(StorageError, "still being promoted", stack.delete, KEYS, timeout=0.01)
         upper.gate.set()
         assert stack.settle(60.0)
         assert stack.delete(KEYS, timeout=60.0) == 8
@@ -384,8 +381,7 @@ def test_what_it_refuses() -> None:
         ([one, other], {"promote_seconds": "1"}),
     ]
     for storages, how in bad:
-        with pytest.raises(ConfigError):
-            StackedStorage(storages, **how)
+        refused(ConfigError, "", StackedStorage, storages, **how)
 
 
 def test_closing_closes_all_also_when_one_raises() -> None:
@@ -400,15 +396,11 @@ def test_closing_closes_all_also_when_one_raises() -> None:
 
     upper, lower = Reluctant(SPEC), MemoryStorage(SPEC)
     stack = StackedStorage([upper, lower])
-    with pytest.raises(StorageError, match="a call hangs; close it again"):
-        stack.close()
-    with pytest.raises(Detached):
-        lower.contains(KEYS, timeout=60.0)
-    with pytest.raises(Detached):
-        stack.contains(KEYS, timeout=60.0)
+    refused(StorageError, "a call hangs; close it again", stack.close)
+    refused(Detached, "", lower.contains, KEYS, timeout=60.0)
+    refused(Detached, "", stack.contains, KEYS, timeout=60.0)
     stack.close()
-    with pytest.raises(Detached):
-        upper.contains(KEYS, timeout=60.0)
+    refused(Detached, "", upper.contains, KEYS, timeout=60.0)
 
 
 @pytest.mark.parametrize("verb", ["contains", "read", "write", "delete"])
@@ -426,8 +418,7 @@ def test_closing_in_the_middle_of_a_call(verb: str) -> None:
         "write": lambda: put(stack),
         "delete": lambda: stack.delete(KEYS, timeout=60.0),
     }
-    with pytest.raises(Detached):
-        calls[verb]()
+    refused(Detached, "", calls[verb])
 
 
 # ---------------------------------------------------------------- URLs
@@ -483,8 +474,7 @@ def test_checking_opens_no_disk(where: Path) -> None:
 )
 def test_urls_that_are_refused(url: Any, why: str) -> None:
     for verb in (check_url, lambda url: open_storage(url, spec=SPEC)):
-        with pytest.raises(ConfigError, match=why):
-            verb(url)
+        refused(ConfigError, why, verb, url)
 
 
 @pytest.mark.parametrize("urls", [["memory:"], ("stack:memory:|memory:",)])
@@ -512,16 +502,14 @@ def test_one_that_cannot_be_opened(tmp_path: Path, caplog: Any) -> None:
     with open_storage(f"stack:?missing=skip|memory:|{bad}", spec=SPEC) as alone:
         assert isinstance(alone, StackedStorage)
         assert [level.name for level in alone.levels()] == ["storage 1 of 1, memory:"]
-    with pytest.raises(StorageError, match="none of 2"):
-        open_storage(f"stack:?missing=skip|{bad}|{bad}", spec=SPEC)
+    refused(StorageError, "none of 2", open_storage, f"stack:?missing=skip|{bad}|{bad}", spec=SPEC)
 
 
 def test_a_wrong_url_makes_nothing(where: Path) -> None:
     made = f"disk:{where}?capacity=1MiB"
     wrong = ("redis://h?speed=9", "tape:", "flaky:luck=1:memory:", "flaky:seed=1:tape:")
     for url in (*(f"stack:{made}|{each}" for each in wrong), f"flaky:luck=1:{made}"):
-        with pytest.raises(ConfigError):
-            open_storage(url, spec=SPEC)
+        refused(ConfigError, "", open_storage, url, spec=SPEC)
     assert not list(where.glob("*"))
 
 
@@ -551,5 +539,4 @@ def test_those_that_were_opened_are_closed_again(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="storage 2 of 2, bad:"):
         stacked.open_stack(["memory:", "bad:"], SPEC, one)
     for each in opened:
-        with pytest.raises(Detached):
-            each.contains(KEYS, timeout=60.0)
+        refused(Detached, "", each.contains, KEYS, timeout=60.0)

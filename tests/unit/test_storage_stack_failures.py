@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from support.refusals import refused
 from support.stacks import KEYS, Noting, flaky, get, has, noting, put
-from support.storing import cache, fill, sound
+from support.storing import fill, sound
 
 from lightcache import Cache, StorageError
 from lightcache.breaker import CircuitBreaker
@@ -25,8 +26,6 @@ from lightcache.storage.executor import Executor
 from lightcache.storage.protocol import ReadStatus, WriteStatus
 from lightcache.storage.testing import Fault, FlakyStorage
 from lightcache.storage.testing.conformance import SPEC
-
-__all__ = ["cache"]
 
 OK, ABSENT, FAILED, CORRUPT = ReadStatus
 STORED, PRESENT, LOST, REFUSED = WriteStatus
@@ -68,8 +67,7 @@ def test_both_are_dead() -> None:
             lambda: get(stack),
             lambda: stack.contains(KEYS, timeout=9),
         ):
-            with pytest.raises(StorageError, match=r"died on purpose|dead on purpose"):
-                call()
+            refused(StorageError, r"died on purpose|dead on purpose", call)
         found = stack.stats()
         assert (found.reads_failed, found.writes_failed) == (8, 8)
 
@@ -98,12 +96,9 @@ def test_a_dead_one_costs_one_warning_and_then_nothing(caplog: Any, wait_until: 
 def test_all_are_disabled() -> None:
     with StackedStorage([dead(), dead()], failures=1) as stack:
         for _ in range(2):
-            with pytest.raises(StorageError):
-                stack.contains(KEYS, timeout=60.0)
-        with pytest.raises(StorageError, match="is disabled after 1 failures"):
-            get(stack)
-        with pytest.raises(StorageError, match="is disabled after 1 failures"):
-            put(stack)
+            refused(StorageError, "", stack.contains, KEYS, timeout=60.0)
+        refused(StorageError, "is disabled after 1 failures", get, stack)
+        refused(StorageError, "is disabled after 1 failures", put, stack)
 
 
 def test_an_error_that_is_none_of_ours() -> None:
@@ -207,8 +202,7 @@ def test_deleting_says_what_failed() -> None:
         with pytest.raises(StorageError, match=r"delete: the storage fails.*storage 1 of 2"):
             stack.delete(KEYS[1:2], timeout=60.0)
         assert has(lower) == [2]
-        with pytest.raises(StorageError, match="clear: "):
-            stack.clear(timeout=60.0)
+        refused(StorageError, "clear: ", stack.clear, timeout=60.0)
         assert (has(upper), has(lower)) == ([0, 1], [])
         assert stack.clear(timeout=60.0) == 2
         assert has(stack) == []
@@ -246,8 +240,7 @@ def test_a_write_that_comes_late_brings_back_nothing_that_was_removed(
 
         assert put(stack, timeout=0.2).statuses == (STORED,) * 8
         assert lower.hanging == 1
-        with pytest.raises(StorageError, match=f"^{verb}: timed out: a write has not returned"):
-            remove(0.2)
+        refused(StorageError, f"^{verb}: timed out: a write has not returned", remove, 0.2)
         assert stack.stats().timeouts == 1
         put(upper)
         with ThreadPoolExecutor(1) as pool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.s3_server import s3_credentials
+from support.refusals import refused
 from support.servers import free_port
 
 from lightcache import ConfigError, StorageError
@@ -17,8 +17,6 @@ from lightcache.storage import StackedStorage, StorageSpec, open_storage, regist
 from lightcache.storage.stacked import LevelStats
 from lightcache.storage.testing.conformance import SPEC
 from lightcache.storage.urls import check_url
-
-__all__ = ["s3_credentials"]
 
 SKIP = "stack:?missing=skip|memory:|"
 RAISE = "stack:memory:|"
@@ -89,8 +87,7 @@ def test_whose_server_is_not_there(url: str, caplog: Any) -> None:
 def test_a_wrong_url_is_never_skipped(url: str) -> None:
     for opening in (check_url, lambda url: open_storage(url, spec=SPEC)):
         for stack in (SKIP, RAISE):
-            with pytest.raises(ConfigError):
-                opening(stack + url)
+            refused(ConfigError, "", opening, stack + url)
 
 
 @pytest.fixture
@@ -112,8 +109,7 @@ def test_of_somebody_elses(caplog: Any) -> None:
         StorageError, match=r"strange: cannot be opened: .*ImportError\('no module'\)"
     ):
         open_storage(f"{RAISE}strange:import", spec=SPEC)
-    with pytest.raises(ConfigError, match="no such tape"):
-        open_storage(f"{SKIP}strange:config", spec=SPEC)
+    refused(ConfigError, "no such tape", open_storage, f"{SKIP}strange:config", spec=SPEC)
     with pytest.raises(StorageError, match=r"none of 2 can be opened: .*ImportError"):
         open_storage("stack:?missing=skip|strange:import|strange:import", spec=SPEC)
 
@@ -121,5 +117,4 @@ def test_of_somebody_elses(caplog: Any) -> None:
 def test_a_file_that_the_url_names_is_a_part_of_the_url(tmp_path: Path) -> None:
     for option in ("ca", "password_file"):
         url = f"rediss://127.0.0.1:1?{option}={tmp_path / 'none'}"
-        with pytest.raises(ConfigError, match=f"{option}: expected a file"):
-            open_storage(SKIP + url, spec=SPEC)
+        refused(ConfigError, f"{option}: expected a file", open_storage, SKIP + url, spec=SPEC)

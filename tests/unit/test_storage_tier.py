@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.serving import make_tier
+from support.refusals import refused
 from support.storing import (
     KEYS,
     PAGE_TOKENS,
     Recorder,
-    cache,
     empty,
     fill,
     full,
@@ -31,9 +30,6 @@ from lightcache.storage.testing import Fault, FlakyStorage
 from lightcache.storage.testing.conformance import make_keys
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
-
-__all__ = ["cache", "make_tier"]
-
 
 # ---------------------------------------------------------------- it works
 
@@ -331,8 +327,7 @@ def test_a_task_waits_with_a_limit(make_tier: Any, cache: Cache) -> None:
     storage.gate.clear()
     with make_tier(cache, storage, threads=1) as tier:
         task = tier.prefetch(KEYS)
-        with pytest.raises(WaitTimeout, match="20 pages is not over"):
-            task.wait(0.0)
+        refused(WaitTimeout, "20 pages is not over", task.wait, 0.0)
         assert not task.over
         storage.gate.set()
         assert task.wait().absent == 20
@@ -370,49 +365,37 @@ def test_a_task_is_counted_before_it_is_over() -> None:
 )
 def test_arguments_out_of_range(make_tier: Any, cache: Cache, how: Any) -> None:
     before = threading.active_count()
-    with pytest.raises(ConfigError, match=next(iter(how))):
-        make_tier(cache, empty(cache), **how)
+    refused(ConfigError, next(iter(how)), make_tier, cache, empty(cache), **how)
     assert threading.active_count() == before
 
 
 def test_a_storage_for_other_pages(make_tier: Any, cache: Cache) -> None:
     for spec in (StorageSpec(8192), StorageSpec(4096, "another model")):
-        with pytest.raises(LayoutMismatch, match=r"StorageSpec\.of"):
-            make_tier(cache, MemoryStorage(spec))
-    with pytest.raises(ConfigError, match="expected a Storage"):
-        make_tier(cache, {})  # type: ignore[arg-type]
+        refused(LayoutMismatch, r"StorageSpec\.of", make_tier, cache, MemoryStorage(spec))
+    refused(ConfigError, "expected a Storage", make_tier, cache, {})
     make_tier(cache, MemoryStorage(StorageSpec(4096))).close()
 
 
 def test_a_cache_that_is_attached_read_only(cache: Cache) -> None:
     with Cache.attach(cache.name, readonly=True, secret=b"a secret of tests") as reader:
-        with pytest.raises(PermissionDenied):
-            StorageTier(reader, empty(cache))
+        refused(PermissionDenied, "", StorageTier, reader, empty(cache))
 
 
 def test_bad_calls(make_tier: Any, cache: Cache) -> None:
     fill(cache, KEYS)
     with make_tier(cache, empty(cache)) as tier, cache.match(KEYS) as lease:
-        with pytest.raises(ConfigError, match="keys"):
-            tier.write(KEYS.astype(np.int64))  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match="keys"):
-            tier.prefetch(KEYS[::2])
-        with pytest.raises(ConfigError, match="start"):
-            tier.prefetch(KEYS, 21)
-        with pytest.raises(ConfigError, match="lease"):
-            tier.write(KEYS[:5], lease=lease)
-        with pytest.raises(ConfigError, match="hashable"):
-            tier.write(KEYS, [])
-        with pytest.raises(ConfigError, match="timeout"):
-            tier.prefetch(KEYS, timeout="soon")  # type: ignore[arg-type]
+        refused(ConfigError, "keys", tier.write, KEYS.astype(np.int64))
+        refused(ConfigError, "keys", tier.prefetch, KEYS[::2])
+        refused(ConfigError, "start", tier.prefetch, KEYS, 21)
+        refused(ConfigError, "lease", tier.write, KEYS[:5], lease=lease)
+        refused(ConfigError, "hashable", tier.write, KEYS, [])
+        refused(ConfigError, "timeout", tier.prefetch, KEYS, timeout="soon")
 
 
 def test_a_cache_without_page_tokens(segment_name: str) -> None:
     with make_cache(segment_name, page_tokens=None) as cache:
-        with pytest.raises(ConfigError, match="min_tokens"):
-            StorageTier(cache, empty(cache), min_tokens=1)
+        refused(ConfigError, "min_tokens", StorageTier, cache, empty(cache), min_tokens=1)
         with StorageTier(cache, full(cache)) as tier:
             task = tier.prefetch(KEYS)
             task.wait(60.0)
-            with pytest.raises(ConfigError, match="page_tokens"):
-                _ = task.tokens
+            refused(ConfigError, "page_tokens", lambda: task.tokens)

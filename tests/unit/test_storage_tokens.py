@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.manager_case import World, tokens
-from support.storing import KEYS, PAGE_TOKENS, Recorder, cache, fill, make_cache
+from support.refusals import refused
+from support.storing import KEYS, PAGE_TOKENS, Recorder, fill, make_cache
 
 from lightcache import Cache, ConfigError
 from lightcache.manager import Prompt
@@ -23,8 +24,6 @@ from lightcache.storage import (
 )
 from lightcache.storage.testing import Fault, FlakyStorage
 from lightcache.storage.testing.conformance import CHECKS, SPEC, check_tokens, make_keys, pages_of
-
-__all__ = ["cache"]
 
 IDS = np.arange(1000, 1000 + 20 * PAGE_TOKENS, dtype=np.uint32)
 ROWS = IDS.reshape(20, PAGE_TOKENS)
@@ -72,8 +71,7 @@ class Careless(MemoryStorage):
 
 
 def test_conformance_sees_a_backend_that_takes_anything() -> None:
-    with pytest.raises(AssertionError, match="tokens"):
-        check_tokens(lambda spec: Careless(spec, tokens=True))
+    refused(AssertionError, "tokens", check_tokens, lambda spec: Careless(spec, tokens=True))
 
 
 def test_who_does_not_want_them() -> None:
@@ -127,8 +125,7 @@ def test_a_stack_gives_them_to_those_that_want_them(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("text", ["memory:?tokens=maybe", "memory:?tokens"])
 def test_an_option_that_is_none(text: str) -> None:
-    with pytest.raises(ConfigError):
-        open_storage(text, spec=SPEC)
+    refused(ConfigError, "", open_storage, text, spec=SPEC)
 
 
 # ---------------------------------------------------------------- the tier
@@ -181,8 +178,7 @@ def test_writing_by_tokens_gives_them(cache: Cache, wanted: bool) -> None:
 def test_ids_that_are_none(cache: Cache, ids: Any, why: str) -> None:
     fill(cache, KEYS[:4].copy())
     with StorageTier(cache, keeping(StorageSpec.of(cache))) as tier:
-        with pytest.raises(ConfigError, match=why):
-            tier.write(KEYS[:4].copy(), token_ids=ids)
+        refused(ConfigError, why, tier.write, KEYS[:4].copy(), token_ids=ids)
         assert cache.check().pins == 0
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.disks import disk, home, where
-from support.storing import KEYS, cache, fill, make_cache, stored
+from support.disks import disk, home
+from support.refusals import refused
+from support.storing import KEYS, fill, make_cache, stored
 
 from lightcache import Cache
 from lightcache.errors import ConfigError, Detached, StorageError
@@ -30,8 +31,6 @@ from lightcache.storage.service import StorageClient, StorageService
 from lightcache.storage.testing import Fault, FlakyStorage, Rates
 from lightcache.storage.testing.conformance import PAGE_BYTES, SPEC, pages_of
 from lightcache.storage.urls import check_url
-
-__all__ = ["cache", "where"]
 
 ANY: Any = None  # what a type would refuse is given all the same
 
@@ -64,8 +63,7 @@ def test_buffers_that_are_no_list(storage: Storage, buffers: Any, found: str) ->
 
 def test_strided_buffers(storage: Storage) -> None:
     strided = np.zeros(2 * PAGE_BYTES, np.uint8)[::2]
-    with pytest.raises(ConfigError, match=r"found .* not contiguous"):
-        storage.read(KEYS[:1], [strided], timeout=1.0)
+    refused(ConfigError, r"found .* not contiguous", storage.read, KEYS[:1], [strided], timeout=1.0)
 
 
 @pytest.mark.parametrize(
@@ -89,8 +87,7 @@ def test_no_time_to_wait(cache: Cache, timeout: Any) -> None:
     with hung, StorageTier(cache, hung) as tier:
         task = tier.prefetch(KEYS)
         assert hung.wait_hanging()
-        with pytest.raises(ConfigError, match="timeout: expected seconds"):
-            task.wait(timeout)
+        refused(ConfigError, "timeout: expected seconds", task.wait, timeout)
         hung.let_go()
         assert task.wait(math.inf).loaded == len(KEYS)
 
@@ -107,16 +104,14 @@ def test_a_spec_that_is_none(spec: Any) -> None:
 
 def test_a_cache_instead_of_its_spec(cache: Cache, where: Path) -> None:
     given: Any = cache
-    with pytest.raises(ConfigError, match=r"spec: expected a StorageSpec"):
-        open_storage("memory:", spec=given)
+    refused(ConfigError, r"spec: expected a StorageSpec", open_storage, "memory:", spec=given)
     with pytest.raises(ConfigError, match=r"spec: expected a StorageSpec"):
         DiskStorage(where, given, capacity="1MiB")
 
 
 @pytest.mark.parametrize("more", [{"fingerprint": None}, {"algorithm": b"xxh3"}], ids=str)
 def test_a_spec_of_no_texts(more: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{next(iter(more))}: expected a text"):
-        StorageSpec(4096, **more)
+    refused(ConfigError, f"{next(iter(more))}: expected a text", StorageSpec, 4096, **more)
 
 
 @pytest.fixture
@@ -127,8 +122,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("registered")
 def test_openers_that_are_none() -> None:
-    with pytest.raises(ConfigError, match=r"opener: expected a function of .* found 5"):
-        register("mine", ANY or 5)
+    refused(ConfigError, r"opener: expected a function of .* found 5", register, "mine", ANY or 5)
     with pytest.raises(ConfigError, match="scheme: expected a small letter"):
         register(ANY, lambda rest, spec: MemoryStorage(spec))
     assert "mine" not in urls.schemes()
@@ -155,8 +149,7 @@ def test_checking_a_url_of_somebody_else_opens_nothing() -> None:
     check_url("mine://host")
     assert not opened
     for wrong in ("mime://host", "mine", "memory"):
-        with pytest.raises(ConfigError, match="storage: expected a"):
-            check_url(wrong)
+        refused(ConfigError, "storage: expected a", check_url, wrong)
 
 
 def test_a_path_instead_of_a_url() -> None:
@@ -179,8 +172,7 @@ def test_memory_without_room_for_a_page() -> None:
 def test_no_folder(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for call in (lambda: DiskStorage(path, SPEC, capacity="1MiB"), lambda: remove(path)):
-        with pytest.raises(ConfigError, match="path: expected a folder"):
-            call()
+        refused(ConfigError, "path: expected a folder", call)
     assert not list(tmp_path.iterdir())
 
 
@@ -192,8 +184,7 @@ def remove(path: Any) -> None:
 def test_a_home_that_nobody_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for call in (lambda: open_storage("disk:~/x?capacity=1MiB", spec=SPEC), check_home):
-        with pytest.raises(ConfigError, match=r"'~/x': no shell .* write the folder out"):
-            call()
+        refused(ConfigError, r"'~/x': no shell .* write the folder out", call)
     assert not list(tmp_path.iterdir())
     disk(tmp_path / "~").close()  # who means it says so
 
@@ -204,8 +195,7 @@ def check_home() -> None:
 
 
 def test_a_name_that_is_too_long(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"File name too long.*give a folder"):
-        disk(tmp_path / ("x" * 300))
+    refused(StorageError, r"File name too long.*give a folder", disk, tmp_path / ("x" * 300))
 
 
 @pytest.mark.parametrize(
@@ -217,8 +207,7 @@ def test_a_name_that_is_too_long(tmp_path: Path) -> None:
     ids=str,
 )
 def test_a_disk_with_no_seconds(where: Path, how: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{next(iter(how))}: expected seconds"):
-        disk(where, **how)
+    refused(ConfigError, f"{next(iter(how))}: expected seconds", disk, where, **how)
     assert not where.exists()
 
 
@@ -235,8 +224,7 @@ def test_a_header_that_cannot_be_true(where: Path, wrong: dict[str, int]) -> Non
     header = home(where) / "header.json"
     header.write_text(json.dumps({**json.loads(header.read_text()), **wrong}))
     files = sorted(os.listdir(home(where)))
-    with pytest.raises(StorageError, match=r"header\.json is damaged; remove the folder"):
-        disk(where)
+    refused(StorageError, r"header\.json is damaged; remove the folder", disk, where)
     assert sorted(os.listdir(home(where))) == files
 
 
@@ -246,10 +234,8 @@ def test_a_header_that_cannot_be_true(where: Path, wrong: dict[str, int]) -> Non
 def test_a_tier_of_no_cache() -> None:
     with pytest.raises(ConfigError, match="cache: expected a Cache, found None"):
         StorageTier(ANY, MemoryStorage(SPEC))
-    with pytest.raises(ConfigError, match="cache: expected a Cache, found None"):
-        StorageTier.open(ANY, "memory:")
-    with pytest.raises(ConfigError, match="cache: expected a Cache, found None"):
-        StorageSpec.of(ANY)
+    refused(ConfigError, "cache: expected a Cache, found None", StorageTier.open, ANY, "memory:")
+    refused(ConfigError, "cache: expected a Cache, found None", StorageSpec.of, ANY)
     for kind in (StorageClient, StorageService):
         with pytest.raises(ConfigError, match="cache: expected a Cache, found None"):
             kind(ANY, *[MemoryStorage(SPEC)] * (kind is StorageService))
@@ -259,17 +245,14 @@ def test_a_tier_of_a_closed_cache(segment_name: str) -> None:
     closed = make_cache(segment_name)
     storage = MemoryStorage(StorageSpec.of(closed))
     closed.close()
-    with pytest.raises(Detached):
-        StorageTier(closed, storage)
-    with pytest.raises(Detached):
-        StorageTier.open(closed, "memory:")
+    refused(Detached, "", StorageTier, closed, storage)
+    refused(Detached, "", StorageTier.open, closed, "memory:")
 
 
 def test_a_lease_that_is_none(cache: Cache) -> None:
     fill(cache, KEYS)
     with StorageTier(cache, MemoryStorage(StorageSpec.of(cache))) as tier:
-        with pytest.raises(ConfigError, match="lease: expected a Lease, found 5"):
-            tier.write(KEYS, lease=ANY or 5)
+        refused(ConfigError, "lease: expected a Lease, found 5", tier.write, KEYS, lease=ANY or 5)
         assert tier.write(KEYS, tokens=320).wait(60.0).stored == len(KEYS)
 
 
@@ -279,12 +262,9 @@ def test_a_lease_that_is_none(cache: Cache) -> None:
 @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf, "1", None], ids=str)
 def test_delays_without_an_end(seconds: Any) -> None:
     for call in (lambda: Fault("delay", seconds=seconds), lambda: Rates(delay=seconds)):
-        with pytest.raises(ConfigError, match="expected finite seconds, 0 or more, found"):
-            call()
+        refused(ConfigError, "expected finite seconds, 0 or more, found", call)
 
 
 def test_faults_that_there_are_not() -> None:
-    with pytest.raises(ConfigError, match="read_fail: expected 0 to 1, found True"):
-        Rates(read_fail=True)
-    with pytest.raises(ConfigError, match="inner: expected a Storage, found None"):
-        FlakyStorage(ANY)
+    refused(ConfigError, "read_fail: expected 0 to 1, found True", Rates, read_fail=True)
+    refused(ConfigError, "inner: expected a Storage, found None", FlakyStorage, ANY)

@@ -10,16 +10,9 @@ import pytest
 from support.filling import pins
 from support.index_view import IndexView
 from support.keys import prompt
+from support.refusals import refused
 
-from lightcache import (
-    ClientId,
-    LeaseLost,
-    NoSpace,
-    OutOfPages,
-    PageIndex,
-    ReservationShard,
-    Ticket,
-)
+from lightcache import ClientId, LeaseLost, NoSpace, OutOfPages, PageIndex, ReservationShard, Ticket
 
 Script = Callable[..., Any]
 
@@ -53,10 +46,8 @@ def test_a_revoked_ticket_is_nobodys(segment_name: str) -> None:
             ticket = index.allocate(1).ticket([other.client_id])  # the pages are freed at once
             assert index.stats().doomed == 1
             ticket.revoke()
-            with pytest.raises(LeaseLost):
-                other.adopt(bytes(ticket))
-            with pytest.raises(LeaseLost, match="before"):
-                ticket.revoke()
+            refused(LeaseLost, "", other.adopt, bytes(ticket))
+            refused(LeaseLost, "before", ticket.revoke)
             index.evict(1)
             assert (index.stats().doomed, index.stats().free) == (0, 4)
 
@@ -110,8 +101,7 @@ def test_a_ticket_of_too_many_pages_is_taken_back(giver: PageIndex, taker: PageI
     many = np.tile(page, (60_000, 1))
     batch = giver.match_many(many, np.arange(len(many) + 1))
     lease = batch._lease
-    with pytest.raises((NoSpace, OutOfPages)):
-        lease.ticket([taker.client_id])
+    refused((NoSpace, OutOfPages), "", lease.ticket, [taker.client_id])
     assert giver.stats().tickets == 0
     assert not IndexView(giver).rows()[0].any()
     batch.release()
@@ -132,10 +122,8 @@ def test_a_reservation_is_written_by_others(
         left = taker.adopt(bytes(ticket), shard=0)
         assert isinstance(left, ReservationShard)
         assert left.pages.tolist() == new.pages.tolist()
-        with pytest.raises(LeaseLost, match="adopted by another"):
-            third.adopt(bytes(ticket), shard=0)
-        with pytest.raises(LeaseLost, match="before"):
-            taker.adopt(bytes(ticket), shard=1)
+        refused(LeaseLost, "adopted by another", third.adopt, bytes(ticket), shard=0)
+        refused(LeaseLost, "before", taker.adopt, bytes(ticket), shard=1)
         right = third.adopt(bytes(ticket), shard=1)
         assert isinstance(right, ReservationShard)
         assert not left.publish()

@@ -205,8 +205,7 @@ def test_ls_says_whose_and_shows_no_zeros(segment_name: str, tmp_path: Path) -> 
 
 @needs_root
 @pytest.mark.parametrize(
-    "command",
-    [["dump"], ["check"], ["check", "--lock"], ["rm"], ["reap"], ["repair"], ["disable"]],
+    "command", [["dump"], ["check"], ["check", "--lock"], ["rm"], ["reap"], ["repair"], ["disable"]]
 )
 def test_of_another_user_every_command_says_whose(cache_name: str, command: list[str]) -> None:
     done = as_nobody(*command, cache_name, status=2)

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from support.disks import where
 from support.filling import dumped
-from support.storing import KEYS, cache, fill, make_cache, sound
+from support.storing import KEYS, fill, make_cache, sound
 
 from lightcache import Cache
 from lightcache.shm import Segment, SharedRing
@@ -27,8 +26,6 @@ from lightcache.storage.service import ServiceStats, StorageClient, StorageServi
 from lightcache.tools import cli
 
 LIMIT = 60.0
-
-__all__ = ["cache", "where"]
 
 
 class Served:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from support.refusals import refused
 
 from lightcache.errors import ConfigError
 from lightcache.shm import (
@@ -338,8 +339,7 @@ def test_every_byte_of_a_copy_may_be_anything(segment_name: str) -> None:
 
 
 def test_kinds_that_cannot_be_copied() -> None:
-    with pytest.raises(ConfigError, match="log"):
-        structures.check_copy(SegmentKind.LOG, {}, 0, 0)
+    refused(ConfigError, "log", structures.check_copy, SegmentKind.LOG, {}, 0, 0)
 
 
 def test_a_lock_of_a_plain_segment(run: Run, segment_name: str, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.inline_device import InlineDevice
+from support.refusals import refused
 from support.transfer_cases import CASES, TOKENS, flat, states, whole_blocks
 
 from lightcache.kernels.engine import TransferEngine
@@ -151,8 +152,7 @@ def test_copies_go_back_too():
 def test_copies_refuse_what_does_not_lie_so(slots):
     engine, memory, device = engine_of(flat("cpu", 1), "copies")
     with engine:
-        with pytest.raises(ConfigError, match="use 'auto'"):
-            engine.offload(Move([0], slots))
+        refused(ConfigError, "use 'auto'", engine.offload, Move([0], slots))
         assert (memory.array == 0xCD).all()
         assert not device.log
 
@@ -179,8 +179,7 @@ def test_windows_hold_their_layers():
         assert first
         assert second
         assert not set(map(id, first)) & set(map(id, second))
-        with pytest.raises(ConfigError, match=r"layers are \[0, 1, 2\]"):
-            transfer.wait_layer(3, device.current())
+        refused(ConfigError, r"layers are \[0, 1, 2\]", transfer.wait_layer, 3, device.current())
         device.running = True
         transfer.wait()
     check_loaded(case, before, slots)
@@ -198,8 +197,7 @@ def test_a_transfer_that_goes_on_is_told_of_once():
         transfer.when_done(told.append)
         assert not transfer.done()
         assert engine.poll() == 1
-        with pytest.raises(WaitTimeout, match="is in flight after 0"):
-            transfer.wait(0.01)
+        refused(WaitTimeout, "is in flight after 0", transfer.wait, 0.01)
         assert not told
         device.running = True
         assert engine.poll() == 0
@@ -218,12 +216,9 @@ def test_a_failed_copy_is_never_a_success(mode):
         device.fail_copies = True
         transfer = engine.offload(Move([0], np.arange(16)))
         transfer.when_done(told.append)
-        with pytest.raises(TransferFailed, match="the copy failed"):
-            transfer.wait()
-        with pytest.raises(TransferFailed):
-            transfer.done()
-        with pytest.raises(TransferFailed):
-            transfer.wait_on(device.current())
+        refused(TransferFailed, "the copy failed", transfer.wait)
+        refused(TransferFailed, "", transfer.done)
+        refused(TransferFailed, "", transfer.wait_on, device.current())
         assert told == [False]
         device.fail_copies = False
         engine.offload(Move([0], np.arange(16))).wait()
@@ -237,8 +232,7 @@ def test_what_was_enqueued_before_a_failure_is_waited_for():
         transfer = engine.offload(Move([0], np.arange(16)))
         assert not transfer.done(), "the kernel may still run"
         device.running = True
-        with pytest.raises(TransferFailed):
-            transfer.done()
+        refused(TransferFailed, "", transfer.done)
 
 
 @pytest.mark.parametrize("mode", ["auto", "staged", "copies"])
@@ -313,8 +307,7 @@ def test_bad_moves_touch_nothing(verb, move, message):
     engine, memory, device = engine_of(case)
     before = case.snapshot()
     with engine:
-        with pytest.raises(ConfigError, match=message):
-            getattr(engine, verb)(move)
+        refused(ConfigError, message, getattr(engine, verb), move)
         assert not device.log
         assert engine.poll() == 0
     assert (memory.array == 0xCD).all()
@@ -333,8 +326,7 @@ def test_engines_refuse_what_does_not_fit():
         TransferEngine(case.geometry, case.planes, memory, device=InlineDevice(), rate=0)
     with pytest.raises(ConfigError, match="share: expected a Share, found 5"):
         TransferEngine(case.geometry, case.planes, memory, device=InlineDevice(), share=5)
-    with pytest.raises(ConfigError, match="HostEngine serves"):
-        TransferEngine(case.geometry, case.planes, memory)
+    refused(ConfigError, "HostEngine serves", TransferEngine, case.geometry, case.planes, memory)
     registered = InlineDevice()
     registered.registered = True
     with pytest.raises(ConfigError, match="not registered"):
@@ -347,8 +339,7 @@ def test_a_closed_engine_says_so():
     engine, _, _ = engine_of(flat("cpu"))
     engine.close()
     engine.close()
-    with pytest.raises(Detached, match="closed"):
-        engine.load(Move([0], np.arange(16)))
+    refused(Detached, "closed", engine.load, Move([0], np.arange(16)))
 
 
 def test_planes_of_one_call():

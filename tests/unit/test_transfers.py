@@ -16,6 +16,7 @@ from support.device_sides import Device, rows
 from support.index_view import IndexView
 from support.interrupts import interrupt
 from support.keys import prompt
+from support.refusals import refused
 from support.scripts import with_support
 
 from lightcache import (
@@ -113,8 +114,7 @@ def test_new_pages_are_published_when_the_copy_is_over(world: World) -> None:
     assert world.pins() == 3, "leaving the reservation's `with` ended it"
     assert not offload.done()
     assert offload.ready is None
-    with pytest.raises(WaitTimeout):
-        offload.wait(0)
+    refused(WaitTimeout, "", offload.wait, 0)
     assert world.cache.peek(prompt(1, 3)) == 0
     world.gate.opened.set()
     offload.wait(60)
@@ -180,10 +180,8 @@ def test_a_failed_copy_is_not_published(world: World) -> None:
     offload = Offload(world.engine, world.cache.reserve(prompt(1, 2)), world.slots(2), after=[gate])
     gate.opened.set()
     for _ in range(2):
-        with pytest.raises(TransferFailed, match="lost"):
-            offload.wait(60)
-    with pytest.raises(TransferFailed):
-        offload.done()
+        refused(TransferFailed, "lost", offload.wait, 60)
+    refused(TransferFailed, "", offload.done)
     assert offload.ready is False
     assert world.cache.wait(prompt(1, 2), timeout=0) == 0
     assert world.pins() == 0
@@ -269,8 +267,7 @@ def test_cleared_meanwhile(world: World) -> None:
     assert world.pins() == 3
     world.gate.opened.set()
     for call in (offload.wait, offload.done):
-        with pytest.raises(Abandoned):
-            call()
+        refused(Abandoned, "", call)
     assert offload.ready is False
     assert world.pins() == 0
 
@@ -282,8 +279,7 @@ def test_a_load_holds_its_lease(world: World) -> None:
     pages = lease.pages.tolist()
     with lease:
         load = Load(world.engine, lease, to, after=[world.gate], window=1)
-    with pytest.raises(LeaseLost):
-        lease.release()
+    refused(LeaseLost, "", lease.release)
     assert world.pins() == 3
     assert world.cache.evict(8) == 0
     assert not load.done()
@@ -303,8 +299,7 @@ def test_a_failed_load_lets_go(world: World) -> None:
     gate = Gate(RuntimeError("lost"))
     load = Load(world.engine, world.cache.match(prompt(1, 2)), world.slots(2), after=[gate])
     gate.opened.set()
-    with pytest.raises(TransferFailed):
-        load.wait(60)
+    refused(TransferFailed, "", load.wait, 60)
     assert world.pins() == 0
 
 
@@ -325,8 +320,7 @@ def test_a_failed_load_lets_go(world: World) -> None:
 )
 def test_bad_input_leaves_it_with_the_caller(world: World, slots: Any, how: Any, why: str) -> None:
     with world.cache.reserve(prompt(1, 3)) as new:
-        with pytest.raises(ConfigError, match=why):
-            Offload(world.engine, new, slots, **how)
+        refused(ConfigError, why, Offload, world.engine, new, slots, **how)
         gc.collect()
         assert world.pins() == 3
         assert new.publish()
@@ -336,34 +330,27 @@ def test_bad_input_leaves_it_with_the_caller(world: World, slots: Any, how: Any,
 def test_a_bad_load_leaves_the_lease_with_the_caller(world: World) -> None:
     Offload(world.engine, world.cache.reserve(prompt(1, 2)), world.slots(2)).wait(60)
     with world.cache.match(prompt(1, 2)) as lease:
-        with pytest.raises(ConfigError):
-            Load(world.engine, lease, world.slots(3))
+        refused(ConfigError, "", Load, world.engine, lease, world.slots(3))
         gc.collect()
         assert len(lease.pages) == 2
         assert world.pins() == 2
-    with pytest.raises(LeaseLost):
-        Load(world.engine, lease, world.slots(2))
-    with pytest.raises(ConfigError, match="expected a Lease"):
-        Load(world.engine, 17, world.slots(2))  # type: ignore[arg-type]
+    refused(LeaseLost, "", Load, world.engine, lease, world.slots(2))
+    refused(ConfigError, "expected a Lease", Load, world.engine, 17, world.slots(2))
 
 
 def test_what_has_ended_or_has_shards_is_refused(world: World) -> None:
     new = world.cache.reserve(prompt(1, 2))
     new.release()
-    with pytest.raises(LeaseLost):
-        Offload(world.engine, new, world.slots(2))
+    refused(LeaseLost, "", Offload, world.engine, new, world.slots(2))
     with world.cache.reserve(prompt(1, 2), shards=2) as new:
-        with pytest.raises(ConfigError, match="2 shards"):
-            Offload(world.engine, new, world.slots(2))
+        refused(ConfigError, "2 shards", Offload, world.engine, new, world.slots(2))
     with pytest.raises(ConfigError, match="expected a Reservation or ReservationShard"):
         Offload(world.engine, None, world.slots(2))  # type: ignore[arg-type]
     new = world.cache.reserve(prompt(1, 2))
     offload = Offload(world.engine, new, world.slots(2), after=[world.gate])
     for call in (new.publish, new.abandon, new.release):
-        with pytest.raises((Abandoned, LeaseLost)):
-            call()
-    with pytest.raises(LeaseLost):
-        Offload(world.engine, new, world.slots(2))
+        refused((Abandoned, LeaseLost), "", call)
+    refused(LeaseLost, "", Offload, world.engine, new, world.slots(2))
     assert world.pins() == 2
     world.gate.opened.set()
     offload.wait(60)
@@ -381,8 +368,7 @@ def test_a_shard_names_its_positions(world: World) -> None:
     new = world.cache.reserve(prompt(1, 4))
     ticket = new.ticket([world.cache.client_id])
     shard = adopted(world, 0, ticket)
-    with pytest.raises(ConfigError, match="give positions="):
-        Offload(world.engine, shard, slots)
+    refused(ConfigError, "give positions=", Offload, world.engine, shard, slots)
     offload = Offload(world.engine, shard, slots, positions=new.new)
     offload.wait(60)
     assert offload.ready is True
@@ -487,8 +473,7 @@ def test_an_engine_for_the_cache(world: World) -> None:
         (shorter, "page_tokens=geometry"),
     ):
         planes = Device(geometry.share(), SLOTS).planes
-        with pytest.raises(LayoutMismatch, match=why):
-            world.cache.engine(geometry, planes)
+        refused(LayoutMismatch, why, world.cache.engine, geometry, planes)
     with pytest.raises(ConfigError, match="PinnedPages"):
         world.cache.engine(GEOMETRY, DevicePlanes({}, device="cuda:0"))
     elsewhere = HostPages(np.zeros((2, GEOMETRY.page_bytes), np.uint8))
@@ -504,8 +489,7 @@ def test_one_fingerprint_that_begins_another(segment_name: str) -> None:
     with Cache.create(
         segment_name, pages=2, page_bytes=4096, fingerprint=both.fingerprint(), secret=bytes(16)
     ) as cache:
-        with pytest.raises(LayoutMismatch):
-            cache.engine(one, Device(one.share(), 8).planes)
+        refused(LayoutMismatch, "", cache.engine, one, Device(one.share(), 8).planes)
         cache.engine(both, Device(both.share(), 8).planes).close()
 
 
@@ -553,8 +537,7 @@ def test_pages_of_an_aborted_copy_are_quarantined_too(world: World) -> None:
 
 
 def test_a_cache_is_not_closed_under_an_engine(world: World) -> None:
-    with pytest.raises(InUse):
-        world.cache.close()
+    refused(InUse, "", world.cache.close)
     world.engine.close()
     with pytest.raises(Detached, match="closed"):
         Offload(world.engine, world.cache.reserve(prompt(1, 2)), world.slots(2))

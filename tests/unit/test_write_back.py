@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.manager_case import World, made_worlds, on_host, tokens
+from support.refusals import refused
 
 from lightcache.errors import CacheCorrupted, ConfigError, OutOfPages
 from lightcache.manager import ManagerConfig, Prompt, WritePolicy
@@ -40,7 +41,6 @@ def test_what_makes_room_is_on_the_host(worlds: Any) -> None:
     assert world.run("again", FIRST).host == 16
     found = world.manager.stats()
     assert found.demotions == found.device_evictions == 4 + 4
-    world.nothing_left()
 
 
 def test_there_is_no_room_while_the_copies_go_on(worlds: Any) -> None:
@@ -56,30 +56,25 @@ def test_there_is_no_room_while_the_copies_go_on(worlds: Any) -> None:
     assert len(world.manager.allocate("second", 30)) == 8
     assert on_host(world, FIRST) == 4
     world.manager.release("second")
-    world.nothing_left()
 
 
 def test_waiting_for_room(worlds: Any) -> None:
     world = worlds()
     waiting(world)
-    with pytest.raises(OutOfPages, match="being written"):
-        world.manager.allocate("second", 30, timeout=0)
+    refused(OutOfPages, "being written", world.manager.allocate, "second", 30, timeout=0)
     assert len(world.manager.allocate("second", 30, timeout=None)) == 8
     assert on_host(world, FIRST) == 4
     world.manager.release("second")
-    world.nothing_left()
 
 
 def test_nobody_waits_for_transfers_that_are_paused(worlds: Any) -> None:
     world = worlds()
     waiting(world)
     world.manager.pause()
-    with pytest.raises(OutOfPages, match="resumed"):
-        world.manager.allocate("second", 30, timeout=None)
+    refused(OutOfPages, "resumed", world.manager.allocate, "second", 30, timeout=None)
     world.manager.resume()
     assert len(world.manager.allocate("second", 30, timeout=None)) == 8
     world.manager.release("second")
-    world.nothing_left()
 
 
 def test_nothing_is_written_for_what_cannot_be_had(worlds: Any) -> None:
@@ -88,14 +83,12 @@ def test_nothing_is_written_for_what_cannot_be_had(worlds: Any) -> None:
     world.start("runs", tokens(9, 2))
     world.manager.plan("second", SECOND)
     world.manager.take("second")
-    with pytest.raises(OutOfPages):
-        world.manager.allocate("second", 30)
+    refused(OutOfPages, "", world.manager.allocate, "second", 30)
     assert not world.manager.can_allocate(8, evict=True)
     assert world.backend.offloads == 0
     assert world.manager.plan("again", FIRST).device == 16
     for request in ("again", "runs", "second"):
         world.manager.release(request)
-    world.nothing_left()
 
 
 def test_without_room_on_the_host_it_goes_and_is_counted(worlds: Any) -> None:
@@ -109,7 +102,6 @@ def test_without_room_on_the_host_it_goes_and_is_counted(worlds: Any) -> None:
     world.run("second", SECOND)
     found = world.manager.stats()
     assert (found.offloads, found.no_room_pages, found.device_evictions) == (0, 4, 4)
-    world.nothing_left()
 
 
 @pytest.mark.parametrize("failures", [1, 100], ids=["disabled", "not yet"])
@@ -132,7 +124,6 @@ def test_a_host_that_does_not_answer_holds_up_nobody(
     found = world.manager.stats()
     assert (found.failed_offloads, found.device_evictions, found.demotions) == (1, 4, 0)
     world.manager.release("second", publish=False)
-    world.nothing_left()
 
 
 def test_evicting_by_name_writes_first(worlds: Any) -> None:
@@ -145,7 +136,6 @@ def test_evicting_by_name_writes_first(worlds: Any) -> None:
     assert world.manager.can_allocate(8, evict=True)
     assert on_host(world, FIRST) == 4
     assert world.manager.stats().device_evictions == 4
-    world.nothing_left()
 
 
 # ---- ahead of need
@@ -158,7 +148,6 @@ def test_a_fiftieth_is_kept_free(worlds: Any) -> None:
     world.manager.poll()
     assert world.device.free == 2
     assert world.backend.offloads == 2
-    world.nothing_left()
 
 
 @pytest.mark.parametrize("policy", [WritePolicy.THROUGH, WritePolicy.SELECTIVE])
@@ -171,8 +160,7 @@ def test_who_writes_at_once_keeps_nothing_free(worlds: Any, policy: WritePolicy)
 
 @pytest.mark.parametrize("share", [-0.1, 1])
 def test_no_share(share: float) -> None:
-    with pytest.raises(ConfigError, match="low_water"):
-        ManagerConfig(low_water=share)
+    refused(ConfigError, "low_water", ManagerConfig, low_water=share)
 
 
 # ---- what is written
@@ -192,4 +180,3 @@ def test_a_block_that_stayed_is_written_again_if_the_host_lost_its_page(worlds: 
     world.backend.at_once = True
     world.manager.demote(4)
     assert on_host(world, FIRST) == 4
-    world.nothing_left()
