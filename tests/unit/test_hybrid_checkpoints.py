@@ -72,7 +72,7 @@ def test_more_slots_than_there_are(hybrids: Any) -> None:
     world = hybrids(slots=4)
     prompt = Prompt(tokens(41))
     world.save(prompt, 8, 16)
-    with pytest.raises(OutOfPages, match="there are 4"):
+    with pytest.raises(OutOfPages, match="expected at most 4 slots"):
         world.checkpoints.acquire(5)
     held = world.checkpoints.acquire(4)  # checkpoints go for running requests
     assert world.there(prompt)["device"] == []
