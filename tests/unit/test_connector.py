@@ -211,7 +211,7 @@ def test_extend_refuses_what_was_not_computed(connector: lct.Connector, llama: A
     with connector.prefix(ids) as past:
         refused(ConfigError, "0 computed, so expected at most 0 more, found 1", past.extend, [1])
         out = answer(llama, ids, past, steps=5).tokens
-        refused(ConfigError, "at most 5 more, found 25; give only what was gen", past.extend, out)
+        refused(ConfigError, "at most 5 more, found 25; give only the gen", past.extend, out)
         with pytest.raises(ConfigError, match="expected ids of one prompt"):
             past.extend(torch.zeros((2, 2), dtype=torch.long))
         past.extend(out[:, 20:])

@@ -69,7 +69,7 @@ def test_more_slots_than_there_are(hybrids: Any) -> None:
     world = hybrids(slots=4)
     prompt = Prompt(tokens(41))
     world.save(prompt, 8, 16)
-    refused(OutOfPages, "there are 4", world.checkpoints.acquire, 5)
+    refused(OutOfPages, "expected at most 4 slots", world.checkpoints.acquire, 5)
     held = world.checkpoints.acquire(4)  # checkpoints go for running requests
     assert world.there(prompt)["device"] == []
     refused(OutOfPages, "", world.checkpoints.acquire, 1)
