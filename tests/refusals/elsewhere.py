@@ -54,7 +54,7 @@ ELSEWHERE = {
     "unit/test_host_engine.py": {"sides_that_do_not_fit": ["made an engine of planes"]},
     "unit/test_hybrid_refusals.py": {
         "caches_that_do_not_fit": ["gave a hybrid model without"],
-        "settings_that_do_not_go_together": ["gave a hybrid model settings"],
+        "settings_that_do_not_go_together": ["gave a hybrid model conflicting settings"],
         "cropping": ["cropped the cache"],
     },
     "unit/test_layouts_input.py": {
