@@ -395,6 +395,7 @@ class _Findings:
                 continue
             if records["owner"][i] >= shm_layout.SLOTS:
                 yield f"{what} has owner {records['owner'][i]}"
+                continue
             words = records["shard"][i][:shards]
             status = words >> 6 & 3
             if (words >> 8 != gen[i]).any() or (status > _SHARD_DEAD).any():

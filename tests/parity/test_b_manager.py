@@ -62,7 +62,7 @@ def test_b1_giving_back_too_much_is_an_error(worlds: Any) -> None:
 
 def test_b1_an_attached_device_has_its_own_allocator(worlds: Any) -> None:
     world = worlds(owned=False)
-    refused(ConfigError, "engine owns", world.manager.can_allocate, 1)
+    refused(ConfigError, "engine allocates", world.manager.can_allocate, 1)
     assert world.manager.gauges().device.free == 32
 
 

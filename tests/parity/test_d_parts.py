@@ -131,7 +131,7 @@ def test_d13_of_a_models_config() -> None:
 
 
 def test_d13_parts_that_cannot_be() -> None:
-    with pytest.raises(ConfigError, match="together its 40 places"):
+    with pytest.raises(ConfigError, match="cover the 40 elements"):
         StatePart("conv", (40, 3), 2, sections=(Section("q", 4, 2), Section("v", 8, 3)))
     with pytest.raises(ConfigError, match="of a sharded part"):
         StatePart("conv", (8, 3), 2, sharded=False, sections=(Section("q", 4, 2),))

@@ -156,7 +156,7 @@ def test_only_pages_of_ours_are_named(index: PageIndex, other: PageIndex) -> Non
             index.name_pages(mixed, prompt(1, 2))
         refused(LeaseLost, rf"page {wrong} \(number 1 of 2\)", index.free, mixed)
     for call in (index.free, lambda p: index.name_pages(p, prompt(1, 2))):
-        refused(LeaseLost, "stands twice", call, pages[[0, 0]])
+        refused(LeaseLost, "passed twice", call, pages[[0, 0]])
     assert totals(index) == (PAGES - 3, 0, 3, 0), "nothing of the calls was done"
     index.free(pages)
     theirs.free()

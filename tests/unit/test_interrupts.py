@@ -175,7 +175,7 @@ def test_an_executor_whose_caller_is_interrupted() -> None:
         assert free(executor.changed.lock), f"at place {at}"
         assert executor.close(60.0)
         at += 3
-    assert at > 100
+    assert at > 60
 
 
 def test_views_of_a_pool_that_go(segment_name: str, monkeypatch: pytest.MonkeyPatch) -> None:

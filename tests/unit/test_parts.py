@@ -60,7 +60,7 @@ def ran(suite: Path, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:hypothesispytest", *arguments],
         cwd=suite,
-        env={**environment, "COLUMNS": "200"},
+        env={**environment, "COLUMNS": "200", "PYTHONPATH": str(TESTS)},
         capture_output=True,
         text=True,
         timeout=100,

@@ -82,7 +82,7 @@ def test_a_narrow_terminal_has_one_row_below_the_other() -> None:
 
 def test_a_title_is_not_broken() -> None:
     shown = printed(80, lines("storage service of llama-3-8b", [("serving", "no service")]))
-    assert shown == ["storage service of llama-3-8b", "  serving  nobody"]
+    assert shown == ["storage service of llama-3-8b", "  serving  no service"]
 
 
 # ---------------------------------------------------------------- what is swept
