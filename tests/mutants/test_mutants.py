@@ -28,7 +28,7 @@ CHANGES = (
 KILLED = [
     "lightcache/native/pages.c:lci_give_free:lc_txn_set#1:unlogged",
     "lightcache/native/reap.c:end_slot:lc_store_release#1:removed",
-    "lightcache/native/reap.c:reap_records:lci_ticket_client_gone#1:skipped",
+    "lightcache/native/reap.c:reap_some_records:lci_ticket_client_gone#1:skipped",
     "lightcache/native/reserve.c:settle_batch:keep#1:earlier",
     "lightcache/native/evict.c:lci_evict_settle:lci_pinned#1:skipped",
 ]
