@@ -17,7 +17,9 @@ Slots = npt.NDArray[np.int64]
 
 class TransferHandle(Protocol):
     """A copy in flight. It holds its host pages until it has finished. A handle may have `nbytes`,
-    the bytes that it moves; without it they are computed from the tokens."""
+    the bytes that it moves; without it they are computed from the tokens. It may have `transfer`,
+    an object with `wait_on(stream)`; without it `LoadHandle.wait_on` blocks the calling thread
+    until the copy has finished."""
 
     def done(self) -> bool:
         """Whether the copy has finished. Does not block.

@@ -175,7 +175,7 @@ class StorageSpec:
 class Storage(ABC):
     """A storage backend. Subclass it; `lightcache.storage.testing.conformance` tests this contract.
 
-    Every call takes a batch, blocks, and may be made from several threads at once. `timeout` is in
+    Calls block, and may be made from several threads at once. `timeout` is in
     seconds, for the whole batch. Pages not done by then are FAILED with a reason that begins with
     "timed out"; `contains`, `delete` and `clear` raise StorageError instead. With a timeout of zero
     or less, the time is already up.
