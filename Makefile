@@ -49,7 +49,8 @@ warn := -std=c11 -O2 -fPIC -fvisibility=hidden -Wall -Wextra -Werror -pthread -D
         -Ishm/native -Ilightcache/native
 
 export LIGHTCACHE_TEST_BUILD := $(pause)
-unexport PYTHONPATH
+# Without bytecode each of a thousand processes that tests start would compile the package again.
+unexport PYTHONPATH PYTHONDONTWRITEBYTECODE
 
 .PHONY: help test test-all demo lint bench gpu-test soak crash-test fuzz mutants format install pause venv clean distclean \
         lint-python lint-types lint-c

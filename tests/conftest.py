@@ -6,6 +6,7 @@ import fcntl
 import gc
 import itertools
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -40,6 +41,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Tests with one of these markers are run by `make test-all`, all others by `make test`.
 REST = ("slow", "models", "servers")
+_REST_MARK = re.compile(rf"mark\.(?:{'|'.join(REST)})\b")
+_WHOLLY_REST = re.compile(rf"^pytestmark = .*{_REST_MARK.pattern}", re.MULTILINE)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,6 +61,22 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """A worker for each core this process may use, eight at most, since each imports torch and
     transformers (0.6 GiB); tests named on the command line need none."""
     return 0 if chosen(config) else min(8, len(os.sched_getaffinity(0)))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import a file that has no test of the asked part: most of those that are left out
+    import transformers. Tests of a GPU are run by `make gpu-test`: beside others, whose kernels are
+    interpreted, all of them would be skipped."""
+    part = config.getoption("--part")
+    if part == "all" or chosen(config):
+        return None
+    if collection_path.is_dir():
+        return collection_path.name == "gpu" or None
+    if not collection_path.name.startswith("test_"):
+        return None
+    text = collection_path.read_text()
+    whole = bool(_WHOLLY_REST.search(text))
+    return (whole if part == "first" else not whole and not _REST_MARK.search(text)) or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

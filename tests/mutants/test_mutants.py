@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ from mutants.mutate import Mutant, mutants, sources
 from mutants.run import STAGES, Stage, accepted, try_one
 from support.packages import need
 
-ALL = list(mutants(ROOT))
 OWN_STAGES = [stage for stage in STAGES if stage.name not in ("core_tests", "stress")]
 CHANGES = (
     r"lc_txn_set|lc_txn_add|lc_txn_swap|lc_store|lc_store_release|lc_kill_fence|lci_step"
@@ -36,15 +36,21 @@ KILLED = [
 EQUIVALENT = "lightcache/native/evict.c:finish:lc_store_release#1:relaxed"
 
 
+@cache
+def every() -> list[tuple[CSource, Mutant]]:
+    """All mutants. Made by the first test that asks: each worker imports this file."""
+    return list(mutants(ROOT))
+
+
 def find(identity: str) -> tuple[CSource, Mutant]:
-    return next(pair for pair in ALL if pair[1].identity == identity)
+    return next(pair for pair in every() if pair[1].identity == identity)
 
 
 def test_every_store_fence_and_commit_is_changed() -> None:
     for source in sources(ROOT):
         changed = {
             at
-            for other, mutant in ALL
+            for other, mutant in every()
             if other.path == source.path
             for start, end, _ in mutant.edits
             for at in range(start, end)
@@ -55,12 +61,12 @@ def test_every_store_fence_and_commit_is_changed() -> None:
 
 
 def test_identities_are_of_one_mutant_each() -> None:
-    identities = [mutant.identity for _, mutant in ALL]
+    identities = [mutant.identity for _, mutant in every()]
     assert len(set(identities)) == len(identities) > 1000
 
 
 def test_a_mutant_differs_in_what_it_says() -> None:
-    for source, mutant in ALL:
+    for source, mutant in every():
         text = mutant.apply(source)
         assert text != source.text, mutant.identity
         start, end = min(e[0] for e in mutant.edits), max(e[1] for e in mutant.edits)
@@ -69,14 +75,14 @@ def test_a_mutant_differs_in_what_it_says() -> None:
 
 
 def test_brackets_match_in_every_mutant() -> None:
-    for source, mutant in ALL:
+    for source, mutant in every():
         bare = CSource(source.path, mutant.apply(source)).bare
         assert all(bare.count(a) == bare.count(b) for a, b in ("()", "{}", "[]")), mutant.identity
 
 
 def test_accepted_survivors_are_mutants_with_a_reason() -> None:
     listed = accepted()
-    assert set(listed) <= {mutant.identity for _, mutant in ALL}
+    assert set(listed) <= {mutant.identity for _, mutant in every()}
     assert all(listed.values())
 
 
@@ -111,7 +117,7 @@ def test_without_a_fence_of_pin_against_evict_a_model_fails(marker: str, tmp_pat
     need("spin")
     source, mutant = next(
         (source, mutant)
-        for source, mutant in ALL
+        for source, mutant in every()
         if f"order: {marker} " in source.text.splitlines()[mutant.line - 1]
         and "atomic_thread_fence" in mutant.identity
         and mutant.kind == "removed"
