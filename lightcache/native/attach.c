@@ -75,7 +75,8 @@ static void point(lci_handle *h, uint8_t *base, const lci_geometry *g) {
     h->log_end = g->end;
 }
 
-/* A handle on memory that nobody else changes: a copy, or a segment being made. The caller frees. */
+/* A handle on memory that no other process changes: a copy, or a segment being made. The caller
+ * frees. */
 lci_handle *lci_handle_on(uint8_t *base, const lci_geometry *g, lcs_attachment *at) {
     lci_handle *h = calloc(1, sizeof *h);
     if (!h) return NULL;
@@ -101,8 +102,8 @@ static void set_name(_Atomic uint64_t *to, const char *text) {
     for (int i = 0; i < LCI_NAME_WORDS; i++) lc_store(&to[i], n.word[i]);
 }
 
-/* The epoch before the names: whoever has read the new names under the old epoch finds it moved on
- * when it looks again. */
+/* The epoch before the names: a reader that has read the new names under the old epoch sees another
+ * epoch when it reads that again. */
 static void set_namespace(lci_namespace *ns, const char *weights, const char *tenant,
                           uint32_t quota, uint32_t minimum) {
     lc_store_release(&ns->epoch, lc_load(&ns->epoch) + 1);
@@ -116,7 +117,7 @@ static void set_namespace(lci_namespace *ns, const char *weights, const char *te
 }
 
 /* Lay out an index of `pages` pages in zeroed memory, before the segment is ready. `grown` pages
- * have memory behind them already. `flat`: pages may go while others hang on them. */
+ * have memory already. `flat`: a page may be evicted while others hang on it. */
 LC_API int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t grown, int flat) {
     lci_geometry g;
     int rc = lci_geometry_of(pages, &g);
@@ -143,8 +144,8 @@ LC_API int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t gr
     return LC_OK;
 }
 
-/* A handle for an attached process, or NULL: what the segment says of itself is not what an index
- * of `pages` pages is. */
+/* A handle for an attached process, or NULL if the segment's own figures are not those of an index
+ * of `pages` pages. */
 LC_API lci_handle *lci_open(lcs_attachment *at, uint64_t pages) {
     lci_geometry g;
     if (lci_geometry_of(pages, &g) != LC_OK || at->bytes < g.end) return NULL;
@@ -160,7 +161,7 @@ LC_API void lci_close(lci_handle *h) { free(h); }
 /* Is it flat? The caller knows what it was made as. */
 LC_API int lci_is_flat(const lci_handle *h) { return h->flat; }
 
-/* Say that memory stands behind the first `pages` pages. */
+/* Record that the first `pages` pages have memory. */
 LC_API int lci_grow(lci_handle *h, uint32_t pages, int wait, uint64_t deadline) {
     lc_txn t;
     int rc = lcs_usable(h->at);
@@ -247,8 +248,8 @@ static int settle_limits(const lci_handle *h, const lci_namespace *ns, lci_ns_li
 }
 
 /* Find a namespace or make it, with these limits; UINT32_MAX leaves one as it is (0 in a new one).
- * LC_E_FULL: all 256 are in use. LC_E_RANGE: more is promised than there is, nothing was changed;
- * `limits` says what was asked for in all. */
+ * LC_E_FULL: all 256 are in use. LC_E_RANGE: more is promised than there is; nothing was changed;
+ * `limits` returns how much was asked for in all. */
 LC_API int lci_namespace_limits(lci_handle *h, const char *weights, const char *tenant,
                                 lci_ns_limits *limits, lci_ns_ref *out, int wait,
                                 uint64_t deadline) {
@@ -284,8 +285,8 @@ LC_API int lci_namespace_open(lci_handle *h, const char *weights, const char *te
     return lci_namespace_limits(h, weights, tenant, &limits, out, wait, deadline);
 }
 
-/* Pages of reservations that are published and that nobody has collected yet: ready for everybody,
- * but still counted as being written. */
+/* Pages of reservations that are published and not collected yet: ready for all clients, but still
+ * counted as being written. */
 uint32_t lci_uncollected(const lci_handle *h) {
     uint32_t pages = 0;
     for (uint32_t w = 0; w < 16; w++) {
@@ -321,8 +322,8 @@ static bool pinned_by_clients(const lci_handle *h, const lci_page *p) {
 
 #define IDLE_MOST 4096 /* doomed pages that are looked at: a third of a millisecond */
 
-/* Doomed pages that whoever needs room gets at once. No lock: the list may change under us, and is
- * followed no further than it is long. While a ticket's pins last, all of row 0 counts. */
+/* Doomed pages that a call that needs room gets at once. No lock: the list may change meanwhile,
+ * and is followed no further than its length. While a ticket's pins last, all of row 0 counts. */
 static uint32_t idle(const lci_handle *h) {
     uint32_t found = 0, count = lc_load(&h->root->doomed);
     if (!count) return 0;

@@ -1,5 +1,5 @@
-/* check: derive every invariant again from memory that nobody changes meanwhile (a copy, or the
- * segment under its lock), and name the first that is broken. Nothing is believed: every walk is
+/* check: derive every invariant again from memory that does not change meanwhile (a copy, or the
+ * segment under its lock), and name the first that is broken. No word is trusted: every walk is
  * bounded, every index compared before use. */
 #include "check.h"
 
@@ -217,7 +217,7 @@ static bool ancestors(checker *c) {
     return true;
 }
 
-/* What changes without the lock: only in a copy that nobody was at work on. */
+/* What changes without the lock: only in a copy that was made while no process worked. */
 static bool at_rest(checker *c) {
     const lci_handle *h = c->h;
     uint64_t clock = lc_load(&h->root->clock);

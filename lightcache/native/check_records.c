@@ -21,7 +21,7 @@ static bool note_ticket(checker *c, uint32_t page, uint32_t index) {
     return true;
 }
 
-/* One chunk of a list, which nobody else may have. Returns its pages; 0: broken. */
+/* One chunk of a list, which no other list may have. Returns its pages; 0: broken. */
 static uint32_t chunk(checker *c, uint32_t at, const char *what, uint32_t index, note *each) {
     uint32_t pages = at < c->h->chunk_count ? lc_load(&c->h->chunks[at].count) : 0;
     if (pages - 1 >= LCI_CHUNK_PAGES)

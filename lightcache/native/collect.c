@@ -1,4 +1,4 @@
-/* What others left to do, done by whoever holds the lock next: reservations that have ended,
+/* What others left to do, done by the next holder of the lock: reservations that have ended,
  * doomed pages whose last pin has gone, namespaces being cleared. In pieces, with a safe point
  * after each, so that a death in between loses none of it. */
 #include "event.h"
@@ -162,10 +162,10 @@ uint32_t lci_collect(lci_handle *h, lc_txn *t, uint32_t budget) {
 }
 
 /* From here the reservation can only end. Its pages, WRITING, are not matched; they are unlinked by
- * lci_collect, by us or by whoever comes after us. With the slot of a client that is being taken
- * back (`of`, else 0) it becomes the owner, and its reaper alone unlinks them, in portions: others
- * would have to work off all of them before they may evict. False: it was published before, or is
- * gone. */
+ * lci_collect, by us or by the next holder of the lock. `of` (else 0) is the slot of a client that
+ * is being taken back: it becomes the owner, and its reaper alone unlinks the pages, in portions;
+ * others would have to unlink all of them before they may evict. False: it was published before, or
+ * is gone. */
 bool lci_doom_reservation(lci_handle *h, lc_txn *t, uint32_t rid, uint32_t of) {
     lci_reservation *r = &h->res[rid];
     uint32_t shards = lc_load(&r->shards);
@@ -189,13 +189,13 @@ bool lci_doom_reservation(lci_handle *h, lc_txn *t, uint32_t rid, uint32_t of) {
     return true;
 }
 
-/* Free doomed pages that nobody pins any more; look at `budget` of them at most, and begin where the
+/* Free doomed pages without pins; look at `budget` of them at most, and begin where the
  * last look of this handle ended: a lease over a cleared namespace may pin many for minutes. Returns how
  * many were looked at. */
 uint32_t lci_collect_doomed(lci_handle *h, lc_txn *t, uint32_t budget) {
     uint32_t looked = 0, count = lc_load(&h->root->doomed), page = h->doomed_hand;
     if (budget > count) budget = count;
-    /* DOOMED before the pins: whoever pins after this sees it, as in lci_evict. */
+    /* DOOMED before the pins: a client that pins after this sees it, as in lci_evict. */
     atomic_thread_fence(memory_order_seq_cst); /* order: doomed-fence */
     /* A page in this state is on the list, so whatever page the hand names by now is a place to begin. */
     if (page >= h->page_count || lci_state_of(lc_load(&h->pages[page].word)) != LCI_DOOMED)
@@ -253,7 +253,7 @@ uint32_t lci_clear_some(lci_handle *h, lc_txn *t, uint32_t budget) {
 }
 
 /* Forget a namespace. Its state changes first: from that store on no lookup finds anything of it.
- * LC_E_BUSY / LC_E_INTR: call again, it goes on. */
+ * LC_E_BUSY / LC_E_INTR: call again, it continues. */
 LC_API int lci_clear(lci_handle *h, lci_ns_ref ref, int wait, uint64_t deadline) {
     lc_txn t;
     int rc = lcs_usable(h->at);

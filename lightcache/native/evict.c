@@ -1,5 +1,5 @@
 /* Eviction: pages leave from the leaves upward (of a flat index in the order of their last use),
- * and only while nobody pins them. */
+ * and only without pins. */
 #include "index.h"
 
 /* A page on its way out: off the queue, off its parent and its namespace's count, EVICTING. Its word
@@ -28,7 +28,7 @@ static void prefetch_ancestor(const lci_handle *h, const lci_page *p) {
     __builtin_prefetch((const void *)lci_pin(h, h->at->slot, far));
 }
 
-/* Somebody came while we marked it: back to what it was, as used just now. */
+/* A client pinned it while we marked it: as it was before, and used just now. */
 static void unmark(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page) {
     lci_page *p = &h->pages[page];
     uint32_t parent = lci_parent(h, p);
@@ -148,7 +148,7 @@ static uint32_t choose(const lci_handle *h, const lci_eviction *e, uint32_t *out
 
 /* Free pages of one namespace: what a tenant over its quota pays with. Looks at LCI_WINDOW records
  * and takes the oldest that may go, so it is LRU in small pools and sampled LRU in large ones (the
- * idea is Redis's). The next call goes on behind them. */
+ * idea is Redis's). The next call continues after these records. */
 uint32_t lci_evict_namespace(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want,
                              uint32_t ns) {
     uint32_t marked[LCI_BATCH];

@@ -1,11 +1,11 @@
 /* Pages without a key: taken for content that has no name yet, and given back. A page that is HELD
- * stands in no structure; its word says whose it is. What its client holds in its own row, others
- * may pin as well (through a ticket). Names are in naming.c. */
+ * is in no structure; its word names its client. That client pins it in its own row; others may pin
+ * it as well (through a ticket). Names are in naming.c. */
 #include "index.h"
 
 /* ------------------------------------------------------------------ giving back */
 
-/* From here the pages are nobody's, and stay as long as somebody pins them. */
+/* From here the pages have no owner, and stay as long as they have pins. */
 void lci_doom_held(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n, uint32_t flags) {
     for (uint32_t i = 0; i < n; i++) {
         lc_txn_set(t, &h->pages[pages[i]].word, LCI_DOOMED | flags);
@@ -16,14 +16,14 @@ void lci_doom_held(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n, 
     lc_txn_add(t, &h->root->doomed, n);
 }
 
-/* Behind the commit that doomed them: our pin goes, and with it the page, unless somebody else pins
- * it. Not before the commit: a death would leave a page that is held and pinned by nobody. The
+/* After the commit that doomed them: our pin is removed, and the page freed unless another client
+ * pins it. Not before the commit: a death would leave a page that is held and has no pin. The
  * caller holds `rows`. */
 void lci_let_held_go(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n) {
     for (uint32_t i = 0; i < n; i++)
         if (lc_load(&h->mine[pages[i]])) lci_unpin_one(h, pages[i]);
     if (!n) return;
-    /* No fence before the pins: nobody has confirmed one of such a page without the lock. */
+    /* No fence before the pins: no client confirms a pin of such a page without the lock. */
     for (uint32_t i = 0; i < n && !t->error; i++)
         if (!lci_pinned(h, &h->pages[pages[i]])) lci_free_doomed(h, t, pages[i]);
     lci_step(t);
@@ -68,7 +68,7 @@ static int all_ours(const lci_handle *h, lci_held_op *op, const int32_t *pages, 
 
 static uint32_t batch(uint32_t left) { return left < LCI_BATCH ? left : LCI_BATCH; }
 
-/* Give back pages that we hold. LC_E_OWNER: `op->refused` is not ours; nothing behind `op->done`
+/* Give back pages that we hold. LC_E_OWNER: `op->refused` is not ours; nothing after `op->done`
  * has changed. With the generations that lci_allocate gave, pages that have been named since, or
  * given back, are left alone instead. LC_E_BUSY, LC_E_INTR: call again with the same `op`. */
 LC_API int lci_free_held(lci_handle *h, lci_held_op *op, const int32_t *pages,
@@ -107,9 +107,9 @@ typedef struct taking {
     lci_room room;
 } taking;
 
-/* A free page becomes ours, pinned first. Its generation moves on: whoever is still pinning its
- * former life, and loses its bit here, fails at that; and `repair` sees that it was used. The caller
- * holds `rows`. */
+/* A free page becomes ours, pinned first. Its generation increases: a client that is just pinning
+ * it as it was before, and loses its bit here, then fails; and `repair` sees that it was used. The
+ * caller holds `rows`. */
 static bool take_page(taking *k, uint32_t page) {
     lci_page *p = &k->h->pages[page];
     if (lci_state_of(lc_load(&p->word)) != LCI_FREE) { /* it stood twice on the stack */
@@ -158,8 +158,8 @@ static int take_batch(taking *k) {
     return k->t.error ? k->t.error : take_pages(k, pages, want);
 }
 
-/* Is it out of the question? What is written or held by anybody does not go for us, and what is to
- * have no memory does not come. */
+/* Is it impossible? Pages that are being written or held cannot be evicted for us, and memory that
+ * cannot grow does not count. */
 static bool too_many(const taking *k) {
     const lci_root *r = k->h->root;
     uint64_t kept = (uint64_t)lc_load(&r->writing) + lc_load(&r->held) - k->op->done;
@@ -274,7 +274,7 @@ LC_API int lci_unpin(lci_handle *h, const int32_t *pages, uint32_t n, uint32_t *
         }
         lci_unpin_one(h, page);
     }
-    /* Back up by the count alone: whoever took a page in between has it, and its bit is set. */
+    /* Restore counts alone: a page taken in between is its taker's, and its bit is set. */
     while (rc != LC_OK && i) lci_pin_one(h, (uint32_t)pages[--i]);
     pthread_mutex_unlock(&h->at->rows);
     return rc;
@@ -295,7 +295,7 @@ LC_API int lci_may_allocate(lci_handle *h, uint32_t want, uint32_t memory) {
         else if (memory == LCI_MEMORY_ASK && !lci_no_memory_left(h)) return LC_E_GROW;
         if (have >= want) return 1;
     }
-    uint64_t published = lci_uncollected(h);  /* whoever makes room collects them first */
+    uint64_t published = lci_uncollected(h);  /* a call that makes room collects them first */
     writing = writing > published ? writing - published : 0;
     have += named > writing ? named - writing : 0;
     for (uint32_t page = 0; page < h->page_count && have >= want; page++)
@@ -311,8 +311,8 @@ bool lci_held_by(const lci_handle *h, uint32_t page, uint32_t slot) {
 }
 
 /* Those of the pages, at most LCI_HOLD, that the dead client of `slot` (or we, leaving) still held
- * are doomed; somebody may be writing them. The lock has been taken since its death, so that what it
- * left half done is undone; no page becomes its own any more, and looking for them needs no lock. */
+ * are doomed; its device may still be writing them. The lock has been taken since its death, so its
+ * unfinished step is undone; it gets no more pages, and looking for them needs no lock. */
 int lci_reap_held(lci_handle *h, uint32_t slot, const uint32_t *pages, uint32_t n, int wait,
                   uint64_t deadline) {
     lc_txn t;

@@ -17,7 +17,7 @@ enum lci_state {
     LCI_FREE = 0, LCI_WRITING = 1, LCI_READY = 2, LCI_EVICTING = 3, LCI_DOOMED = 4, LCI_HELD = 5
 };
 #define LCI_STATE_MASK UINT32_C(0xf)
-#define LCI_UNWRITTEN UINT32_C(0x10) /* doomed while somebody might have been writing it */
+#define LCI_UNWRITTEN UINT32_C(0x10) /* doomed while a client might have been writing it */
 #define LCI_KEPT UINT32_C(0x20)      /* READY, and never evicted (keep.c) */
 #define LCI_NS_SHIFT 8
 #define LCI_NS_MASK UINT32_C(0xff00)
@@ -108,7 +108,7 @@ typedef struct lci_namespace {
     _Atomic uint32_t pages; /* named pages, writing or ready */
     _Atomic uint32_t quota; /* most named pages; 0: no limit */
     _Atomic uint32_t cursor; /* clearing: pages below it have been looked at */
-    _Atomic uint32_t hand;   /* where evicting for its quota goes on; advice */
+    _Atomic uint32_t hand;   /* where evicting for its quota continues; advice */
     _Atomic uint32_t minimum; /* named pages that making room for others leaves it */
     uint32_t pad[1];
     _Atomic uint64_t weights[LCI_NAME_WORDS]; /* UTF-8, zero padded */
@@ -132,7 +132,7 @@ typedef struct lci_root {
     /* Changed under the lock, through the undo log. */
     _Atomic uint32_t free_head, free_count; /* stack of pages given back */
     _Atomic uint32_t fresh;                 /* pages below it have been handed out at least once */
-    _Atomic uint32_t grown;                 /* pages below it have memory behind them */
+    _Atomic uint32_t grown;                 /* pages below it have memory */
     _Atomic uint32_t named;                 /* WRITING, READY or EVICTING */
     _Atomic uint32_t writing;               /* of these, in a reservation not yet collected */
     _Atomic uint32_t doomed;
@@ -143,16 +143,16 @@ typedef struct lci_root {
     _Atomic uint32_t queued;   /* pages in the eviction queue */
     _Atomic uint32_t now[2];   /* the queue's present: no queued page is older (low, high word) */
     _Atomic uint32_t occupied[LCI_LEVELS * 2];
-    _Atomic uint32_t repairing; /* a repair has begun and not ended: whoever locks next redoes it */
+    _Atomic uint32_t repairing; /* a repair is unfinished: the next holder of the lock redoes it */
     _Atomic uint32_t kept;      /* READY pages that are kept */
     _Atomic uint32_t held;      /* pages without a key, each in the hands of one client */
     _Atomic uint32_t reaped;    /* times that something of a dead client was taken back; not logged */
     /* Advice, in CLOCK_MONOTONIC, stored without the log; on the line that every taking reads. */
-    _Atomic uint64_t looking_ns;   /* when somebody last began to look for dead clients */
-    _Atomic uint64_t looked_ns;    /* when the last look began that left no dead client behind */
-    _Atomic uint64_t no_memory_ns; /* until then nobody asks for more memory */
+    _Atomic uint64_t looking_ns;   /* when the last look for dead clients began */
+    _Atomic uint64_t looked_ns;    /* when the last look began that left no dead client */
+    _Atomic uint64_t no_memory_ns; /* until then no call asks for more memory */
     uint32_t pad4[4];
-    /* Changed by anybody. */
+    /* Changed by every client. */
     _Atomic uint64_t clock; /* the last tick given out */
     uint8_t pad2[56];
     _Atomic uint32_t event; /* raised by two when writing ended somewhere; bit 0: sleepers */
@@ -225,8 +225,8 @@ typedef struct lci_look_op {
     uint32_t rounds;   /* of LCI_LOOK_ROUNDS; what it took back counts as well */
 } lci_look_op;
 
-/* One call's progress, in the caller's memory: whoever interrupts it between two holds of the lock
- * knows what is held. `page` and `status` have an entry for every key from `start` on. */
+/* One call's progress, in the caller's memory: a caller that interrupts it between two holds of the
+ * lock knows what is held. `page` and `status` have an entry for every key from `start` on. */
 typedef struct lci_reserve_op {
     uint32_t rid, gen; /* of the reservation; gen 0: none was opened */
     uint32_t cursor;   /* keys from `start` on that are settled */
@@ -312,10 +312,10 @@ typedef struct lci_counts {
     uint32_t pages, grown, fresh, free, named, writing, doomed, queued;
     uint32_t reservations, tickets, chunks, namespaces_clearing;
     uint32_t held, kept;
-    uint32_t idle; /* doomed pages that nobody pins: the next call that needs room has them */
+    uint32_t idle; /* doomed pages without pins: the next call that needs room gets them */
     uint32_t pad0;
     uint64_t clock;
-    uint64_t no_memory_ns; /* for so long nobody asks for more memory */
+    uint64_t no_memory_ns; /* for how long no call asks for more memory */
 } lci_counts;
 
 typedef struct lci_report {
@@ -382,7 +382,7 @@ LC_API int lci_geometry_of(uint64_t pages, lci_geometry *g);
 /* attach.c: a handle on memory, see there. */
 lci_handle *lci_handle_on(uint8_t *base, const lci_geometry *g, lcs_attachment *at);
 
-/* Is the page pinned by anybody? Reads the rows of those whose bit is set. */
+/* Does any client pin the page? Reads the rows of those whose bit is set. */
 bool lci_pinned(const lci_handle *h, const lci_page *p);
 
 /* A valid parent, or LC_NIL. */
@@ -411,7 +411,7 @@ typedef struct lci_eviction {
     uint64_t since; /* pages used at or after this tick are left alone: they came in meanwhile */
     uint32_t moved; /* pages that were queued older than they are and have been put right */
     bool exhausted; /* nothing can be evicted any more */
-    uint32_t by;    /* for whom, a namespace + 1; 0: for nobody's sake */
+    uint32_t by;    /* for a namespace: its number + 1; 0: for none */
     uint32_t cause; /* LCI_ASKED and so on, for the counts */
     const uint32_t *going; /* only listing: pages of each namespace that are listed; else NULL */
 } lci_eviction;
@@ -435,8 +435,8 @@ uint32_t lci_evict(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want);
 #define LCI_WINDOW 4096
 uint32_t lci_evict_namespace(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want, uint32_t ns);
 bool lci_evict_from_chain(lci_handle *h, lc_txn *t, lci_eviction *e, uint64_t key_lo);
-/* The two halves of evicting pages that the caller has chosen: queueable ones, pinned by nobody when
- * he looked, a batch at most and each before its parent (in a flat index in any order). Settling
+/* The two halves of evicting pages that the caller has chosen: queueable ones, without pins when
+ * it looked, a batch at most and each before its parent (in a flat index in any order). Settling
  * compacts `marked` to those that are free now and returns their number. */
 void lci_evict_page(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page);
 uint32_t lci_evict_settle(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *marked, uint32_t n);
@@ -457,19 +457,19 @@ typedef struct lci_room {
     bool no_memory;                 /* and the caller knows that there is none */
     lci_look_op *look;              /* of the call; its turn to look may come */
 } lci_room;
-/* What making room came to, besides an error: enough is free, or all that can be; or this hold has
- * done its share and the next goes on. */
+/* The result of making room, besides an error: enough is free, or all that can be; or this hold of
+ * the lock has done its share and the next continues. */
 enum { LCI_ROOM_MADE = 0, LCI_ROOM_AGAIN = 1 };
 uint32_t lci_available(const lci_handle *h);
 uint32_t lci_uncollected(const lci_handle *h); /* attach.c, without the lock */
 int lci_make_quota_room(lci_handle *h, lc_txn *t, lci_room *room, uint32_t id, uint32_t want);
 int lci_make_room(lci_handle *h, lc_txn *t, lci_room *room, uint32_t want);
 
-/* room.c: for so long nobody asks for more memory; 0: the next one does. */
+/* room.c: for how long no call asks for more memory; 0: the next one does. */
 uint64_t lci_no_memory_left(const lci_handle *h);
 bool lci_may_grow(const lci_handle *h, const lci_room *room);
-/* Room is made anew, after something was taken back, at a tick of its own: what was found pinned
- * before counts as used at the former. */
+/* Make room once more, after something was taken back, at a new tick: pages that were found pinned
+ * before count as used at the earlier one. */
 static inline void lci_room_again(lci_handle *h, lci_room *room, uint64_t *tick) {
     room->eviction.since = *tick = lci_next_tick(h);
     room->eviction.exhausted = false;
@@ -478,7 +478,7 @@ static inline void lci_room_again(lci_handle *h, lci_room *room, uint64_t *tick)
 }
 
 /* look.c: dead clients. A call notes when it began (`now`, before it tries); under the lock, where it
- * evicts, whether it is its turn to look; and behind the lock, without the `door`, it looks. `less`:
+ * evicts, whether it is its turn to look; and after the lock, without the `door`, it looks. `less`:
  * it has got less than it was asked for. 1: something came back, try again (for `less` alone); 0: no;
  * LC_E_BUSY, LC_E_INTR: call again with the same `look`. */
 void lci_look_begin(const lci_handle *h, lci_look_op *look, uint64_t now);
@@ -486,17 +486,19 @@ bool lci_look_due(const lci_handle *h, uint64_t now);
 void lci_look_if_due(lci_handle *h, lci_look_op *look);
 int lci_look(lci_handle *h, lci_look_op *look, bool less, int wait, uint64_t deadline);
 LC_API int lci_reap_slot(lci_handle *h, uint32_t slot, int wait, uint64_t deadline);
-/* reap.c: the same in portions. `left` says how much may be done, in pins, and then how much of that
- * is left; at 0 or below the slot may still be TAKEN or in QUARANTINE, and the next one goes on. */
+/* reap.c: the same in portions. `left` says how much may be done, in pins, and then how much of
+ * that is left; at 0 or below the slot may still be TAKEN or in QUARANTINE, and the next reaper
+ * continues. */
 int lci_reap_some(lci_handle *h, uint32_t slot, int wait, uint64_t deadline, int64_t *left);
 #define LCI_REAP_PAGE 64 /* what unlinking a page costs, in pins that are cleared */
-/* What one call takes back on somebody's behalf, so that it costs him less than 10 ms: a page that was
- * being written costs 0.1 to 1 us (two cores, ten processes), which is 4 ms; a pin 2 to 20 ns. */
+/* What one call takes back for its caller, so that it costs less than 10 ms: a page that was being
+ * written costs 0.1 to 1 us (two cores, ten processes), which is 4 ms; a pin 2 to 20 ns. */
 #ifndef LCI_REAP_MOST
 #define LCI_REAP_MOST (4096 * LCI_REAP_PAGE)
 #endif
 #define LCI_LOOK_ROUNDS 256 /* of one call, each a share of LCI_REAP_MOST */
-/* ticket.c, without the lock: has `slot` given a ticket that some who are not `dead` may adopt? */
+/* ticket.c, without the lock: has `slot` given a ticket that a client that is not `dead` may
+ * adopt? */
 bool lci_ticket_awaited(const lci_handle *h, uint32_t slot, uint64_t dead);
 
 /* held.c: pages without a key. */
@@ -575,7 +577,7 @@ static inline int lci_lock(lci_handle *h, lc_txn *t, uint32_t op, int wait, uint
     return rc;
 }
 
-/* Between two holds of long work: go on (LC_OK), or first let the interpreter look for signals
+/* Between two holds of long work: continue (LC_OK), or first let the interpreter look for signals
  * (LC_E_INTR; LC_E_BUSY: with its lock let go), or give up. */
 static inline int lci_again(uint64_t begun, int wait, uint64_t deadline) {
     uint64_t now = lcs_now_ns();

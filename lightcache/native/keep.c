@@ -55,7 +55,7 @@ static void keep_batch(lci_handle *h, lc_txn *t, const lc_key *keys, uint32_t n,
 
 /* Keep the longest ready prefix for good (`keep`), or let go of those of the keys that are kept.
  * `op->cursor` says how long the prefix is, `op->pages` how many were changed. LC_E_BUSY, LC_E_INTR:
- * call again, it goes on. What a call that is not ended has kept stays kept. */
+ * call again, it continues. What an unfinished call has kept stays kept. */
 LC_API int lci_keep(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ref, int keep,
                     lci_walk_op *op, int wait, uint64_t deadline) {
     lc_txn t;
@@ -118,7 +118,7 @@ static void drop_batch(drop *d) {
 
 /* Evict the branch of keys [start, n), its end first, up to the first page that cannot go. Keys at
  * the end that have no page are passed over. `op->pages`: how many went. LC_E_BUSY, LC_E_INTR: call
- * again, it goes on. */
+ * again, it continues. */
 LC_API int lci_drop(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t start, lci_ns_ref ref,
                     lci_walk_op *op, int wait, uint64_t deadline) {
     int rc = lcs_usable(h->at);

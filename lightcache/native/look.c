@@ -1,5 +1,6 @@
-/* Looking for dead clients, for a call that could use what they hold: one that evicts, or one that is
- * about to give less than it was asked for. design/index.md, section 12, says who looks, and when. */
+/* Looking for dead clients, for a call that could use what they hold: one that evicts, or one that
+ * is about to give less than it was asked for. design/index.md, section 12, says which calls look,
+ * and when. */
 #include "event.h"
 #include "index.h"
 
@@ -21,7 +22,7 @@ bool lci_look_due(const lci_handle *h, uint64_t now) {
 void lci_look_if_due(lci_handle *h, lci_look_op *look) {
     uint64_t now = lc_load(&lcs_lock_of(h->at)->since_ns);
     if (LC_LIKELY(!lci_look_due(h, now))) return;
-    lc_store(&h->root->looking_ns, now); /* it is ours: whoever takes the lock next sees it */
+    lc_store(&h->root->looking_ns, now); /* it is ours: the next holder of the lock sees it */
     look->due = 1;
 }
 
@@ -50,8 +51,8 @@ static int take_back(lci_handle *h, lci_look_op *look, uint32_t slot, uint64_t d
     return taken(h, slot) ? LC_E_BUSY : 0;
 }
 
-/* The first of the dead of whom something comes back. Those who gave tickets that others are still to
- * adopt come last, and only for a call that has no other way: their adopters may finish their work. */
+/* The first dead client from which something comes back. Clients that gave tickets that others are
+ * still to adopt come last, and only for a call that has no other way: the adopters may finish. */
 static int take_one_back(lci_handle *h, lci_look_op *look, uint64_t dead, bool less,
                          uint64_t deadline) {
     uint64_t givers = 0;
@@ -69,7 +70,7 @@ static int take_one_back(lci_handle *h, lci_look_op *look, uint64_t dead, bool l
     return rc;
 }
 
-/* Until the one who is at it has taken something back. */
+/* Until the client that is taking back now has taken something back. */
 static int wait_for_reaper(lci_handle *h, const lci_look_op *look) {
     uint64_t now = lcs_now_ns(), end = now + REAPER_NS;
     for (; now < end; now = lcs_now_ns()) {
@@ -80,7 +81,7 @@ static int wait_for_reaper(lci_handle *h, const lci_look_op *look) {
     return 1;
 }
 
-/* Is there more to take back: of another, or of one who held more than a portion? */
+/* Is there more to take back: from another client, or from one that held more than a portion? */
 static bool any_taken(const lci_handle *h, uint64_t dead) {
     for (uint64_t bits = dead; bits; bits &= bits - 1)
         if (taken(h, (uint32_t)__builtin_ctzll(bits))) return true;
@@ -103,11 +104,11 @@ static int look_for_dead(lci_handle *h, lci_look_op *look, bool less, int wait, 
         return 0;
     }
     if (wait == LC_TRY) {
-        if (!less) lc_store(&root->looking_ns, 0); /* whoever has no `look` asks again */
+        if (!less) lc_store(&root->looking_ns, 0); /* a caller without a `look` asks again */
         return LC_E_BUSY;
     }
     int rc = take_one_back(h, look, dead, less, deadline);
-    if (rc == 1 && any_taken(h, dead)) lc_store(&root->looking_ns, 0); /* the next one goes on at once */
+    if (rc == 1 && any_taken(h, dead)) lc_store(&root->looking_ns, 0); /* the next looks at once */
     if (!less) return rc == LC_E_INTR ? rc : 0;
     if (rc == LC_E_BUSY && !look->waited) {
         look->waited = 1;
@@ -123,12 +124,12 @@ static int look_for_dead(lci_handle *h, lci_look_op *look, bool less, int wait, 
 int lci_look(lci_handle *h, lci_look_op *look, bool less, int wait, uint64_t deadline) {
     if (look->rounds >= LCI_LOOK_ROUNDS) return 0; /* it has done its share */
     int rc = look_for_dead(h, look, less, wait, deadline);
-    look->due = rc < 0; /* the same call goes on with it */
+    look->due = rc < 0; /* the same call continues with it */
     if (rc >= 0) look->rounds++;
     return rc;
 }
 
-/* The same for a caller who has found by himself that there is too little. 1: something came back;
+/* The same for a caller that has found by itself that there is too little. 1: something came back;
  * ask again. LC_E_BUSY, LC_E_INTR: call again with the same `look`. */
 LC_API int lci_look_for_dead(lci_handle *h, lci_look_op *look, int wait, uint64_t deadline) {
     int rc = lcs_usable(h->at);

@@ -2,12 +2,12 @@
 #include "index.h"
 
 /* Keys are taken in blocks, in three stages, each a block ahead of the next: the bucket is asked
- * for; its chain's first record is; that one's key is compared and, where it is another, the
- * record behind it asked for. So the two or three cache misses of a key become none that is waited
- * for, and the length of a chain no branch that is guessed wrong.
+ * for; its chain's first record is; that one's key is compared and, if it is another, the record
+ * after it is asked for. So no lookup waits for the two or three cache misses of a key, and the
+ * length of a chain costs no mispredicted branch.
  *
- * These stages check nothing and promise nothing: they guess where the key's record lies. What
- * makes a guess an answer is said at `standing`. */
+ * These stages check nothing and promise nothing: they guess where the key's record lies. How a
+ * guess becomes an answer: see `standing`. */
 #define BLOCK 16
 #define STAGES 4 /* a power of two above the blocks under way */
 
@@ -158,9 +158,9 @@ bool lci_pinned(const lci_handle *h, const lci_page *p) {
     return false;
 }
 
-/* Count first, then the bit: whoever sees the count zero behind a set bit may take the page, and
- * whoever sees no bit has not to look. The bit stays set after the last release: setting it is
- * the only read-modify-write of a pin, and a page that is matched again saves it. */
+/* Count first, then the bit: a client that sees a set bit and a count of zero may take the page,
+ * and one that sees no bit need not read the count. The bit stays set after the last release:
+ * setting it is the only read-modify-write of a pin, and a page that is matched again saves it. */
 int lci_pin_one(lci_handle *h, uint32_t page) {
     _Atomic uint16_t *count = &h->mine[page];
     uint16_t old = lc_load(count);
@@ -235,7 +235,7 @@ static int match_one(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref n
 }
 
 /* Pin every one of the keys that is ready, wherever in the run: for reserve. `pages[i]` and
- * `status[i]` = LCI_PRESENT say which. An error leaves those pinned that it says so of. */
+ * `status[i]` = LCI_PRESENT say which. After an error those that are marked so stay pinned. */
 int lci_pin_ready(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns, uint64_t tick,
                   int32_t *pages, uint8_t *status) {
     pipeline p = {.h = h, .keys = keys, .n = n};
@@ -266,8 +266,9 @@ static void note_lookup(lci_handle *h, uint32_t asked, uint32_t hit) {
     lc_raise(&c->missed_pages, asked - hit);
 }
 
-/* Pin the longest ready prefix of each request; `lease` begins zeroed. Pages are written one request behind another to
- * the lease; `counts[i]` are request i's. Returns the pages in all. On an error nothing is pinned. */
+/* Pin the longest ready prefix of each request; `lease` begins zeroed. Pages are written to the
+ * lease one request after another; `counts[i]` are request i's. Returns the pages in all. On an
+ * error nothing is pinned. */
 LC_API int lci_match(lci_handle *h, const lc_key *keys, const int64_t *offsets, uint32_t requests,
                      lci_ns_ref ns, lci_lease *lease, int32_t *counts) {
     int rc = usable(h);
@@ -329,7 +330,7 @@ LC_API int lci_release(lci_handle *h, lci_lease *lease) {
     return rc;
 }
 
-/* Hand what a lease holds to others, a run of `counts[i]` pages to each: at once, for a caller whom
+/* Hand what a lease holds to others, a run of `counts[i]` pages to each: at once, for a caller that
  * a signal may interrupt. Process-local. LC_E_RANGE: the counts are not what it holds. */
 LC_API int lci_split(lci_lease *from, lci_lease *const *to, const int32_t *counts, uint32_t n) {
     const int32_t *pages = (const int32_t *)(from + 1);

@@ -15,7 +15,7 @@ static bool settled(const lci_reserve_op *op, uint32_t rest) {
 }
 
 /* `lci_reserve` for each chain. LC_OK: all are settled. LC_E_BUSY, LC_E_INTR and LC_E_GROW: call
- * again with the same `ops`, it goes on where it was. After any other error the caller gives back
+ * again with the same `ops`, it continues where it was. After any other error the caller gives back
  * what was reserved, of all of them. */
 LC_API int lci_reserve_many(lci_handle *h, lci_reserve_op *ops, const lc_key *keys,
                             const int64_t *offsets, const int64_t *starts, uint32_t chains,
@@ -37,9 +37,9 @@ LC_API int lci_reserve_many(lci_handle *h, lci_reserve_op *ops, const lc_key *ke
     return LC_OK;
 }
 
-/* Publish every shard of each reservation. `pages` are their new pages, one reservation's behind the
- * other's. `codes[i]` is what `lci_publish` said of the last shard of the i-th; 1 also where nothing
- * was new. One that fails holds up no other. */
+/* Publish every shard of each reservation. `pages` are their new pages, one reservation's after the
+ * other's. `codes[i]` is what `lci_publish` returned for the last shard of the i-th; 1 also where
+ * nothing was new. A failure of one does not stop the others. */
 LC_API int lci_publish_many(lci_handle *h, const lci_reserve_op *ops, uint32_t chains,
                             const int32_t *pages, int32_t *codes) {
     for (uint32_t i = 0; i < chains; i++) {

@@ -2,8 +2,8 @@
  *
  * What lookups have found must not be taken back when we die. So the pages of one hold of the lock
  * pass through a reservation: WRITING, listed and linked by steps that are undone as usual; then
- * its one shard is published, as by lci_publish, and then it is collected. Whoever comes after a
- * death dooms what was not published and goes on with what was. */
+ * its one shard is published, as by lci_publish, and then it is collected. After a
+ * death, what was not published is doomed, and what was published is collected. */
 #include "index.h"
 
 typedef struct naming {
@@ -58,7 +58,7 @@ static void seek(naming *k) {
     k->at += left;
 }
 
-/* The next batch: which keys. `request` and `at` then stand behind it. */
+/* The next batch: which keys. `request` and `at` are then at its end. */
 static void plan(naming *k) {
     k->count = 0;
     while (k->count < LCI_BATCH && k->request < k->requests) {
@@ -181,7 +181,7 @@ static bool room_for_one(naming *k, uint32_t chain) {
     return true;
 }
 
-/* In the same step as the pages became WRITING: whoever reaps us finds them listed. */
+/* In the same step as the pages became WRITING: a reaper of ours finds them listed. */
 static void list_news(naming *k) {
     lci_handle *h = k->h;
     if (k->t.error || !k->news) return;
@@ -225,7 +225,7 @@ static void take_back(naming *k) {
     }
 }
 
-/* How many keys of the step nobody has: for a quota. */
+/* How many keys of the step have no page yet: for a quota. */
 static uint32_t absent(const naming *k) {
     uint32_t n = 0, word, length;
     for (uint32_t i = 0; i < k->count; i++) n += look(k, k->key[i], &word, &length) == LC_NIL;
@@ -259,8 +259,8 @@ static int name_batch(naming *k) {
     return rc;
 }
 
-/* What this hold has named is complete. Also behind a step that failed and is yet to be undone: it
- * names no page of that. */
+/* What this hold has named is complete. Called also after a step that failed and is not yet undone:
+ * it names no page of that step. */
 static void publish(naming *k) {
     lci_handle *h = k->h;
     if (!k->gen) return;
@@ -289,9 +289,9 @@ static int name_some(naming *k) {
 }
 
 /* Name pages that we hold: those of request i by its keys from starts[i] on. `out` and `status` say
- * which page stands under each key: ours (LCI_NEW), another's that we have pinned (LCI_PRESENT; with
+ * which page each key has: ours (LCI_NEW), another's that we have pinned (LCI_PRESENT; with
  * LCI_NAME_MERGE ours is free), or ours, held as before (LCI_BUSY_KEY, LCI_NO_ROOM). LC_E_OWNER:
- * page `op->refused` is not ours; nothing behind `op->done` has changed. LC_E_BUSY, LC_E_INTR:
+ * page `op->refused` is not ours; nothing after `op->done` has changed. LC_E_BUSY, LC_E_INTR:
  * call again with the same `op`. */
 LC_API int lci_name(lci_handle *h, lci_held_op *op, const lc_key *keys, const int64_t *offsets,
                     const int64_t *starts, uint32_t requests, const int32_t *pages, uint32_t n,

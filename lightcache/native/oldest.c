@@ -114,11 +114,11 @@ static bool over(const oldest *o) {
     return o->op->ended && (!o->op->keep_order || o->op->returned >= o->lease->held);
 }
 
-/* Pin the up to `op->want` pages that would be evicted next for nobody in particular, each before its
- * parent (of a flat index in the order of their last use): into a lease with room for them, with
- * their keys and parents (LC_NIL: none). Returns how many. They stay in the queue: where they were
- * (`op->keep_order`), or as if they had been used now. LC_E_BUSY, LC_E_INTR: call again, it goes on.
- * What the lease holds is the caller's to release, after an error as well. */
+/* Pin the up to `op->want` pages that would be evicted next by a call for no namespace, each before
+ * its parent (of a flat index in the order of their last use): into a lease with room for them,
+ * with their keys and parents (LC_NIL: none). Returns how many. They stay in the queue: where they
+ * were (`op->keep_order`), or as if they had been used now. LC_E_BUSY, LC_E_INTR: call again, it
+ * continues. What the lease holds is the caller's to release, after an error as well. */
 LC_API int lci_oldest(lci_handle *h, lci_oldest_op *op, lci_lease *lease, lc_key *keys,
                       uint32_t *parents, int wait, uint64_t deadline) {
     int rc = lcs_usable(h->at);
@@ -149,7 +149,7 @@ typedef struct discard {
     lci_handle *h;
     lci_discard_op *op;
     const int32_t *page;
-    const uint32_t *hits;  /* NULL: whoever matched and went again does not count */
+    const uint32_t *hits;  /* NULL: matches that have ended do not count */
     const uint32_t *order; /* positions in `page`, by page number */
     uint8_t *done;         /* its pin was given back */
     uint32_t n;
@@ -175,7 +175,7 @@ static int take_pins(discard *d, lci_lease *lease) {
     return rc;
 }
 
-/* Our pin goes. Is there anybody else, or was there? (Hits saturate: then only pins tell.) */
+/* Our pin goes. Does another client pin it, or did one? (Hits saturate: then only pins tell.) */
 static bool unwanted(discard *d, uint32_t i) {
     lci_handle *h = d->h;
     const lci_page *p = &h->pages[d->page[i]];
@@ -246,12 +246,12 @@ LC_API int lci_discard_end(lci_handle *h, lci_discard_op *op, const int32_t *pag
     return rc;
 }
 
-/* Give up our pins of these pages, each different, and evict those that nobody else has pinned, that
+/* Give up our pins of these pages, each different, and evict those that no other client pins, that
  * had no hit since `hits` (NULL: whatever they had), and on which nothing else hangs, unless the
  * index is flat. With `lease` the pins are those that it holds, and it holds none any more.
- * LC_E_BUSY, LC_E_INTR: call again, it goes on; after any other end lci_discard_end gives back the
- * rest. LC_E_OWNER: we do not pin one of them; LC_E_TWICE: the lease was released. Nothing was given
- * up then. */
+ * LC_E_BUSY, LC_E_INTR: call again, it continues; after any other end lci_discard_end gives back
+ * the rest. LC_E_OWNER: we do not pin one of them; LC_E_TWICE: the lease was released. Nothing was
+ * given up then. */
 LC_API int lci_discard(lci_handle *h, lci_discard_op *op, lci_lease *lease, const int32_t *pages,
                        const uint32_t *hits, const uint32_t *order, uint8_t *done, uint32_t n,
                        int wait, uint64_t deadline) {

@@ -2,7 +2,7 @@
 #include "index.h"
 
 /* Up to `want` free pages into `out`; returns how many. The stack first: its pages are warm and have
- * memory behind them. */
+ * memory. */
 uint32_t lci_take_free(lci_handle *h, lc_txn *t, uint32_t *out, uint32_t want) {
     lci_root *r = h->root;
     uint32_t n = 0, page = lc_load(&r->free_head), fresh = lc_load(&r->fresh);
@@ -86,9 +86,9 @@ void lci_readopt(lci_handle *h, lc_txn *t, uint32_t page, uint32_t parent) {
     if (lci_parent(h, p) == LC_NIL) lci_attach_parent(h, t, page, parent);
 }
 
-/* Make a named page unreachable at once. Its bytes stay until the last pin has gone; whoever holds
- * the lock then collects it. What hangs on it stays and has no parent any more. False: it is READY
- * under a reservation just completed, and stays. */
+/* Make a named page unreachable at once. Its bytes stay until its last pin is released; the next
+ * holder of the lock then collects it. Pages that hang on it stay, without a parent. False: it is
+ * READY under a reservation just completed, and stays. */
 bool lci_doom(lci_handle *h, lc_txn *t, uint32_t page) {
     lci_page *p = &h->pages[page];
     uint32_t word = lc_load_acquire(&p->word), state = lci_state_of(word);

@@ -20,7 +20,7 @@ int lci_make_ready(lci_handle *h, uint32_t rid, uint32_t ns, const int32_t *page
     for (uint32_t i = 0; i < n; i++) {
         if ((uint32_t)pages[i] >= h->page_count) return LC_E_RANGE;
         uint32_t old = writing;
-        /* Release: whoever sees READY sees the bytes. */
+        /* Release: a process that sees READY sees the bytes. */
         bool swapped = atomic_compare_exchange_strong_explicit(
             &h->pages[pages[i]].word, &old, ready, memory_order_acq_rel,
             memory_order_acquire); /* order: page-ready */
@@ -43,9 +43,10 @@ static int outcome(const lci_handle *h, const int32_t *pages, uint32_t n) {
 /* Publish one shard of a reservation. Returns 1 when it was the last and the pages are ready now,
  * 0 when others are to come. `pages` are the reservation's new pages, pinned by the caller.
  *
- * LC_E_STALE and LC_E_CLEARED oblige the caller to lci_abandon. They may be of a step whose maker dies before it
- * commits: undone, the shard is pending again, in the caller's name, and its keys would be busy as long as the caller
- * lives. Abandoning takes the lock, behind which such a step has been undone or stands. */
+ * LC_E_STALE and LC_E_CLEARED oblige the caller to lci_abandon. They may come from another client's
+ * step, and that client may die before it commits: when the step is undone, the shard is pending
+ * again in the caller's name, and its keys would be busy as long as the caller lives. Abandoning
+ * takes the lock; once it is taken, such a step has been undone or is committed. */
 LC_API int lci_publish(lci_handle *h, uint32_t rid, uint32_t gen, uint32_t shard,
                        const int32_t *pages, uint32_t n) {
     int rc = lcs_usable(h->at);
@@ -86,7 +87,7 @@ static bool being_written(const lci_handle *h, const lc_key *keys, uint32_t n) {
     return false;
 }
 
-/* Sleep until none of the keys is being written by anybody. LC_E_TIMEOUT at the deadline; LC_E_BUSY
+/* Sleep until no client is writing any of the keys. LC_E_TIMEOUT at the deadline; LC_E_BUSY
  * every 20 ms, for the caller to look whether a writer has died; LC_E_INTR after a signal. */
 LC_API int lci_wait(lci_handle *h, const lc_key *keys, uint32_t n, uint64_t deadline) {
     uint64_t look = lcs_now_ns() + UINT64_C(20000000);

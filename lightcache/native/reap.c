@@ -1,8 +1,8 @@
-/* Taking back what a dead client held. The reaper holds the dead slot's mending byte, so that nobody
- * takes the slot meanwhile; dying itself it loses the byte, and the next reaper starts over: every
- * step here may be done twice. A reaper that has done its portion leaves what one leaves that died.
- * The dead one's own byte stays free: a reaper that is stopped does not make it look alive, so others
- * take over the lock that it died with. */
+/* Taking back what a dead client held. The reaper holds the dead slot's mending byte, so that no
+ * client takes the slot meanwhile; if it dies it loses the byte, and the next reaper starts over:
+ * every step here may be done twice. A reaper that has done its portion leaves the same state as
+ * one that died. The dead one's own byte stays free: a reaper that is stopped does not make it look
+ * alive, so others take over the lock that it died with. */
 #include "index.h"
 
 #include <errno.h>
@@ -32,7 +32,7 @@ typedef struct reaping {
     uint32_t slot;
     int wait;
     uint64_t deadline;
-    int64_t left;   /* what may still be done, in pins; it ends behind the step that uses it up */
+    int64_t left;   /* what may still be done, in pins; the step that uses it up is the last */
     bool pins_stay; /* for now, of pages that were being written: a device's copies, or we live */
     uint32_t n, pages[LCI_HOLD + LCI_CHUNK_PAGES];
 } reaping;
@@ -51,8 +51,8 @@ static bool drain(reaping *r, lc_txn *t, uint32_t rid) {
     return false;
 }
 
-/* A reservation ends when the dead client still had to write a shard of it. If others have all
- * that is left, it goes on without an owner. False: there is more of it. */
+/* A reservation ends when the dead client still had to write a shard of it. If all that
+ * is left is others', it stays active without an owner. False: there is more of it. */
 static bool reap_reservation(reaping *r, lc_txn *t, uint32_t rid) {
     lci_handle *h = r->h;
     lci_reservation *res = &h->res[rid];
@@ -60,7 +60,7 @@ static bool reap_reservation(reaping *r, lc_txn *t, uint32_t rid) {
     if (state == LCI_RES_FREE) return true;
     if (state == LCI_RES_DOOMED && owner == r->slot) return drain(r, t, rid);
     if (lci_complete(res)) {
-        lci_flag_ended(h, rid); /* whoever should have said so may be the dead one */
+        lci_flag_ended(h, rid); /* the client that should have said so may be the dead one */
         return true;
     }
     if (writes_any(res, r->slot)) {
@@ -72,7 +72,7 @@ static bool reap_reservation(reaping *r, lc_txn *t, uint32_t rid) {
     return true;
 }
 
-/* Behind the commit that doomed them. Pages that somebody has used again since are not doomed. */
+/* After the commit that doomed them. Pages that were used again since are not doomed. */
 static void unpin_drained(reaping *r) {
     for (uint32_t i = 0; i < r->n && !r->pins_stay; i++) {
         uint32_t page = r->pages[i];
@@ -190,7 +190,8 @@ static enum copies copies(const lci_handle *h, const lcs_client *c) {
     return ready == 0 && !another ? COPIES_GOING_ON : COPIES_UNKNOWN;
 }
 
-/* For those who had too little and wait for this, or look behind us. The dead one's pages first. */
+/* For clients that had too little and wait for this, or look after us. The dead one's pages
+ * first. */
 static void say_reaped(lci_handle *h) {
     atomic_fetch_add_explicit(&h->root->reaped, 1, memory_order_release);
     lci_notify(h);
@@ -266,14 +267,15 @@ int lci_reap_some(lci_handle *h, uint32_t slot, int wait, uint64_t deadline, int
 }
 
 /* Take back all that the client of `slot` held, if it is dead. 1: it was (or is in quarantine), 0: it
- * lives or nobody is there; LC_E_BUSY, LC_E_INTR: call again. */
+ * lives or the slot is free; LC_E_BUSY, LC_E_INTR: call again. */
 LC_API int lci_reap_slot(lci_handle *h, uint32_t slot, int wait, uint64_t deadline) {
     int64_t left = INT64_MAX;
     return lci_reap_some(h, slot, wait, deadline, &left);
 }
 
-/* Act as the dead client in a new epoch, so that a lock the dead one still holds is seen to be
- * nobody's: the epoch is raised before the slot's byte says again that somebody lives there. */
+/* Act as the dead client in a new epoch, so that others see that the owner of a lock that it still
+ * holds is dead: the epoch is raised before the slot's byte says again that a client lives
+ * there. */
 static int reap_as_guest(lci_handle *h, uint32_t slot, int wait, uint64_t deadline) {
     lcs_client *c = lcs_client_of(h->at, slot);
     if (client_state(h, slot) == LCS_CLIENT_FREE) return 0;

@@ -2,7 +2,7 @@
  * from the truth (page words and keys, page lists of reservations and tickets).
  *
  * Runs under the lock in one piece, without the log: `repairing` says that it has begun, and
- * whoever takes the lock next starts it again. Chains that hold what they should are not touched,
+ * the next holder of the lock starts it again. Chains that hold what they should are not touched,
  * so lookups in a sound index notice nothing. */
 #include "repair.h"
 
@@ -13,7 +13,7 @@ static bool named_word(uint32_t word) {
     return state == LCI_WRITING || state == LCI_READY;
 }
 
-/* A page that nobody may find any more; its bytes stay as long as somebody pins it. */
+/* A page that no lookup may find any more; its bytes stay as long as it has pins. */
 static void doom(lci_page *p, uint32_t state) {
     lc_store(&p->word, LCI_DOOMED | (state == LCI_WRITING ? LCI_UNWRITTEN : 0));
 }
@@ -33,8 +33,8 @@ static void settle_reserved(const builder *b, uint32_t page, uint32_t word) {
         lc_store(&p->word, (word & ~LCI_KEPT) ^ (LCI_READY ^ LCI_WRITING));
 }
 
-/* A page without a key stays with the client that its word names, while that one pins it. Others may
- * still read it, or write, whoever it belonged to. */
+/* A page without a key stays with the client that its word names, while that client pins it. Else
+ * other clients may still read or write it. */
 static void settle_held(const lci_handle *h, uint32_t page, uint32_t word) {
     lci_page *p = &h->pages[page];
     uint32_t slot = lci_ns_of(word);
@@ -47,7 +47,7 @@ static void settle_held(const lci_handle *h, uint32_t page, uint32_t word) {
 }
 
 /* A page's word, made sound: EVICTING goes back; nonsense, and what could be reached with an odd
- * generation, becomes free, or doomed while somebody pins it. */
+ * generation, becomes free, or doomed while it has pins. */
 static void settle_page(const builder *b, uint32_t page) {
     const lci_handle *h = b->h;
     lci_page *p = &h->pages[page];
@@ -56,7 +56,7 @@ static void settle_page(const builder *b, uint32_t page) {
     if (lci_tick(p) > clock) lc_store(&p->used, clock << LCI_TICK_SHIFT);
     if (state == LCI_EVICTING) lc_store(&p->word, word = LCI_READY | (word & LCI_NS_MASK));
     else if (state != LCI_READY && word & LCI_KEPT) lc_store(&p->word, word &= ~LCI_KEPT);
-    if (lc_load(&p->gen) & 1) state = LCI_FREE; /* whoever uses it again makes it even */
+    if (lc_load(&p->gen) & 1) state = LCI_FREE; /* its next use makes it even */
     uint32_t open = lc_load(&h->ns[lci_ns_of(word)].state);
     if (state == LCI_HELD) {
         settle_held(h, page, word);
@@ -103,7 +103,8 @@ static void rebuild_chain(builder *b, uint32_t bucket) {
 }
 
 /* How far pages have been used: whatever had a key, unless only its generation says so. The memory
- * of these is there; of others nobody can tell once the mark is nonsense, so it is given again. */
+ * of these is there; of the others it is unknown once the mark is nonsense, so it is given
+ * again. */
 static uint32_t settle_marks(lci_handle *h) {
     lci_root *r = h->root;
     uint32_t said = lc_load(&r->fresh), grown = lc_load(&r->grown), fresh = 0;
@@ -221,7 +222,7 @@ static void rebuild_queue(lci_handle *h, uint32_t fresh) {
 
 static void rebuild(builder *b) {
     lci_handle *h = b->h;
-    uint32_t fresh = settle_marks(h); /* not to be loaded again: somebody might scribble */
+    uint32_t fresh = settle_marks(h); /* not to be loaded again: a process might scribble */
     clear_totals(h);
     lci_rebuild_records(b);
     lci_rebuild_rows(b);
@@ -264,7 +265,7 @@ LC_API int lci_repair(lci_handle *h, int wait, uint64_t deadline) {
     lc_txn t;
     int rc = lcs_usable(h->at);
     if (rc != LC_OK) return rc;
-    /* A log that is not sound is left behind: the truth is enough. */
+    /* A log that is not sound is dropped: the truth is enough. */
     rc = lcs_lock_take(h->at, &t, LCI_OP_REPAIR, wait | LC_DISCARD, deadline, h->log_begin,
                        h->log_end);
     if (rc != LC_OK) return rc;

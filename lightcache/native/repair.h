@@ -12,7 +12,7 @@ typedef struct builder {
     uint8_t *chunk_mark; /* chunks that are in a list */
     uint32_t *listed;    /* reservation + 1 that lists the page */
     uint32_t spare;      /* no chunk below it is without an owner */
-    bool damaged[1024];  /* reservations whose lists are to be made anew */
+    bool damaged[1024];  /* reservations whose lists are to be rebuilt */
 } builder;
 
 /* repair_records.c: records and their page lists, made sound before the pages are looked at. */

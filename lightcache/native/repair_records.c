@@ -2,8 +2,8 @@
  *
  * A page of a reservation is known from two sides: its word names the reservation, whose list names
  * the page. Where the list is sound a page must be in it. Where it is not, the words say what was
- * in it. A ticket's list has no second witness: a damaged ticket ends, and whoever would have
- * adopted it hears that it is late.
+ * in it. A ticket's list has no second witness: a damaged ticket ends, and a client that
+ * would have adopted it is told that it is late.
  */
 #include "repair.h"
 
@@ -65,7 +65,7 @@ static void empty_list(lci_list *list) {
     lc_store(&list->last, LC_NIL);
 }
 
-/* A list being made anew: a chunk at a time. */
+/* A list being rebuilt: a chunk at a time. */
 typedef struct making {
     lci_list *list;
     uint32_t last, count, n;
@@ -102,11 +102,11 @@ static bool sane_shards(const lci_reservation *r) {
     return true;
 }
 
-/* What cannot be published any more ends; nobody reads half of it. */
+/* What cannot be published any more ends; no client reads half of it. */
 static void doom_record(lci_reservation *r) {
     uint32_t shards = lc_load(&r->shards), gen = lc_load(&r->gen) << LCI_SHARD_GEN_SHIFT;
-    /* First of all: with fewer shards it may look complete, to its publishers, and to whoever
-     * repairs after our death. */
+    /* First of all: with fewer shards it may look complete, to its publishers, and to the next
+     * process that repairs if we die. */
     lc_store_release(&r->state, LCI_RES_DOOMED);
     lc_kill_fence();
     if (shards - 1 >= LCI_SHARDS) lc_store_release(&r->shards, shards = 1);
@@ -278,8 +278,8 @@ static void count_row0(builder *b, const lci_list *list) {
     }
 }
 
-/* A slot that says it is free and pins. Whoever has its byte keeps others from taking it: if that
- * can be us, its row is nobody's. Else its client lives, or may live. */
+/* A slot that says it is free and has pins. The holder of its byte keeps others from taking it: if
+ * we can lock the byte, its row has no owner. Else its client lives, or may live. */
 static void settle_vacant(lci_handle *h, uint32_t slot) {
     lcs_client *client = lcs_client_of(h->at, slot);
     bool own = slot == h->at->slot;
@@ -297,7 +297,7 @@ static void set_bits(lci_handle *h, uint32_t slot) {
     bool vacant = slot && lc_load_acquire(&lcs_client_of(h->at, slot)->state) == LCS_CLIENT_FREE;
     for (uint32_t page = 0; page < h->page_count; page++) {
         if (lc_load(lci_pin(h, slot, page)) == 0) continue;
-        if (page >= lc_load(&h->root->fresh)) { /* nobody ever found it */
+        if (page >= lc_load(&h->root->fresh)) { /* no client ever found it */
             lc_store(lci_pin(h, slot, page), 0);
             continue;
         }

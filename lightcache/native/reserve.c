@@ -1,4 +1,4 @@
-/* Reserving: room for pages that somebody is about to write. */
+/* Reserving: room for pages that a client is about to write. */
 #include "index.h"
 
 typedef struct reserve {
@@ -23,8 +23,8 @@ static void keep(reserve *r) {
 
 /* ------------------------------------------------------------------ before the lock */
 
-/* A key's bucket is asked for, then its chain's first record, each some keys before it is needed: two
- * cache misses a key that nobody waits for. */
+/* A key's bucket is asked for, then its chain's first record, each some keys before it is needed:
+ * so its two cache misses are not waited for. */
 static void ask_for(const reserve *r, uint32_t i) {
     const lc_dict *d = &r->h->dict;
     if (i + 16 < r->start)
@@ -103,8 +103,8 @@ static void make_page(reserve *r, uint32_t i, uint32_t page, uint32_t parent, bo
     r->op->made++;
 }
 
-/* Bring chain heads of keys [from, to) near, and the buckets behind them: all of them are read one
- * by one right afterwards. */
+/* Prefetch the chain heads of keys [from, to) and their buckets: all of them are read one by one
+ * right afterwards. */
 static void prefetch_keys(const reserve *r, uint32_t from, uint32_t to) {
     const lc_dict *d = &r->h->dict;
     const lc_key *keys = r->keys + r->start;
@@ -117,8 +117,9 @@ static void prefetch_keys(const reserve *r, uint32_t from, uint32_t to) {
     }
 }
 
-/* Look at keys [from, to) again, now that nobody else changes anything: pin what has become ready,
- * note what others write, count what is absent. `*full`: an absent key's chain has no room. */
+/* Look at keys [from, to) again, now that no other process changes anything: pin what has become
+ * ready, note what others write, count what is absent. `*full`: an absent key's chain has no
+ * room. */
 static uint32_t classify(reserve *r, uint32_t from, uint32_t to, bool *full) {
     lci_handle *h = r->h;
     uint32_t absent = 0, word = 0, length, ns = lci_ns_id(r->op->ns);
@@ -131,7 +132,7 @@ static uint32_t classify(reserve *r, uint32_t from, uint32_t to, bool *full) {
             absent++;
             *full |= length >= LC_CHAIN_MAX;
         } else if (lci_ns_of(word) != ns) {
-            r->status[i] = LCI_NO_ROOM; /* somebody else's key: equal digests, not ours to share */
+            r->status[i] = LCI_NO_ROOM; /* another namespace's: equal digests, not to be shared */
         } else if (lci_state_of(word) == LCI_WRITING) {
             r->status[i] = LCI_BUSY_KEY;
             r->page[i] = (int32_t)page;
@@ -256,7 +257,7 @@ static void settle_locked(reserve *r, uint32_t from, uint32_t to, uint32_t absen
     lci_give_free(r->h, &r->t, pages + used, got - used);
     uint32_t made = r->op->made - before;
     if (made) {
-        /* In the same step as the pages became WRITING: whoever reaps us finds them listed. */
+        /* In the same step as the pages became WRITING: a reaper of ours finds them listed. */
         if (lci_list_push(r->h, &r->t, &r->h->res[r->op->rid].pages, pages, made) != made)
             r->t.error = LC_E_CORRUPT; /* there was room for them */
         lc_txn_add(&r->t, &r->h->ns[lci_ns_id(r->op->ns)].pages, made);
@@ -342,8 +343,8 @@ static int locked_part(reserve *r, int wait, uint64_t deadline) {
     return (int)r->op->made;
 }
 
-/* There was no room from some key on: from there once more. What lies behind it is missing or
- * present, see `stop`, and is looked at again in its turn. */
+/* There was no room from some key on: from there once more. Keys after it are missing or present,
+ * see `stop`, and are looked at again in their turn. */
 static void try_again(reserve *r) {
     uint32_t rest = r->n - r->start, i = 0;
     while (i < rest && r->status[i] != LCI_NO_ROOM) i++;
@@ -373,7 +374,7 @@ static int reserve_all(reserve *r, int wait, uint64_t deadline) {
 }
 
 /* Reserve pages for keys [start, n). Returns the number of new pages; LC_E_BUSY, LC_E_INTR and
- * LC_E_GROW: call again with the same `op`, it goes on where it was. After any other error the
+ * LC_E_GROW: call again with the same `op`, it continues where it was. After any other error the
  * caller gives back what `page` and `status` say it holds. */
 LC_API int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, uint32_t n,
                        uint32_t start, int32_t *page, uint8_t *status, int wait,
@@ -401,7 +402,7 @@ LC_API int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, ui
     return reserve_all(&r, wait, deadline);
 }
 
-/* Unpin what a reserve holds, once: whom a signal interrupted calls again. */
+/* Unpin what a reserve holds, once: after a signal the caller calls again. */
 LC_API int lci_unreserve(lci_handle *h, lci_reserve_op *op, const int32_t *page,
                          const uint8_t *status, uint32_t n) {
     int rc = lcs_usable(h->at);

@@ -1,4 +1,4 @@
-/* Room for pages, before anybody takes them: memory that has grown, doomed pages whose last pin has
+/* Room for pages, before they are taken: memory that has grown, doomed pages whose last pin has
  * gone, and what was used longest ago. */
 #include "index.h"
 
@@ -16,8 +16,8 @@ uint64_t lci_no_memory_left(const lci_handle *h) {
     return until > now && left <= NO_MEMORY_MOST_NS ? left : 0; /* more than that is damage */
 }
 
-/* Say that the medium finds no memory for more pages: for so long calls evict instead of asking for
- * it. Advice, without the lock. */
+/* Record that the medium finds no memory for more pages: for this time calls evict instead of
+ * asking for it. Advice, without the lock. */
 LC_API int lci_no_memory(lci_handle *h, uint64_t nanoseconds) {
     int rc = lcs_usable(h->at);
     if (rc != LC_OK) return rc;
@@ -63,7 +63,7 @@ int lci_make_quota_room(lci_handle *h, lc_txn *t, lci_room *room, uint32_t id, u
  * Doomed pages come first, but no more of them are looked at than are wanted: while a lease pins
  * thousands, each call would pay for all. Only a call that finds nothing to evict looks on. */
 int lci_make_room(lci_handle *h, lc_txn *t, lci_room *room, uint32_t want) {
-    uint32_t have = lci_available(h); /* once: the difference must not wrap when somebody scribbles */
+    uint32_t have = lci_available(h); /* once: the difference must not wrap under scribbling */
     if (have >= want) return LCI_ROOM_MADE;
     if (lci_may_grow(h, room)) {
         room->wanted = want - have;

@@ -64,8 +64,8 @@ static uint64_t settled(const lci_ticket *k, bool late) {
     return late ? over | ~whole(k->adopted) : over;
 }
 
-/* Move every ticket on: pins go when all have adopted or can no more; a ticket whose giver has
- * dropped it goes when the last adopter is done. Returns pages of work. */
+/* Advance every ticket: its pins go when all have adopted it or cannot any more; a ticket that its
+ * giver has dropped ends when the last adopter is done. Returns pages of work. */
 uint32_t lci_settle_tickets(lci_handle *h, lc_txn *t, uint32_t budget) {
     uint64_t now = lcs_now_ns();
     uint32_t work = 0;
@@ -101,7 +101,7 @@ void lci_ticket_client_gone(lci_handle *h, lc_txn *t, uint32_t slot) {
         }
         lci_step(t);
     }
-    lci_settle_tickets(h, t, 256); /* the rest is for those who come next */
+    lci_settle_tickets(h, t, 256); /* the rest is for later calls */
 }
 
 bool lci_ticket_awaited(const lci_handle *h, uint32_t slot, uint64_t dead) {
@@ -336,9 +336,9 @@ LC_API int lci_ticket_poll(lci_handle *h, const lci_ticket_ref *ref, lci_ticket_
     return lc_load_acquire(&k->gen) == ref->gen ? LC_OK : LC_E_STALE;
 }
 
-/* Who has not adopted is not to come any more: failed, as by a deadline that has passed. Not logged:
- * others set their bits here without the lock, and what is left of a revoking that died is undone by
- * nobody, for the giver is dead and its ticket dropped with it. */
+/* Clients that have not adopted count as failed, as after a deadline. Not logged: others set their
+ * bits here without the lock. What a giver that dies in it has stored need not be undone: its
+ * ticket is dropped with it. */
 static void refuse_adopters(lci_ticket *k) {
     for (int w = 0; w < 2; w++)
         atomic_fetch_or(&k->failed[w], lc_load(&k->adopters[w]) & ~lc_load(&k->adopted[w]));
@@ -364,22 +364,23 @@ static int end_ticket(lci_handle *h, const lci_ticket_ref *ref, bool revoke, int
     return dropped != LC_OK ? dropped : rc;
 }
 
-/* The giver needs the ticket no more. Adopters keep what they adopted; nobody adopts any more once
- * it has been freed. */
+/* The giver does not need the ticket any more. Adopters keep what they adopted; no client can adopt
+ * it once it has been freed. */
 LC_API int lci_ticket_drop(lci_handle *h, const lci_ticket_ref *ref, int wait, uint64_t deadline) {
     return end_ticket(h, ref, false, wait, deadline);
 }
 
-/* The same, and nobody adopts it any more from this instant on: its pins go as soon as those are
- * done who have adopted it. */
+/* The same, and from this instant on no client can adopt it: its pins go as soon as those that have
+ * adopted it are done. */
 LC_API int lci_ticket_revoke(lci_handle *h, const lci_ticket_ref *ref, int wait,
                              uint64_t deadline) {
     return end_ticket(h, ref, true, wait, deadline);
 }
 
-/* Whoever has read all that a dead giver had to tell knows of no more tickets of it: what it gave us
- * and we have not adopted, we never will. The same of givers that were reaped. Returns how many we
- * refuse. It is not reaped here: others may still adopt what it gave them, and end its work. */
+/* For a client that has read every message of a dead giver, and so will hear of no more tickets
+ * from it: refuse those that the giver gave us and we have not adopted. The same for givers that
+ * were reaped. Returns how many we refuse. The giver is not reaped here: others may still adopt
+ * what it gave them, and finish its work. */
 LC_API int lci_ticket_refuse_orphans(lci_handle *h, uint32_t giver, uint32_t epoch, int wait,
                                      uint64_t deadline) {
     lc_txn t;

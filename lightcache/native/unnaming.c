@@ -1,4 +1,4 @@
-/* Taking a page's name away: it is ready, pinned by us and by nobody else, and HELD afterwards. */
+/* Taking a page's name away: it is ready and pinned by us alone, and HELD afterwards. */
 #include "index.h"
 
 static bool pinned_by_others(const lci_handle *h, uint32_t page) {
@@ -50,7 +50,7 @@ static int unname_batch(lci_handle *h, lc_txn *t, lci_held_op *op, const int32_t
         op->refused = op->done + i;
         word[i] = mark(h, t, (uint32_t)pages[i]);
     }
-    /* HELD before the pins: whoever pins after this sees it, as in lci_evict. */
+    /* HELD before the pins: a client that pins after this sees it, as in lci_evict. */
     atomic_thread_fence(memory_order_seq_cst);
     for (uint32_t i = 0; i < n && !t->error; i++) {
         op->refused = op->done + i;
@@ -64,8 +64,8 @@ static int unname_batch(lci_handle *h, lc_txn *t, lci_held_op *op, const int32_t
     return t->error;
 }
 
-/* Take the names of ready pages that we pin, and nobody else: they are held again. LC_E_OWNER: page
- * `op->refused` is not pinned by us, or not ready. LC_E_PINS: somebody else pins it. Nothing behind
+/* Take the names of ready pages that we alone pin: they are held again. LC_E_OWNER: page
+ * `op->refused` is not pinned by us, or not ready. LC_E_PINS: another client pins it. Nothing after
  * `op->done` has changed. LC_E_BUSY, LC_E_INTR: call again with the same `op`. */
 LC_API int lci_unname(lci_handle *h, lci_held_op *op, const int32_t *pages, uint32_t n, int wait,
                       uint64_t deadline) {

@@ -143,7 +143,7 @@ void lcs_slot_mended(const lcs_attachment *at, uint32_t slot) {
 }
 
 /* The client's own byte is looked at twice: first because most clients live, then because only
- * under the mending byte can nobody begin a new life in the slot. */
+ * under the mending byte no new client can take the slot. */
 int lcs_slot_mend(const lcs_attachment *at, uint32_t slot) {
     int held = lcs_byte_held(at->life_fd, LCS_BYTE_SLOTS + slot, 1);
     if (held != 0) return held < 0 ? held : LC_E_BUSY;
@@ -156,8 +156,9 @@ int lcs_slot_mend(const lcs_attachment *at, uint32_t slot) {
     return held < 0 ? held : LC_E_BUSY;
 }
 
-/* LC_E_BUSY: not free, or somebody else is at it. Under the mending byte nobody else makes the slot
- * TAKEN, so the life byte that we lock is never that of a client who died in it meanwhile. */
+/* LC_E_BUSY: not free, or another process is at it. Under the mending byte no other process makes
+ * the slot TAKEN, so the life byte that we lock is never that of a client that died in it
+ * meanwhile. */
 static int claim_one(lcs_attachment *at, uint32_t slot, const char *role, uint32_t flags) {
     const lcs_client *client = lcs_client_of(at, slot);
     /* Stale is harmless: a slot freed this instant is found by the next attempt. */

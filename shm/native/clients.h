@@ -1,10 +1,10 @@
-/* Byte locks and the client table: who is attached, and whether they live.
+/* Byte locks and the client table: which clients are attached, and whether they live.
  *
- * A writer holds one of 63 slots. Its life is proved by an open-file-description lock on the
- * slot's byte, held through a description of its own that is never mapped, so that the kernel
- * drops it however the process ends and whatever PID namespace it ran in. Nobody but the client
- * holds that byte, so whoever finds it free knows that the client is dead, whatever others do.
- * Who takes a slot or mends a dead one holds another byte meanwhile, the slot's mending byte.
+ * A writer holds one of 63 slots. Its life is proved by an open-file-description lock on the slot's
+ * byte, held through a description of its own that is never mapped, so that the kernel drops it
+ * however the process ends and whatever PID namespace it ran in. Only the client holds that byte,
+ * so a process that finds it free knows that the client is dead, whatever others do. A process that
+ * takes a slot or mends a dead one holds another byte meanwhile, the slot's mending byte.
  *
  * No process globals: this file is linked into every library that needs it. */
 #ifndef LC_CLIENTS_H
@@ -21,7 +21,7 @@ LC_API int lcs_byte_unlock(int fd, int64_t byte);
  * 0: none does; or LC_E_SYS - errno. Works on a description opened read-only. */
 LC_API int lcs_byte_held(int fd, int64_t byte, int64_t length);
 
-/* Take the first free slot and write who we are into it. Returns the slot, 1 to 63, which is then
+/* Take the first free slot and write our identity into it. Returns the slot, 1 to 63, which is then
  * `at->slot` with `at->epoch`; LC_E_FULL when none is free, LC_E_TWICE when `at` has one. */
 LC_API int lcs_slot_claim(lcs_attachment *at, const char *role, uint32_t flags);
 
@@ -29,8 +29,8 @@ LC_API int lcs_slot_claim(lcs_attachment *at, const char *role, uint32_t flags);
  * LC_E_MISSING: there was none. Works on a retired segment and before `at` is closed. */
 LC_API int lcs_slot_release(lcs_attachment *at);
 
-/* Does whoever took this slot still hold its byte? 1 yes (also for the own slot), 0 no; below 0 an
- * error, on which the client must be taken to live. */
+/* Does the client that took this slot still hold its byte? 1 yes (also for the own slot), 0 no;
+ * below 0 an error, on which the client must be taken to live. */
 LC_API int lcs_slot_alive(const lcs_attachment *at, uint32_t slot);
 
 /* Will thread `tid` of this slot's client never run again? Only ever true on evidence: within one
@@ -39,12 +39,12 @@ LC_API int lcs_slot_alive(const lcs_attachment *at, uint32_t slot);
  * for taking back pins. */
 LC_API bool lcs_thread_gone(const lcs_attachment *at, uint32_t slot, uint32_t tid);
 
-/* Hold the mending byte of a slot whose client is dead: until it is given back nobody else mends
- * the slot, and nobody claims it. LC_E_BUSY: its client lives, or somebody else is at it. */
+/* Hold the mending byte of a slot whose client is dead: until it is given back no other process
+ * mends or claims the slot. LC_E_BUSY: its client lives, or another process is at it. */
 int lcs_slot_mend(const lcs_attachment *at, uint32_t slot);
 void lcs_slot_mended(const lcs_attachment *at, uint32_t slot);
 
-/* Free the slot of a dead client that left nothing else behind (a segment without a structure).
+/* Free the slot of a dead client that left nothing else (a segment without a structure).
  * LC_E_BUSY while it lives, LC_E_MISSING when it is not TAKEN, LC_E_RANGE for the own slot. */
 LC_API int lcs_slot_free_dead(lcs_attachment *at, uint32_t slot);
 

@@ -5,15 +5,15 @@
  *   2. a record is reachable from a bucket only while its generation is even;
  *   3. records enter a chain at its head.
  *
- * A reader checks of every record it stands on that the generation was even and the same before
- * and after it read key and link, and that the key belongs to this bucket; else it starts again at
- * the head. Then a record that stays in its chain during the whole walk is never missed: whatever
- * the reader stands on was in this chain at an instant of the walk with that record behind it. If
- * it was unlinked since, its link is frozen from the instant of unlinking; if it was used again,
+ * A reader checks of every record it stands on that the generation was even and the same before and
+ * after it read key and link, and that the key belongs to this bucket; else it starts again at the
+ * head. Then a record that stays in its chain during the whole walk is never missed: each record
+ * that the reader visits was in this chain, before that record, at an instant of the walk. If it
+ * was unlinked since, its link is frozen from the instant of unlinking; if it was used again,
  * either the bucket differs, or it stands at the head of this very chain, before everything else.
- * By rule 2 a fresh start never meets the record that a stopped or dead writer left odd, so
- * readers need no help and no recovery to get through. Idea: sequence locks on list nodes, as in
- * hash tables read under optimistic versioning (MemC3, NSDI 2013); the proof above is ours. */
+ * By rule 2 a fresh start never meets the record that a stopped or dead writer left odd, so readers
+ * need no help and no recovery to get through. Idea: sequence locks on list nodes, as in hash
+ * tables read under optimistic versioning (MemC3, NSDI 2013); the proof above is ours. */
 #ifndef LC_DICT_H
 #define LC_DICT_H
 
@@ -102,13 +102,13 @@ static inline void lc_dict_find(const lc_dict *d, uint64_t lo, uint64_t hi, lc_f
 }
 
 /* Open a record that nothing leads to: its generation becomes odd (a death may have left it so).
- * The fence keeps the record's new fields behind it. */
+ * The fence orders the stores of the record's new fields after it. */
 static inline void lc_gen_open(_Atomic uint32_t *gen) {
     lc_store(gen, lc_load(gen) | 1);
     atomic_thread_fence(memory_order_release); /* order: gen-odd */
 }
 
-/* Close it: even, with release, so that whoever reads this generation reads the fields. */
+/* Close it: even, with release, so that a reader of this generation reads the fields. */
 static inline void lc_gen_close(_Atomic uint32_t *gen) {
     lc_store_release(gen, lc_load(gen) + 1); /* order: gen-even */
 }

@@ -1,6 +1,6 @@
 /* An event counter that processes sleep on: no lost wake-up as long as sleeps are bounded.
  *
- * The count goes up by two; bit 0 says that somebody sleeps, and notifying clears it, so a sleeper
+ * The count goes up by two; bit 0 says that a process sleeps, and notifying clears it, so a sleeper
  * that was killed costs one needless wake-up and no more. A sleeper reads the count, then looks at
  * its condition, then sleeps only if the count is still what it read. Idea: eventcounts (Reed and
  * Kanodia, 1979) over a futex. */

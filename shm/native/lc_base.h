@@ -34,7 +34,7 @@ enum lc_error {
     LC_E_INTR = -7,       /* a signal arrived: run its handler, then call again */
     LC_E_FULL = -8,       /* no room */
     LC_E_STALE = -9,      /* a handle of something that has ended since (epoch or generation) */
-    LC_E_OWNER = -10,     /* owned by somebody else */
+    LC_E_OWNER = -10,     /* owned by another client */
     LC_E_RANGE = -11,     /* an argument out of range */
     LC_E_TWICE = -12,     /* done already */
     LC_E_PINS = -13,      /* more pins on one page than a row's 16 bits count */
@@ -93,7 +93,7 @@ enum lc_pause_point {
     LC_AT_EVENT_COMPARED = 21, /* not notified so far, not yet asleep */
     LC_AT_DEAD_SEEN = 22,    /* a slot's byte was free, its mending byte is not yet ours */
     LC_AT_OWNER_DEAD = 23,   /* the lock's owner is dead, its lock not yet taken over */
-    LC_AT_NOT_ENDED = 24,    /* a reservation was seen to go on, its bit is not yet cleared */
+    LC_AT_NOT_ENDED = 24,    /* a reservation was seen to continue, its bit is not yet cleared */
     LC_AT_LOG_WRITTEN = 25,  /* an entry's slot is written, `appended` not yet stored */
     LC_AT_LOG_ANNOUNCED = 26, /* a reader has announced itself, and not yet fenced */
     LC_AT_LOG_COPIED = 27,   /* entries are copied, the cursor is not yet stored */
@@ -113,7 +113,7 @@ enum lc_pause_point {
 #define LCS_PAYLOAD_OFFSET (LCS_LOG_OFFSET + LCS_LOG_ENTRIES * 8) /* 49152 */
 
 /* Offsets in the object of the bytes that are locked with open-file-description locks. They lie
- * past every possible end: a lock needs no byte behind it. */
+ * past every possible end: a lock needs no byte of the file. */
 #define LCS_BYTE_LIFE (INT64_C(1) << 46)
 #define LCS_BYTE_READERS (LCS_BYTE_LIFE + 1)
 #define LCS_BYTE_GROW (LCS_BYTE_LIFE + 2)
@@ -137,7 +137,7 @@ typedef struct lcs_header {
     uint64_t time_namespace; /* its creator's, as lcs_time_namespace says; 0: unknown */
     uint8_t pad0[1896];
     uint64_t idle_ns;          /* unused for longer, a persistent one may go for room; 0: never */
-    _Atomic uint64_t used_ns;  /* CLOCK_REALTIME, advice: somebody used it then, or later */
+    _Atomic uint64_t used_ns;  /* CLOCK_REALTIME, advice: it was used then, or later */
     _Atomic uint32_t retired;  /* never cleared */
     _Atomic uint32_t disabled; /* an operator's switch */
     _Atomic uint32_t ready;    /* stored last, with release order */
@@ -179,8 +179,9 @@ typedef struct lcs_client {
 } lcs_client;
 
 /* The lock: 64 bits that are swapped as one. The word (which is slept on): 0 free, else owner slot
- * (bits 0..6), waiters (bit 7), epoch (24 bits above). The sequence goes up with each taking, so
- * that whoever found the owner of one taking dead cannot take the lock from the owner of another. */
+ * (bits 0..6), waiters (bit 7), epoch (24 bits above). The sequence increases with each taking, so
+ * a process that found the owner of one taking dead cannot take the lock from the owner of
+ * another. */
 #define LCS_LOCK_SLOT UINT32_C(0x7f)
 #define LCS_LOCK_WAITERS UINT32_C(0x80)
 #define LCS_LOCK_EPOCH_SHIFT 8
@@ -246,7 +247,7 @@ static inline int lcs_usable(const lcs_attachment *at) {
     if (LC_UNLIKELY(at->closed || lc_load(&at->leaving))) return LC_E_CLOSED;
     const lcs_header *h = lcs_header_of(at);
     if (LC_UNLIKELY(lc_load_acquire(&h->retired))) return LC_E_RETIRED;
-    /* Somebody closed the descriptor that proves our life, and we were reaped. */
+    /* Other code closed the descriptor that proves our life, and we were reaped. */
     if (LC_UNLIKELY(at->slot && lc_load(&lcs_client_of(at, at->slot)->epoch) != at->epoch))
         return LC_E_LOST;
     return LC_OK;

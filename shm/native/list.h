@@ -1,6 +1,6 @@
 /* Intrusive doubly linked lists over fixed records, changed under the lock through the undo log.
  *
- * A node is a record's index; behind the last record come the list heads, so a list is a ring that
+ * A node is a record's index; after the last record come the list heads, so a list is a ring that
  * passes through its head and no link is ever empty while linked. A node is on one list at most.
  * Only the holder of the lock reads or writes links. */
 #ifndef LC_LIST_H

@@ -202,7 +202,7 @@ LC_API int lcx_list_check(lcx_list *l, char *text, uint32_t room, int wait, uint
     return rc == LC_OK ? broken != 0 : rc;
 }
 
-/* The same of a copy of the segment, `bytes` long, which nobody changes. */
+/* The same for a copy of the segment, `bytes` long, which no process changes. */
 LC_API int lcx_list_check_copy(uint8_t *base, uint64_t bytes, uint32_t nodes, uint32_t lists,
                                char *text, uint32_t room) {
     lcx_list l = {0};

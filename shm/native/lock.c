@@ -83,11 +83,11 @@ static bool spin(lcs_lock *lock, uint32_t mine, uint64_t begun) {
  * slot is never dead: another thread of this process holds the lock. */
 static bool owner_dead(const lcs_attachment *at, const lcs_lock *lock, uint64_t both) {
     uint32_t word = word_of(both), slot = word & LCS_LOCK_SLOT;
-    if (slot == 0 || slot >= LCS_SLOTS) return true; /* damage: nobody can hold it */
+    if (slot == 0 || slot >= LCS_SLOTS) return true; /* damage: no client can hold it */
     uint32_t epoch = word >> LCS_LOCK_EPOCH_SHIFT;
     if (slot == at->slot && epoch == (at->epoch & 0xffffff)) return false;
     if ((lc_load(&lcs_client_of(at, slot)->epoch) & 0xffffff) != epoch) return true;
-    /* Acquire: who sees the kernel's mark sees what the dead one had stored before it. */
+    /* Acquire: with the kernel's mark we see all that the dead one had stored before it. */
     uint64_t holder = lc_load_acquire(&lock->holder); /* order: holder-look */
     bool of_this_taking = holder >> 32 == both >> 32; /* or else the new holder is about to note it */
     if (of_this_taking && (holder & FUTEX_OWNER_DIED)) return true;
@@ -109,7 +109,7 @@ static int block(lcs_attachment *at, lcs_lock *lock, uint32_t mine, uint64_t dea
     uint64_t slice = lcs_now_ns() + SLICE_NS;
     for (;;) {
         uint64_t both = lc_load(&lock->both);
-        /* Whoever has slept takes the lock with the waiters bit: there may be other sleepers. */
+        /* After sleeping the lock is taken with the waiters bit: there may be other sleepers. */
         if (word_of(both) == 0) {
             if (take(lock, both, mine | LCS_LOCK_WAITERS)) return LC_OK;
             continue;
@@ -154,19 +154,19 @@ static const own_thread *know_self(const lcs_attachment *at) {
 }
 
 /* The hint: where a thread dies, the kernel looks at the word that `list_op_pending` of its list of
- * robust futexes leads to, and if it finds the thread's number there (as its own PID namespace counts)
- * it stores FUTEX_OWNER_DIED. It does so before it takes down the dead one's memory, which takes 20 ms
- * for each GiB; the byte lock goes only behind that. The word is the lower half of `holder`, whose
- * upper half says of which taking it is.
+ * robust futexes leads to, and if it finds the thread's number there (as its own PID namespace
+ * counts) it stores FUTEX_OWNER_DIED. It does so before it takes down the dead one's memory, which
+ * takes 20 ms for each GiB; the byte lock is released only after that. The word is the lower half
+ * of `holder`, whose upper half says which taking it belongs to.
  *
- * A thread of another PID namespace may have our number. So the word is led to only between taking the
- * lock and giving it back: a dying thread that does not have the lock marks nothing.
+ * A thread of another PID namespace may have our number. So the word is led to only between taking
+ * the lock and giving it back: a dying thread that does not have the lock marks nothing.
  *
- * The C library uses `list_op_pending` in each operation on a robust mutex, and leaves it NULL. Where
- * it is not NULL now, we are a signal handler within one, or hold another segment's lock: then there
- * is no hint, as in a thread that has no list (musl makes it with the first robust mutex). Where a robust
- * mutex was used since, by a signal handler or by who holds the lock of a plain segment, the hint is
- * gone. Then the byte lock decides, as before. */
+ * The C library uses `list_op_pending` in each operation on a robust mutex, and leaves it NULL.
+ * Where it is not NULL now, we are a signal handler within one, or hold another segment's lock:
+ * then there is no hint, as in a thread that has no list (musl makes it with the first robust
+ * mutex). Where a robust mutex was used since, by a signal handler or by the holder of the lock of
+ * a plain segment, the hint is gone. Then the byte lock decides, as before. */
 static struct robust_list *hint_of(const own_thread *me, const lcs_lock *lock) {
     return (struct robust_list *)((uintptr_t)&lock->holder - (uintptr_t)me->robust->futex_offset);
 }
@@ -191,8 +191,8 @@ static void note_holder(const lcs_attachment *at, lcs_lock *lock, uint32_t opera
     const own_thread *me = know_self(at);
     lc_store(&lock->operation, operation);
     lc_store(&lock->since_ns, now);
-    /* Last: who finds this taking's sequence here knows that the two above are of it as well. A guest
-     * is no thread of the client that it acts as. */
+    /* Last: a process that finds this taking's sequence here knows that the two above belong to it
+     * as well. A guest is no thread of the client that it acts as. */
     lc_store_release(&lock->holder, sequence << 32 | (at->guest ? 0 : me->tid));
     if (!at->guest) hint(me, lock);
     lc_store(&lock->acquisitions, lc_load(&lock->acquisitions) + 1);
@@ -242,8 +242,8 @@ int lcs_lock_take(lcs_attachment *at, lc_txn *txn, uint32_t operation, int wait,
     note_holder(at, lock, operation, asked, lcs_now_ns());
     LC_PAUSE(LC_AT_LOCKED);
     if (lc_load_acquire(&lock->log_count) != 0) {
-        /* Who gives the lock back has emptied the log: entries behind a free lock are forged, or a
-         * log that could not be undone before. */
+        /* A holder that gives the lock back has emptied the log: entries under a free lock are
+         * forged, or a log that could not be undone before. */
         int rc = taken_over ? recover(at, lock, begin, end) : LC_E_CORRUPT;
         if (rc != LC_OK && (wait & LC_DISCARD)) {
             lc_store_release(&lock->log_count, 0);

@@ -1,4 +1,5 @@
-/* The lock: one futex word that knows its owner, recovered from by whoever finds the owner dead. */
+/* The lock: one futex word that knows its owner, taken over by the process that finds the owner
+ * dead. */
 #ifndef LC_LOCK_H
 #define LC_LOCK_H
 
@@ -19,7 +20,7 @@ int lcs_lock_take(lcs_attachment *at, lc_txn *txn, uint32_t operation, int wait,
  * client had been declared dead and the lock taken from it. */
 int lcs_lock_drop(lcs_attachment *at, lc_txn *txn, uint64_t begin, uint64_t end);
 
-/* Does somebody wait? Then a holder of long work gives way between two commits. */
+/* Does a process wait? Then a holder of long work gives way between two commits. */
 static inline bool lcs_lock_wanted(const lcs_attachment *at) {
     return (lc_load(&lcs_lock_of(at)->word) & LCS_LOCK_WAITERS) != 0;
 }

@@ -3,14 +3,14 @@
  *
  * Entries are counted from 0 on; `appended` is how many there have been, and entry n lies in slot
  * n % capacity. The writer fills a dead slot and then stores `appended` (release): that one store
- * is the instant at which the entry exists. Killed before it, nothing was appended, wherever in
- * the bytes it was; killed behind it, everybody reads the entry.
+ * is the instant at which the entry exists. A writer killed before it, anywhere
+ * in the bytes, has appended nothing; if it is killed after it, all readers read the entry.
  *
  * A reader has a word of its own, its cursor: 0, or 1 + the entry that it reads next, on a line of
- * its own. Only it stores there, or, once it is dead, whoever holds its slot's mending byte. It
+ * its own. Only it stores there, or, once it is dead, the holder of its slot's mending byte. It
  * loads `appended` (acquire), copies the entry, and stores its cursor (release). The writer
- * appends entry n only when every cursor that there is stands behind entry n - capacity, so
- * nobody's next entry is overwritten.
+ * appends entry n only when every cursor is past entry n - capacity, so no reader's next entry is
+ * overwritten.
  *
  * Joining. A reader announces a cursor at some entry that it has seen appended, fences, and loads
  * `appended` again: there it begins. The writer fences before it looks at the cursors. Say that
@@ -23,7 +23,7 @@
  * no fence.
  *
  * The role of the writer is taken and given back under the segment's lock, by one logged store,
- * and only when nobody alive has it. An heir finds `appended` as the dead one left it: the dead
+ * and only when no living client has it. An heir finds `appended` as the dead one left it: the dead
  * one's slot byte is free only when its memory is torn down. Its own first append begins with a
  * look. */
 #ifndef LC_LOG_H

@@ -40,10 +40,10 @@ static uint32_t mine(const lcx_log *l) {
     return l->at->slot | l->at->epoch << LCS_LOCK_EPOCH_SHIFT;
 }
 
-/* Does whom this word names live? Who cannot be asked is taken to live. */
+/* Does the client that this word names live? One that cannot be asked is taken to live. */
 static bool writer_lives(const lcx_log *l, uint32_t word) {
     uint32_t slot = word & LCS_LOCK_SLOT, epoch = word >> LCS_LOCK_EPOCH_SHIFT;
-    if (slot == 0 || slot >= LCS_SLOTS) return false; /* nobody, or LCX_LOG_LEFT */
+    if (slot == 0 || slot >= LCS_SLOTS) return false; /* no client, or LCX_LOG_LEFT */
     if ((lc_load(&lcs_client_of(l->at, slot)->epoch) & 0xffffff) != epoch) return false;
     return lcs_slot_alive(l->at, slot) != 0;
 }
@@ -66,8 +66,8 @@ static int lead(lcx_log *l, lc_txn *t) {
     return LC_OK;
 }
 
-/* Become the writer, from whom has left or died. LC_OK also when we are it already. LC_E_OWNER: a
- * living one is. LC_E_CORRUPT: or we are a reader, which no writer is. */
+/* Become the writer, after one that has left or died. LC_OK also when we are it already.
+ * LC_E_OWNER: a living one is. LC_E_CORRUPT: or we are a reader, which no writer is. */
 LC_API int lcx_log_lead(lcx_log *l, int wait, uint64_t deadline) {
     lc_txn t;
     int rc = lcx_log_lock(l, &t, LCX_LOG_LEAD, wait, deadline);
@@ -78,7 +78,7 @@ LC_API int lcx_log_lead(lcx_log *l, int wait, uint64_t deadline) {
     return rc;
 }
 
-/* Stop being a reader, or the writer; nothing happens to who is neither. */
+/* Stop being a reader, or the writer; nothing happens to a client that is neither. */
 LC_API int lcx_log_leave(lcx_log *l, int wait, uint64_t deadline) {
     lc_txn t;
     int rc = lcx_log_usable(l);
@@ -112,8 +112,8 @@ static int look(lcx_log *l) {
     return l->limit > l->next ? LC_OK : LC_E_FULL;
 }
 
-/* Take back the cursor and the slot of a dead client, in any order with others who do the same:
- * the cursor first, for a slot that is free has none. */
+/* Take back the cursor and the slot of a dead client, in any order with others that do the same:
+ * the cursor first, because a free slot has none. */
 static int free_dead(lcs_attachment *at, uint32_t slot) {
     int rc = lcs_slot_mend(at, slot);
     if (rc != LC_OK) return rc;
@@ -154,7 +154,7 @@ static int append_one(lcx_log *l, const uint8_t *data, uint32_t length) {
         if (rc != LC_OK) return rc;
     }
     lcx_log_slot *to = lcx_log_slot_of(l, l->next);
-    /* Behind the last store of `appended`: `check` believes a stamp until that has moved on. */
+    /* After the last store of `appended`: `check` trusts a stamp until that store. */
     lc_store_release(&to->stamp, (uint32_t)l->next);
     lc_store(&to->length, length);
     memcpy(to->bytes, data, length);
@@ -198,13 +198,13 @@ LC_API int lcx_log_join(lcx_log *l) {
     return begin < LCX_LOG_MOST ? LC_OK : LC_E_CORRUPT;
 }
 
-/* The reader's cursor, and how many entries are behind it. */
+/* The reader's cursor, and how many entries come after it. */
 static int unread(const lcx_log *l, uint64_t *next, uint64_t *count) {
     uint64_t at = lc_load(lcx_log_cursor_of(l, l->at->slot));
     if (at == 0) return LC_E_OWNER;
     uint64_t appended = lc_load_acquire(&l->root->appended); /* order: log-see */
     *next = at - 1;
-    *count = appended - *next; /* wraps for a cursor above, or of who has not joined to the end */
+    *count = appended - *next; /* wraps for a cursor above, or of a client still joining */
     return *count <= l->capacity ? LC_OK : LC_E_CORRUPT;
 }
 
@@ -256,7 +256,7 @@ LC_API int lcx_log_ended(lcx_log *l) {
     if (rc != LC_OK) return rc;
     uint32_t word = lc_load_acquire(&l->root->writer);
     if (word == 0 || writer_lives(l, word)) return 0;
-    /* Behind its death: this is all that it appended, unless an heir has been at it since. */
+    /* Read after its death: this is all that it appended, unless an heir has appended since. */
     rc = unread(l, &next, &count);
     if (rc != LC_OK) return rc;
     return count == 0 && lc_load(&l->root->writer) == word;

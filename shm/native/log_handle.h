@@ -15,8 +15,8 @@ typedef struct lcx_log {
     lcx_log_root *root;
     uint8_t *slots;
     uint32_t capacity, message, stride;
-    /* The writer's own, under at->rows: what `appended` is, for nobody else stores it, and up to
-     * which entry its last look at the cursors allows to append. */
+    /* The writer's own, under at->rows: what `appended` is, since no other client stores it, and up
+     * to which entry its last look at the cursors allows it to append. */
     uint64_t next, limit;
 } lcx_log;
 
@@ -28,12 +28,12 @@ static inline lcx_log_slot *lcx_log_slot_of(const lcx_log *l, uint64_t entry) {
     return (lcx_log_slot *)(l->slots + entry % l->capacity * l->stride);
 }
 
-/* The entry at which a cursor stands; that of somebody who joins is a lower bound. */
+/* The entry at which a cursor stands; that of a client that is joining is a lower bound. */
 static inline uint64_t lcx_log_entry_of(uint64_t cursor) {
     return (cursor & ~LCX_LOG_JOINING) - 1;
 }
 
-/* For who has a slot. */
+/* For a client that has a slot. */
 static inline int lcx_log_usable(const lcx_log *l) {
     int rc = lcs_usable(l->at);
     return rc == LC_OK && l->at->slot == 0 ? LC_E_READONLY : rc;

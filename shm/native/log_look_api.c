@@ -10,7 +10,7 @@ LC_API int64_t lcx_log_behind(lcx_log *l, int64_t *behind) {
     if (rc != LC_OK) return rc;
     for (uint32_t slot = 0; slot < LCS_SLOTS; slot++) {
         uint64_t at = lc_load_acquire(lcx_log_cursor_of(l, slot));
-        uint64_t appended = lc_load_acquire(&l->root->appended); /* behind the cursor: not below */
+        uint64_t appended = lc_load_acquire(&l->root->appended); /* after the cursor: not below */
         uint64_t count = appended - lcx_log_entry_of(at);
         if (at && lcx_log_entry_of(at) > appended) return LC_E_CORRUPT;
         if (count > l->capacity) count = l->capacity; /* it joins, or has moved on since */
@@ -29,7 +29,7 @@ LC_API int64_t lcx_log_position(lcx_log *l) {
     return at <= LCX_LOG_MOST ? (int64_t)at - 1 : LC_E_CORRUPT;
 }
 
-/* Who counts as being in a slot; raised when it is taken and when it is given back. */
+/* Which client counts as being in a slot; raised when it is taken and when it is given back. */
 static uint32_t epoch_of(const lcx_log *l, uint32_t slot) {
     return lc_load_acquire(&lcs_client_of(l->at, slot)->epoch);
 }
@@ -46,15 +46,16 @@ static int check_writer(const lcx_log *l, char *text, size_t room) {
     return 0;
 }
 
-/* Nobody is in the slot, and yet it has a cursor. Who leaves gives up the cursor first. */
+/* No client is in the slot, and yet it has a cursor. A client that leaves gives up its cursor
+ * first. */
 static bool abandoned(const lcx_log *l, uint32_t slot) {
     uint32_t epoch = epoch_of(l, slot);
     if (lc_load_acquire(&lcs_client_of(l->at, slot)->state) != LCS_CLIENT_FREE) return false;
     return lc_load_acquire(lcx_log_cursor_of(l, slot)) && epoch_of(l, slot) == epoch;
 }
 
-/* Cursors move and entries are appended meanwhile: `appended` as it was before a cursor is loaded
- * bounds it below, as it is behind that bounds it above. */
+/* Cursors move and entries are appended meanwhile: `appended` before a cursor is
+ * loaded bounds the cursor from below, `appended` afterwards from above. */
 static int check_cursors(const lcx_log *l, char *text, size_t room) {
     for (uint32_t slot = 0; slot < LCS_SLOTS; slot++) {
         uint64_t before = lc_load_acquire(&l->root->appended);
@@ -71,9 +72,9 @@ static int check_cursors(const lcx_log *l, char *text, size_t room) {
     return 0;
 }
 
-/* Is this entry, which looked wrong, one that nobody may have overwritten? So it is until as many
- * have been appended behind it as there are slots, and then for as long as somebody has to read it.
- * Whoever saw a later stamp sees both that `appended` has moved and that the cursors have. */
+/* Is this entry, which looked wrong, one that cannot have been overwritten? It cannot until as many
+ * entries have been appended after it as there are slots, nor as long as a reader has to read it. A
+ * process that saw a later stamp sees both that `appended` has moved and that the cursors have. */
 static bool kept(const lcx_log *l, uint64_t entry) {
     if (lc_load_acquire(&l->root->appended) < entry + l->capacity) return true;
     for (uint32_t slot = 1; slot < LCS_SLOTS; slot++) {
@@ -109,8 +110,9 @@ static int check_all(const lcx_log *l, char *text, size_t room) {
 }
 
 /* Derive every invariant again, while others append and read. 0 clean, 1 broken (`text` names the
- * first). Under the lock, which undoes what a dead holder left; who attached read-only cannot take
- * it, and finds the same without it: the one word that is logged is sound before and behind. */
+ * first). Under the lock, which undoes what a dead holder left. A process that attached read-only
+ * cannot take it, and finds the same: the one logged word is sound before the store and after
+ * it. */
 LC_API int lcx_log_check(lcx_log *l, char *text, uint32_t room, int wait, uint64_t deadline) {
     lc_txn t;
     if (l->at->readonly) {

@@ -123,8 +123,8 @@ int lcs_unmap(void *base, uint64_t bytes) {
 
 /* Through system calls: libnuma is not everywhere, and this needs one mask. One node is preferred,
  * never bound to: when it is full, memory of another is slower, while binding lets the kernel kill
- * somebody for memory that there is. The policy of a shared object stays with the object, and holds
- * for whoever gives it memory later. */
+ * a process although there is memory. The policy of a shared object stays with the object, and
+ * holds for every process that gives it memory later. */
 static int place_memory(void *base, uint64_t bytes, int node) {
 #if defined(SYS_mbind) && defined(SYS_get_mempolicy)
     enum { BITS = 8 * sizeof(unsigned long) };

@@ -61,7 +61,7 @@ LC_API uint32_t lcs_attachment_slot(const lcs_attachment *at);
 LC_API uint32_t lcs_attachment_epoch(const lcs_attachment *at);
 LC_API int lcs_attachment_usable(const lcs_attachment *at); /* what every entry point checks */
 
-/* `ready`: stored last, with release; whoever loads 1 with acquire sees the whole layout. */
+/* `ready`: stored last, with release; a process that loads 1 with acquire sees the whole layout. */
 LC_API void lcs_ready_store(void *base);
 LC_API uint32_t lcs_ready_load(const void *base);
 LC_API void lcs_retire(void *base);

@@ -1,14 +1,14 @@
 /* A ring of messages: bounded, many producers and consumers, changed under the lock.
  *
- * Messages lie in slots from `first` on, `count` of them; the slots behind them are dead. Pushing
+ * Messages lie in slots from `first` on, `count` of them; the slots after them are dead. Pushing
  * writes dead slots, which needs no log, and makes them live by storing `count` through the undo
  * log. Popping copies a message out and makes its slot dead in the same way. So the commit of the
  * step, one store, is the instant at which messages are pushed, or popped:
  *
- *   a producer killed before it has pushed nothing, wherever in its bytes it was: there is no claim
- *   that others would have to skip; killed behind it, the message is delivered;
- *   a consumer killed before it leaves the message to the next one; killed behind it, the message
- *   is lost with it. Nobody is handed a message that another's call has returned.
+ *   a producer killed before it, anywhere in its bytes, has pushed nothing: there is no claim that
+ *   others would have to skip; if it is killed after it, the message is delivered;
+ *   a consumer killed before it leaves the message to the next one; if it is killed after it, the
+ *   message is lost with it. No call returns a message that another call has returned.
  *
  * A slot is used again only in a later step: between popping and pushing there is a commit.
  * `stamp` counts messages modulo 2^32. The live slots bear those before `pushed` in order, which

@@ -120,7 +120,7 @@ LC_API int lcx_ring_push(lcx_ring *r, const uint8_t *data, const uint32_t *lengt
     }
     rc = unlock(r, &t);
     if (rc != LC_OK) return rc;
-    lc_event_notify(&r->root->filled); /* behind the commit: who wakes finds them */
+    lc_event_notify(&r->root->filled); /* after the commit: a process that wakes finds them */
     return (int)pushed;
 }
 
@@ -199,7 +199,7 @@ LC_API int lcx_ring_check(lcx_ring *r, char *text, uint32_t room, int wait, uint
     return rc == LC_OK ? broken != 0 : rc;
 }
 
-/* The same of a copy of the segment, `bytes` long, which nobody changes. */
+/* The same for a copy of the segment, `bytes` long, which no process changes. */
 LC_API int lcx_ring_check_copy(uint8_t *base, uint64_t bytes, uint32_t capacity, uint32_t message,
                                char *text, uint32_t room) {
     lcx_ring r = {0};

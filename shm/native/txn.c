@@ -38,11 +38,11 @@ int lc_txn_undo(uint8_t *base, lcs_lock *lock, uint64_t begin, uint64_t end) {
     for (uint32_t i = count; i-- > 0;) {
         if (!(first[i / 8] >> (i % 8) & 1)) continue;
         uint64_t entry = lc_load(&log[i]), word = (uint64_t)((uint32_t)entry & ~LC_LOG_KIND) * 4;
-        if (word < begin || word + 4 > end) return LC_E_CORRUPT; /* somebody scribbles just now */
+        if (word < begin || word + 4 > end) return LC_E_CORRUPT; /* a process scribbles just now */
         uint32_t value = i + 1 < count ? (uint32_t)lc_load(&log[i + 1]) : 0;
         undo_one(base, (uint32_t)entry, (uint32_t)(entry >> 32), value);
-        /* One entry less is in force: whoever goes on after our death does not begin again at the
-         * newest, which would take records out of their chains once more that readers find by now. */
+        /* One entry less is in force: a process that continues after our death does not begin again
+         * at the newest, which would unlink records once more that readers find by now. */
         lc_kill_fence();
         lc_store_release(&lock->log_count, i);
         LC_PAUSE(LC_AT_RECOVER);

@@ -2,8 +2,8 @@
  *
  * A holder of the lock changes shared words through `lc_txn_set` and its kin. Each first writes
  * (word, old value) into the log, then counts the entry, then stores. `lc_txn_commit` empties the
- * log with one store, and that store is the instant at which the step has happened. Whoever takes
- * the lock next and finds entries undoes them in reverse (`lc_txn_undo`): the segment is then as
+ * log with one store, and that store is the instant at which the step has happened. A process that
+ * takes the lock and finds entries undoes them in reverse (`lc_txn_undo`): the segment is then as
  * it was at the last commit. Undoing twice gives the same, so a death in recovery needs nothing.
  *
  * Undoing in reverse also keeps the promise made to readers without a lock: what was linked last
@@ -12,12 +12,11 @@
  * Two kinds of word:
  *   plain  only the holder of the lock stores to it; the old value comes back.
  *   soft   others may compare-and-swap it without the lock (a page's state, a shard's word); the
- *          old value comes back only while our new one still stands there.
+ *          old value comes back only while our new one is still there.
  *
  * Not logged at all: the fields of a record that nothing leads to (a free one). They are dead, and
  * a record freed in a step must not be used again before the next one. Its generation only ever
- * moves on, in an undone step too.
- */
+ * moves on, in an undone step too. */
 #ifndef LC_TXN_H
 #define LC_TXN_H
 
@@ -91,7 +90,7 @@ static inline void lc_txn_commit(lc_txn *t) {
     t->count = 0;
 }
 
-/* Undo what the log says, newest first, and empty it. `begin` and `end` bound the words it may
+/* Undo the entries of the log, newest first, and empty it. `begin` and `end` bound the words it may
  * touch, from the caller's own knowledge of the segment: the log lies in shared memory and is not
  * believed. Returns the number of words undone or LC_E_CORRUPT (then nothing was touched). */
 int lc_txn_undo(uint8_t *base, lcs_lock *lock, uint64_t begin, uint64_t end);
