@@ -292,15 +292,18 @@ ANY = RequestOptions()
 
 
 class WritePolicy(Enum):
-    """When blocks are written to the host. With a storage, which is written from host pages, at the
-    end of their request at the latest, whatever the policy."""
+    """When full pages of a request are written to the host. Storage is written from host pages,
+    after `release`; so with a storage all are written at `release` at the latest, whatever the
+    policy."""
 
     THROUGH = "through"
-    """As they fill."""
+    """When `ManagerConfig.write_group` pages have filled, when the prompt is complete, and the rest
+    at `release`. With a priority above 0: after each `commit`."""
     BACK = "back"
     """When the device needs room."""
     SELECTIVE = "selective"
-    """As they fill, if their prefix was requested before."""
+    """As THROUGH, but without a priority above 0 only pages that were requested before
+    (`ManagerConfig.seen`)."""
 
 
 @dataclass(frozen=True)
