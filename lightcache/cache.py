@@ -636,6 +636,9 @@ class Cache:
         Args:
             leave_one: omit the key of a page that would leave no token to compute, to match a whole
                 prompt. `match(keys[:matchable_pages(...)])` does the same without hashing twice.
+
+        Raises:
+            As `key_spec`, and as `lightcache.hashing.hash_pages`.
         """
         spec = self.key_spec(page_tokens, namespace=namespace)
         return hash_pages(spec, tokens, salt=salt, lora=lora, extra=extra, leave_one=leave_one)
@@ -648,7 +651,11 @@ class Cache:
         lora: bytes = b"",
         namespace: Namespace | None = None,
     ) -> PageHasher:
-        """Return a resumable hasher, for tokens that arrive one by one."""
+        """Return a resumable hasher, for tokens that arrive one by one.
+
+        Raises:
+            As `key_spec`.
+        """
         return PageHasher(self.key_spec(page_tokens, namespace=namespace), salt=salt, lora=lora)
 
     # ---- pages as arrays

@@ -594,6 +594,9 @@ class Lease(Releasable):
         Args:
             adopters: clients that may adopt, each once; see `PageIndex.client_id`.
             timeout: seconds until adopting ends.
+
+        Raises:
+            As `PageIndex.ticket`.
         """
         return give_ticket(self._core, self.pages, None, adopters, timeout)
 

@@ -585,7 +585,11 @@ class PageIndex:
     def peek_many(
         self, keys: Keys, offsets: Offsets, *, namespace: Namespace | None = None
     ) -> Pages:
-        """`peek` for many requests in one call: int32 of shape (requests,)."""
+        """`peek` for many requests in one call: int32 of shape (requests,).
+
+        Raises:
+            As `peek`; ConfigError also for offsets that do not fit the keys.
+        """
         where, n = _arguments.keys(keys)
         bounds = _arguments.offsets(offsets, n)
         counts = np.zeros(len(bounds) - 1, np.int32)
@@ -623,7 +627,11 @@ class PageIndex:
         self, keys: Keys, offsets: Offsets, *, namespace: Namespace | None = None
     ) -> LeaseBatch:
         """`match` for many requests in one call. Each request has its own pins: a page that two
-        requests share is pinned twice. On an error nothing is pinned."""
+        requests share is pinned twice. On an error nothing is pinned.
+
+        Raises:
+            As `match`; ConfigError also for offsets that do not fit the keys.
+        """
         where, n = _arguments.keys(keys)
         bounds = _arguments.offsets(offsets, n)
         counts = np.zeros(len(bounds) - 1, np.int32)
@@ -710,7 +718,11 @@ class PageIndex:
         timeout: float | None = None,
     ) -> list[Reservation]:
         """Like `reserve_batch`, but returns one reservation a request, published and released
-        separately."""
+        separately.
+
+        Raises:
+            As `reserve_batch`.
+        """
         batch = self.reserve_batch(
             keys, offsets, starts, shards=shards, namespace=namespace, timeout=timeout
         )
@@ -756,13 +768,22 @@ class PageIndex:
         timeout: float | None = None,
         namespace: Namespace | None = None,
     ) -> Pages:
-        """`wait` for the keys of many requests. Returns their ready prefixes, as `peek_many`."""
+        """`wait` for the keys of many requests. Returns their ready prefixes, as `peek_many`.
+
+        Raises:
+            As `wait`; ConfigError also for offsets that do not fit the keys.
+        """
         self.wait(keys, timeout=timeout, namespace=namespace)
         return self.peek_many(keys, offsets, namespace=namespace)
 
     def evict(self, n: int) -> int:
         """Free up to n pages, least recently used first. Never frees pinned or protected pages, or
-        the `minimum` of a namespace. Returns the number of pages freed."""
+        the `minimum` of a namespace. Returns the number of pages freed.
+
+        Raises:
+            ConfigError: `n` is no number of pages.
+            LockTimeout, PermissionDenied, Detached.
+        """
         _arguments.count(n, "n", 0, MAX_PAGES)
         freed = ctypes.c_uint32()
         check(self.core.locked("lci_evict_pages", n, ctypes.byref(freed), what="evict"), "evict")
@@ -779,11 +800,19 @@ class PageIndex:
         The first two kinds take back a portion (1 to 4 ms) and leave the rest to the next call;
         this takes back everything: about 0.2 us a slot in use, 1 ms per million pages for each
         dead client, and 0.2 us a page that it was writing.
+
+        Raises:
+            LockTimeout, PermissionDenied, Detached.
         """
         return self.core.reap()
 
     def grow(self, pages: int) -> None:
-        """Declare that the first `pages` pages of the medium have memory."""
+        """Declare that the first `pages` pages of the medium have memory.
+
+        Raises:
+            ConfigError: `pages` is no number of pages.
+            LockTimeout, PermissionDenied, Detached.
+        """
         _arguments.count(pages, "pages", 0, self.pages)
         check(self.core.locked("lci_grow", pages, what="grow"), "grow")
 
@@ -817,11 +846,19 @@ class PageIndex:
 
     def repair(self) -> None:
         """Rebuild all data derived from the page, reservation and ticket records. Allocations wait
-        (about 0.3 s for a million pages), lookups do not."""
+        (about 0.3 s for a million pages), lookups do not.
+
+        Raises:
+            LockTimeout, PermissionDenied, Detached.
+        """
         check(self.core.locked("lci_repair", what="repair", timeout=60.0), "repair")
 
     def stats(self) -> IndexStats:
-        """Totals. Each figure is read once, all at slightly different instants. Takes no lock."""
+        """Totals. Each figure is read once, all at slightly different instants. Takes no lock.
+
+        Raises:
+            Detached: closed, replaced, or a forked child.
+        """
         counts = layout.IndexCounts()
         check(self.core.quick.lci_count(self.core.handle, ctypes.byref(counts)), "stats")
         return snapshot.stats_of(counts)
@@ -1214,7 +1251,12 @@ class PageIndex:
     ) -> NamingResult:
         """`name_pages` for many requests in one call. Request i has the keys [offsets[i],
         offsets[i+1]) and names its pages by the keys from `starts[i]` on, counted from its first.
-        `pages` has the pages of all requests, in order. About 0.1 us a page."""
+        `pages` has the pages of all requests, in order. About 0.1 us a page.
+
+        Raises:
+            As `name_pages`; ConfigError also for offsets or starts that do not fit the keys, and
+            for an `into` of another size.
+        """
         where, n = _arguments.keys(keys)
         bounds = _arguments.offsets(offsets, n)
         begins = _arguments.starts(starts, bounds)
@@ -1425,6 +1467,10 @@ class PageIndex:
         cannot reserve until they open it again (`use(namespace(...))`), because they must know that
         they now compute with new weights. Takes the lock, in pieces; about 10 ns a page of the
         pool.
+
+        Raises:
+            ConfigError: no `Namespace`.
+            LockTimeout, PermissionDenied, Detached.
         """
         cleared = self.default_namespace if namespace is None else namespace
         check(self.core.locked("lci_clear", self._ref(namespace), what="clear"), "clear")
@@ -1484,7 +1530,11 @@ class PageIndex:
             return layout.NamespaceRecord.from_buffer_copy(ctypes.string_at(address, _RECORD))
 
     def use(self, namespace: Namespace) -> None:
-        """Set the namespace that calls of this handle use without `namespace=`."""
+        """Set the namespace that calls of this handle use without `namespace=`.
+
+        Raises:
+            ConfigError: no `Namespace`.
+        """
         self._namespace = self._ref(namespace)
         self.default_namespace = namespace
 
@@ -1520,7 +1570,11 @@ class PageIndex:
     def unprotect(self, keys: Keys, *, namespace: Namespace | None = None) -> int:
         """Unprotect the pages of these keys, at any position in the chain. Returns the number of
         pages that were protected. A prefix that several prompts share loses protection for all of
-        them, but is evicted only after its children. Otherwise as `protect`."""
+        them, but is evicted only after its children.
+
+        Raises:
+            As `protect`.
+        """
         return int(self._walk_keys(keys, namespace, False).pages)
 
     def _walk_keys(
@@ -1701,7 +1755,11 @@ class PageIndex:
     def last_ready_many(
         self, keys: Keys, offsets: Offsets, *, namespace: Namespace | None = None
     ) -> Pages:
-        """`last_ready` for many requests in one call: int32 of shape (requests,)."""
+        """`last_ready` for many requests in one call: int32 of shape (requests,).
+
+        Raises:
+            As `last_ready`; ConfigError also for offsets that do not fit the keys.
+        """
         where, n = _arguments.keys(keys)
         bounds = _arguments.offsets(offsets, n)
         counts = np.zeros(len(bounds) - 1, np.int32)

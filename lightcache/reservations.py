@@ -207,6 +207,7 @@ class Reservation(Releasable):
 
         Raises:
             ConfigError: there is no new page to write.
+            Otherwise as `PageIndex.ticket`.
         """
         if not len(self.new):
             raise ConfigError("ticket: this reservation has no new pages, so nothing to hand out")
@@ -225,7 +226,11 @@ class Reservation(Releasable):
         self._end()
 
     def release(self) -> None:
-        """Like leaving the `with`: abandon unpublished pages, unpin everything."""
+        """Like leaving the `with`: abandon unpublished pages, unpin everything.
+
+        Raises:
+            As `abandon`.
+        """
         if self.ended:
             raise LeaseLost("release: this reservation has ended before; release it once")
         self._end()

@@ -494,6 +494,10 @@ class ManagedBlocks(DeviceTier):
 
         Args:
             evict: evict until n blocks are free; the answer is then exact. Takes the lock.
+
+        Raises:
+            ConfigError: no number of blocks.
+            LockTimeout: with `evict`.
         """
         if self.index is None or not self.index.can_allocate(n):
             return False

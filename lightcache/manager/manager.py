@@ -313,7 +313,11 @@ class KVCacheManager:
             return self.lookup.peek(prompts, options, limits, device_tokens)
 
     def cancel(self, request: Hashable) -> None:
-        """Forget a plan. Does nothing if there is none."""
+        """Forget a plan. Does nothing if there is none.
+
+        Raises:
+            ConfigError: the request's id is not hashable.
+        """
         check_hashable([request], "cancel")
         with self._lock:
             self.lookup.cancel(request)
@@ -519,6 +523,9 @@ class KVCacheManager:
         Args:
             evict: free them now, least recently used first; their KV is dropped. With
                 `WritePolicy.BACK` it is written to the host first: returns False meanwhile.
+
+        Raises:
+            ConfigError: no number of blocks, or the blocks are mirrored.
         """
         with self._lock:
             device = self._owned("can_allocate")
@@ -602,6 +609,10 @@ class KVCacheManager:
         Returns:
             Blocks to exchange in the table, position -> block: managed blocks only, where another
             block has the same content already. The old block is given back.
+
+        Raises:
+            ConfigError: a wrong argument; says which, and nothing was changed.
+            LeaseLost: no such request.
         """
         delivery, new = Delivery(), None if new_tokens is None else [new_tokens]
         tables = None if table is None else [table]
@@ -683,13 +694,21 @@ class KVCacheManager:
         Args:
             publish: False: an abort; pages that are not written yet are not written.
             wait: block until its copies have finished.
+
+        Raises:
+            WaitTimeout: with `wait`, transfers are paused, and one of its copies waits for them.
+            ConfigError: the request's id is not hashable.
         """
         self.release_many([request], publish=publish)
         if wait:
             self._frees.wait(request)
 
     def release_many(self, requests: Sequence[Hashable], *, publish: bool = True) -> None:
-        """`release` for several."""
+        """`release` for several, without waiting.
+
+        Raises:
+            ConfigError: a request's id is not hashable.
+        """
         with self._lock:
             check_hashable(requests, "release")
             self._full_blocks.settle()
@@ -878,7 +897,11 @@ class KVCacheManager:
 
     def evicted(self, blocks: Pages | Sequence[int]) -> int:
         """Mirrored blocks: the engine has evicted these blocks, or is about to overwrite them.
-        Returns how many had a name."""
+        Returns how many had a name.
+
+        Raises:
+            ConfigError: the blocks are managed, or no block numbers.
+        """
         with self._lock:
             if not isinstance(self.device, MirroredBlocks):
                 raise ConfigError("evicted: ManagedBlocks evict by themselves; see `drop`")
@@ -887,7 +910,11 @@ class KVCacheManager:
     def evicting(self, blocks: Pages | Sequence[int]) -> int:
         """Mirrored blocks, with write-back: the engine is going to evict these blocks. Begins to
         write their content to the host; report them as `evicted` when `wait_blocks` or `in_flight`
-        says that no copy touches them. Returns how many pages are being written."""
+        says that no copy touches them. Returns how many pages are being written.
+
+        Raises:
+            ConfigError: no block numbers.
+        """
         with self._lock:
             index = self.device.index
             if index is None or not isinstance(self.device, MirroredBlocks):
@@ -923,13 +950,22 @@ class KVCacheManager:
 
     def protect(self, prompt: Prompt) -> Mapping[str, int]:
         """Protect every cached page and block of a prompt, on the host and in managed blocks, from
-        eviction until `unprotect` or a weights update. Returns the tokens protected, by tier."""
+        eviction until `unprotect` or a weights update. Returns the tokens protected, by tier.
+
+        Raises:
+            Detached: the manager is closed.
+            LockTimeout: as `PageIndex.protect`.
+        """
         with self._lock:
             self.state.check_open("protect")
             return self._set_kept(prompt, True)
 
     def unprotect(self, prompt: Prompt) -> Mapping[str, int]:
-        """Undo `protect`."""
+        """Undo `protect`. Returns the tokens that were protected, by tier.
+
+        Raises:
+            Detached, LockTimeout: as `PageIndex.unprotect`.
+        """
         with self._lock:
             return self._set_kept(prompt, False)
 
@@ -947,7 +983,12 @@ class KVCacheManager:
 
     def drop(self, prompt: Prompt, start: int = 0) -> Mapping[str, int]:
         """Evict a prompt's pages now, from the end back to token `start`, unless another request
-        uses them. Returns the tokens dropped, by tier."""
+        uses them. Returns the tokens dropped, by tier.
+
+        Raises:
+            ConfigError: `start` is negative.
+            Detached, LockTimeout: as `PageIndex.drop`.
+        """
         with self._lock:
             if start < 0:
                 raise ConfigError(f"start: expected a token's position, found {start}")
@@ -965,7 +1006,13 @@ class KVCacheManager:
 
     def prefetch(self, prompt: Prompt) -> StorageTask:
         """Begin to read a prompt's pages from storage to the host, before a request needs them.
-        Returns the task."""
+        Returns the task.
+
+        Raises:
+            ConfigError: the manager has no storage.
+            Abandoned: the weights are being changed, or were cleared.
+            Detached: the tier, or the host cache, is closed.
+        """
         with self._lock:
             if self._storage is None:
                 raise ConfigError("prefetch: the manager has no storage; make it with storage=")
@@ -980,14 +1027,22 @@ class KVCacheManager:
 
     def demote(self, blocks: int) -> int:
         """Managed blocks: begin to write back so many blocks, least recently used first, and free
-        them. Returns how many are being written."""
+        them. Returns how many are being written.
+
+        Raises:
+            ConfigError: no number of blocks.
+        """
         with self._lock:
             return self._write_back.demote(count(blocks, "blocks", -(1 << 62), 1 << 62), "demote")
 
     # ---- Weights
     @property
     def weights_state(self) -> WeightsState:
-        """Whether the served version is valid, or was cleared by this or another process."""
+        """Whether the served version is valid, or was cleared by this or another process.
+
+        Raises:
+            Detached: the host cache is closed.
+        """
         with self._lock:
             return self._weights.state()
 
@@ -1098,7 +1153,11 @@ class KVCacheManager:
             return self._recent.snapshot()
 
     def gauges(self) -> TierGauges:
-        """Current room in each tier, requests and transfers. Takes no lock of another process."""
+        """Current room in each tier, requests and transfers. Takes no lock of another process.
+
+        Raises:
+            Detached: the host cache is closed.
+        """
         with self._lock:
             return TierGauges(
                 device=self.device.room(),

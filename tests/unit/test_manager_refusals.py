@@ -11,7 +11,7 @@ import pytest
 from support.manager_case import World, tokens
 from support.refusals import refused
 
-from lightcache.errors import ConfigError, LeaseLost, LightcacheError, OutOfPages
+from lightcache.errors import ConfigError, Detached, LeaseLost, LightcacheError, OutOfPages
 from lightcache.manager import KVCacheManager, Prompt, RequestOptions
 
 PROMPT = Prompt(tokens(18))
@@ -214,6 +214,28 @@ def test_out_of_turn(world: Any) -> None:
         lambda: manager.commit("a", 18),
     ):
         unchanged(world, call, LeaseLost, "no running request 'a'")
+
+
+OTHERS = {
+    "evict by themselves": lambda m: m.evicted([1]),
+    "n: expected an integer": lambda m: m.can_allocate("x"),
+    "a token's position": lambda m: m.drop(PROMPT, -1),
+    "has no storage": lambda m: m.prefetch(PROMPT),
+}
+
+
+@pytest.mark.parametrize("says", OTHERS)
+def test_other_calls(world: Any, says: str) -> None:
+    world.run("a", PROMPT)
+    unchanged(world, lambda: OTHERS[says](world.manager), ConfigError, says)
+
+
+def test_a_closed_cache_is_detached(segment_name: str) -> None:
+    world = World(segment_name)
+    manager = world.manager
+    world.close()
+    for call in (manager.gauges, lambda: manager.weights_state, lambda: manager.drop(PROMPT)):
+        refused(Detached, "after close", call)
 
 
 # ---- blocks
