@@ -14,14 +14,13 @@ from lightcache.kernels.geometry import (
     KVGroup,
     PageGeometry,
     Plane,
-    Rule,
     point,
     prefix,
     split,
     window,
 )
 from lightcache.kernels.layouts import Shard
-from lightcache.kernels.moves import Move, Transfer, slots_of_blocks
+from lightcache.kernels.moves import Move, Transfer
 from lightcache.kernels.planes import DevicePlane, DevicePlanes, join
 from lightcache.kernels.states import StateCopier
 
@@ -32,14 +31,12 @@ __all__ = [
     "Move",
     "PageGeometry",
     "Plane",
-    "Rule",
     "Shard",
     "StateCopier",
     "Transfer",
     "join",
     "point",
     "prefix",
-    "slots_of_blocks",
     "split",
     "window",
 ]

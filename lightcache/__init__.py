@@ -28,7 +28,6 @@ from lightcache.errors import (
     WaitTimeout,
 )
 from lightcache.hashing import KeySpec, PageHasher, hash_pages, matchable_pages
-from lightcache.layout import KeyStatus
 from lightcache.leases import (
     Allocation,
     ClientId,
@@ -53,7 +52,6 @@ __all__ = [
     "Detached",
     "InUse",
     "KeySpec",
-    "KeyStatus",
     "LayoutMismatch",
     "Lease",
     "LeaseLost",

@@ -45,7 +45,8 @@ from lightcache.pool import (
     make_object,
 )
 from lightcache.reservations import Reservation, ReservationShard
-from lightcache.shm import ClientInfo, Segment
+from lightcache.shm import Segment
+from lightcache.shm.clients import ClientInfo
 from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import leave, require
 from lightcache.shm.folders import FOLDER_ITEM, checked_path, path_in

@@ -20,8 +20,8 @@ from lightcache.errors import ConfigError, LightcacheError, NotInstalled
 from lightcache.manager.blocks import DeviceTier
 from lightcache.manager.stats import ManagerStats
 from lightcache.page_index import PageIndex
-from lightcache.shm import ClientInfo, ClientState
-from lightcache.shm.layout import LOCK_OFFSET, LockRecord
+from lightcache.shm.clients import ClientInfo
+from lightcache.shm.layout import LOCK_OFFSET, ClientState, LockRecord
 from lightcache.snapshot import IndexStats
 
 try:

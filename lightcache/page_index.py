@@ -58,11 +58,12 @@ from lightcache.plans import (
     seconds_of,
 )
 from lightcache.reservations import Reservation, ReservationBatch, ReservationShard
-from lightcache.shm import ClientInfo, Segment, SegmentKind
+from lightcache.shm import Segment
 from lightcache.shm import layout as shm_layout
-from lightcache.shm.clients import ClientSlot
+from lightcache.shm.clients import ClientInfo, ClientSlot
 from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import leave
+from lightcache.shm.layout import SegmentKind
 from lightcache.shm.locking import deadline_ns
 from lightcache.snapshot import CheckReport, IndexStats
 

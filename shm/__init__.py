@@ -15,13 +15,11 @@ All errors are subclasses of `LightcacheError`; each says what was expected, wha
 what to do. Importing this package loads no library and reads no environment.
 """
 
-from lightcache.shm.clients import ClientInfo
 from lightcache.shm.counters import SharedCounters
 from lightcache.shm.dicts import SharedDict
-from lightcache.shm.layout import ClientState, Lifetime, SegmentKind
-from lightcache.shm.listing import SegmentInfo, list_segments, read_segment
+from lightcache.shm.layout import Lifetime
+from lightcache.shm.listing import list_segments, read_segment
 from lightcache.shm.lists import SharedList
-from lightcache.shm.log_parts import LogReader
 from lightcache.shm.logs import SharedLog
 from lightcache.shm.rings import SharedRing
 from lightcache.shm.segment import Segment
@@ -31,15 +29,10 @@ from lightcache.shm.sync import AtomicU32, AtomicU64, Event, RobustLock
 __all__ = [
     "AtomicU32",
     "AtomicU64",
-    "ClientInfo",
-    "ClientState",
     "Event",
     "Lifetime",
-    "LogReader",
     "RobustLock",
     "Segment",
-    "SegmentInfo",
-    "SegmentKind",
     "SharedCounters",
     "SharedDict",
     "SharedList",

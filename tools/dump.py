@@ -11,7 +11,8 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from lightcache._arguments import format_size
-from lightcache.shm import SegmentInfo, names
+from lightcache.shm import names
+from lightcache.shm.listing import SegmentInfo
 from lightcache.tools import facts, hints, structures
 from lightcache.tools.image import Image, opened, read, undo
 from lightcache.tools.output import (

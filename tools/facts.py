@@ -20,8 +20,8 @@ from lightcache import layout
 from lightcache import pool as pool_file
 from lightcache.layout import PageState
 from lightcache.pool import PoolObject
-from lightcache.shm import ClientInfo
 from lightcache.shm import layout as shm_layout
+from lightcache.shm.clients import ClientInfo
 from lightcache.tools.image import Copy, Image
 
 # ---- Pages, for `dump --pages`

@@ -23,8 +23,11 @@ import numpy.typing as npt
 from lightcache import layout
 from lightcache.errors import CacheCorrupted, LightcacheError, NotReady
 from lightcache.page_index import MAX_PAGES, geometry
-from lightcache.shm import ClientInfo, SegmentInfo, SegmentKind, clients, ofd, read_segment, wanted
+from lightcache.shm import clients, ofd, read_segment, wanted
 from lightcache.shm import layout as shm_layout
+from lightcache.shm.clients import ClientInfo
+from lightcache.shm.layout import SegmentKind
+from lightcache.shm.listing import SegmentInfo
 from lightcache.shm.objects import OpenObject
 
 # ---- Short attaches of tools

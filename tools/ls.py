@@ -10,8 +10,9 @@ import click
 
 from lightcache._arguments import format_size
 from lightcache.errors import LightcacheError
-from lightcache.shm import SegmentInfo, list_segments, names, owners, wanted
+from lightcache.shm import list_segments, names, owners, wanted
 from lightcache.shm.folders import path_of
+from lightcache.shm.listing import SegmentInfo
 from lightcache.shm.objects import OpenObject
 from lightcache.tools.output import Command, age, cell, console, emit, json_option, table
 

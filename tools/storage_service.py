@@ -17,10 +17,11 @@ import click
 from lightcache._arguments import format_size
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, InUse, LightcacheError, NotReady
-from lightcache.shm import ClientInfo
+from lightcache.shm.clients import ClientInfo
 from lightcache.storage import StorageSpec, open_storage
 from lightcache.storage.backends import Deadline
-from lightcache.storage.service import ServiceStats, StorageService, service_stats
+from lightcache.storage.service import StorageService
+from lightcache.storage.service.board import ServiceStats, service_stats
 from lightcache.storage.tasks import TierStats
 from lightcache.storage.urls import check_url
 from lightcache.tools.image import group_option_help, guest, require

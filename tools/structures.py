@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from lightcache.errors import CacheCorrupted
-from lightcache.shm import SegmentKind, SharedCounters, SharedLog, layout, logs, rings, structures
+from lightcache.shm import SharedCounters, SharedLog, layout, logs, rings, structures
+from lightcache.shm.layout import SegmentKind
 from lightcache.tools import facts, hints
 from lightcache.tools.facts import Facts
 from lightcache.tools.image import Copy, guest, read_any

@@ -12,8 +12,7 @@ from urllib.parse import parse_qsl
 import numpy as np
 
 from lightcache.errors import StorageError
-from lightcache.storage.remote.mooncake import parse
-from lightcache.storage.remote.mooncake.client import Client
+from lightcache.storage.remote.mooncake.client import Client, parse
 
 _OWN = 4096  # bytes that are registered with the client, and nothing passes through
 

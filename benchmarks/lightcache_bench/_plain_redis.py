@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import parse_qsl
 
-from lightcache.storage.remote.redis import RedisOptions, parse
-from lightcache.storage.remote.redis.wire import library
+from lightcache.storage.remote.redis.wire import RedisOptions, library, parse
 
 
 class _Plain:

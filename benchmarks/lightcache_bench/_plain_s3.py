@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl
 import numpy as np
 
 from lightcache.errors import StorageError
-from lightcache.storage.remote.s3 import parse
+from lightcache.storage.remote.s3.backend import parse
 
 
 class _Plain:

@@ -1,6 +1,6 @@
 """The manager: device, host and storage as one prefix cache for a scheduler. See
 `KVCacheManager`. Hand-off between engines is in `handoff`, ranks are in `ranks`, counters of the
-node in `stats`."""
+node in `stats`, and what a transfer backend of your own implements in `backend`."""
 
 from lightcache.manager.backend import EngineBackend, NullBackend, TransferBackend
 from lightcache.manager.blocks import ManagedBlocks, MirroredBlocks
@@ -16,7 +16,6 @@ from lightcache.manager.request import (
     RequestOptions,
     WritePolicy,
 )
-from lightcache.manager.stats import ManagerStats
 from lightcache.manager.weights import WeightsState
 
 __all__ = [
@@ -26,7 +25,6 @@ __all__ = [
     "LoadHandle",
     "ManagedBlocks",
     "ManagerConfig",
-    "ManagerStats",
     "MirroredBlocks",
     "MissReason",
     "MultimodalItem",

@@ -9,7 +9,7 @@ pass the suite in `testing`. See docs/guides/storage.md.
 from lightcache.storage.memory import MemoryStorage
 from lightcache.storage.protocol import Storage, StorageSpec, StorageStats
 from lightcache.storage.stacked import StackedStorage
-from lightcache.storage.tasks import StorageTask, TaskResult, TaskState, TierStats
+from lightcache.storage.tasks import StorageTask, TaskState
 from lightcache.storage.tier import BaseTier, StorageTier
 from lightcache.storage.urls import open_storage, register, schemes
 
@@ -22,9 +22,7 @@ __all__ = [
     "StorageStats",
     "StorageTask",
     "StorageTier",
-    "TaskResult",
     "TaskState",
-    "TierStats",
     "open_storage",
     "register",
     "schemes",

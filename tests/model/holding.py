@@ -14,7 +14,8 @@ from model.index_model import BATCH, TICKETS, CacheScope, Page
 from model.machine import IndexMachine
 from support import keys as make
 
-from lightcache import Abandoned, ConfigError, InUse, KeyStatus, LeaseLost, OutOfPages
+from lightcache import Abandoned, ConfigError, InUse, LeaseLost, OutOfPages
+from lightcache.layout import KeyStatus
 from lightcache.leases import NamingResult
 
 

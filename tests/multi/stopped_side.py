@@ -20,7 +20,8 @@ from multi.stress_worker import SECRET, SLICES, stamps, words_of
 
 from lightcache import Cache, LockTimeout, page_index
 from lightcache._core import reap_unjoined
-from lightcache.shm import Segment, SegmentKind
+from lightcache.shm import Segment
+from lightcache.shm.layout import SegmentKind
 
 LENGTH = 4  # pages of a prompt
 

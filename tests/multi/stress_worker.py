@@ -30,7 +30,6 @@ from lightcache import (
     Abandoned,
     Cache,
     InUse,
-    KeyStatus,
     Lease,
     LeaseLost,
     LockTimeout,
@@ -39,6 +38,7 @@ from lightcache import (
     ReservationShard,
 )
 from lightcache.errors import WaitTimeout
+from lightcache.layout import KeyStatus
 
 PAGE_BYTES = 512
 SLICES, WORDS = 4, 16

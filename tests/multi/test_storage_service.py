@@ -24,7 +24,8 @@ from lightcache import Cache, NotReady
 from lightcache.shm import layout, sweep
 from lightcache.storage import StorageSpec, TaskState
 from lightcache.storage.disk import DiskStorage
-from lightcache.storage.service import ServiceStats, StorageClient, board, service_stats
+from lightcache.storage.service import StorageClient, board
+from lightcache.storage.service.board import ServiceStats, service_stats
 
 pytestmark = [pytest.mark.crash]
 

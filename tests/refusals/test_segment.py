@@ -21,7 +21,8 @@ from lightcache import (
     PageIndex,
     PermissionDenied,
 )
-from lightcache.shm import RobustLock, Segment, SegmentKind, layout, names, read_segment
+from lightcache.shm import RobustLock, Segment, layout, names, read_segment
+from lightcache.shm.layout import SegmentKind
 
 SHM = Path("/dev/shm")
 

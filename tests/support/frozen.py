@@ -25,6 +25,7 @@ PACKAGES = (
     "lightcache.kernels",
     "lightcache.storage",
     "lightcache.manager",
+    "lightcache.manager.backend",
     "lightcache.manager.handoff",
     "lightcache.manager.ranks.coordinator",
     "lightcache.manager.ranks.messages",
@@ -84,7 +85,7 @@ def api() -> str:
                 if issubclass(value, Enum):
                     lines += [f"    {one.name} = {one.value!r}" for one in value]
                 lines += _inherited(value)
-            elif callable(value):
+            elif inspect.isroutine(value):
                 lines.append(f"def {name}{_signature(value)}")
             else:
                 lines.append(f"{name}: {type(value).__name__}")

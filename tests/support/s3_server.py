@@ -23,7 +23,7 @@ from support import servers
 from support.packages import skip_or_fail
 
 from lightcache.storage import StorageSpec, open_storage
-from lightcache.storage.remote.s3 import S3Storage
+from lightcache.storage.remote.s3.backend import S3Storage
 
 BUCKET = "pages"
 KEYS = {"AWS_ACCESS_KEY_ID": "tests", "AWS_SECRET_ACCESS_KEY": "a-secret-of-tests"}

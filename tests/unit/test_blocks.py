@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from support.refusals import refused
 
-from lightcache.kernels import slots_of_blocks
+from lightcache.kernels.moves import slots_of_blocks
 from lightcache.shm.errors import ConfigError
 
 

@@ -257,7 +257,7 @@ def test_check_names_what_is_broken(counters, segment_name):
 )
 def test_a_segment_that_says_what_no_counters_have(segment_name, config, what):
     with shm.Segment.create(
-        segment_name, 4096, kind=shm.SegmentKind.COUNTERS, config=config
+        segment_name, 4096, kind=layout.SegmentKind.COUNTERS, config=config
     ) as segment:
         with pytest.raises(errors.CacheCorrupted, match=what) as kept:
             shm.SharedCounters.attach(segment_name)

@@ -13,13 +13,13 @@ from support.refusals import refused
 from lightcache import (
     ConfigError,
     Detached,
-    KeyStatus,
     LeaseLost,
     NoSpace,
     OutOfPages,
     PageIndex,
     PermissionDenied,
 )
+from lightcache.layout import KeyStatus
 from lightcache.leases import NamingResult
 
 PAGES = 12

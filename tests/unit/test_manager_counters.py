@@ -23,13 +23,12 @@ from lightcache.manager import (
     EngineBackend,
     KVCacheManager,
     ManagedBlocks,
-    ManagerStats,
     MirroredBlocks,
     Prompt,
     RequestOptions,
     WritePolicy,
 )
-from lightcache.manager.stats import NodeCounters
+from lightcache.manager.stats import ManagerStats, NodeCounters
 from lightcache.storage import MemoryStorage, StorageSpec, StorageTier, open_storage
 from lightcache.storage.protocol import WriteResult, WriteStatus
 from lightcache.storage.testing import FlakyStorage

@@ -25,8 +25,9 @@ from lightcache import (
     PageIndex,
     WaitTimeout,
 )
-from lightcache.shm import Segment, SegmentKind
+from lightcache.shm import Segment
 from lightcache.shm import layout as shm_layout
+from lightcache.shm.layout import SegmentKind
 
 
 @pytest.fixture

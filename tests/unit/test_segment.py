@@ -13,17 +13,8 @@ import pytest
 from support.refusals import refused
 
 from lightcache.errors import Detached, InUse, LayoutMismatch, NotReady
-from lightcache.shm import (
-    Lifetime,
-    Segment,
-    SegmentKind,
-    layout,
-    list_segments,
-    names,
-    ofd,
-    read_segment,
-    sweep,
-)
+from lightcache.shm import Lifetime, Segment, layout, list_segments, names, ofd, read_segment, sweep
+from lightcache.shm.layout import SegmentKind
 from lightcache.shm.objects import OpenObject
 
 SHM = Path("/dev/shm")

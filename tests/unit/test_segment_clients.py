@@ -16,8 +16,9 @@ import pytest
 from support.refusals import refused
 
 from lightcache.errors import ConfigError, Detached, InUse
-from lightcache.shm import ClientState, Segment, SegmentKind, _native, layout
+from lightcache.shm import Segment, _native, layout
 from lightcache.shm.codes import Code
+from lightcache.shm.layout import ClientState, SegmentKind
 from lightcache.shm.objects import OpenObject
 
 Script = Callable[..., Any]
@@ -25,7 +26,8 @@ Wait = Callable[[Callable[[], bool], str], None]
 
 JOIN_AND_DIE = (
     "import os, signal, sys\n"
-    "from lightcache.shm import SegmentKind, Segment\n"
+    "from lightcache.shm import Segment\n"
+    "from lightcache.shm.layout import SegmentKind\n"
     "kept = [Segment.attach(sys.argv[1]) for _ in range(int(sys.argv[2]))]\n"
     "for i, segment in enumerate(kept): segment.join(f'dead-{i}')\n"
     "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -134,7 +134,7 @@ def test_sizes_are_checked(segment_name, kind, bad):
 
 @of_entries
 def test_a_segment_that_says_what_it_cannot_hold(segment_name, kind):
-    number = shm.SegmentKind[kind.made.__name__.removeprefix("Shared").upper()]
+    number = layout.SegmentKind[kind.made.__name__.removeprefix("Shared").upper()]
     for config, error, words in (
         (kind.config, errors.ConfigError, "too short for 1000"),
         ({**kind.config, "capacity": 0}, errors.CacheCorrupted, "capacity"),

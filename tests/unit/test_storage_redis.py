@@ -16,7 +16,8 @@ from lightcache import StorageError
 from lightcache.storage import StorageSpec, StorageTier, open_storage
 from lightcache.storage.protocol import ReadStatus, WriteStatus
 from lightcache.storage.remote.base import make_trailer
-from lightcache.storage.remote.redis import RedisStorage, backend
+from lightcache.storage.remote.redis import backend
+from lightcache.storage.remote.redis.backend import RedisStorage
 from lightcache.storage.testing.conformance import CHECKS, PAGE_BYTES, SPEC, make_keys
 
 pytestmark = pytest.mark.servers

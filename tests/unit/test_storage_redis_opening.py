@@ -15,8 +15,7 @@ from support.servers import free_port
 
 from lightcache import ConfigError, StorageError
 from lightcache.storage import StorageSpec, open_storage
-from lightcache.storage.remote.redis import parse
-from lightcache.storage.remote.redis.wire import ServerError
+from lightcache.storage.remote.redis.wire import ServerError, parse
 from lightcache.storage.testing.conformance import SPEC
 from lightcache.storage.urls import check_url
 

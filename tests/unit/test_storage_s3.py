@@ -23,7 +23,7 @@ from lightcache.storage import StorageSpec, open_storage
 from lightcache.storage.protocol import ReadStatus
 from lightcache.storage.remote import s3
 from lightcache.storage.remote.base import make_trailer
-from lightcache.storage.remote.s3 import S3Storage
+from lightcache.storage.remote.s3.backend import S3Storage
 from lightcache.storage.testing.conformance import CHECKS, PAGE_BYTES, SPEC, make_keys, pages_of
 from lightcache.storage.urls import check_url
 

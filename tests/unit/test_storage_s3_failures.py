@@ -29,7 +29,7 @@ from support.s3_server import Server, opened
 from lightcache import StorageError
 from lightcache.storage import StorageSpec
 from lightcache.storage.protocol import ReadStatus, WriteStatus
-from lightcache.storage.remote.s3 import S3Storage
+from lightcache.storage.remote.s3.backend import S3Storage
 from lightcache.storage.testing.conformance import PAGE_BYTES, SPEC, pages_of
 
 pytestmark = pytest.mark.servers

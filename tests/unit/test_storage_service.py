@@ -19,7 +19,8 @@ from support.storing import KEYS, SECRET, Recorder, empty, fill, full, holds, ma
 from lightcache import Cache, ConfigError, Detached, InUse, NotReady, PermissionDenied
 from lightcache.shm import Segment
 from lightcache.storage import StorageSpec, TaskState
-from lightcache.storage.service import StorageClient, StorageService, service_stats
+from lightcache.storage.service import StorageClient, StorageService
+from lightcache.storage.service.board import service_stats
 from lightcache.tools.maintenance import _switch
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED

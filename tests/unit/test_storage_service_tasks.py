@@ -10,7 +10,8 @@ from support.storing import KEYS, PAGE_BYTES, Recorder, empty, fill, full, make_
 
 from lightcache import Cache
 from lightcache.storage import StorageSpec, TaskState
-from lightcache.storage.service import StorageClient, StorageService, board, service_stats
+from lightcache.storage.service import StorageClient, StorageService, board
+from lightcache.storage.service.board import service_stats
 from lightcache.storage.service.messages import PART_BYTES, Kind, Part
 from lightcache.storage.testing import Fault, FlakyStorage
 from lightcache.storage.testing.conformance import make_keys

@@ -20,7 +20,8 @@ from support.refusals import refused
 
 import lightcache_bench as frame
 from lightcache import Cache, InUse, NotReady, PageIndex
-from lightcache.shm import Segment, SegmentKind, list_segments, names, read_segment
+from lightcache.shm import Segment, list_segments, names, read_segment
+from lightcache.shm.layout import SegmentKind
 from lightcache.tools import cli, create, doctor, maintenance
 
 Run = Callable[..., Result]

@@ -22,7 +22,8 @@ from lightcache import Cache
 from lightcache.shm import Segment, SharedRing
 from lightcache.shm.listing import list_segments
 from lightcache.storage import MemoryStorage, StorageSpec
-from lightcache.storage.service import ServiceStats, StorageClient, StorageService
+from lightcache.storage.service import StorageClient, StorageService
+from lightcache.storage.service.board import ServiceStats
 from lightcache.tools import cli
 
 LIMIT = 60.0

@@ -20,7 +20,6 @@ from lightcache.errors import ConfigError
 from lightcache.shm import (
     RobustLock,
     Segment,
-    SegmentKind,
     SharedCounters,
     SharedDict,
     SharedList,
@@ -30,6 +29,7 @@ from lightcache.shm import (
     names,
     structures,
 )
+from lightcache.shm.layout import SegmentKind
 from lightcache.tools import cli
 from lightcache.tools import structures as tool
 

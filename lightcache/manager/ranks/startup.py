@@ -17,7 +17,8 @@ from lightcache.cache import Cache
 from lightcache.errors import Abandoned, ConfigError, WaitTimeout
 from lightcache.leases import ClientId
 from lightcache.manager.ranks.messages import append, check_entries
-from lightcache.shm import ClientInfo, SharedLog
+from lightcache.shm import SharedLog
+from lightcache.shm.clients import ClientInfo
 
 _NAP = 0.01  # seconds between two looks
 

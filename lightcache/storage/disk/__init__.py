@@ -1,6 +1,5 @@
 """Pages on a local disk: slot files, and an index of them in shared memory."""
 
 from lightcache.storage.disk.backend import DiskStorage
-from lightcache.storage.disk.folder import Rebuilt
 
-__all__ = ["DiskStorage", "Rebuilt"]
+__all__ = ["DiskStorage"]

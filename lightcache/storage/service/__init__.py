@@ -3,8 +3,7 @@
 docs/design/storage.md, section 24, describes the shared memory, and what is left after a kill.
 """
 
-from lightcache.storage.service.board import ServiceStats, service_stats
 from lightcache.storage.service.client import StorageClient
 from lightcache.storage.service.serving import StorageService
 
-__all__ = ["ServiceStats", "StorageClient", "StorageService", "service_stats"]
+__all__ = ["StorageClient", "StorageService"]

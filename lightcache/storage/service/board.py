@@ -28,7 +28,8 @@ import numpy as np
 
 from lightcache.cache import Cache
 from lightcache.errors import Detached, InUse, LayoutMismatch
-from lightcache.shm import Segment, SegmentKind, SharedRing
+from lightcache.shm import Segment, SharedRing
+from lightcache.shm.layout import SegmentKind
 from lightcache.shm.segment import free_dead_slots
 from lightcache.shm.sync import AtomicU64, RobustLock
 from lightcache.storage.jobs import TierOptions

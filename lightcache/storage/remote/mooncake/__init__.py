@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightcache.storage.protocol import Storage, StorageSpec
-from lightcache.storage.remote.mooncake.client import MooncakeOptions, parse
+from lightcache.storage.remote.mooncake.client import parse
 
 
 def open_url(scheme: str, where: str, options: Mapping[str, str], spec: StorageSpec) -> Storage:
@@ -20,4 +20,4 @@ def open_url(scheme: str, where: str, options: Mapping[str, str], spec: StorageS
     return MooncakeStorage(parse(scheme, where, options), spec)
 
 
-__all__ = ["MooncakeOptions", "open_url", "parse"]
+__all__ = ["open_url"]

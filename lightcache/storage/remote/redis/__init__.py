@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from lightcache.storage.protocol import StorageSpec
 from lightcache.storage.remote.redis.backend import RedisStorage
-from lightcache.storage.remote.redis.wire import RedisOptions, parse
+from lightcache.storage.remote.redis.wire import parse
 
 
 def open_url(
@@ -22,4 +22,4 @@ def open_url(
     return RedisStorage(parse(scheme, where, options), spec)
 
 
-__all__ = ["RedisOptions", "RedisStorage", "open_url", "parse"]
+__all__ = ["open_url"]

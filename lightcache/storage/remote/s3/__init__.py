@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightcache.storage.protocol import StorageSpec
-from lightcache.storage.remote.s3.backend import Place, S3Storage, parse
+from lightcache.storage.remote.s3.backend import S3Storage, parse
 
 
 def open_url(scheme: str, where: str, options: Mapping[str, str], spec: StorageSpec) -> S3Storage:
@@ -24,4 +24,4 @@ def open_url(scheme: str, where: str, options: Mapping[str, str], spec: StorageS
     return storage
 
 
-__all__ = ["Place", "S3Storage", "open_url", "parse"]
+__all__ = ["open_url"]
