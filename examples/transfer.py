@@ -55,7 +55,7 @@ def worker(name: str, rank: int, ranks: int) -> Iterator[tuple[lightcache.Cache,
             memory = cache.pin(device=DEVICE)
             memory.wait()  # it is small; a large pool can be used as far as it is pinned
         share = mine.share(writing=True)
-        with cache.engine(GEOMETRY, planes, memory=memory, share=share) as engine:
+        with cache.transfer_engine(GEOMETRY, planes, memory=memory, share=share) as engine:
             yield cache, engine, (k, v)
 
 

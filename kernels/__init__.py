@@ -3,7 +3,7 @@
     geometry = PageGeometry([KVGroup.attention("kv", layers=32, heads=8, head_dim=128,
                                                dtype_bytes=2, page_tokens=64)])
     planes = layouts.vllm(Shard(geometry, rank, ranks), "kv", kv_caches, axes="kbnhc")
-    engine = cache.engine(geometry, planes, memory=cache.pin())
+    engine = cache.transfer_engine(geometry, planes, memory=cache.pin())
     engine.offload(Move(pages, slots)).wait()
 
 Describe the model's KV once (`geometry`), where the engine keeps it once (`layouts`, `planes`),

@@ -1,4 +1,5 @@
-"""Moves, checked and flattened into arrays: what both engines do before anything is touched."""
+"""Moves, checked and flattened into arrays: what both transfer engines do before anything is
+touched."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from lightcache.kernels.geometry import PageGeometry, Share
 from lightcache.kernels.planes import DevicePlanes
 from lightcache.shm.errors import ConfigError
 
-# ---- The interface of engines: `Move`, `Transfer`, `Engine`
+# ---- The interface of transfer engines: `Move`, `Transfer`, `Engine`
 
 Pages = npt.NDArray[np.int64]
 
@@ -80,12 +81,13 @@ class Transfer(Protocol):
         """
 
     def when_done(self, call: Callable[[bool], None]) -> None:
-        """Call `call(ok)` once when it has finished: from `done`, `wait`, or the engine's `poll` or
-        `close`, or at once if it has finished already."""
+        """Call `call(ok)` once when it has finished: from `done`, `wait`, or the transfer engine's
+        `poll` or `close`, or at once if it has finished already."""
 
 
 class Engine(Protocol):
-    """Moves pages between a host pool and one rank's planes."""
+    """A transfer engine: moves pages between a host pool and one rank's planes. `TransferEngine`
+    does so on a GPU, `HostEngine` in CPU memory."""
 
     geometry: PageGeometry
     """Of the pages."""

@@ -36,9 +36,9 @@ from lightcache.leases import (
 )
 from lightcache.namespaces import Namespace
 from lightcache.page_index import PageIndex
+from lightcache.page_transfers import Load, Offload
 from lightcache.reservations import Reservation, ReservationShard
 from lightcache.router import Router, RouterPolicy
-from lightcache.transfers import Load, Offload
 
 __version__ = "0.1.0"
 

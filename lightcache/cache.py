@@ -220,7 +220,7 @@ class PoolPin:
         """Unregister the pinned memory.
 
         Raises:
-            InUse: engines use it, or other views of the pool exist; nothing was changed.
+            InUse: transfer engines use it, or other views of the pool exist; nothing was changed.
         """
         self._pool.check_closable(besides=self.lent)
         if self._pinned is not None:
@@ -233,17 +233,17 @@ T = TypeVar("T", bound="Cache")
 _log = logging.getLogger("lightcache.pool")
 
 
-# ---- The engine for a cache.
+# ---- The transfer engine of a cache.
 
 
-def engine_of(
+def transfer_engine_of(
     cache: Cache,
     geometry: PageGeometry,
     planes: DevicePlanes,
     memory: HostPages | None,
     how: Mapping[str, Any],
 ) -> Engine:
-    """See `Cache.engine`."""
+    """See `Cache.transfer_engine`."""
     check_format(cache, geometry)
     if memory is not None and (memory.pages, memory.page_bytes) != (cache.pages, cache.page_bytes):
         raise ConfigError(
@@ -257,7 +257,7 @@ def engine_of(
             f"memory: planes on {planes.device} need the pool registered with its driver; give "
             f"memory=cache.pin(device={planes.device!r}), a PinnedPages"
         )
-    require("torch", "kernels", f"an engine for planes on {planes.device}")
+    require("torch", "kernels", f"a transfer engine for planes on {planes.device}")
     from importlib import import_module  # torch is imported only if there is a device
 
     engine: Engine = import_module("lightcache.kernels.engine").TransferEngine(
@@ -546,12 +546,12 @@ class Cache:
 
     def close(self) -> None:
         """Detach; see `PageIndex.close`. Stops growing the pool; other processes continue.
-        Unregisters the memory that `pin` registered. Close engines first, and drop arrays and
-        tensors made of the pool.
+        Unregisters the memory that `pin` registered. Close transfer engines first, and drop arrays
+        and tensors made of the pool.
 
         Raises:
-            InUse: views of the pool exist, or engines use its pinned pages. Nothing was changed,
-                except that pinned pages whose own array has views were closed.
+            InUse: views of the pool exist, or transfer engines use its pinned pages. Nothing was
+                changed, except that pinned pages whose own array has views were closed.
             Detached: in a forked child.
         """
         if not self.index.core.unusable():
@@ -892,7 +892,7 @@ class Cache:
 
     # ---- transfers
 
-    def engine(
+    def transfer_engine(
         self,
         geometry: PageGeometry,
         planes: DevicePlanes,
@@ -900,7 +900,7 @@ class Cache:
         memory: HostPages | None = None,
         **how: Any,
     ) -> Engine:
-        """Return the engine that moves pages between this cache and one rank's planes: a
+        """Return a transfer engine, which moves pages between this cache and one rank's planes: a
         `HostEngine` for planes in CPU memory, else a `TransferEngine`. Close it before the cache.
 
         Args:
@@ -909,15 +909,15 @@ class Cache:
                 a whole word, separated by spaces.
             memory: None: the pool as it is, for planes in CPU memory. A device needs the pool
                 registered with its driver: the `PinnedPages` that `pin` returns, one for all
-                engines of this process.
-            how: options of the engine: share, threads, rate and so on.
+                transfer engines of this process.
+            how: options of the transfer engine: share, threads, rate and so on.
 
         Raises:
             LayoutMismatch: the cache was created for other pages.
-            ConfigError: see the engines.
+            ConfigError: as `HostEngine` and `TransferEngine`.
         """
 
-        return engine_of(self, geometry, planes, memory, how)
+        return transfer_engine_of(self, geometry, planes, memory, how)
 
 
 __all__ = [

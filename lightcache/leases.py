@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Hold:
     """How a copy or a call that takes pages over gives them back. Internal: see
-    `lightcache.transfers`. All calls may be repeated after an interrupt."""
+    `lightcache.page_transfers`. All calls may be repeated after an interrupt."""
 
     core: Core
     give_back: Callable[[], None]

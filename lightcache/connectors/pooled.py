@@ -44,7 +44,7 @@ class Pooled:
         if device != "cpu" and pinned is None:
             self.pinned = self._own = cache.pin(device=device)
         try:
-            self.engine = cache.engine(geometry, planes, memory=self.pinned)
+            self.engine = cache.transfer_engine(geometry, planes, memory=self.pinned)
         except BaseException:
             self._unpin()
             raise

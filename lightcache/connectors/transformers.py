@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from lightcache import Cache, Namespace
 from lightcache._arguments import Keys
 from lightcache.connectors.hybrid import Checkpoint, HybridPrefixCache, HybridPrefixes, check_states
+from lightcache.connectors.lease_calls import LeaseCalls
 from lightcache.connectors.model_pages import ModelPages, describe, describe_for
 from lightcache.connectors.model_watch import ModelWatch
 from lightcache.connectors.opening import Caches, open_cache, open_caches
@@ -35,7 +36,6 @@ from lightcache.connectors.prefix_cache import (
     planes_of,
     token_ids,
 )
-from lightcache.connectors.transfers import Transfers
 from lightcache.errors import Abandoned, ConfigError, NoSpace
 from lightcache.hybrid.checkpoints import PATH_LIMIT
 from lightcache.shm.errors import leave
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from lightcache.kernels.pinned import PinnedPages
 
 
-class Connector(Transfers):
+class Connector(LeaseCalls):
     """One model and one cache, with the engine that moves pages between them.
 
     Serves many requests, from several threads: one thread for each request. Close it before the

@@ -158,7 +158,7 @@ class States:
         if host is not None:
             if layout.planes.device != "cpu":
                 self.pinned = host.pin(device=layout.planes.device)
-            self.engine = host.engine(layout.geometry, layout.planes, memory=self.pinned)
+            self.engine = host.transfer_engine(layout.geometry, layout.planes, memory=self.pinned)
             self.backend = EngineBackend(self.engine)
 
     def checkpoints(self, **how: Any) -> Checkpoints:

@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from lightcache.kernels.moves import Engine, Move
 from lightcache.leases import Allocation, Lease, Releasable
+from lightcache.page_transfers import Load, Offload, Saving, begun_with, remember
 from lightcache.reservations import Reservation, ReservationShard
-from lightcache.transfers import Load, Offload, Saving, begun_with, remember
 
 Slots = npt.NDArray[np.int64]
 
@@ -80,7 +80,8 @@ class RankBackend(Protocol):
 
 
 class EngineBackend:
-    """Transfers by an engine of this process: `Cache.engine`. Also a `RankBackend`."""
+    """Transfers by a transfer engine of this process (`Cache.transfer_engine`). Also a
+    `RankBackend`."""
 
     shards = 1
 

@@ -72,7 +72,7 @@ class LoadHandle:
 
     def wait_on(self, stream: Any = None) -> None:
         """Make a stream of the device (None: the current one) wait for it, instead of this thread.
-        Needs an engine of this process. See `Transfer.wait_on`.
+        Needs a transfer engine of this process. See `Transfer.wait_on`.
 
         Raises:
             TransferFailed: it has finished already, and failed.

@@ -119,7 +119,7 @@ def check_blocks(backend: Any, blocks: int, block_tokens: int) -> None:
     if slots is not None and blocks * block_tokens > slots:
         raise ConfigError(
             f"blocks: {blocks} blocks of {block_tokens} tokens are {blocks * block_tokens} slots, "
-            f"and the planes of the transfer backend's engine hold {slots}; give at most "
+            f"and the planes of the transfer engine hold {slots}; give at most "
             f"{slots // block_tokens} blocks, or describe all of the device's memory"
         )
 
@@ -195,8 +195,8 @@ class KVCacheManager:
             counters: the node's counters, to which ours are added; None: they stay our own.
 
         Raises:
-            ConfigError: page sizes that do not fit each other, more blocks than the engine's planes
-                hold, or a part of the wrong type.
+            ConfigError: page sizes that do not fit each other, more blocks than the transfer
+                engine's planes hold, or a part of the wrong type.
             StorageError: the storage cannot be opened.
         """
         self.config = ManagerConfig() if config is None else config
@@ -928,7 +928,7 @@ class KVCacheManager:
 
         Raises:
             InUse: a request runs, or a copy is in flight; release it, and wait for it.
-            ConfigError: not 1 to 40 million, or more than the engine's planes hold.
+            ConfigError: not 1 to 40 million, or more than the transfer engine's planes hold.
         """
         with self._lock:
             self._traffic.poll()

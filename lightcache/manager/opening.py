@@ -1,4 +1,5 @@
-"""`open_kv`: a host cache, and the engine that copies its pages, for an engine's KV tensors."""
+"""`open_kv`: a host cache, and the transfer engine that copies its pages, for an engine's KV
+tensors."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from lightcache.kernels.planes import DevicePlanes, View, check_axes, view
 from lightcache.manager.backend import EngineBackend
 from lightcache.manager.blocks import ManagedBlocks
 from lightcache.manager.manager import KVCacheManager
+from lightcache.page_transfers import Load, Offload
 from lightcache.shm.errors import leave
-from lightcache.transfers import Load, Offload
 
 if TYPE_CHECKING:
     from lightcache.kernels.pinned import PinnedPages
@@ -32,8 +33,8 @@ Slots = Sequence[int] | npt.NDArray[Any]
 
 
 class EngineKV:
-    """An engine's KV tensors, their host cache, and the engine that copies pages between the two.
-    As a context manager it closes all of them, managers first."""
+    """An engine's KV tensors, their host cache, and the transfer engine that copies pages between
+    the two. As a context manager it closes all of them, managers first."""
 
     def __init__(self, cache: Cache, geometry: PageGeometry, planes: DevicePlanes) -> None:
         """For `open_kv`. On a GPU the pool is registered with the driver, in the background."""
@@ -43,7 +44,7 @@ class EngineKV:
         milliseconds; `pinned.wait()` waits for all."""
         if planes.device != "cpu":
             self.pinned = cache.pin(device=planes.device)
-        self.engine: Engine = cache.engine(geometry, planes, memory=self.pinned)
+        self.engine: Engine = cache.transfer_engine(geometry, planes, memory=self.pinned)
         self.backend = EngineBackend(self.engine)
         """The transfer backend for a `KVCacheManager`."""
         self._closing = contextlib.ExitStack()
@@ -97,7 +98,7 @@ class EngineKV:
             slots: device slots of all their tokens, in order: n * page_tokens of int32 or int64.
 
         Raises:
-            ConfigError: too few slots, or slots that the engine does not accept.
+            ConfigError: too few slots, or slots that the transfer engine does not accept.
             Otherwise as `Cache.reserve`.
         """
         self._check(keys, slots)
@@ -119,7 +120,7 @@ class EngineKV:
                 not have are not written.
 
         Raises:
-            ConfigError: too few slots, or slots that the engine does not accept.
+            ConfigError: too few slots, or slots that the transfer engine does not accept.
             Otherwise as `Cache.match`.
         """
         self._check(keys, slots)
@@ -163,15 +164,15 @@ def open_kv(
     value_dim: int | None = None,
     **options: Any,
 ) -> EngineKV:
-    """Open a host cache for an engine's KV tensors, with geometry, planes, pinned pool and engine.
-    For one process that has all heads, in CPU memory or on one GPU.
+    """Open a host cache for an engine's KV tensors, with geometry, planes, pinned pool and transfer
+    engine. For one process that has all heads, in CPU memory or on one GPU.
 
         with open_kv("llama", kv_caches, model="llama-3-8b@5206a32", axes="kbnhc",
                      size="64GiB") as kv:
             manager = kv.manager("llama-gpu0")
 
     Ranks that share pages, and models with several KV groups, describe their part themselves:
-    `PageGeometry`, `lightcache.kernels.layouts`, `Cache.engine`.
+    `PageGeometry`, `lightcache.kernels.layouts`, `Cache.transfer_engine`.
 
     Args:
         name: name of the host cache, which all engines of the node share; created if missing.

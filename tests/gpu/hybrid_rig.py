@@ -200,14 +200,14 @@ class Rig:
         """What `open_states` makes for a GPU is made for the stand-in."""
         if torch.cuda.is_available():
             return
-        where, original = self.where, Cache.engine
+        where, original = self.where, Cache.transfer_engine
 
         def engine(cache: Cache, geometry: Any, planes: Any, *, memory: Any = None) -> Any:
             with monkeypatch.context() as real:
-                real.setattr(Cache, "engine", original)
+                real.setattr(Cache, "transfer_engine", original)
                 return where.engine(cache, geometry, planes, where.pin(cache))
 
-        monkeypatch.setattr(Cache, "engine", engine)
+        monkeypatch.setattr(Cache, "transfer_engine", engine)
         monkeypatch.setattr(opening_module, "StateCopier", where.copier)
 
     # ---- a request's way

@@ -91,7 +91,7 @@ class Gpu:
         **how: Any,
     ) -> Any:
         """The cache's engine for planes on this device."""
-        return cache.engine(geometry, planes, memory=memory, **how)
+        return cache.transfer_engine(geometry, planes, memory=memory, **how)
 
     def gate(self) -> Any:
         """Something that is shut: copies that are after its `event` do not begin."""
@@ -193,7 +193,7 @@ class Threads:
     ) -> Any:
         """As `Gpu`."""
         here = DevicePlanes(planes.planes, device=self.name, keep=planes.keep)
-        return cache.engine(geometry, here, memory=memory, device=self.stand_in, **how)
+        return cache.transfer_engine(geometry, here, memory=memory, device=self.stand_in, **how)
 
     def gate(self) -> Any:
         """As `Gpu`."""

@@ -64,7 +64,7 @@ def where(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             monkeypatch.undo()  # the stand-in's own call is of the real one
             return Here(made, original(cache, geometry, planes, memory))
 
-        monkeypatch.setattr(Cache, "engine", engine)
+        monkeypatch.setattr(Cache, "transfer_engine", engine)
     yield made
     made.close()
 

@@ -108,7 +108,7 @@ class Rank:
             order["name"], secret=SECRET, role="rank", device=order.get("device", False)
         )
         writing = geometry.share(*which, layers=order.get("layers"), writing=True)
-        self.engine = self.cache.engine(
+        self.engine = self.cache.transfer_engine(
             geometry,
             self.device.planes,
             share=writing if order.get("writing") else share,

@@ -134,7 +134,7 @@ def test_a12_usable_while_it_is_still_pinning(make: Make, wait_until: Wait) -> N
         driver=driver, threads=1, chunk_bytes=4 * each, progress=lambda *now: told.append(now)
     )
     device = Device(LARGE.share(), 2 * TOKENS)
-    engine = cache.engine(LARGE, device.planes, memory=pinned, threads=1)
+    engine = cache.transfer_engine(LARGE, device.planes, memory=pinned, threads=1)
     try:
         pinned.wait([3], 60)
         assert (pinned.ready, told) == (4, [(4, pages)])

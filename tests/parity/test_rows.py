@@ -32,13 +32,13 @@ ELSEWHERE = {
         "unit/test_page_index.py::test_reserving_evicts_the_least_recently_used",
     ],
     "A6": [
-        "unit/test_transfers.py::test_new_pages_are_published_when_the_copy_is_over",
+        "unit/test_page_transfers.py::test_new_pages_are_published_when_the_copy_is_over",
         "unit/test_host_engine.py::test_one_direction_goes_in_order_and_the_other_does_not_wait",
         "multi/test_ranks.py::test_written_by_eight_read_by_fewer",
     ],
     "A8": [
         "multi/test_ranks.py::test_written_by_eight_read_by_fewer",
-        "unit/test_transfers.py::test_what_is_present_busy_or_missing_is_left_alone",
+        "unit/test_page_transfers.py::test_what_is_present_busy_or_missing_is_left_alone",
     ],
     "A9": [
         "unit/test_storage_tier.py::test_calls_have_pages_of_one_request_and_reads_go_first",

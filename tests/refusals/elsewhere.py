@@ -40,7 +40,7 @@ ELSEWHERE = {
         "another_model_of_the_same_kind_is_not_taken_for_it": ["computed with another model"],
         "weights_that_change_behind_a_connector_publish_nothing": ["changed the weights"],
     },
-    "unit/test_device_names.py": {"the_engine_of_a_cache": ["made an engine for a GPU"]},
+    "unit/test_device_names.py": {"the_engine_of_a_cache": ["made a transfer engine for a GPU"]},
     "unit/test_engine_failures.py": {
         "bad_options": ["gave an unknown `mode`"],
         "a_captured_current_stream_is_refused": ["began a transfer while"],
@@ -51,7 +51,7 @@ ELSEWHERE = {
     "unit/test_geometry.py": {
         "bad_input": ["gave groups, planes or states", "gave a rank outside"]
     },
-    "unit/test_host_engine.py": {"sides_that_do_not_fit": ["made an engine of planes"]},
+    "unit/test_host_engine.py": {"sides_that_do_not_fit": ["made a transfer engine of planes"]},
     "unit/test_hybrid_refusals.py": {
         "caches_that_do_not_fit": ["gave a hybrid model without"],
         "settings_that_do_not_go_together": ["gave a hybrid model conflicting settings"],
@@ -196,10 +196,10 @@ ELSEWHERE = {
     "unit/test_transfer_engine.py": {
         "copies_refuse_what_does_not_lie_so": ['gave `mode="copies"`'],
         "windows_hold_their_layers": ["asked for a layer"],
-        "a_closed_engine_says_so": ["used an engine after"],
+        "a_closed_engine_says_so": ["used a transfer engine after"],
     },
-    "unit/test_transfers.py": {
-        "an_engine_for_the_cache": ["made an engine of a cache"],
+    "unit/test_page_transfers.py": {
+        "an_engine_for_the_cache": ["made a transfer engine of a cache"],
         "a_failed_copy_is_not_published": ["a copy failed"],
         "new_pages_are_published_when_the_copy_is_over": ["waited for one longer"],
         "what_has_ended_or_has_shards_is_refused": [

@@ -120,7 +120,7 @@ class HybridEngine:
         self.store = ModelDevice(model, blocks=blocks, block=block, slots=total, page=page)
         store, host = self.store, blocks * block // page if pages is None else pages
         self.kv = open_pages(f"{name}.kv", store.kv_geometry, host, page)
-        self.kv_engine = self.kv.engine(store.kv_geometry, store.kv_planes, threads=1)
+        self.kv_engine = self.kv.transfer_engine(store.kv_geometry, store.kv_planes, threads=1)
         self.stream = LateCopier(StateCopier(store.state_geometry, store.state_planes))
         self.stream.at_once = not ahead
         self.device = ManagedBlocks(f"{name}.device", block_tokens=block, blocks=blocks)
@@ -133,7 +133,7 @@ class HybridEngine:
             self.states = open_pages(
                 f"{name}.states", store.state_geometry, states, 1, independent=True
             )
-            self.state_engine = self.states.engine(
+            self.state_engine = self.states.transfer_engine(
                 store.state_geometry, store.state_planes, threads=1
             )
         backend = None if self.state_engine is None else EngineBackend(self.state_engine)

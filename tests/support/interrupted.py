@@ -110,7 +110,7 @@ class EnginePlace(Place):
             fingerprint=f"model {GEOMETRY.fingerprint()}",
             secret=SECRET,
         )
-        self.engine = self.cache.engine(
+        self.engine = self.cache.transfer_engine(
             GEOMETRY, Device(GEOMETRY.share(), 128, 3).planes, threads=1
         )
         self.device = ManagedBlocks(f"{name}.device", block_tokens=4, blocks=32)

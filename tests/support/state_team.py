@@ -85,7 +85,7 @@ class StateRank:
         )
         self.cache = Cache.attach(states, secret=SECRET, role=f"rank {rank}")
         self.log = SharedLog.attach(log)
-        self.engine = self.cache.engine(GEOMETRY, planes, share=mine.share(), threads=1)
+        self.engine = self.cache.transfer_engine(GEOMETRY, planes, share=mine.share(), threads=1)
         self.worker = RankWorker(self.log, self.cache, self.engine, rank)
         self.copier = StateCopier(GEOMETRY, planes, share=mine.share())
 

@@ -186,13 +186,15 @@ def cache(segment_name):
 def test_the_engine_of_a_cache(cache, current):
     current(1)
     made, case = cache
-    with made.engine(case.geometry, planes_of(case, "cpu:0")) as engine:
+    with made.transfer_engine(case.geometry, planes_of(case, "cpu:0")) as engine:
         assert type(engine) is HostEngine
     with pytest.raises(ConfigError, match=r"memory=cache.pin\(device='cuda:1'\)"):
-        made.engine(case.geometry, planes_of(case, "cuda"))
+        made.transfer_engine(case.geometry, planes_of(case, "cuda"))
     with made.pin(driver=FakeDriver()) as pinned:
         pinned.wait()
         there = planes_of(case, "cuda")
-        with made.engine(case.geometry, there, memory=pinned, device=InlineDevice()) as engine:
+        with made.transfer_engine(
+            case.geometry, there, memory=pinned, device=InlineDevice()
+        ) as engine:
             assert type(engine) is TransferEngine
             engine.offload(MOVE, planes=planes_of(case, "cuda:1")).wait()

@@ -54,7 +54,7 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[An
     monkeypatch.setenv("HOME", str(tmp_path))
     opened: list[Any] = []
     caches: list[Cache] = []
-    engine, over = Cache.engine, Cache._over
+    engine, over = Cache.transfer_engine, Cache._over
 
     def keep_engine(*arguments: Any, **more: Any) -> Any:
         opened.append(engine(*arguments, **more))
@@ -64,7 +64,7 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[An
         caches.append(over(*arguments))
         return caches[-1]
 
-    monkeypatch.setattr(Cache, "engine", keep_engine)
+    monkeypatch.setattr(Cache, "transfer_engine", keep_engine)
     monkeypatch.setattr(Cache, "_over", keep_cache)
     yield opened
     for closeable in (*opened, *caches):

@@ -361,7 +361,7 @@ def test_a_dropped_engine_waits_for_its_copies(no_collection):
 
 
 class Pins:
-    """What is held for a copy, as `lightcache.transfers` does."""
+    """What is held for a copy, as `lightcache.page_transfers` does."""
 
     def __init__(self, order):
         self.order = order

@@ -578,7 +578,7 @@ sizes = {"page_bytes": geometry.page_bytes, "page_tokens": 8, "pages": 4}
 kv = [np.random.default_rng(0).integers(0, 9, (2, 6, 8, 2, 3)).astype(np.uint16) for _ in range(2)]
 before = np.array(kv)
 with Cache.open(sys.argv[1], fingerprint=name, secret=bytes(16), **sizes) as cache:
-    with cache.engine(geometry, layouts.vllm(Shard(geometry), "kv", kv)) as engine:
+    with cache.transfer_engine(geometry, layouts.vllm(Shard(geometry), "kv", kv)) as engine:
         engine.offload(Move(np.arange(2), np.arange(8, 24))).wait()
         for tensor in kv:
             tensor[:] = 0

@@ -255,6 +255,6 @@ def test_what_was_opened_is_closed_where_the_rest_fails(
         raise ConfigError("arranged")
 
     with monkeypatch.context() as failing:
-        failing.setattr(Cache, "engine", engine)
+        failing.setattr(Cache, "transfer_engine", engine)
         refused(ConfigError, "arranged", open_, segment_name, tensors)
     open_(segment_name, tensors).close()  # nobody lives in an index of that name

@@ -185,7 +185,12 @@ def test_an_engine_says_what_it_moved(segment_name: str) -> None:
         fingerprint=f"model {GEOMETRY.fingerprint()}",
         secret=SECRET,
     )
-    with cache, cache.engine(GEOMETRY, Device(GEOMETRY.share(), 64, 3).planes, threads=1) as engine:
+    with (
+        cache,
+        cache.transfer_engine(
+            GEOMETRY, Device(GEOMETRY.share(), 64, 3).planes, threads=1
+        ) as engine,
+    ):
         device = ManagedBlocks(f"{segment_name}.device", block_tokens=4, blocks=16)
         with KVCacheManager(cache, device, EngineBackend(engine)) as manager:
             for request, found in (("a", 0), ("b", 16)):
@@ -214,7 +219,7 @@ def few(segment_name: str) -> Iterator[tuple[Cache, Any]]:
         fingerprint=f"model {GEOMETRY.fingerprint()}",
         secret=SECRET,
     )
-    engine = cache.engine(GEOMETRY, Device(GEOMETRY.share(), 16, 3).planes, threads=1)
+    engine = cache.transfer_engine(GEOMETRY, Device(GEOMETRY.share(), 16, 3).planes, threads=1)
     yield cache, engine
     engine.close()
     cache.close()

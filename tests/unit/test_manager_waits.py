@@ -195,7 +195,7 @@ def test_an_engine_that_raises_when_it_may_have_begun(segment_name: str) -> None
         fingerprint=f"model {GEOMETRY.fingerprint()}",
         secret=SECRET,
     )
-    with cache, cache.engine(GEOMETRY, planes, threads=1) as engine:
+    with cache, cache.transfer_engine(GEOMETRY, planes, threads=1) as engine:
         device = ManagedBlocks(f"{segment_name}.device", block_tokens=4, blocks=16)
         manager = KVCacheManager(cache, device, EngineBackend(engine))
         manager.plan("a", PROMPT)

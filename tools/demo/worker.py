@@ -98,7 +98,7 @@ class Worker:
         )
         planes = layouts.vllm(Shard(geometry), "kv", kv, axes="kbnhc")
         self.pinned = self.cache.pin(device=config.model.device) if on_gpu else None
-        self.engine: Any = self.cache.engine(geometry, planes, memory=self.pinned)
+        self.engine: Any = self.cache.transfer_engine(geometry, planes, memory=self.pinned)
         stack.callback(self.engine.close)
 
     def open_manager(self, stack: ExitStack) -> None:

@@ -23,9 +23,9 @@ from lightcache.errors import (
 from lightcache.leases import Allocation, ClientId, Lease, Releasable, Ticket, TicketStatus
 from lightcache.manager.backend import Slots
 from lightcache.manager.ranks.messages import Decisions, Kind, Order, append, check_entries
+from lightcache.page_transfers import Keeper
 from lightcache.reservations import Reservation
 from lightcache.shm import Event, SharedLog
-from lightcache.transfers import Keeper
 
 # ---- RankTransfer
 

@@ -60,8 +60,8 @@ class RankWorker:
         Args:
             log: attached as a reader.
             cache: the host cache, attached with role f"rank {rank}".
-            backend: makes the copies: an engine with this rank's share (`Cache.engine`), or a
-                `RankBackend`.
+            backend: makes the copies: a transfer engine with this rank's share
+                (`Cache.transfer_engine`), or a `RankBackend`.
             rank: number of this rank and its shard.
             clock: in seconds.
 

@@ -11,11 +11,11 @@ that started it. So the pins belong to the copy, which keeps them exactly as lon
    transfer holds that until the copy has finished: a thread of the host engine, the device engine's
    own list. So nothing that happens to `Offload` or `Load`, garbage collection included, ends the
    pins before the copy.
-3. Ending. The keeper is told by `done` and `wait`, and by the engine's `poll` and `close`; an
-   engine that is polled each step needs no more. It publishes if the copy succeeded and was not
-   aborted, abandons otherwise, and then unpins; each may be done twice, so an interrupt in between
-   is mended by the next call. If the call itself is lost to an interrupt, the keeper is garbage
-   now, with the copy finished, and unpins as it is collected.
+3. Ending. The keeper is told by `done` and `wait`, and by the `poll` and `close` of its transfer
+   engine; one that is polled each step needs no more. It publishes if the copy succeeded and was
+   not aborted, abandons otherwise, and then unpins; each may be done twice, so an interrupt in
+   between is mended by the next call. If the call itself is lost to an interrupt, the keeper is
+   garbage now, with the copy finished, and unpins as it is collected.
 4. Giving up. `abort`, an exception that leaves the `with`, or dropping an `Offload` whose copy is
    in flight: the keys are abandoned at once, so no client waits for them; the pages stay pinned,
    doomed and without a key, until the copy has finished. What was dropped is not published although
@@ -26,8 +26,8 @@ that started it. So the pins belong to the copy, which keeps them exactly as lon
    engine knows whether a copy is in flight (`will_tell`): the pages are the keeper's until that has
    finished, and are not published, or they are the caller's again.
 
-Close engines before caches: closing a cache gives back everything that it holds, and it refuses
-(InUse) while an engine keeps views of its pool.
+Close transfer engines before caches: closing a cache gives back everything that it holds, and it
+refuses (InUse) while a transfer engine keeps views of its pool.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Keeper:
         """Take the pages over and start the copy; give them back if nothing of it has started.
 
         Args:
-            call: starts it; is given `when_done=`, for the engine.
+            call: starts it; is given `when_done=`, for the transfer engine.
         """
         self.take(engine)
         try:
@@ -112,7 +112,8 @@ class Keeper:
         return self._hold.publish is not None
 
     def goes_on(self) -> bool:
-        """Whether its engine has a copy of it in flight, or one whose end it has not told us."""
+        """Whether its transfer engine has a copy of it in flight, or one whose end it has not told
+        us."""
         return self.engine is not None and self.engine.will_tell(self.over)
 
     # In both of these an interrupt in the middle leaves two owners, of which the second to end it
@@ -194,7 +195,7 @@ class Keeper:
 
 
 class Saving:
-    """A copy of pages that stay the caller's, as an engine knows it."""
+    """A copy of pages that stay the caller's, as a transfer engine knows it."""
 
     owns, ended = True, False
 
@@ -212,7 +213,7 @@ class Saving:
 
 
 class Interrupted:
-    """A copy that an engine has started although the call that starts it has raised. See
+    """A copy that a transfer engine has started although the call that starts it has raised. See
     `TransferHandle`."""
 
     def __init__(self, keeper: Keeper | Saving) -> None:
@@ -252,8 +253,8 @@ def remember(source: Releasable, keeper: Keeper | Saving) -> None:
 
 
 def begun_with(source: Releasable) -> Interrupted | None:
-    """The copy of these pages that an engine has started, though the call that starts it has
-    raised. None: there is none, or it has finished."""
+    """The copy of these pages that a transfer engine has started, though the call that starts it
+    has raised. None: there is none, or it has finished."""
     reference = _KEEPERS.get(source)
     keeper = None if reference is None else reference()
     if keeper is None or not keeper.owns or keeper.ended:
@@ -274,7 +275,8 @@ class _InFlight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it moves: of the engine's share, and of the tokens that are not left out."""
+        """Bytes that it moves: of the transfer engine's share, and of the tokens that are not left
+        out."""
         return self.transfer.nbytes
 
     def _begin(self, engine: Engine, source: Releasable, verb: str, move: Move, how: Any) -> None:
@@ -350,12 +352,12 @@ class Offload(_InFlight):
                 those of new pages are read, and there none is negative.
             positions: of the pages in the prompt's keys; None: a reservation's own `new`, or for a
                 shard that `slots` are those of its pages alone.
-            page_tokens: None: as the engine's geometry says.
+            page_tokens: None: as the transfer engine's geometry says.
             how: for `engine.offload`: streams, after, window, planes.
 
         Raises:
             ConfigError: slots that do not cover the pages, several shards in one reservation, or
-                whatever the engine refuses.
+                whatever the transfer engine refuses.
             LeaseLost: `held` has ended before.
         """
         tokens = _page_tokens(engine, page_tokens)
@@ -434,7 +436,7 @@ class Load(_InFlight):
             how: for `engine.load`: streams, after, window, planes.
 
         Raises:
-            ConfigError: whatever the engine refuses.
+            ConfigError: whatever the transfer engine refuses.
             LeaseLost: released before.
         """
         _check_kind(lease, (Lease,))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lightcache.kernels.planes import DevicePlanes
 
 
-class Transfers:
+class LeaseCalls:
     """Part of `Connector`: see there."""
 
     cache: Cache
@@ -195,4 +195,4 @@ class Transfers:
             raise Detached("this connector is closed; make another one")
 
 
-__all__ = ["Transfers"]
+__all__ = ["LeaseCalls"]

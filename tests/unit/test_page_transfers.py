@@ -71,7 +71,7 @@ class World:
             secret=bytes(16),
         )
         self.device = Device(GEOMETRY.share(), SLOTS, 3)
-        self.engine = self.cache.engine(GEOMETRY, self.device.planes, threads=2)
+        self.engine = self.cache.transfer_engine(GEOMETRY, self.device.planes, threads=2)
         self.gate = Gate()
 
     def close(self) -> None:
@@ -238,7 +238,7 @@ def test_a_dropped_one_is_aborted_and_holds_on(world: World, leave: Any) -> None
 
 
 def test_one_that_was_dropped_with_its_engine(world: World) -> None:
-    engine = world.cache.engine(GEOMETRY, world.device.planes)
+    engine = world.cache.transfer_engine(GEOMETRY, world.device.planes)
     offload = Offload(engine, world.cache.reserve(prompt(1, 3)), world.slots(3), after=[world.gate])
     copy = offload.transfer
     del offload, engine
@@ -473,12 +473,12 @@ def test_an_engine_for_the_cache(world: World) -> None:
         (shorter, "page_tokens=geometry"),
     ):
         planes = Device(geometry.share(), SLOTS).planes
-        refused(LayoutMismatch, why, world.cache.engine, geometry, planes)
+        refused(LayoutMismatch, why, world.cache.transfer_engine, geometry, planes)
     with pytest.raises(ConfigError, match="PinnedPages"):
-        world.cache.engine(GEOMETRY, DevicePlanes({}, device="cuda:0"))
+        world.cache.transfer_engine(GEOMETRY, DevicePlanes({}, device="cuda:0"))
     elsewhere = HostPages(np.zeros((2, GEOMETRY.page_bytes), np.uint8))
     with pytest.raises(ConfigError, match="memory"):
-        world.cache.engine(GEOMETRY, world.device.planes, memory=elsewhere)
+        world.cache.transfer_engine(GEOMETRY, world.device.planes, memory=elsewhere)
 
 
 def test_one_fingerprint_that_begins_another(segment_name: str) -> None:
@@ -489,8 +489,8 @@ def test_one_fingerprint_that_begins_another(segment_name: str) -> None:
     with Cache.create(
         segment_name, pages=2, page_bytes=4096, fingerprint=both.fingerprint(), secret=bytes(16)
     ) as cache:
-        refused(LayoutMismatch, "", cache.engine, one, Device(one.share(), 8).planes)
-        cache.engine(both, Device(both.share(), 8).planes).close()
+        refused(LayoutMismatch, "", cache.transfer_engine, one, Device(one.share(), 8).planes)
+        cache.transfer_engine(both, Device(both.share(), 8).planes).close()
 
 
 ABORTED_AND_KILLED = """
@@ -498,11 +498,11 @@ import signal, sys, threading
 import numpy as np
 from support.device_sides import Device
 from support.keys import prompt
-from unit.test_transfers import GEOMETRY, SLOTS
+from unit.test_page_transfers import GEOMETRY, SLOTS
 from lightcache import Cache, Offload
 
 cache = Cache.attach(sys.argv[1], secret=bytes(16), role="doomed", device=True)
-engine = cache.engine(GEOMETRY, Device(GEOMETRY.share(), SLOTS, 3).planes)
+engine = cache.transfer_engine(GEOMETRY, Device(GEOMETRY.share(), SLOTS, 3).planes)
 never = threading.Event()
 offload = Offload(engine, cache.reserve(prompt(1, 3)), np.arange(12), after=[never])
 offload.abort()
