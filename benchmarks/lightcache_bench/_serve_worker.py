@@ -112,7 +112,7 @@ def run(setup: Setup, name: str, pipe: Connection) -> None:
         with ExitStack() as stack:
             worker = None
             if setup.pool != "none":
-                worker = TimedWorker(config, name, pipe, stack)
+                worker = TimedWorker(config, name, stack)
                 worker.cache.pool.prefault()  # figures are of memory that is there
                 if worker.pinned is not None:
                     worker.pinned.wait()

@@ -166,9 +166,9 @@ def _blocked(*numbers: signal.Signals) -> Iterator[None]:
 
 
 def _worker(config: WorkerConfig, name: str, pipe: Connection) -> None:
-    from lightcache.tools.demo import worker  # torch is imported in the worker's process alone
+    from lightcache.tools.demo import process  # torch is imported in the worker's process alone
 
-    worker.run(config, name, pipe)
+    process.run(config, name, pipe)
 
 
 def _reference(spec: ModelSpec, pipe: Connection) -> None:
@@ -182,7 +182,7 @@ class Crew:
 
     def __init__(self, config: WorkerConfig, target: Callable[..., None] = _worker) -> None:
         """Args:
-        target: what each process runs, as `lightcache.tools.demo.worker.run`.
+        target: what each process runs, as `lightcache.tools.demo.process.run`.
         """
         self._config, self._target = config, target
         self.members: list[Member] = []

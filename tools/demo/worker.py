@@ -8,25 +8,22 @@ at a time; docs/integration.md has the loop for a queue.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-import torch
 
-from lightcache import Cache, LightcacheError, Reservation, TransferFailed
+from lightcache import Cache, TransferFailed
 from lightcache.hybrid import Grid, HybridConfig, HybridManager, open_states
 from lightcache.hybrid.saving import Saves
-from lightcache.kernels import KVGroup, Move, PageGeometry, Shard, layouts
+from lightcache.kernels import KVGroup, PageGeometry, Shard, layouts
 from lightcache.manager import EngineBackend, KVCacheManager, ManagedBlocks, Prompt
 from lightcache.storage import StorageTier
-from lightcache.tools.demo import messages
 from lightcache.tools.demo.messages import SECRET, Answer, Request, Tokens, WorkerConfig
-from lightcache.tools.demo.model import DeviceMemory, Sequence, build, forward, one_line
+from lightcache.tools.demo.model import DeviceMemory, Sequence, build, forward
 
 _CHUNK = 64  # tokens of a chunk of linear attention: states are saved at its multiples
 _STATE_SLOTS = 16  # on the device: the working one of a request, and those it saves
@@ -52,13 +49,19 @@ class Worker:
 
     slots = 0
 
-    def __init__(self, config: WorkerConfig, name: str, pipe: Connection, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        name: str,
+        stack: ExitStack,
+        backend: Callable[[Any], EngineBackend] = EngineBackend,
+    ) -> None:
         """Load the model, allocate the device's memory, and open the cache. Takes seconds.
 
         Args:
             name: of this worker, which no other process of the run has.
-            pipe: to the router.
             stack: closes everything.
+            backend: makes the transfer backend of the transfer engine.
         """
         self.config, self.name, size = config, name, config.page_tokens
         self.blocks = -(-config.device_tokens // size)
@@ -66,11 +69,11 @@ class Worker:
         memory = DeviceMemory(self.model, blocks=self.blocks, block_tokens=size, slots=self.slots)
         self.memory = memory
         self._open_cache(stack)
-        self.backend = HeldBackend(self.engine, size, pipe)
+        self.backend = backend(self.engine)
         self.open_manager(stack)
 
     def _open_cache(self, stack: ExitStack) -> None:
-        """The cache of the node, and the engine that copies between its pages and the device."""
+        """The cache of the node, and the transfer engine between its pages and the device."""
         config, kv = self.config, self.memory.kv
         *_, heads, dim = next(iter(kv.values())).shape
         group = KVGroup.attention(
@@ -133,7 +136,6 @@ class Worker:
 
     def serve(self, request: Request) -> Answer:
         """Answer a request. Blocks until its pages are published."""
-        self.backend.hold = request.number if request.hold else None
         running = self._admit(request)
         self.prefill(running)
         self._decode(running)
@@ -298,50 +300,3 @@ class HybridWorker(Worker):
         super().settle()
         assert self.states.slots is not None
         self.states.slots.evict(self.slots)
-
-
-class HeldBackend(EngineBackend):
-    """Moves bytes between host and device, as `EngineBackend`. For the demo's kill it can stop in
-    the middle of an offload."""
-
-    def __init__(self, engine: Any, page_tokens: int, pipe: Connection) -> None:
-        super().__init__(engine)
-        self._page_tokens, self._pipe = page_tokens, pipe
-        self.hold: int | None = None
-        """Number of the request that stops in its first offload of several pages; None: none."""
-
-    def offload(self, new: Any, slots: Any) -> Any:
-        """See `EngineBackend`."""
-        if self.hold is not None and len(new.pages) > 1:
-            self._stop_halfway(new, slots)
-        return super().offload(new, slots)
-
-    def _stop_halfway(self, new: Reservation, slots: Any) -> None:
-        """Copy half of the new pages, tell the router, and wait to be killed."""
-        half = len(new.pages) // 2
-        by_page = slots[: len(slots) // self._page_tokens * self._page_tokens]
-        by_page = by_page.reshape(-1, self._page_tokens)[new.new[:half]]
-        self.engine.offload(Move(new.pages[:half], by_page.reshape(-1))).wait()
-        assert self.hold is not None
-        self._pipe.send(messages.Holding(self.hold, half, len(new.pages)))
-        self._pipe.poll(None)
-        raise EOFError  # the router has closed the pipe instead
-
-
-def run(config: WorkerConfig, name: str, pipe: Connection) -> None:
-    """The whole of a worker process: serves until the router closes the pipe."""
-    torch.set_num_threads(config.threads)
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
-        with ExitStack() as stack:
-            kind = HybridWorker if config.model.hybrid else Worker
-            worker = kind(config, name, pipe, stack)
-            pipe.send(messages.Ready(os.getpid(), worker.device.name))
-            while True:
-                pipe.send(worker.serve(pipe.recv()))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # the router has closed the pipe, or is dead
-    except (LightcacheError, OSError, MemoryError, ImportError, RuntimeError) as error:
-        kind_of = "" if isinstance(error, LightcacheError) else f"{type(error).__name__}: "
-        with contextlib.suppress(OSError):  # another worker failed first, and the pipe is closed
-            pipe.send(messages.Failed(kind_of + one_line(error)))
