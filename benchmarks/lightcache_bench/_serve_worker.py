@@ -17,6 +17,7 @@ import transformers
 from lightcache.errors import LightcacheError
 from lightcache.tools.demo.messages import Failed, Ready, Request, WorkerConfig
 from lightcache.tools.demo.model import build, forward, one_line
+from lightcache.tools.demo.process import stopping
 from lightcache.tools.demo.worker import Running, Worker
 
 Pool = Literal["shared", "private", "none"]
@@ -110,9 +111,9 @@ def run(setup: Setup, name: str, pipe: Connection) -> None:
     torch.set_num_threads(config.threads)
     try:
         with ExitStack() as stack:
-            worker = None
+            worker: Any = None
             if setup.pool != "none":
-                worker = TimedWorker(config, name, stack)
+                worker = TimedWorker(config, name, stack, stopping(config, pipe))
                 worker.cache.pool.prefault()  # figures are of memory that is there
                 if worker.pinned is not None:
                     worker.pinned.wait()
@@ -123,6 +124,7 @@ def run(setup: Setup, name: str, pipe: Connection) -> None:
                 if worker is None or not job.cached:
                     pipe.send(past_the_cache(model, job.request))
                 else:
+                    worker.backend.stop_at = job.request.number if job.request.hold else None
                     pipe.send(worker.timed(job.request))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return

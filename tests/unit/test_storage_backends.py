@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +24,7 @@ from lightcache.storage.testing.conformance import (
     MOST_PAGES,
     PAGE_BYTES,
     SPEC,
+    check_forked,
     check_storage,
     make_keys,
     pages_of,
@@ -46,6 +49,26 @@ class Absentminded(MemoryStorage):
 
     def read(self, keys: Any, buffers: Any, *, timeout: float) -> Any:
         return super().read(keys, buffers[::-1], timeout=timeout)
+
+
+class Everywhere(MemoryStorage):
+    """Forgets that a forked child has no part of it."""
+
+    def delete(self, keys: Any, *, timeout: float) -> int:
+        return 0
+
+
+class Waiting(MemoryStorage):
+    """Waits in a forked child, for a thread that there is not."""
+
+    def delete(self, keys: Any, *, timeout: float) -> int:
+        signal.alarm(1)
+        return threading.Event().wait()
+
+
+@pytest.mark.parametrize(("kind", "found"), [(Everywhere, "delete: expected"), (Waiting, "''")])
+def test_conformance_sees_a_child_that_is_not_refused(kind: Any, found: str) -> None:
+    refused(AssertionError, found, check_forked, kind)
 
 
 def test_conformance_names_the_check() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing.connection import Connection
@@ -47,15 +48,19 @@ class StoppingBackend(EngineBackend):
         raise EOFError  # the router has closed the pipe instead
 
 
+def stopping(config: WorkerConfig, pipe: Connection) -> Callable[[Any], StoppingBackend]:
+    """For `Worker`: makes a `StoppingBackend` of a transfer engine."""
+    return partial(StoppingBackend, page_tokens=config.page_tokens, pipe=pipe)
+
+
 def run(config: WorkerConfig, name: str, pipe: Connection) -> None:
     """The whole of a worker process: serves until the router closes the pipe."""
     torch.set_num_threads(config.threads)
     os.environ["HF_HUB_OFFLINE"] = "1"
-    backend: Any = partial(StoppingBackend, page_tokens=config.page_tokens, pipe=pipe)
     try:
         with ExitStack() as stack:
             kind = HybridWorker if config.model.hybrid else Worker
-            worker: Any = kind(config, name, stack, backend)
+            worker: Any = kind(config, name, stack, stopping(config, pipe))
             pipe.send(messages.Ready(os.getpid(), worker.device.name))
             while True:
                 request = pipe.recv()

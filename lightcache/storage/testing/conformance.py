@@ -5,12 +5,16 @@
         check(lambda spec: MyStorage(spec, ...))
 
 Each check opens an empty storage with the factory, closes it, and raises AssertionError with a
-text. The suite cannot see whether buffers are left alone after a call, nor damage the medium: a
-backend needs tests of its own for these.
+text. Three things the suite cannot do, so a backend needs tests of its own for them: see whether
+buffers are left alone after a call; damage the medium; and fork while another thread holds a lock
+of the backend, which the child must not wait for.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -329,16 +333,51 @@ def check_closed(factory: Factory) -> None:
     storage = factory(SPEC)
     storage.close()
     storage.close()
-    into = list(np.zeros((1, PAGE_BYTES), np.uint8))
-    calls: list[tuple[str, Callable[[], object]]] = [
-        ("contains", lambda: storage.contains(keys, timeout=TIMEOUT)),
-        ("read", lambda: storage.read(keys, into, timeout=TIMEOUT)),
-        ("write", lambda: storage.write(keys, into, timeout=TIMEOUT)),
-        ("delete", lambda: storage.delete(keys, timeout=TIMEOUT)),
-        ("clear", lambda: storage.clear(timeout=TIMEOUT)),
-    ]
-    for what, call in calls:
+    for what, call in _calls(storage, keys).items():
         _raises(Detached, f"{what} after close", call)
+
+
+def _calls(storage: Storage, keys: Keys) -> dict[str, Callable[[], object]]:
+    into = list(np.zeros((len(keys), PAGE_BYTES), np.uint8))
+    return {
+        "contains": lambda: storage.contains(keys, timeout=TIMEOUT),
+        "read": lambda: storage.read(keys, into, timeout=TIMEOUT),
+        "write": lambda: storage.write(keys, into, timeout=TIMEOUT),
+        "delete": lambda: storage.delete(keys, timeout=TIMEOUT),
+        "clear": lambda: storage.clear(timeout=TIMEOUT),
+    }
+
+
+def check_forked(factory: Factory) -> None:
+    """In a forked child every call raises Detached. Its parent does not notice."""
+    keys = make_keys(2)
+    with factory(SPEC) as storage:
+        _write(storage, keys, pages_of(keys))
+        ours, theirs = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside other threads
+            child = os.fork()
+        if child == 0:
+            os.write(theirs, _in_child(storage, keys).encode())
+            os._exit(0)
+        os.close(theirs)
+        os.waitpid(child, 0)
+        with open(ours, "rb") as told:
+            _same(told.read().decode(), "refused", "in a forked child")
+        _holds(storage, keys, [OK] * 2)
+
+
+def _in_child(storage: Storage, keys: Keys) -> str:
+    """What a forked child finds. A call that waits for a thread of its parent is killed."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(10)
+    try:
+        for what, call in {**_calls(storage, keys), "close": storage.close}.items():
+            _raises(Detached, what, call)
+        with storage:
+            return "refused"
+    except BaseException as error:
+        return str(error)
 
 
 CHECKS: tuple[Callable[[Factory], None], ...] = (
@@ -358,6 +397,7 @@ CHECKS: tuple[Callable[[Factory], None], ...] = (
     check_threads,
     check_stats,
     check_closed,
+    check_forked,
 )
 """All checks, to be run one by one."""
 
