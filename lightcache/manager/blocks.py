@@ -215,8 +215,8 @@ Chain = tuple[Keys, Offsets, Any]
 
 
 @dataclass(eq=False)
-class _Naming:
-    """Blocks that the index is naming. It fills `named` in the same call."""
+class _MirrorNaming:
+    """Mirrored blocks that the index is naming. It fills `named` in the same call."""
 
     named: NamingResult
     blocks: Pages
@@ -247,7 +247,7 @@ class MirroredBlocks(DeviceTier):
 
     def _began(self) -> None:
         assert self.index is not None
-        self._naming: _Naming | None = None
+        self._naming: _MirrorNaming | None = None
         self._unnaming: _Unnaming | None = None
         self._named: npt.NDArray[np.int32] = np.full(self.index.pages, -1, np.int32)
         """For each block, the number of the namespace in which it has a name; -1: no name."""
@@ -308,7 +308,7 @@ class MirroredBlocks(DeviceTier):
         assert self.index is not None
         keys, offsets, starts = chain
         named = NamingResult(len(blocks)) if into is None else into
-        self._naming = _Naming(named, blocks, own, space)  # noted before the index changes
+        self._naming = _MirrorNaming(named, blocks, own, space)  # noted before the index changes
         try:
             self.index.name_many(
                 blocks, keys, offsets, starts, merge=False, namespace=space, into=named
@@ -361,7 +361,7 @@ class MirroredBlocks(DeviceTier):
                     chain = key, np.array([0, 1]), np.zeros(1, np.int64)
                     self._name(np.array([block], np.int32), key, chain, space)
 
-    def _settle_naming(self, naming: _Naming) -> None:
+    def _settle_naming(self, naming: _MirrorNaming) -> None:
         assert self.index is not None
         status, blocks = naming.named.status, naming.blocks
         self._named[blocks[status == KeyStatus.NEW]] = naming.space.id

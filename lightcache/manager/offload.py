@@ -54,9 +54,9 @@ def _keys(packed: list[bytes]) -> Keys:
 
 
 @dataclass(frozen=True, eq=False)
-class _Naming:
-    """Blocks that the device's index is naming. It fills `named` in the same call. After an
-    interrupt, the manager's next call updates the requests."""
+class _RequestNaming:
+    """Full blocks of requests that the device's index is naming. It fills `named` in the same call.
+    After an interrupt, the manager's next call updates the requests."""
 
     members: list[Filled]
     ours: Pages
@@ -69,7 +69,7 @@ class FullBlocks:
     def __init__(self, state: ManagerState, write_back: WriteBack) -> None:
         """No block is being named."""
         self._state, self._write_back = state, write_back
-        self._naming: _Naming | None = None
+        self._naming: _RequestNaming | None = None
         """The last naming, for `settle`."""
 
     def cache_blocks(self, running: list[Request], spaces: CheckedSpaces) -> None:
@@ -107,7 +107,7 @@ class FullBlocks:
         assert space.device is not None
         ours = np.concatenate(blocks)
         keys = _keys(packed)
-        naming = self._naming = _Naming(members, ours, NamingResult(len(ours)))
+        naming = self._naming = _RequestNaming(members, ours, NamingResult(len(ours)))
         try:
             self._state.device.name_many(
                 ours, keys, np.array(offsets), np.array(starts), space.device, naming.named
@@ -139,7 +139,7 @@ class FullBlocks:
             offset += full - first
         self._naming = None
 
-    def _exchange(self, naming: _Naming, settled: int) -> None:
+    def _exchange(self, naming: _RequestNaming, settled: int) -> None:
         """Replace our blocks by blocks that have the same content already."""
         theirs = naming.named.pages[:settled]
         exchanged = np.flatnonzero(theirs != naming.ours[:settled])

@@ -1,7 +1,8 @@
-"""Backends by URL: `open_storage("memory:?capacity=1GiB", page_bytes=8 << 20)`.
+"""Storages by URL: `open_storage("memory:?capacity=1GiB", page_bytes=8 << 20)`.
 
-A scheme is built in, registered by `register`, or an entry point of the group `lightcache.storage`.
-The name of the entry point is the scheme, and its object is an `Opener`:
+A scheme is built in (a row of `_BUILT_IN`, and nothing else here), registered by `register`, or an
+entry point of the group `lightcache.storage`. The name of the entry point is the scheme, and its
+object is an `Opener`:
 
     [options.entry_points]
     lightcache.storage =
@@ -14,6 +15,7 @@ import importlib
 import re
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 from urllib.parse import unquote
@@ -36,7 +38,7 @@ REMOTE = {
 }
 """Schemes of `lightcache.storage.remote`, and their modules. A module has `parse(scheme, where,
 options)`, which checks a URL without connecting, and `open_url(scheme, where, options, spec)`,
-which imports the store's client, or says what to install."""
+which imports the store's client, or says what to install. A row here is a row of `_BUILT_IN`."""
 
 Opener = Callable[[str, StorageSpec], Storage]
 """Opens the part of a URL after "scheme:", for a spec. Raises ConfigError or StorageError."""
@@ -50,7 +52,7 @@ def open_storage(
     page_bytes: int | None = None,
     spec: StorageSpec | None = None,
 ) -> Storage:
-    """Open a backend.
+    """Open a storage.
 
     Args:
         url: `disk:/mnt/nvme/cache?capacity=1TiB`, `redis://host:6379/0`, `s3://bucket/prefix`,
@@ -62,7 +64,7 @@ def open_storage(
 
     Raises:
         ConfigError: an unknown scheme (the message lists the known ones), or unknown options.
-        StorageError: the backend cannot be opened.
+        StorageError: the storage cannot be opened.
     """
     if (spec is None) == (page_bytes is None):
         raise ConfigError("give the size of a page once: page_bytes= or spec=")
@@ -87,26 +89,21 @@ def check_url(url: str | Sequence[str]) -> None:
     url = _alone(url)
     if isinstance(url, (list, tuple)):
         _check_stack(url)
-        return
-    scheme, rest = _parts(url)
-    if scheme == "stack":
-        _check_stack(rest.split("|"))
-    elif scheme == "disk":
-        from lightcache.storage.disk.backend import parse
-
-        where, _, query = rest.partition("?")
-        parse(where, _options(query, "&") if query else {})
-    elif scheme in REMOTE:
-        where, _, query = rest.partition("?")
-        _remote(scheme).parse(scheme, where, _remote_options(scheme, query))
-    elif scheme == "flaky":
-        chosen, inner = _flaky_of(rest)
-        FlakyStorage.open(chosen, MemoryStorage(StorageSpec(4096))).close()
-        check_url(inner)
-    elif scheme == "memory":
-        _open_memory(rest, StorageSpec(1)).close()  # any capacity has room for such a page
     else:
-        _opener(scheme)  # only the opener can check its URLs
+        _check(url, imports=True)
+
+
+def _check(url: str, *, imports: bool) -> None:
+    """See `check_url`.
+
+    Args:
+        imports: also import the openers of other packages. Only they can check the rest of a URL.
+    """
+    scheme, rest = _parts(url)
+    if scheme in _BUILT_IN:
+        _BUILT_IN[scheme].check(rest, imports)
+    elif imports or scheme not in schemes():
+        _opener(scheme)
 
 
 def register(scheme: str, opener: Opener) -> None:
@@ -234,28 +231,32 @@ def _stack(parts: Sequence[str], spec: StorageSpec) -> Storage:
     how, urls = _stack_of(parts)
     for number, url in enumerate(urls, 1):  # check all before a disk is made in vain
         try:
-            _check_unopened(url)
+            _check(url, imports=False)
         except ConfigError as wrong:
             name = f"{number} of {len(urls)}, {url.partition(':')[0]}:"
             raise ConfigError(f"stack, storage {name} {wrong}") from wrong
     return stacked.open_stack(urls, spec, lambda url, spec: open_storage(url, spec=spec), **how)
 
 
-def _check_unopened(url: str) -> None:
-    """Like `check_url`, but does not load the openers of registered schemes."""
-    scheme, _, rest = url.partition(":")
-    if scheme == "flaky":
-        chosen, inner = _flaky_of(rest)
-        FlakyStorage.open(chosen, MemoryStorage(StorageSpec(4096))).close()
-        _check_unopened(inner)
-    elif scheme in _CHECKED:
-        check_url(url)
-    elif scheme not in schemes():
-        _opener(scheme)
+# ---- The built-in schemes
+
+
+@dataclass(frozen=True)
+class _Scheme:
+    """How the URLs of a built-in scheme are opened, and checked without opening anything."""
+
+    open: Opener
+    check: Callable[[str, bool], object]
+    """Of the part after "scheme:"; see `_check` for the bool. Raises as `check_url`."""
 
 
 def _open_stack(rest: str, spec: StorageSpec) -> Storage:
     return _stack(rest.split("|"), spec)
+
+
+def _check_stack_url(rest: str, imports: bool) -> None:
+    if imports:
+        _check_stack(rest.split("|"))
 
 
 def _open_memory(rest: str, spec: StorageSpec) -> Storage:
@@ -265,6 +266,10 @@ def _open_memory(rest: str, spec: StorageSpec) -> Storage:
     return MemoryStorage.open(_options(query, "&") if query else {}, spec)
 
 
+def _check_memory(rest: str, imports: bool) -> None:
+    _open_memory(rest, StorageSpec(1)).close()  # any capacity has room for such a page
+
+
 def _open_disk(rest: str, spec: StorageSpec) -> Storage:
     from lightcache.storage.disk import DiskStorage  # imports the index, only needed for a disk
 
@@ -272,11 +277,18 @@ def _open_disk(rest: str, spec: StorageSpec) -> Storage:
     return DiskStorage.open(where, _options(query, "&") if query else {}, spec)
 
 
+def _check_disk(rest: str, imports: bool) -> None:
+    from lightcache.storage.disk.backend import parse
+
+    where, _, query = rest.partition("?")
+    parse(where, _options(query, "&") if query else {})
+
+
 def _remote(scheme: str) -> Any:
     return importlib.import_module(f"lightcache.storage.remote.{REMOTE[scheme]}")
 
 
-def _remote_opener(scheme: str) -> Opener:
+def _remote_scheme(scheme: str) -> _Scheme:
     def opened(rest: str, spec: StorageSpec) -> Storage:
         where, _, query = rest.partition("?")
         found: Storage = _remote(scheme).open_url(
@@ -284,7 +296,11 @@ def _remote_opener(scheme: str) -> Opener:
         )
         return found
 
-    return opened
+    def check(rest: str, imports: bool) -> None:
+        where, _, query = rest.partition("?")
+        _remote(scheme).parse(scheme, where, _remote_options(scheme, query))
+
+    return _Scheme(opened, check)
 
 
 def _remote_options(scheme: str, query: str) -> dict[str, str]:
@@ -303,7 +319,7 @@ def _flaky_of(rest: str) -> tuple[dict[str, str], str]:
     options, colon, inner = rest.partition(":")
     if not colon or not inner:
         raise ConfigError(
-            f"flaky: expected options, a colon, and the URL of another backend, as in "
+            f"flaky: expected options, a colon, and the URL of another storage, as in "
             f"'flaky:read_fail=0.1,seed=3:memory:', found {rest!r}"
         )
     return _options(options, ",") if options else {}, inner
@@ -320,15 +336,20 @@ def _open_flaky(rest: str, spec: StorageSpec) -> Storage:
         raise
 
 
-_CHECKED = ("disk", "memory", *REMOTE)
-"""Schemes whose URLs are checked without opening anything."""
-_lock = threading.Lock()
-_openers: dict[str, Opener] = {
-    "memory": _open_memory,
-    "disk": _open_disk,
-    "flaky": _open_flaky,
-    **{scheme: _remote_opener(scheme) for scheme in REMOTE},
-    "stack": _open_stack,
+def _check_flaky(rest: str, imports: bool) -> None:
+    chosen, inner = _flaky_of(rest)
+    FlakyStorage.open(chosen, MemoryStorage(StorageSpec(4096))).close()
+    _check(inner, imports=imports)
+
+
+_BUILT_IN: dict[str, _Scheme] = {
+    "memory": _Scheme(_open_memory, _check_memory),
+    "disk": _Scheme(_open_disk, _check_disk),
+    "flaky": _Scheme(_open_flaky, _check_flaky),
+    "stack": _Scheme(_open_stack, _check_stack_url),
+    **{scheme: _remote_scheme(scheme) for scheme in REMOTE},
 }
+_lock = threading.Lock()
+_openers: dict[str, Opener] = {scheme: built_in.open for scheme, built_in in _BUILT_IN.items()}
 
 __all__ = ["GROUP", "REMOTE", "Opener", "check_url", "open_storage", "register", "schemes"]

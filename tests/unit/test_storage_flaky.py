@@ -258,8 +258,8 @@ def test_urls() -> None:
         ("memory:?pages", "name=value"),
         ("memory:?pages=1&pages=2", "each option once"),
         ("memory:?pages=1&capacity=1GiB", "once"),
-        ("flaky:", "the URL of another backend"),
-        ("flaky:seed=1", "the URL of another backend"),
+        ("flaky:", "the URL of another storage"),
+        ("flaky:seed=1", "the URL of another storage"),
         ("flaky:sometimes=1:memory:", "flaky: expected .*, found sometimes"),
         (
             "flaky:read_fail=often:memory:",

@@ -455,7 +455,7 @@ def test_checking_opens_no_disk(where: Path) -> None:
         ("stack:memory:|", "found none as 2"),
         ("stack:memory:|tape:", "tape"),
         ("stack:flaky:luck=1:memory:|memory:", "luck"),
-        ("stack:flaky:seed=1:|memory:", "the URL of another backend"),
+        ("stack:flaky:seed=1:|memory:", "the URL of another storage"),
         ("flaky:seed=1:stack:memory:", "found 1"),
         ("stack:memory:|stack:memory:", "a stack in a stack"),
         ("stack:memory:?speed=9|memory:", "memory: expected capacity, pages"),
