@@ -250,12 +250,12 @@ def _reservations(reservations: list[Facts]) -> RenderableType:
 def _tickets(tickets: list[Facts]) -> RenderableType:
     return table(
         f"tickets: {len(tickets)}",
-        ("ticket", "state", "giver", "pages", "held", "adopters", "adopted", "done", "deadline"),
+        ("ticket", "state", "owner", "pages", "held", "adopters", "adopted", "done", "deadline"),
         (
             (
                 entry["ticket"],
                 entry["state"],
-                _owner(entry["giver"], entry["giver_alive"]),
+                _owner(entry["owner"], entry["owner_alive"]),
                 entry["pages"],
                 entry["pages_held"],
                 *(_numbers(entry[name]) for name in ("adopters", "adopted", "done")),

@@ -417,8 +417,8 @@ def _ticket(image: Image, number: int, record: layout.TicketRecord) -> Facts:
     return {
         "ticket": number,
         "state": _TICKET.get(record.state, f"unknown ({record.state})"),
-        "giver": record.giver,
-        "giver_alive": _alive(image, record.giver, record.giver_epoch),
+        "owner": record.giver,
+        "owner_alive": _alive(image, record.giver, record.giver_epoch),
         "pages": record.total,
         "pages_held": record.pages.count,
         "deadline_in_s": left / 1e9,

@@ -93,7 +93,7 @@ def check_url(url: str | Sequence[str]) -> None:
         _check(url, imports=True)
 
 
-def _check(url: str, *, imports: bool) -> None:
+def _check(url: object, *, imports: bool) -> None:
     """See `check_url`.
 
     Args:
