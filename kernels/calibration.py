@@ -47,12 +47,12 @@ def stored(device: str, folder: Path | str) -> Thresholds:
 
     gpu = CudaDevice(device)
     path = Path(folder) / f"transfer-{re.sub(r'[^A-Za-z0-9]+', '-', gpu.model).lower()}.json"
-    found = read(path)
-    if found is None:
-        found = measure(gpu.name)
+    thresholds = read(path)
+    if thresholds is None:
+        thresholds = measure(gpu.name)
         with contextlib.suppress(OSError):
-            write(path, found)
-    return found
+            write(path, thresholds)
+    return thresholds
 
 
 def read(path: Path) -> Thresholds | None:
@@ -103,7 +103,7 @@ def _seconds(device: str, page_bytes: int, pages: int, contiguous: bool) -> dict
     from lightcache.kernels.engine import TransferEngine
 
     rig = TransferRig(device, page_bytes, pages, contiguous)
-    found = {}
+    seconds = {}
     for mode in ("copies", "staged") if contiguous else ("direct", "staged"):
         with TransferEngine(rig.geometry, rig.planes, rig.memory, mode=mode) as engine:
             engine.warm()
@@ -112,8 +112,8 @@ def _seconds(device: str, page_bytes: int, pages: int, contiguous: bool) -> dict
                 engine.offload(rig.move).wait()
                 engine.load(rig.move).wait()
 
-            found[mode] = _best(both)
-    return found
+            seconds[mode] = _best(both)
+    return seconds
 
 
 def _best(call: Callable[[], None]) -> float:

@@ -108,9 +108,9 @@ class CudaDevice:
         import torch
 
         with torch.cuda.stream(self._allocating):
-            made = torch.empty(count, dtype=getattr(torch, dtype), device=self.name)
+            memory = torch.empty(count, dtype=getattr(torch, dtype), device=self.name)
         self._allocating.synchronize()
-        return made
+        return memory
 
     def words(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Two buffers of int64: in pinned host memory that kernels can read, and on the device."""

@@ -212,8 +212,8 @@ class TransferEngine:
             batch = flatten(moves, self.geometry, self.memory)
             parts = self._joined_for(window, planes)
             check_slots(batch, min((part.plan.slots for part in parts), default=MOST_SLOTS))
-            each = sum(part.plan.nbytes for part in parts)
-            nbytes = each * batch.tokens // batch.page_tokens
+            page_bytes = sum(part.plan.nbytes for part in parts)
+            nbytes = page_bytes * batch.tokens // batch.page_tokens
             transfer = DeviceTransfer(in_flight, nbytes, when_done)
             in_flight.recycle(lane)
             job = Submission(self._parts, lane, transfer, batch, waits, events)

@@ -154,7 +154,7 @@ class Share:
         """Consecutive windows of `layers` layers; the last may be smaller."""
         whole(layers, "layers of a window")
         own = self.layers
-        return [self.window(own[at : at + layers]) for at in range(0, len(own), layers)]
+        return [self.window(own[first : first + layers]) for first in range(0, len(own), layers)]
 
     def __repr__(self) -> str:
         return f"<Share of {len(self.cells)} cells, {self.nbytes} bytes of {self.geometry!r}>"
@@ -208,7 +208,7 @@ class PageGeometry:
 
     def _lay_out(self) -> tuple[dict[tuple[int, int], int], int]:
         """The offset of each (group, head group), and the end of the last."""
-        starts, at = {}, 0
+        starts, offset = {}, 0
         order = sorted(
             enumerate(self.groups), key=lambda one: (one[1].head_groups, not one[1].replicated)
         )
@@ -216,9 +216,9 @@ class PageGeometry:
             for number, group in order:
                 own, within = divmod(part, self.head_groups // group.head_groups)
                 if within == 0:
-                    starts[number, own] = at
-                    at += len(group.layers) * group.layer_bytes
-        return starts, at
+                    starts[number, own] = offset
+                    offset += len(group.layers) * group.layer_bytes
+        return starts, offset
 
     def _alignment(self) -> int:
         waste = -self.used_bytes % _OS_PAGE
@@ -291,29 +291,31 @@ class PageGeometry:
             in_layer = 0
             for plane in group.planes:
                 held = held_heads(plane, rank, ranks)
-                mine = [
+                held_layers = [
                     (index, layer) for index, layer in enumerate(group.layers) if layer in stage
                 ]
                 if writing:
-                    low, high = held.copy * len(mine), (held.copy + 1) * len(mine)
-                    mine = mine[low // held.copies : high // held.copies]
-                for index, layer in mine:
-                    at = index * group.layer_bytes + in_layer
-                    cells += self._cells(number, layer, plane, at, held)
+                    low, high = held.copy * len(held_layers), (held.copy + 1) * len(held_layers)
+                    held_layers = held_layers[low // held.copies : high // held.copies]
+                for index, layer in held_layers:
+                    layer_offset = index * group.layer_bytes + in_layer
+                    cells += self._cells(number, layer, plane, layer_offset, held)
                 in_layer += group.plane_bytes(plane)
         return Share(self, tuple(sorted(cells, key=lambda cell: cell.offset)))
 
     def _cells(
-        self, number: int, layer: int, plane: Plane, at: int, held: HeldHeads
+        self, number: int, layer: int, plane: Plane, within: int, held: HeldHeads
     ) -> Iterator[Cell]:
         """Cells of one plane of one layer, which begins `at` bytes after its group."""
         group = self.groups[number]
-        each = plane.heads // group.head_groups
-        row = each * plane.row_bytes
+        heads_each = plane.heads // group.head_groups
+        row = heads_each * plane.row_bytes
         end = held.first + held.count
-        for part in range(held.first // each, (end - 1) // each + 1):
-            low, high = max(held.first, part * each), min(end, (part + 1) * each)
-            start = self._starts[number, part] + at + (low - part * each) * plane.row_bytes
+        for part in range(held.first // heads_each, (end - 1) // heads_each + 1):
+            low, high = max(held.first, part * heads_each), min(end, (part + 1) * heads_each)
+            start = (
+                self._starts[number, part] + within + (low - part * heads_each) * plane.row_bytes
+            )
             for line in range(plane.rows):
                 yield Cell(
                     group=number,

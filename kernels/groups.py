@@ -51,11 +51,11 @@ def _checked_name(value: object, what: str) -> str:
 
 def _members(values: object, kind: type[T], what: str) -> tuple[T, ...]:
     """Objects of one type, in a tuple. Raises ConfigError: objects of another type."""
-    found = tuple(values) if isinstance(values, Iterable) else (values,)
-    for value in found:
+    members = tuple(values) if isinstance(values, Iterable) else (values,)
+    for value in members:
         if not isinstance(value, kind):
             raise ConfigError(f"{what}: expected {kind.__name__}, found {value!r}")
-    return found
+    return members
 
 
 def distinct(values: object, kind: type[T], what: str) -> tuple[T, ...]:
@@ -64,11 +64,11 @@ def distinct(values: object, kind: type[T], what: str) -> tuple[T, ...]:
     Raises:
         ConfigError: none, objects of another type, or a duplicate name.
     """
-    found: tuple[Any, ...] = _members(values, kind, what)
-    names = [value.name for value in found]
+    members: tuple[Any, ...] = _members(values, kind, what)
+    names = [value.name for value in members]
     if not names or len(set(names)) != len(names):
         raise ConfigError(f"{what}: expected at least one, each with its own name, found {names}")
-    return found
+    return members
 
 
 @dataclass(frozen=True)

@@ -81,8 +81,8 @@ class Lane:
 
 
 def _items(rows: Bytes) -> npt.NDArray[np.void]:
-    found: npt.NDArray[np.void] = rows.view(f"V{rows.shape[-1]}")[..., 0]
-    return found
+    items: npt.NDArray[np.void] = rows.view(f"V{rows.shape[-1]}")[..., 0]
+    return items
 
 
 class _Foreign:
@@ -107,21 +107,21 @@ def lanes(share: Share, memory: HostPages, planes: DevicePlanes) -> list[Lane]:
     Raises:
         ConfigError: a plane was not described.
     """
-    found: list[Lane] = []
+    lanes_of_share: list[Lane] = []
     for cell in share.cells:
         device = planes.find(share.geometry, cell)
         together = cell.heads == 1 or device.head_stride == cell.plane.row_bytes
         for head in range(1 if together else cell.heads):
             row = cell.plane.row_bytes * (cell.heads if together else 1)
             host = _host_view(memory, cell, head, row)
-            at = (
+            address = (
                 device.address
                 + (cell.own_head + head) * device.head_stride
                 + cell.row * device.row_stride
             )
-            view, block_units = _device_view(device, at, row, planes)
-            found.append(Lane(cell.layer, cell.plane.unit_tokens, host, view, block_units))
-    return found
+            view, block_units = _device_view(device, address, row, planes)
+            lanes_of_share.append(Lane(cell.layer, cell.plane.unit_tokens, host, view, block_units))
+    return lanes_of_share
 
 
 def _host_view(memory: HostPages, cell: Cell, head: int, row: int) -> Bytes:
@@ -497,7 +497,7 @@ class TransferQueue:
             if transfer.over:
                 transfer.notice()
                 with self._lock:
-                    self.open[:] = [each for each in self.open if each is not transfer]
+                    self.open[:] = [other for other in self.open if other is not transfer]
             elif not transfer.claimed:
                 last = self._last[transfer.to_host]
                 if last is None or last.done():
@@ -646,7 +646,7 @@ class HostEngine:
 
     def will_tell(self, call: Callable[[bool], None]) -> bool:
         """See `Engine.will_tell`."""
-        return any(each.tells(call) for each in list(self._queue.open))
+        return any(transfer.tells(call) for transfer in list(self._queue.open))
 
     def poll(self) -> int:
         """See `Engine.poll`. Does not block, but for what the calls do."""
@@ -678,9 +678,9 @@ class _Plan:
         self, geometry: PageGeometry, share: Share, memory: HostPages, planes: Any
     ) -> None:
         if not isinstance(planes, DevicePlanes) or planes.device != "cpu":
-            found = getattr(planes, "device", repr(planes))
+            device_found = getattr(planes, "device", repr(planes))
             raise ConfigError(
-                f"planes: expected DevicePlanes of the cpu, found {found}; a device needs "
+                f"planes: expected DevicePlanes of the cpu, found {device_found}; a device needs "
                 "lightcache.kernels.engine.TransferEngine"
             )
         self.memory = memory
@@ -692,13 +692,13 @@ class _Plan:
     def windows(self, batch: Batch, share: Share, size: int | None, to_host: bool) -> list[Window]:
         """The pieces of work of a batch, window by window."""
         parts = [share] if size is None else share.windows(size)
-        made: dict[tuple[int, int], Index] = {}
+        indexes: dict[tuple[int, int], Index] = {}
 
         def index(lane: Lane) -> Index:
             kind = lane.unit_tokens, lane.block_units
-            if kind not in made:
-                made[kind] = Index(batch, *kind)
-            return made[kind]
+            if kind not in indexes:
+                indexes[kind] = Index(batch, *kind)
+            return indexes[kind]
 
         return [
             Window(
@@ -717,15 +717,15 @@ class _Plan:
 def _all(streams: Sequence[Any], after: Sequence[Any]) -> tuple[Any, ...]:
     """Events to wait for before the first byte moves."""
     try:
-        found = (*streams, *after)
+        events = (*streams, *after)
     except TypeError:
         raise ConfigError(f"after: expected a sequence of events, found {after!r}") from None
-    for each in found:
-        if not hasattr(each, "synchronize") and not hasattr(each, "wait"):
+    for event in events:
+        if not hasattr(event, "synchronize") and not hasattr(event, "wait"):
             raise ConfigError(
-                f"after: expected events, with synchronize() or wait(), found {each!r}"
+                f"after: expected events, with synchronize() or wait(), found {event!r}"
             )
-    return found
+    return events
 
 
 __all__ = ["Copy", "HostEngine", "HostTransfer", "Index", "Lane", "Pace", "Window", "lanes"]

@@ -358,10 +358,10 @@ class DeviceTransfer:
         with self._in_flight.lock:
             if self._error is not None:
                 self._raise()
-            found = events()
-            if found:
+            waited_for = events()
+            if waited_for:
                 stream = self._in_flight.device.current() if stream is None else stream
-                for event in found:
+                for event in waited_for:
                     stream.wait_event(event)
 
     def when_done(self, call: Callable[[bool], None]) -> None:
@@ -496,7 +496,7 @@ class InFlight:
         """See `Engine.will_tell`."""
         with self.lock:
             every = [*self.offload.going, *self.load.going, *self.finished]
-            return any(each.tells(call) for each in every)
+            return any(transfer.tells(call) for transfer in every)
 
     def poll(self) -> int:
         """See `Engine.poll`."""
@@ -506,9 +506,9 @@ class InFlight:
             going = 0
             for lane in (self.offload, self.load):
                 self.recycle(lane)
-                for each in [each for each in lane.going if each.settle()]:
-                    lane.going.remove(each)
-                    self._finish(each)
+                for transfer in [transfer for transfer in lane.going if transfer.settle()]:
+                    lane.going.remove(transfer)
+                    self._finish(transfer)
                 going += len(lane.going)
         self._tell()
         return going

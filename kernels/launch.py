@@ -94,7 +94,7 @@ class Launcher:
         """Nothing is compiled yet."""
         self._kernels: dict[tuple[Shape, bool, bool], Any] = {}
 
-    def bind(self, each: RowClass, table: torch.Tensor, packed: bool, to_page: bool) -> Launch:
+    def bind(self, row_class: RowClass, table: torch.Tensor, packed: bool, to_page: bool) -> Launch:
         """A launch for the cells of a class; the device must be the current one.
 
         Args:
@@ -102,11 +102,11 @@ class Launcher:
             packed: whether pages are staged, cells one after the other.
             to_page: the direction.
         """
-        values = constants(each.shape, packed, to_page)
-        kernel = self._kernels.get((each.shape, packed, to_page))
+        values = constants(row_class.shape, packed, to_page)
+        kernel = self._kernels.get((row_class.shape, packed, to_page))
         if kernel is None:
-            kernel = self._kernels[each.shape, packed, to_page] = _compiled(values)
-        return Launch(kernel, tuple(values.values()), each, table)
+            kernel = self._kernels[row_class.shape, packed, to_page] = _compiled(values)
+        return Launch(kernel, tuple(values.values()), row_class, table)
 
 
 def _compiled(values: dict[str, Any]) -> Any:

@@ -74,9 +74,11 @@ class Shard:
         check_axes(axes, what)
         if "l" in axes:
             whole = view(tensors, axes, what).expect("l", len(layers), f"numbers {layers}")
-            return {layer: whole.take("l", at) for at, layer in enumerate(layers)}
-        found = by_layer(tensors, layers, what)
-        return {layer: view(found[layer], axes, f"{what}, layer {layer}") for layer in layers}
+            return {layer: whole.take("l", place) for place, layer in enumerate(layers)}
+        layer_tensors = by_layer(tensors, layers, what)
+        return {
+            layer: view(layer_tensors[layer], axes, f"{what}, layer {layer}") for layer in layers
+        }
 
     def describe(
         self, group: KVGroup, views: Mapping[tuple[int, str], View], keep: Any
@@ -87,16 +89,16 @@ class Shard:
             ConfigError: rows, heads or blocks that do not fit the geometry, or several devices.
         """
         planes: dict[tuple[str, int, str], DevicePlane] = {}
-        devices = {found.device for found in views.values()}
+        devices = {plane_view.device for plane_view in views.values()}
         if len(devices) != 1:
             raise ConfigError(
                 f"group {group.name!r}: expected tensors of layers {self.layers_of(group)} on one "
                 f"device, found {sorted(devices)}"
             )
-        for (layer, name), found in views.items():
+        for (layer, name), plane_view in views.items():
             plane = group.plane(name)
             heads = held_heads(plane, self.rank, self.ranks).count
-            planes[group.name, layer, name] = found.plane(plane, heads, group.units(plane))
+            planes[group.name, layer, name] = plane_view.plane(plane, heads, group.units(plane))
         return DevicePlanes(planes, device=devices.pop(), keep=keep)
 
 
@@ -118,13 +120,13 @@ def by_layer(tensors: Tensors, layers: Sequence[int], what: str) -> Mapping[int,
                 f"{what}: expected tensors of layers {tuple(layers)}, found {list(tensors)}"
             )
         return tensors
-    found = list(tensors)
-    if len(found) != len(layers):
+    listed = list(tensors)
+    if len(listed) != len(layers):
         raise ConfigError(
             f"{what}: expected {len(layers)} tensors, for layers {tuple(layers)}, found "
-            f"{len(found)}"
+            f"{len(listed)}"
         )
-    return dict(zip(layers, found, strict=True))
+    return dict(zip(layers, listed, strict=True))
 
 
 def plane(shard: Shard, group: str, name: str, tensors: Tensors, *, axes: str) -> DevicePlanes:
@@ -138,9 +140,10 @@ def plane(shard: Shard, group: str, name: str, tensors: Tensors, *, axes: str) -
     Raises:
         ConfigError: as `Shard.views` and `Shard.describe`.
     """
-    found = shard.geometry.group(group)
-    views = shard.views(found, tensors, axes)
-    return shard.describe(found, {(layer, name): one for layer, one in views.items()}, tensors)
+    kv_group = shard.geometry.group(group)
+    views = shard.views(kv_group, tensors, axes)
+    by_plane = {(layer, name): layer_view for layer, layer_view in views.items()}
+    return shard.describe(kv_group, by_plane, tensors)
 
 
 def attention(
@@ -158,14 +161,14 @@ def attention(
         ConfigError: as `Shard.views` and `Shard.describe`; separate K and V for a group that packs
             them, or contents that cannot be split.
     """
-    found = shard.geometry.group(group)
-    names = [name + suffix for name in kv_names(found)]
+    kv_group = shard.geometry.group(group)
+    names = [name + suffix for name in kv_names(kv_group)]
     views = {
         (layer, name): part
-        for layer, one in shard.views(found, tensors, axes).items()
-        for name, part in _part(found, one, names).items()
+        for layer, both in shard.views(kv_group, tensors, axes).items()
+        for name, part in _part(kv_group, both, names).items()
     }
-    return shard.describe(found, views, tensors)
+    return shard.describe(kv_group, views, tensors)
 
 
 def kv_names(group: KVGroup) -> list[str]:
@@ -174,22 +177,22 @@ def kv_names(group: KVGroup) -> list[str]:
     return ["kv"] if "kv" in names else ["k", "v"]
 
 
-def _part(group: KVGroup, found: View, names: list[str]) -> dict[str, View]:
+def _part(group: KVGroup, both: View, names: list[str]) -> dict[str, View]:
     """K and V of a view of both."""
     if len(names) == 1:
-        return {names[0]: found}
-    if found.has("k"):
-        found.expect("k", 2, "K, then V")
-        return {name: found.take("k", at) for at, name in enumerate(names)}
+        return {names[0]: both}
+    if both.has("k"):
+        both.expect("k", 2, "K, then V")
+        return {name: both.take("k", place) for place, name in enumerate(names)}
     widths = [group.plane(name).row_bytes for name in names]
-    contents = [axis for axis in found.axes if axis.letter == "c"]
-    if len(contents) != 1 or found.row_bytes != sum(widths) or widths[0] % found.element_bytes:
+    contents = [axis for axis in both.axes if axis.letter == "c"]
+    if len(contents) != 1 or both.row_bytes != sum(widths) or widths[0] % both.element_bytes:
         raise ConfigError(
-            f"{found.what}: expected rows of {widths[0]} bytes of K and {widths[1]} of V in one "
-            f"axis of contents, found {found.row_bytes} bytes in {len(contents)}"
+            f"{both.what}: expected rows of {widths[0]} bytes of K and {widths[1]} of V in one "
+            f"axis of contents, found {both.row_bytes} bytes in {len(contents)}"
         )
-    first = widths[0] // found.element_bytes
-    parts = (found.cut("c", 0, first), found.cut("c", first, contents[0].size - first))
+    first = widths[0] // both.element_bytes
+    parts = (both.cut("c", 0, first), both.cut("c", first, contents[0].size - first))
     return dict(zip(names, parts, strict=True))
 
 
@@ -251,25 +254,25 @@ def lightllm(
     Raises:
         ConfigError: as `attention`.
     """
-    found = shard.geometry.group(group)
+    kv_group = shard.geometry.group(group)
     parts = []
     for tensor, suffix in ((kv_buffer, ""), (scale_buffer, "_scale")):
         if tensor is None:
             continue
         views = {
             (layer, name + suffix): half
-            for layer, one in shard.views(found, tensor, "lthc").items()
-            for name, half in _halves_of_heads(one, kv_names(found)).items()
+            for layer, both in shard.views(kv_group, tensor, "lthc").items()
+            for name, half in _halves_of_heads(both, kv_names(kv_group)).items()
         }
-        parts.append(shard.describe(found, views, tensor))
+        parts.append(shard.describe(kv_group, views, tensor))
     return join(*parts)
 
 
-def _halves_of_heads(found: View, names: list[str]) -> dict[str, View]:
+def _halves_of_heads(both: View, names: list[str]) -> dict[str, View]:
     if len(names) == 1:
-        return {names[0]: found}
-    apart = found.unfold("h", "k", 2)
-    return {name: apart.take("k", at) for at, name in enumerate(names)}
+        return {names[0]: both}
+    apart = both.unfold("h", "k", 2)
+    return {name: apart.take("k", half) for half, name in enumerate(names)}
 
 
 def flashinfer(
@@ -287,21 +290,25 @@ def flashinfer(
     if kv_layout not in ("NHD", "HND"):
         raise ConfigError(f"kv_layout: expected NHD or HND, found {kv_layout!r}")
     order = "nhc" if kv_layout == "NHD" else "hnc"
-    found = shard.geometry.group(group)
-    caches = by_layer(paged_kv_caches, shard.layers_of(found), f"group {group!r}")
-    if not any(isinstance(one, (tuple, list)) for one in caches.values()):
+    kv_group = shard.geometry.group(group)
+    caches = by_layer(paged_kv_caches, shard.layers_of(kv_group), f"group {group!r}")
+    if not any(isinstance(layer_cache, (tuple, list)) for layer_cache in caches.values()):
         return attention(shard, group, caches, axes=f"bk{order}")
-    for layer, one in caches.items():
-        if not isinstance(one, (tuple, list)) or len(one) != 2:
-            length = f" of {len(one)}" if hasattr(one, "__len__") else ""
+    for layer, layer_cache in caches.items():
+        if not isinstance(layer_cache, (tuple, list)) or len(layer_cache) != 2:
+            length = f" of {len(layer_cache)}" if hasattr(layer_cache, "__len__") else ""
             raise ConfigError(
                 f"group {group!r}, layer {layer}: expected (k, v), found a "
-                f"{type(one).__name__}{length}"
+                f"{type(layer_cache).__name__}{length}"
             )
     return join(
         *(
             plane(
-                shard, group, name, {at: one[half] for at, one in caches.items()}, axes=f"b{order}"
+                shard,
+                group,
+                name,
+                {layer_number: layer_cache[half] for layer_number, layer_cache in caches.items()},
+                axes=f"b{order}",
             )
             for half, name in enumerate(("k", "v"))
         )
@@ -320,10 +327,10 @@ def dynamic_cache(shard: Shard, group: str, cache: Any, *, row: int = 0) -> Devi
         ConfigError: a row or layer that the cache lacks, an empty layer, or a layer that does not
             keep every position (a sliding window that has slid, quantised layers).
     """
-    found = shard.geometry.group(group)
+    kv_group = shard.geometry.group(group)
     views: dict[tuple[int, str], View] = {}
     keep = []
-    for layer in shard.layers_of(found):
+    for layer in shard.layers_of(kv_group):
         what = f"group {group!r}, layer {layer}"
         for name, tensor in zip("kv", _keys_and_values(cache, layer, what), strict=True):
             batch = int(tensor.shape[0]) if len(tensor.shape) == 4 else 0
@@ -334,7 +341,7 @@ def dynamic_cache(shard: Shard, group: str, cache: Any, *, row: int = 0) -> Devi
                 )
             keep.append(tensor)
             views[layer, name] = view(tensor[row], "htc", f"{what}, {name}")
-    return shard.describe(found, views, keep)
+    return shard.describe(kv_group, views, keep)
 
 
 def _keys_and_values(cache: Any, layer: int, what: str) -> tuple[Any, Any]:
@@ -343,9 +350,9 @@ def _keys_and_values(cache: Any, layer: int, what: str) -> tuple[Any, Any]:
     length: Any = 0
     if hasattr(cache, "layers"):
         if layer < len(cache.layers):
-            one = cache.layers[layer]
-            keys, values = getattr(one, "keys", None), getattr(one, "values", None)
-            length = one.get_seq_length() if keys is not None else 0
+            cache_layer = cache.layers[layer]
+            keys, values = getattr(cache_layer, "keys", None), getattr(cache_layer, "values", None)
+            length = cache_layer.get_seq_length() if keys is not None else 0
     elif layer < len(getattr(cache, "key_cache", ())):
         keys, values = cache.key_cache[layer], cache.value_cache[layer]
     if not all(hasattr(tensor, "data_ptr") and tensor.numel() for tensor in (keys, values)):
@@ -379,35 +386,35 @@ def convolution(
     Raises:
         ConfigError: channels that are not those of the sections, or as `plane`.
     """
-    found = shard.geometry.group(group)
+    state_group = shard.geometry.group(group)
     views = {
         (layer, name): part
-        for layer, one in shard.views(found, tensors, axes).items()
-        for name, part in _sections(shard, found, sections, one).items()
+        for layer, all_sections in shard.views(state_group, tensors, axes).items()
+        for name, part in _sections(shard, state_group, sections, all_sections).items()
     }
-    return shard.describe(found, views, tensors)
+    return shard.describe(state_group, views, tensors)
 
 
 def _sections(
-    shard: Shard, group: KVGroup, sections: Sequence[str], found: View
+    shard: Shard, group: KVGroup, sections: Sequence[str], all_sections: View
 ) -> dict[str, View]:
     parts, first = {}, 0
-    width = max(1, found.axis("r").size)
+    width = max(1, all_sections.axis("r").size)
     for name in sections:
-        one = group.plane(name)
-        heads = held_heads(one, shard.rank, shard.ranks).count
-        channel_bytes = found.element_bytes * (width if one.rows == 1 else 1)
-        if one.row_bytes % channel_bytes:
+        section = group.plane(name)
+        heads = held_heads(section, shard.rank, shard.ranks).count
+        channel_bytes = all_sections.element_bytes * (width if section.rows == 1 else 1)
+        if section.row_bytes % channel_bytes:
             raise ConfigError(
-                f"{found.what}: expected channels that divide the {one.row_bytes} bytes of a head "
-                f"of plane {name!r}, found channels of {channel_bytes} bytes"
+                f"{all_sections.what}: expected channels that divide the {section.row_bytes} bytes "
+                f"of a head of plane {name!r}, found channels of {channel_bytes} bytes"
             )
-        channels = heads * (one.row_bytes // channel_bytes)
-        part = found.cut("c", first, channels).unfold("c", "h", heads)
+        channels = heads * (section.row_bytes // channel_bytes)
+        part = all_sections.cut("c", first, channels).unfold("c", "h", heads)
         # A row of its own has each channel's width together, whichever axis was named first.
-        parts[name] = part.last("r").rename("r", "c") if one.rows == 1 else part
+        parts[name] = part.last("r").rename("r", "c") if section.rows == 1 else part
         first += channels
-    found.expect("c", first, f"channels of {', '.join(sections)} of this rank")
+    all_sections.expect("c", first, f"channels of {', '.join(sections)} of this rank")
     return parts
 
 

@@ -184,8 +184,8 @@ def slots_of_blocks(
         )
     starts = table.astype(np.int64)[:, None]
     slots = np.where(starts < 0, -1, starts * block_tokens + np.arange(block_tokens))
-    found: npt.NDArray[np.int64] = slots.ravel()[first : first + count]
-    return found
+    chosen: npt.NDArray[np.int64] = slots.ravel()[first : first + count]
+    return chosen
 
 
 # ---- Checking and flattening
@@ -303,10 +303,10 @@ def _many(
     lengths = np.array([len(slots) for _, slots, _ in checked], np.int64)
     firsts = np.array([move.first for _, _, move in checked], np.int64)
     owner = np.repeat(np.arange(len(checked)), sizes)
-    at = (np.arange(len(owner)) - np.repeat(np.cumsum(sizes) - sizes, sizes)) * tokens
-    start = (np.cumsum(lengths) - lengths - firsts)[owner] + at
-    first = np.clip(firsts[owner] - at, 0, tokens)
-    end = np.clip((firsts + lengths)[owner] - at, 0, tokens)
+    token = (np.arange(len(owner)) - np.repeat(np.cumsum(sizes) - sizes, sizes)) * tokens
+    start = (np.cumsum(lengths) - lengths - firsts)[owner] + token
+    first = np.clip(firsts[owner] - token, 0, tokens)
+    end = np.clip((firsts + lengths)[owner] - token, 0, tokens)
     kept = first < end
     if any(move.skip is not None for _, _, move in checked):
         kept &= ~np.concatenate([_skipped(move, len(pages)) for pages, _, move in checked])
@@ -370,28 +370,29 @@ def _checked(move: Move, tokens: int, units: list[int]) -> tuple[npt.NDArray[Any
     return pages, slots if slots.flags.c_contiguous else np.ascontiguousarray(slots), move
 
 
-def integers(given: Any, what: str) -> npt.NDArray[Any]:
+def integers(numbers: Any, what: str) -> npt.NDArray[Any]:
     """A one-dimensional array of whole numbers in host memory; an array is not copied.
 
     Raises:
         ConfigError: anything else; `what` names it.
     """
-    if type(given) is not np.ndarray:
+    if type(numbers) is not np.ndarray:
         try:
-            given = np.asarray(given)
+            numbers = np.asarray(numbers)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ConfigError(
-                f"{what}: expected whole numbers in host memory, found {type(given).__name__} "
+                f"{what}: expected whole numbers in host memory, found {type(numbers).__name__} "
                 f"({error}); a tensor of a device is brought over with .cpu()"
             ) from None
-        if given.size == 0:
-            given = given.astype(np.int64)
-    if given.dtype.kind not in "iu" or given.ndim != 1:
+        if numbers.size == 0:
+            numbers = numbers.astype(np.int64)
+    if numbers.dtype.kind not in "iu" or numbers.ndim != 1:
         raise ConfigError(
-            f"{what}: expected whole numbers in one dimension, found {given.dtype} {given.shape}"
+            f"{what}: expected whole numbers in one dimension, found {numbers.dtype} "
+            f"{numbers.shape}"
         )
-    found: npt.NDArray[Any] = given
-    return found
+    array: npt.NDArray[Any] = numbers
+    return array
 
 
 def _check_skip(move: Move, pages: int) -> None:

@@ -73,8 +73,8 @@ def streams_of(streams: Iterable[Any] | None, device: Any) -> list[Any]:
     """
     if streams is None:
         return [device.current()]
-    found = _list(streams, "streams", "streams")
-    for stream in found:
+    listed = _list(streams, "streams", "streams")
+    for stream in listed:
         if not hasattr(stream, "wait_event"):
             raise ConfigError(f"streams: expected torch.cuda.Stream, found {stream!r}")
         index, own = getattr(stream, "device_index", None), getattr(device, "index", None)
@@ -83,7 +83,7 @@ def streams_of(streams: Iterable[Any] | None, device: Any) -> list[Any]:
                 f"streams: expected some of {device.name}, found one of device {index}; give an "
                 "event that is recorded on it as after="
             )
-    return found
+    return listed
 
 
 def events_of(after: Iterable[Any]) -> list[Any]:
@@ -94,21 +94,21 @@ def events_of(after: Iterable[Any]) -> list[Any]:
     """
     if after == ():
         return []
-    found = _list(after, "after", "events")
-    for event in found:
+    events = _list(after, "after", "events")
+    for event in events:
         if not hasattr(event, "record") or not hasattr(event, "query"):
             raise ConfigError(
                 f"after: expected torch.cuda.Event, found {event!r}; for a transfer let a stream "
                 "wait_on it, and record an event there"
             )
-    return found
+    return events
 
 
-def _list(given: Any, name: str, what: str) -> list[Any]:
+def _list(values: Any, name: str, what: str) -> list[Any]:
     try:
-        return list(given)
+        return list(values)
     except TypeError:
-        raise ConfigError(f"{name}: expected a sequence of {what}, found {given!r}") from None
+        raise ConfigError(f"{name}: expected a sequence of {what}, found {values!r}") from None
 
 
 __all__ = [

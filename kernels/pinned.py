@@ -165,12 +165,12 @@ class HostPages:
         Raises:
             ConfigError: not whole numbers, or outside of 0 to pages - 1.
         """
-        found = np.asarray(pages)
-        if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        array = np.asarray(pages)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise ConfigError(
-                f"pages: expected whole numbers in one dimension, found {found.dtype} {found.shape}"
+                f"pages: expected whole numbers in one dimension, found {array.dtype} {array.shape}"
             )
-        numbers = found.astype(np.int64)
+        numbers = array.astype(np.int64)
         if numbers.size and not (int(numbers.min()) >= 0 and int(numbers.max()) < self.pages):
             raise ConfigError(
                 f"pages: expected 0 to {self.pages - 1}, found {int(numbers.min())} to "
@@ -261,9 +261,9 @@ class TorchDriver:
 
     def device_address(self, address: int) -> int:
         """From the driver's own library: torch does not wrap this call."""
-        found = ctypes.c_uint64()
-        code = self._address_of(ctypes.byref(found), ctypes.c_void_p(address), 0)
-        return found.value if code == 0 else -1
+        device_pointer = ctypes.c_uint64()
+        code = self._address_of(ctypes.byref(device_pointer), ctypes.c_void_p(address), 0)
+        return device_pointer.value if code == 0 else -1
 
 
 def _address_call(hip: bool) -> Any:
@@ -343,12 +343,12 @@ class Registrations:
         code = self.driver.register(piece.address, piece.nbytes)
         if code:
             raise refusal(code, what)
-        found = self.driver.device_address(piece.address)
-        if found != piece.address:
+        device_address = self.driver.device_address(piece.address)
+        if device_address != piece.address:
             self.driver.unregister(piece.address)
             raise TransferFailed(
-                f"{what}: the device finds it at {found:#x}, and kernels here use the host's own "
-                "addresses (unified addressing); use HostPages and the host path"
+                f"{what}: the device finds it at {device_address:#x}, and kernels here use the "
+                "host's own addresses (unified addressing); use HostPages and the host path"
             )
         with self._lock:
             self._addresses.append(piece.address)
@@ -424,9 +424,9 @@ def registered_ranges(
     if chunk_bytes <= 0 or chunk_bytes % 4096:
         raise ConfigError(f"chunk_bytes: expected a multiple of 4096, found {chunk_bytes}")
     pieces = [
-        Piece(address + at, min(chunk_bytes, offset + length - at))
+        Piece(address + start, min(chunk_bytes, offset + length - start))
         for offset, length in ranges
-        for at in range(offset, offset + length, chunk_bytes)
+        for start in range(offset, offset + length, chunk_bytes)
     ]
     todo, lock = iter(pieces), threading.Lock()
     held = Registrations(driver)

@@ -38,12 +38,12 @@ def device_name(device: object) -> str:
         ConfigError: not a device.
     """
     text = f"cuda:{device}" if type(device) is int else str(device)
-    found = _NAME.fullmatch(text)
-    if found is None or (found[1] == "cpu" and found[2] not in (None, "0")):
+    matched = _NAME.fullmatch(text)
+    if matched is None or (matched[1] == "cpu" and matched[2] not in (None, "0")):
         raise ConfigError(f"device: expected 'cpu' or a GPU such as 'cuda:0', found {device!r}")
-    if found[1] == "cpu":
+    if matched[1] == "cpu":
         return "cpu"
-    return f"cuda:{_current() if found[2] is None else found[2]}"
+    return f"cuda:{_current() if matched[2] is None else matched[2]}"
 
 
 def _current() -> int:
@@ -128,13 +128,13 @@ class DevicePlanes:
             ConfigError: the plane was not described.
         """
         name = geometry.groups[cell.group].name
-        found = self.planes.get((name, cell.layer, cell.plane.name))
-        if found is None:
+        plane = self.planes.get((name, cell.layer, cell.plane.name))
+        if plane is None:
             raise ConfigError(
                 f"plane {cell.plane.name!r} of layer {cell.layer} of group {name!r} is not among "
                 f"the {len(self.planes)} described planes; describe it, or leave its layer out"
             )
-        return found
+        return plane
 
 
 def join(*parts: DevicePlanes) -> DevicePlanes:
@@ -218,9 +218,9 @@ class View:
         Raises:
             ConfigError: the axis has another size.
         """
-        found = self.axis(letter).size
-        if found != size:
-            _refuse(self.what, f"{size} {_LETTERS[letter]} ({why})", found)
+        actual = self.axis(letter).size
+        if actual != size:
+            _refuse(self.what, f"{size} {_LETTERS[letter]} ({why})", actual)
         return self
 
     def take(self, letter: str, index: int) -> View:
@@ -258,7 +258,10 @@ class View:
     def last(self, letter: str) -> View:
         """The same axes with this one last: the order of contents."""
         rest = tuple(axis for axis in self.axes if axis.letter != letter)
-        return replace(self, axes=(*rest, *(one for one in self.axes if one.letter == letter)))
+        return replace(
+            self,
+            axes=(*rest, *(last_axis for last_axis in self.axes if last_axis.letter == letter)),
+        )
 
     def _swap(
         self, letter: str, change: Callable[[Axis], tuple[Axis, ...]], address: int | None = None
@@ -353,18 +356,18 @@ def view(tensor: Any, axes: str, what: str) -> View:
     dense = str(getattr(tensor, "layout", "torch.strided")) == "torch.strided"
     if not dense or not device.startswith(("cpu", "cuda")):
         _refuse(what, "a dense tensor in CPU or GPU memory", device if dense else tensor.layout)
-    each = int(tensor.element_size())
-    strides = [int(stride) * each for stride in tensor.stride()]
-    found = _axes_of(axes, shape, strides, what)
-    return View(what, int(tensor.data_ptr()), each, found, device_name(device))
+    element_bytes = int(tensor.element_size())
+    strides = [int(stride) * element_bytes for stride in tensor.stride()]
+    listed = _axes_of(axes, shape, strides, what)
+    return View(what, int(tensor.data_ptr()), element_bytes, listed, device_name(device))
 
 
 def _of_array(array: np.ndarray[Any, Any], axes: str, what: str) -> View:
     what = f"{what}, {array.dtype} {array.shape} of numpy as {axes!r}"
     if not array.flags.writeable:
         _refuse(what, "an array that loads can write", "one that is read only")
-    found = _axes_of(axes, array.shape, array.strides, what)
-    return View(what, array.ctypes.data, array.itemsize, found, "cpu")
+    listed = _axes_of(axes, array.shape, array.strides, what)
+    return View(what, array.ctypes.data, array.itemsize, listed, "cpu")
 
 
 def _axes_of(
@@ -373,11 +376,11 @@ def _axes_of(
     check_axes(axes, what)
     if len(axes) != len(shape):
         _refuse(what, f"{len(axes)} axes", len(shape))
-    found = tuple(Axis(*axis) for axis in zip(axes, shape, strides, strict=True))
-    for axis in found:
+    listed = tuple(Axis(*axis) for axis in zip(axes, shape, strides, strict=True))
+    for axis in listed:
         if axis.stride == 0 and axis.size > 1:
             _refuse(what, "elements of their own", "an expanded tensor", "pass one with storage")
-    return found
+    return listed
 
 
 def check_axes(axes: object, what: str) -> None:

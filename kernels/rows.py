@@ -274,14 +274,14 @@ class Plan:
         self.cells = share.cells
         self.nbytes = share.nbytes
         """Bytes of a page that move."""
-        found = [planes.find(geometry, cell) for cell in self.cells]
+        cell_planes = [planes.find(geometry, cell) for cell in self.cells]
         sizes = [cell.nbytes for cell in self.cells]
         self.packed: Table = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
         """Where each cell begins if cells stand one after the other, and the end of the last."""
         self.slots = min(
             (
                 plane.slots * cell.plane.unit_tokens
-                for plane, cell in zip(found, self.cells, strict=True)
+                for plane, cell in zip(cell_planes, self.cells, strict=True)
             ),
             default=MOST_SLOTS,
         )
@@ -289,9 +289,11 @@ class Plan:
         self.contiguous = all(cell.contiguous for cell in self.cells)
         """Whether pages can be moved by whole ranges, staged in between."""
         self.classes = self._classes(
-            found, math.gcd(WIDEST, address, page_bytes, *self.packed.tolist())
+            cell_planes, math.gcd(WIDEST, address, page_bytes, *self.packed.tolist())
         )
-        self.runnable = self.contiguous and all(self._runs_together(each) for each in self.classes)
+        self.runnable = self.contiguous and all(
+            self._runs_together(row_class) for row_class in self.classes
+        )
         """Whether neighbouring slots of one block lie in a page as they do on the device."""
         self.mean_run = self.nbytes // max(1, self._runs())
         """Mean bytes of a copy without a kernel, at most."""
@@ -327,7 +329,7 @@ class Plan:
     def _runs(self) -> int:
         """Number of copies for one page with neighbouring slots, with cells that are contiguous on
         both sides merged."""
-        tables = [each.table for each in self.classes]
+        tables = [row_class.table for row_class in self.classes]
         if not tables:
             return 0
         table = np.concatenate(tables)
@@ -336,8 +338,8 @@ class Plan:
         return len(merged(table[:, 1], table[:, 0], sizes)[2])
 
     @staticmethod
-    def _runs_together(each: RowClass) -> bool:
-        shape, strides = each.shape, each.strides
+    def _runs_together(row_class: RowClass) -> bool:
+        shape, strides = row_class.shape, row_class.strides
         row = shape.heads * shape.row
         return shape.heads == 1 and (shape.units == 1 or strides.unit == row == shape.page_unit)
 

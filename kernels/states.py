@@ -55,8 +55,8 @@ def state_runs(share: Share, planes: DevicePlanes) -> Table:
             nbytes += joined[-1][2]
             address = joined.pop()[1]
         joined.append((stride, address, nbytes))
-    found = [(address, stride, nbytes) for stride, address, nbytes in joined]
-    return np.array(found, np.int64).reshape(-1, 3)
+    table = [(address, stride, nbytes) for stride, address, nbytes in joined]
+    return np.array(table, np.int64).reshape(-1, 3)
 
 
 def _distance(cell: Cell, plane: DevicePlane) -> int:
@@ -180,8 +180,8 @@ class StateCopier:
         self._runs = state_runs(share, planes)
         self.nbytes = int(self._runs[:, 2].sum())
         """Bytes of one state of this rank."""
-        found = [planes.find(geometry, cell).slots for cell in share.cells]
-        self.slots = min(found, default=0)
+        plane_slots = [planes.find(geometry, cell).slots for cell in share.cells]
+        self.slots = min(plane_slots, default=0)
         """Slots that every plane has: 0 to slots - 1."""
         self._side: _Kernel | _Host = _Host(self._runs)
         if planes.device != "cpu" or device is not None:
@@ -231,12 +231,13 @@ class StateCopier:
 
 
 def _numbers(slots: Slots, name: str) -> npt.NDArray[np.int64]:
-    found = np.asarray(slots)
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+    numbers = np.asarray(slots)
+    if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
         raise ConfigError(
-            f"{name}: expected slots as integers of shape (n,), found {found.dtype} {found.shape}"
+            f"{name}: expected slots as integers of shape (n,), found {numbers.dtype} "
+            f"{numbers.shape}"
         )
-    return found.astype(np.int64)
+    return numbers.astype(np.int64)
 
 
 class _Buffer:
@@ -308,9 +309,9 @@ class _Kernel:
         for buffer in self._buffers:
             if buffer.room >= pairs and buffer.free():
                 return buffer
-        made = _Buffer(self._device, max(_ROOM, pairs))
-        self._buffers.append(made)
-        return made
+        new_buffer = _Buffer(self._device, max(_ROOM, pairs))
+        self._buffers.append(new_buffer)
+        return new_buffer
 
 
 class _Host:
@@ -323,11 +324,11 @@ class _Host:
         del stream
         for source, target in pairs.tolist():
             for address, distance, nbytes in self._runs:
-                at = address + target * distance
+                slot_address = address + target * distance
                 if source == ZERO:
-                    ctypes.memset(at, 0, nbytes)
+                    ctypes.memset(slot_address, 0, nbytes)
                 else:
-                    ctypes.memmove(at, address + source * distance, nbytes)
+                    ctypes.memmove(slot_address, address + source * distance, nbytes)
         return StateCopy()
 
 

@@ -121,8 +121,8 @@ def whole_pages(batch: Batch) -> npt.NDArray[np.bool_]:
     """Which pages of a batch have a slot for every token."""
     whole: npt.NDArray[np.bool_] = (batch.first == 0) & (batch.end == batch.page_tokens)
     if whole.any() and int(batch.slots.min()) < 0:
-        found = batch.slots[batch.start[whole][:, None] + np.arange(batch.page_tokens)]
-        whole[np.flatnonzero(whole)[(found < 0).any(axis=1)]] = False
+        page_slots = batch.slots[batch.start[whole][:, None] + np.arange(batch.page_tokens)]
+        whole[np.flatnonzero(whole)[(page_slots < 0).any(axis=1)]] = False
     return whole
 
 
@@ -151,8 +151,8 @@ def run_copies(
         return None
     slots = batch.slots[batch.start[:, None] + np.arange(batch.page_tokens)].astype(np.int64)
     host, device, sizes, owner = [], [], [], []
-    for each in plan.classes:
-        shape, strides = each.shape, each.strides
+    for row_class in plan.classes:
+        shape, strides = row_class.shape, row_class.strides
         leading = slots[:, :: shape.unit_tokens] // shape.unit_tokens
         run = shape.units
         if shape.block_units > 1:
@@ -166,9 +166,9 @@ def run_copies(
         block = begin // shape.block_units * strides.block
         place = block + begin % shape.block_units * strides.unit
         inside = np.arange(runs.shape[1]) * run * shape.page_unit
-        target = pages[:, None, None] + each.table[:, 1, None] + inside
+        target = pages[:, None, None] + row_class.table[:, 1, None] + inside
         host.append(target.ravel())
-        device.append((place[:, None, :] + each.table[:, 0, None]).ravel())
+        device.append((place[:, None, :] + row_class.table[:, 0, None]).ravel())
         sizes.append(np.full(target.size, run * shape.row, np.int64))
         owner.append(np.repeat(np.arange(len(pages)), target.size // len(pages)))
     order = np.argsort(np.concatenate(host), kind="stable")
@@ -204,28 +204,32 @@ class Joined:
         """Copies the tables; blocks until they are there."""
         self.plan = plan
         self._launcher = launcher
-        self._tables = [torch.from_numpy(each.table).to(device.name) for each in plan.classes]
+        self._tables = [
+            torch.from_numpy(row_class.table).to(device.name) for row_class in plan.classes
+        ]
         self._launches: dict[tuple[bool, bool], list[tuple[RowClass, Any]]] = {}
         self._parts: dict[tuple[int, int], list[slice]] = {}
         self._cuts: dict[int, Cuts] = {}
 
     def launches(self, packed: bool, to_page: bool) -> list[tuple[RowClass, Any]]:
         """A launch for each class. Compiles each kernel on first use."""
-        found = self._launches.get((packed, to_page))
-        if found is None:
-            found = [
-                (each, self._launcher.bind(each, table, packed, to_page))
-                for each, table in zip(self.plan.classes, self._tables, strict=True)
+        bound = self._launches.get((packed, to_page))
+        if bound is None:
+            bound = [
+                (row_class, self._launcher.bind(row_class, table, packed, to_page))
+                for row_class, table in zip(self.plan.classes, self._tables, strict=True)
             ]
-            self._launches[packed, to_page] = found
-        return found
+            self._launches[packed, to_page] = bound
+        return bound
 
     def parts(self, cells: tuple[int, int]) -> list[slice]:
         """For each class, its cells among `cells[0]` to `cells[1] - 1`."""
-        found = self._parts.get(cells)
-        if found is None:
-            found = self._parts[cells] = [each.part(*cells) for each in self.plan.classes]
-        return found
+        slices = self._parts.get(cells)
+        if slices is None:
+            slices = self._parts[cells] = [
+                row_class.part(*cells) for row_class in self.plan.classes
+            ]
+        return slices
 
     def cuts(self, slot_bytes: int) -> Cuts:
         """How its pages pass through slots of `slot_bytes`."""
@@ -266,7 +270,7 @@ class EngineParts:
         self._staging_bytes = staging_bytes
         self.page_tokens = joined.plan.share.geometry.page_tokens
         small = mode == "auto" and joined.plan.nbytes < thresholds.direct_total
-        units = {each.shape.unit_tokens for each in joined.plan.classes}
+        units = {row_class.shape.unit_tokens for row_class in joined.plan.classes}
         unpaced = in_flight.pacer is None
         self.quick = (small or mode == "direct") and unpaced and units == {1}
         """Whether a request of one page always goes directly, token by token: `submit_page`."""
@@ -276,9 +280,11 @@ class EngineParts:
         steps that wait for the pacer use it, and so do enqueued ones."""
         if lane.ring is None:
             largest = max((cell.nbytes for cell in self.joined.plan.cells), default=1)
-            each = -(-max(self._staging_bytes // RING_SLOTS, largest) // SLOT_ALIGN) * SLOT_ALIGN
-            slots = max(2, min(RING_SLOTS, self._staging_bytes // each))
-            ring = Ring(self.device, slots, each)
+            slot_bytes = (
+                -(-max(self._staging_bytes // RING_SLOTS, largest) // SLOT_ALIGN) * SLOT_ALIGN
+            )
+            slots = max(2, min(RING_SLOTS, self._staging_bytes // slot_bytes))
+            ring = Ring(self.device, slots, slot_bytes)
             self.copier.add(ring.memory)
             lane.ring = ring
         return lane.ring
@@ -316,21 +322,21 @@ class Steps:
             for event in [*self.sources, *self.after]:
                 stream.wait_event(event)
 
-    def direct(self, part: Joined, at: int, count: int) -> None:
-        """Pages of `count` index rows, those from word `at` on, without staging."""
+    def direct(self, part: Joined, word: int, count: int) -> None:
+        """Pages of `count` index rows, those from word `word` on, without staging."""
         assert self.block is not None
         self._wait(self.direct_stream)
         slots = self.block.host_address + self.words * 8
-        jobs = self.block.host_address + at * 8
+        jobs = self.block.host_address + word * 8
         programs, stream = self.parts.programs, self.direct_stream.cuda_stream
-        for each, launch in part.launches(False, self.lane.to_page):
-            launch(0, len(each.cells), jobs, count, slots, programs, stream)
+        for row_class, launch in part.launches(False, self.lane.to_page):
+            launch(0, len(row_class.cells), jobs, count, slots, programs, stream)
 
-    def _run_packed(self, part: Joined, cells: tuple[int, int], chunk: Chunk, at: int) -> None:
+    def _run_packed(self, part: Joined, cells: tuple[int, int], chunk: Chunk, word: int) -> None:
         """The kernel of a chunk, on the kernel stream."""
         assert self.block is not None
         slots = self.block.device_address + self.words * 8
-        jobs = self.block.device_address + (at + chunk.rows[0] * JOB_WORDS) * 8
+        jobs = self.block.device_address + (word + chunk.rows[0] * JOB_WORDS) * 8
         programs, stream = self.parts.packed_programs, self.lane.kernel_handle
         launches = part.launches(True, self.lane.to_page)
         for (_, launch), rows in zip(launches, part.parts(cells), strict=True):
@@ -345,14 +351,14 @@ class Steps:
         cells: tuple[int, int],
         staged: Staged,
         chunk: Chunk,
-        at: int,
+        word: int,
     ) -> None:
         """A chunk from device slots to the ring, then to its pages."""
         kernel, copy = self.lane.kernel, self.lane.copy
         self._wait(kernel)
         self._upload()
         kernel.wait_event(ring.free[chunk.slot])
-        self._run_packed(part, cells, chunk, at)
+        self._run_packed(part, cells, chunk, word)
         ring.ready[chunk.slot].record(kernel)
         copy.wait_event(ring.ready[chunk.slot])
         own = slice(*chunk.copies)
@@ -366,7 +372,7 @@ class Steps:
         cells: tuple[int, int],
         staged: Staged,
         chunk: Chunk,
-        at: int,
+        word: int,
     ) -> None:
         """A chunk from its pages to the ring, then to device slots."""
         kernel, copy = self.lane.kernel, self.lane.copy
@@ -377,12 +383,12 @@ class Steps:
         # On its own stream the index would wait for copies already enqueued; in its own call it
         # would make the copy engine pause.
         if not self._uploaded:
-            for each, value in zip((targets, sources, sizes), self._index_copy(), strict=True):
-                each.insert(0, value)
+            for listed, value in zip((targets, sources, sizes), self._index_copy(), strict=True):
+                listed.insert(0, value)
         self.parts.copier(targets, sources, sizes, copy)
         ring.ready[chunk.slot].record(copy)
         kernel.wait_event(ring.ready[chunk.slot])
-        self._run_packed(part, cells, chunk, at)
+        self._run_packed(part, cells, chunk, word)
         ring.free[chunk.slot].record(kernel)
 
     def copies(self, targets: list[int], sources: list[int], sizes: list[int]) -> None:
@@ -508,10 +514,10 @@ class Submission:
 
     def _reserve_rows(self, rows: Addresses) -> int:
         """Reserve room for index rows; returns the word at which they begin."""
-        at = self._run.words
+        word = self._run.words
         self._rows.append(rows)
         self._run.words += rows.size
-        return at
+        return word
 
     def _pieces(self, number: int, nbytes: int) -> range:
         """Where pieces of a paced transfer begin; without a rate there is one piece."""
@@ -520,32 +526,32 @@ class Submission:
         return range(0, number, max(1, PIECE_BYTES * number // nbytes))
 
     def _direct(self, part: Joined, batch: Batch, pages: Addresses) -> None:
-        at = self._reserve_rows(index_rows(batch, pages))
+        word = self._reserve_rows(index_rows(batch, pages))
         nbytes = part.plan.nbytes
         pieces = self._pieces(len(pages), nbytes * len(pages))
         for first in pieces:
             count = min(pieces.step, len(pages) - first)
-            run = partial(self._run.direct, part, at + first * JOB_WORDS, count)
+            run = partial(self._run.direct, part, word + first * JOB_WORDS, count)
             self._steps.append((run, count * nbytes))
 
     def _staged(self, part: Joined, batch: Batch, pages: Addresses) -> None:
         ring = self.parts.ring(self.lane)
         cuts = part.cuts(ring.slot_bytes)
         staged = stage(cuts, pages, ring)
-        at = self._reserve_rows(index_rows(batch, staged.addresses, len(cuts.cells)))
+        word = self._reserve_rows(index_rows(batch, staged.addresses, len(cuts.cells)))
         run = self._run.gather if self.lane.to_page else self._run.scatter
-        each = sum(staged.sizes) // len(staged.chunks)
+        chunk_bytes = sum(staged.sizes) // len(staged.chunks)
         for chunk in staged.chunks:
             cells = cuts.cells[chunk.cut]
-            self._steps.append((partial(run, ring, part, cells, staged, chunk, at), each))
+            self._steps.append((partial(run, ring, part, cells, staged, chunk, word), chunk_bytes))
 
     def _copies(self, runs: tuple[Addresses, Addresses, Addresses]) -> None:
-        host, device, sizes = (each.tolist() for each in runs)
+        host, device, sizes = (run.tolist() for run in runs)
         targets, sources = (host, device) if self.lane.to_page else (device, host)
-        each = PIECE_BYTES if self.parts.in_flight.pacer else CALL_BYTES
-        step = max(1, each * len(sizes) // sum(sizes))
-        for at in range(0, len(sizes), step):
-            part = slice(at, at + step)
+        call_bytes = PIECE_BYTES if self.parts.in_flight.pacer else CALL_BYTES
+        step = max(1, call_bytes * len(sizes) // sum(sizes))
+        for first in range(0, len(sizes), step):
+            part = slice(first, first + step)
             run = partial(self._run.copies, targets[part], sources[part], sizes[part])
             self._steps.append((run, sum(sizes[part])))
 
@@ -553,11 +559,11 @@ class Submission:
         steps, slots = self._run, self.batch.slots
         steps.slot_words = (len(slots) + 1) // 2
         block = steps.block = self.parts.in_flight.blocks.take(steps.words + steps.slot_words)
-        at = 0
+        word = 0
         for rows in self._rows:
-            block.view[at : at + rows.size] = rows.ravel()
-            at += rows.size
-        store_slots(slots, block.slots[at * 2 : at * 2 + len(slots)])
+            block.view[word : word + rows.size] = rows.ravel()
+            word += rows.size
+        store_slots(slots, block.slots[word * 2 : word * 2 + len(slots)])
 
     def drop(self) -> None:
         """Drop a submission that will not be enqueued."""
@@ -714,7 +720,7 @@ def _page_of(move: Move, parts: EngineParts) -> int | None:
     return page
 
 
-def _launch(parts: EngineParts, lane: Lane, at: int, stream: Any) -> None:
-    programs, slots, handle = parts.programs, at + JOB_WORDS * 8, stream.cuda_stream
-    for each, launch in parts.joined.launches(False, lane.to_page):
-        launch(0, len(each.cells), at, 1, slots, programs, handle)
+def _launch(parts: EngineParts, lane: Lane, jobs: int, stream: Any) -> None:
+    programs, slots, handle = parts.programs, jobs + JOB_WORDS * 8, stream.cuda_stream
+    for row_class, launch in parts.joined.launches(False, lane.to_page):
+        launch(0, len(row_class.cells), jobs, 1, slots, programs, handle)
