@@ -113,19 +113,21 @@ def run(setup: Setup, name: str, pipe: Connection) -> None:
         with ExitStack() as stack:
             worker: Any = None
             if setup.pool != "none":
-                worker = TimedWorker(config, name, stack, stopping(config, pipe))
-                worker.cache.pool.prefault()  # figures are of memory that is there
-                if worker.pinned is not None:
-                    worker.pinned.wait()
+                worker = TimedWorker(config, name, stack)
+                worker.kv.cache.pool.prefault()  # figures are of memory that is there
+                if worker.kv.pinned is not None:
+                    worker.kv.pinned.wait()
             model = build(config.model) if worker is None else worker.model
-            pipe.send(Ready(os.getpid(), "" if worker is None else worker.device.name))
+            pipe.send(Ready(os.getpid(), "" if worker is None else worker.kv_manager.device.name))
             while True:
                 job: Job = pipe.recv()
                 if worker is None or not job.cached:
                     pipe.send(past_the_cache(model, job.request))
                 else:
-                    worker.backend.stop_at = job.request.number if job.request.hold else None
-                    pipe.send(worker.timed(job.request))
+                    request, backend = job.request, worker.kv.backend
+                    holding = stopping(backend, request.number, pipe)
+                    with holding if request.hold else contextlib.nullcontext():
+                        pipe.send(worker.timed(request))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except (LightcacheError, OSError, MemoryError, ImportError, RuntimeError) as error:

@@ -92,8 +92,6 @@ def check_facts(facts: dict[str, Any]) -> None:
     assert set(facts["hit_tokens"]) == {"host"}
     assert 0 < facts["hit_tokens"]["host"] < facts["prompt_tokens"]
     assert facts["killed"]["doomed_pages"] >= facts["killed"]["pages"] >= 2
-    assert facts["loaded_bytes"] > 0
-    assert facts["offloaded_bytes"] > 0
     restart = facts["restart"]
     assert restart["turns"] == restart["reusing"] == 2
     assert restart["hit_tokens"]["storage"] > restart["prompt_tokens"] / 4

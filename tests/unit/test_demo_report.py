@@ -24,7 +24,7 @@ def served(number: int, attempts: int = 1, **reused: int) -> Served:
     """A turn of 100 tokens."""
     turn = Turn(number, 0, number, np.zeros(100, np.int32), 2)
     tiers = {tier: tokens for tier, tokens in reused.items() if tokens}
-    answer = Answer(np.zeros(2, np.int32), [0.0, 0.0], tiers, 1 << 20, 1 << 19, 0.001, 0.1, 0.5)
+    answer = Answer(np.zeros(2, np.int32), [0.0, 0.0], tiers, 0.1, 0.5)
     return Served(turn, answer, "0", attempts)
 
 
@@ -38,7 +38,6 @@ def held() -> Outcome:
         again=[served(2, storage=80), served(3, host=32, storage=16)],
         wanted_again=2,
         kill=Kill("1", 1, 1, 2, 2, 0.05),
-        successor_s=3.0,
         checks=[CLEAN, CLEAN],
         compared={1: (True, 1e-5), 2: (True, 2e-5), 3: (True, 0.0)},
         wanted_compared=3,

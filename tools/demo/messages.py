@@ -101,9 +101,6 @@ class Answer:
     logprobs: list[float]  # of each token of the answer
     reused: Mapping[str, int]
     """Tokens of the prompt that were not computed, by tier: device, host, storage."""
-    loaded_bytes: int
-    offloaded_bytes: int
-    lookup_s: float  # hashing and finding the prompt, and waiting for storage
     first_s: float  # from `Request.sent` to the first token
     alone_s: float | None  # to the first token without the cache, in the same process
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from lightcache import LightcacheError, Reservation
+from lightcache import LightcacheError
 from lightcache.kernels import Move
 from lightcache.manager import EngineBackend
 from lightcache.tools.demo import messages
@@ -21,36 +20,26 @@ from lightcache.tools.demo.model import one_line
 from lightcache.tools.demo.worker import HybridWorker, Worker
 
 
-class StoppingBackend(EngineBackend):
-    """An `EngineBackend` that can stop in the middle of an offload. An engine has no use for it: a
-    process that is killed in a copy is what the demo shows, and this makes it happen every time."""
+@contextlib.contextmanager
+def stopping(backend: EngineBackend, number: int, pipe: Connection) -> Iterator[None]:
+    """Within it an offload of several pages copies half of them, tells the router, and waits to be
+    killed. An engine has no use for this: the demo kills a worker in a copy every time."""
 
-    def __init__(self, engine: Any, page_tokens: int, pipe: Connection) -> None:
-        super().__init__(engine)
-        self._page_tokens, self._pipe = page_tokens, pipe
-        self.stop_at: int | None = None
-        """Number of the request that stops in its first offload of several pages; None: none."""
-
-    def offload(self, new: Any, slots: Any) -> Any:
-        """See `EngineBackend`."""
-        if self.stop_at is not None and len(new.pages) > 1:
-            self._stop_halfway(self.stop_at, new, slots)
-        return super().offload(new, slots)
-
-    def _stop_halfway(self, number: int, new: Reservation, slots: Any) -> None:
-        """Copy half of the new pages, tell the router, and wait to be killed."""
-        half = len(new.pages) // 2
-        by_page = slots[: len(slots) // self._page_tokens * self._page_tokens]
-        by_page = by_page.reshape(-1, self._page_tokens)[new.new[:half]]
-        self.engine.offload(Move(new.pages[:half], by_page.reshape(-1))).wait()
-        self._pipe.send(messages.Holding(number, half, len(new.pages)))
-        self._pipe.poll(None)
+    def offload(new: Any, slots: Any) -> Any:
+        half, tokens = len(new.pages) // 2, backend.engine.geometry.page_tokens
+        if not half:
+            return EngineBackend.offload(backend, new, slots)
+        by_page = slots[: len(slots) // tokens * tokens].reshape(-1, tokens)[new.new[:half]]
+        backend.engine.offload(Move(new.pages[:half], by_page.reshape(-1))).wait()
+        pipe.send(messages.Holding(number, half, len(new.pages)))
+        pipe.poll(None)
         raise EOFError  # the router has closed the pipe instead
 
-
-def stopping(config: WorkerConfig, pipe: Connection) -> Callable[[Any], StoppingBackend]:
-    """For `Worker`: makes a `StoppingBackend` of a transfer engine."""
-    return partial(StoppingBackend, page_tokens=config.page_tokens, pipe=pipe)
+    vars(backend)["offload"] = offload
+    try:
+        yield
+    finally:
+        del vars(backend)["offload"]
 
 
 def run(config: WorkerConfig, name: str, pipe: Connection) -> None:
@@ -59,13 +48,13 @@ def run(config: WorkerConfig, name: str, pipe: Connection) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         with ExitStack() as stack:
-            kind = HybridWorker if config.model.hybrid else Worker
-            worker: Any = kind(config, name, stack, stopping(config, pipe))
-            pipe.send(messages.Ready(os.getpid(), worker.device.name))
+            worker = (HybridWorker if config.model.hybrid else Worker)(config, name, stack)
+            pipe.send(messages.Ready(os.getpid(), worker.kv_manager.device.name))
             while True:
                 request = pipe.recv()
-                worker.backend.stop_at = request.number if request.hold else None
-                pipe.send(worker.serve(request))
+                number, backend = request.number, worker.kv.backend
+                with stopping(backend, number, pipe) if request.hold else nullcontext():
+                    pipe.send(worker.serve(request))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the router has closed the pipe, or is dead
     except (LightcacheError, OSError, MemoryError, ImportError, RuntimeError) as error:

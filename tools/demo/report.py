@@ -53,12 +53,8 @@ class Figures:
         self.turns, self.reusing = len(turns), len(reusing)
         self.prompt_tokens = sum(len(served.turn.prompt) for served in turns)
         self.hit_tokens: Counter[str] = sum((Counter(a.reused) for a in answers), Counter())
-        self.loaded_bytes = sum(answer.loaded_bytes for answer in answers)
-        self.offloaded_bytes = sum(answer.offloaded_bytes for answer in answers)
-        self.lookup_s = statistics.median([answer.lookup_s for answer in answers] or [0.0])
-        """Of these and the next two: the median."""
         self.first_s = statistics.median([answer.first_s for answer in reusing] or [0.0])
-        """Of turns that reused tokens."""
+        """Of turns that reused tokens, the median."""
         self.alone_s = statistics.median([answer.alone_s or 0.0 for answer in reusing] or [0.0])
         """Of the same turns: the first token from nothing."""
 
@@ -74,8 +70,6 @@ class Outcome:
     again: list[Served] = field(default_factory=list)  # turns after the restart
     wanted_again: int = 0
     kill: Kill | None = None
-    successor_s: float | None = None
-    """From the start of a dead worker's first successor until it was ready."""
     checks: list[CheckReport] = field(default_factory=list)
     """Of each cache, before and after the restart."""
     compared: dict[int, tuple[bool, float]] = field(default_factory=dict)
@@ -137,16 +131,12 @@ class Outcome:
             "first token": f"{milliseconds(of.first_s)} with the cache, {milliseconds(of.alone_s)} "
             f"from nothing: {of.alone_s / (of.first_s or 1):.1f} times as fast (medians of "
             f"{of.reusing} turns that reused tokens)",
-            "lookup": f"{of.lookup_s * 1e6:,.0f} us to hash and find a prompt (median)",
-            "moved": f"{of.loaded_bytes / 2**20:,.1f} MiB loaded, "
-            f"{of.offloaded_bytes / 2**20:,.1f} MiB offloaded",
         }
         if (kill := self.kill) is not None:
             pairs["killed"] = (
                 f"worker {kill.worker}, with {kill.copied_pages} of {kill.pages} pages of turn "
                 f"{kill.turn} copied: {kill.doomed_pages} pages doomed, usable again "
-                f"{milliseconds(kill.recovered_s)} after the signal; its successor was ready after "
-                f"{self.successor_s or 0:.1f} s"
+                f"{milliseconds(kill.recovered_s)} after the signal"
             )
         if self.again:
             of, first = Figures(self.again), self.again[0].answer

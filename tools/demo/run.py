@@ -334,8 +334,6 @@ class Stage:
             self._stack.callback(self._router.close)
         self._router.join(member.name, member.pipe, ready)
         self._absent.discard(member.number)
-        if member.life and self._outcome.successor_s is None:
-            self._outcome.successor_s = seconds
 
     def _on_holding(self, member: Member, holding: messages.Holding) -> None:
         self._show.say(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +18,7 @@ import numpy as np
 from lightcache import Cache, TransferFailed
 from lightcache.hybrid import Grid, HybridConfig, HybridManager, open_states
 from lightcache.hybrid.saving import Saves
-from lightcache.kernels import KVGroup, PageGeometry, Shard, layouts
-from lightcache.manager import EngineBackend, KVCacheManager, ManagedBlocks, Prompt
+from lightcache.manager import Prompt, open_kv
 from lightcache.storage import StorageTier
 from lightcache.tools.demo.messages import SECRET, Answer, Request, Tokens, WorkerConfig
 from lightcache.tools.demo.model import DeviceMemory, Sequence, build, forward
@@ -38,7 +36,6 @@ class Running:
     sequence: Sequence
     computed: int  # leading tokens whose KV is on the device
     reused: dict[str, int]  # tokens that are not computed, by the tier they come from
-    lookup_s: float
     tokens: list[int] = field(default_factory=list)  # of the answer
     logprobs: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)  # when each token of the answer was there
@@ -49,76 +46,41 @@ class Worker:
 
     slots = 0
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        name: str,
-        stack: ExitStack,
-        backend: Callable[[Any], EngineBackend] = EngineBackend,
-    ) -> None:
+    def __init__(self, config: WorkerConfig, name: str, stack: ExitStack) -> None:
         """Load the model, allocate the device's memory, and open the cache. Takes seconds.
 
         Args:
             name: of this worker, which no other process of the run has.
             stack: closes everything.
-            backend: makes the transfer backend of the transfer engine.
         """
         self.config, self.name, size = config, name, config.page_tokens
         self.blocks = -(-config.device_tokens // size)
         self.model = build(config.model)
-        memory = DeviceMemory(self.model, blocks=self.blocks, block_tokens=size, slots=self.slots)
-        self.memory = memory
-        self._open_cache(stack)
-        self.backend = backend(self.engine)
-        self.open_manager(stack)
-
-    def _open_cache(self, stack: ExitStack) -> None:
-        """The cache of the node, and the transfer engine between its pages and the device."""
-        config, kv = self.config, self.memory.kv
-        *_, heads, dim = next(iter(kv.values())).shape
-        group = KVGroup.attention(
-            "kv",
-            layers=list(kv),
-            heads=heads,
-            head_dim=dim,
-            dtype_bytes=next(iter(kv.values())).element_size(),
-            page_tokens=config.page_tokens,
+        self.memory = DeviceMemory(
+            self.model, blocks=self.blocks, block_tokens=size, slots=self.slots
         )
-        geometry = PageGeometry([group])
-        on_gpu = config.model.device != "cpu"
-        self.cache = stack.enter_context(
-            Cache.open(
+        self.common: dict[str, Any] = {  # of both caches; they end with their last process
+            "size": config.host_bytes // len(config.caches),
+            "secret": SECRET,
+            "lifetime": "attached",
+            "role": name,
+        }
+        self.kv = stack.enter_context(
+            open_kv(
                 config.caches[0],
-                size=config.host_bytes // len(config.caches),
-                page_bytes=geometry.page_bytes,
-                page_tokens=config.page_tokens,
-                fingerprint=f"{self.model_name} {geometry.fingerprint()}",
-                secret=SECRET,
-                lifetime="attached",  # the cache ends with its last process
-                role=self.name,
-                device=on_gpu,
+                list(self.memory.kv.values()),
+                model=self.model_name,
+                axes="kbnhc",
+                page_tokens=size,
+                **self.common,
             )
         )
-        planes = layouts.vllm(Shard(geometry), "kv", kv, axes="kbnhc")
-        self.pinned = self.cache.pin(device=config.model.device) if on_gpu else None
-        self.engine: Any = self.cache.transfer_engine(geometry, planes, memory=self.pinned)
-        stack.callback(self.engine.close)
-
-    def open_manager(self, stack: ExitStack) -> None:
-        """The index of the device's blocks, and the manager of device, host and storage."""
-        self.device = ManagedBlocks(
-            f"{self.config.run}-{self.name}-blocks",
-            block_tokens=self.config.page_tokens,
-            blocks=self.blocks,
-            role=self.name,
-        )
-        stack.callback(self.device.close)
-        tier = self._tier(self.cache, stack)
-        self.kv_manager = KVCacheManager(self.cache, self.device, self.backend, storage=tier)
-        stack.callback(self.kv_manager.close)
+        tier = self.tier(self.kv.cache, stack)
+        self.kv_manager = self.kv.manager(f"{config.run}-{name}-blocks", storage=tier)
+        stack.callback(self.kv_manager.close)  # before its tier, which then finishes its writes
         self.manager: Any = self.kv_manager
 
-    def _tier(self, cache: Cache, stack: ExitStack) -> StorageTier | None:
+    def tier(self, cache: Cache, stack: ExitStack) -> StorageTier | None:
         """The storage behind a cache. Writes may pin every page: one request runs at a time, and
         all of it is wanted back after a restart."""
         if self.config.storage is None:
@@ -144,10 +106,8 @@ class Worker:
 
     def _admit(self, request: Request) -> Running:
         """Find what exists of the prompt, and bring it to blocks of the device."""
-        before = time.perf_counter()
         self.manager.plan(request.number, Prompt(request.prompt))
         match = self.manager.take(request.number, wait=True)  # waits for storage alone
-        lookup_s = time.perf_counter() - before
         # Blocks for the answer, too. An engine with a queue allocates them step by step.
         total = len(request.prompt) + request.answer_tokens
         table = self.manager.allocate(request.number, total)
@@ -155,7 +115,7 @@ class Worker:
         reused = self.tiers(match)
         if computed < sum(reused.values()):  # a load has failed: what is missing is computed
             reused = {"device": computed}
-        return Running(request, table, sequence, computed, reused, lookup_s)
+        return Running(request, table, sequence, computed, reused)
 
     def tiers(self, match: Any) -> dict[str, int]:
         """Tokens that were found."""
@@ -211,14 +171,11 @@ class Worker:
         self.kv_manager.can_allocate(self.blocks, evict=True)
 
     def _answer(self, running: Running) -> Answer:
-        request, stats = running.request, self.kv_manager.reset_stats()
+        request = running.request
         return Answer(
             np.array(running.tokens, np.int32),
             running.logprobs,
             {tier: tokens for tier, tokens in running.reused.items() if tokens},
-            stats.loaded_bytes,
-            stats.offloaded_bytes,
-            running.lookup_s,
             running.times[0] - request.sent,
             self.alone(request),
         )
@@ -236,24 +193,21 @@ class HybridWorker(Worker):
 
     slots = _STATE_SLOTS
 
-    def open_manager(self, stack: ExitStack) -> None:
+    def __init__(self, config: WorkerConfig, name: str, stack: ExitStack) -> None:
         """A second cache, of states, and a manager in front of the one for KV."""
-        super().open_manager(stack)
-        config, memory = self.config, self.memory
+        super().__init__(config, name, stack)
+        memory = self.memory
         self.states = stack.enter_context(
             open_states(
                 config.caches[1],
                 {"conv": list(memory.conv.values()), "recurrent": list(memory.recurrent.values())},
                 model=self.model_name,
-                index=f"{config.run}-{self.name}-slots",
-                size=config.host_bytes // 2,
-                secret=SECRET,
-                lifetime="attached",
-                role=self.name,
+                index=f"{config.run}-{name}-slots",
+                **self.common,
             )
         )
         assert self.states.host is not None
-        checkpoints = self.states.checkpoints(storage=self._tier(self.states.host, stack))
+        checkpoints = self.states.checkpoints(storage=self.tier(self.states.host, stack))
         stack.callback(checkpoints.close)
         grid = Grid(config.page_tokens, config.page_tokens, chunk=_CHUNK)
         # Transformers shows a state at the end of a pass only.
