@@ -70,22 +70,11 @@ ELSEWHERE = {
     "unit/test_manager_*.py": {
         "more_blocks_than_the_planes_hold": ["gave a manager more device blocks"]
     },
-    "unit/test_manager_device_alone.py": {
-        "wrong_parts_are_refused": ["made a manager of a host"],
-        "what_needs_a_host_says_so": ["gave a manager without a host"],
-    },
     "unit/test_manager_disabled.py": {
         "a_request_that_was_taken_before_does_not_believe_in_its_load": [
             "a load failed, or the manager"
         ],
         "a_closed_manager_begins_nothing": ["used a manager after"],
-    },
-    "unit/test_manager_refusals.py": {
-        "out_of_turn": ["took a request that was not", "called `allocate`, `load` or"],
-        "plans": ["took a request that runs"],
-        "more_than_there_is": ["asked for more device blocks"],
-        "commits_of_which_one_is_wrong": ["loaded without blocks"],
-        "tables_of_an_attached_device": ["gave a table of blocks"],
     },
     "unit/test_moves.py": {
         "wrong_moves": [

@@ -94,3 +94,23 @@ def test_what_is_built_on_a_manager_begins_a_request_and_takes_that_back(world: 
         refused(LeaseLost, "", world.manager.untake, "a")
     after = world.manager.stats()
     assert (after.requests, after.device_tokens) == (before.requests, before.device_tokens)
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_prompts_of_nearly_nothing(world: Any, n: int) -> None:
+    for request in "ab":
+        assert world.run(request, tokens(n)).usable == 0
+
+
+def test_a_padded_table_is_looked_at(worlds: Any) -> None:
+    world, prompt = worlds(ends_busy=True), Prompt(tokens(18))
+    world.start("a", prompt)
+    world.backend.at_once = False
+    world.compute("a", prompt.tokens, 0, 18)
+    padded = np.full((2, 8), -1, np.int32)
+    padded[0, :5] = world.manager.allocate("a", 18)
+    expected = np.zeros((2, 8), bool)
+    expected[0, :4] = True
+    assert (world.manager.in_flight(padded) == expected).all()
+    world.manager.wait_blocks(padded)
+    assert not world.manager.in_flight(padded).any()

@@ -9,21 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 from support.manager_case import tokens
-from support.refusals import refused
 
 from lightcache import Cache, Router, RouterPolicy
-from lightcache.errors import ConfigError
 from lightcache.manager import (
     KVCacheManager,
     ManagedBlocks,
     ManagerConfig,
     MirroredBlocks,
-    NullBackend,
     Prompt,
     RequestOptions,
     WritePolicy,
 )
-from lightcache.manager.handoff import hand_off, receive
 
 
 @pytest.fixture
@@ -127,29 +123,3 @@ def test_a_router_finds_what_two_ranks_have(stack: ExitStack, segment_name: str)
     for seed, worker in ((0, "0"), (1, "1")):
         keys = maker.hash_pages(tokens(18, seed=seed))
         assert router.route(keys, {"0": 0.0, "1": 0.0}).worker == worker
-
-
-def test_what_needs_a_host_says_so(stack: ExitStack, segment_name: str) -> None:
-    manager = alone(stack, segment_name)
-    manager.plan("a", Prompt(tokens(18)))
-    manager.take("a")
-    manager.allocate("a", 18)
-    with pytest.raises(ConfigError, match="hand_off: expected a manager with a host cache"):
-        hand_off(manager, "a", [manager.host.client_id])
-    with pytest.raises(ConfigError, match="receive: expected a manager with a host cache"):
-        receive(manager, "b", Prompt(tokens(18)), b"")
-    refused(ConfigError, "no storage", manager.prefetch, Prompt(tokens(18)))
-
-
-def test_wrong_parts_are_refused(stack: ExitStack, segment_name: str) -> None:
-    device = ManagedBlocks(segment_name, block_tokens=4, blocks=8)
-    stack.callback(device.close)
-    with pytest.raises(ConfigError, match="storage: expected None without a host cache"):
-        KVCacheManager(None, device, storage="memory:")
-    with pytest.raises(ConfigError, match="host: expected a Cache or None"):
-        KVCacheManager("cache", device, NullBackend())  # type: ignore[arg-type]
-    cache = stack.enter_context(
-        Cache.open(f"{segment_name}-h", pages=4, page_bytes=64, page_tokens=4, fingerprint="f")
-    )
-    with pytest.raises(ConfigError, match="backend: expected one, such as EngineBackend"):
-        KVCacheManager(cache, device)
