@@ -23,6 +23,7 @@ LEVELS = 8
 DIGITS = 64
 LISTS = LEVELS * DIGITS + 1
 DOOMED_LIST = LEVELS * DIGITS
+GROUPS = 16
 CHAIN_MAX = 32
 MAX_PAGES = 40_000_000
 """Limit of the undo log's addresses: an index of 8 GiB."""
@@ -276,6 +277,19 @@ class LeaseHeader(ctypes.Structure):
     ]
 
 
+class GroupRecord(ctypes.Structure):
+    """A KV group of one lookup, in the process's own memory."""
+
+    _fields_ = [
+        ("h", ctypes.c_void_p),
+        ("lease", ctypes.c_void_p),
+        ("align", ctypes.c_uint64),
+        ("back", ctypes.c_uint64),
+        ("ns", ctypes.c_uint32),
+        ("first", ctypes.c_uint32),
+    ]
+
+
 class LookProgress(ctypes.Structure):
     """Progress of one call with reaping dead clients."""
 
@@ -458,6 +472,7 @@ STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
     "lci_root": RootRecord,
     "lci_geometry": Geometry,
     "lci_lease": LeaseHeader,
+    "lci_group": GroupRecord,
     "lci_look_op": LookProgress,
     "lci_reserve_op": ReserveProgress,
     "lci_ns_limits": NamespaceLimits,
@@ -478,6 +493,7 @@ CONSTANTS: Mapping[str, int] = {
     "LCI_DIGITS": DIGITS,
     "LCI_LISTS": LISTS,
     "LCI_CAUSES": len(Cause),
+    "LCI_GROUPS": GROUPS,
     "LC_CHAIN_MAX": CHAIN_MAX,
     "LC_NIL": NIL,
 }
@@ -509,6 +525,8 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_children": (INT, (ADDRESS, ADDRESS, U32, U32, ADDRESS)),
     "lci_match1": (INT, (ADDRESS, ADDRESS, U32, U32, ADDRESS)),
     "lci_match": (INT, (ADDRESS, ADDRESS, ADDRESS, U32, U32, ADDRESS, ADDRESS)),
+    "lci_match_groups": (INT, (ADDRESS, U32, ADDRESS, U32, U32, U32, ADDRESS)),
+    "lci_peek_groups": (INT, (ADDRESS, U32, ADDRESS, U32, U32, U32, ADDRESS)),
     "lci_release": (INT, (ADDRESS, ADDRESS)),
     "lci_split": (INT, (ADDRESS, ADDRESS, ADDRESS, U32)),
     "lci_unreserve": (INT, (ADDRESS, ADDRESS, ADDRESS, ADDRESS, U32)),

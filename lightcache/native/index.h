@@ -212,6 +212,18 @@ typedef struct lci_lease {
 typedef uint32_t lci_ns_ref;
 static inline uint32_t lci_ns_id(lci_ns_ref ref) { return ref & 0xff; }
 
+/* Layers of a model whose pages are found together, in the caller's memory. The position after n
+ * tokens needs the pages of those from floor(n / align) * align - back to n. */
+typedef struct lci_group {
+    lci_handle *h;
+    lci_lease *lease; /* empty, with its capacity; NULL for a peek */
+    uint64_t align;   /* 1 at least */
+    uint64_t back;
+    lci_ns_ref ns;
+    uint32_t first; /* out: the first page that the position needs */
+} lci_group;
+#define LCI_GROUPS 16
+
 /* ------------------------------------------------------------------ what passes to Python */
 
 enum { LCI_UNKNOWN = 0, LCI_PRESENT = 1, LCI_BUSY_KEY = 2, LCI_NEW = 3, LCI_NO_ROOM = 4 };
@@ -378,6 +390,14 @@ static inline bool lci_ns_open(const lci_handle *h, lci_ns_ref ref) {
            (lc_load(&ns->epoch) & 0xffffff) == ref >> 8;
 }
 
+/* For calls that need nothing of this client: neither a slot nor a row. */
+static inline int lci_usable(const lci_handle *h) {
+    int rc = lcs_usable(h->at);
+    if (LC_LIKELY(rc == LC_OK) && LC_UNLIKELY(lc_load(&lcs_header_of(h->at)->disabled)))
+        return LC_E_DISABLED;
+    return rc;
+}
+
 LC_API int lci_geometry_of(uint64_t pages, lci_geometry *g);
 /* attach.c: a handle on memory, see there. */
 lci_handle *lci_handle_on(uint8_t *base, const lci_geometry *g, lcs_attachment *at);
@@ -393,6 +413,19 @@ int lci_pin_one(lci_handle *h, uint32_t page);
 int lci_pin_ready(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns, uint64_t tick,
                   int32_t *pages, uint8_t *status);
 int lci_unpin_one(lci_handle *h, uint32_t page);
+void lci_unpin_run(lci_handle *h, const int32_t *pages, uint32_t from, uint32_t to);
+/* The longest ready prefix, pinned: its length, or an error and nothing is pinned. A pin counts when
+ * it has been confirmed, behind a fence (seq_cst): then how many pages are still what was found. */
+int lci_find_and_pin(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns, int32_t *pages,
+                     uint32_t *gens);
+uint32_t lci_confirm(lci_handle *h, const int32_t *pages, const uint32_t *gens, uint32_t n,
+                     uint32_t ns, uint64_t tick);
+void lci_note_lookup(lcs_attachment *at, uint32_t asked, uint32_t hit);
+
+/* lookup.c and sparse.c: nothing is pinned. */
+uint32_t lci_peek_run(const lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns);
+uint32_t lci_ready_back(const lci_handle *h, const lc_key *keys, uint32_t from, uint32_t to,
+                        uint32_t ns);
 
 /* queue.c, under the lock. */
 void lci_queue_add(lci_handle *h, lc_txn *t, uint32_t page);

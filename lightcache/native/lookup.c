@@ -102,7 +102,7 @@ static inline uint32_t find(const lci_handle *h, const lc_key *key, uint32_t gue
     return found.node;
 }
 
-static uint32_t peek_one(const lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns) {
+uint32_t lci_peek_run(const lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns) {
     pipeline p = {.h = h, .keys = keys, .n = n};
     uint32_t gen;
     start(&p, false);
@@ -115,23 +115,16 @@ static uint32_t peek_one(const lci_handle *h, const lc_key *keys, uint32_t n, ui
     return n;
 }
 
-static int usable(const lci_handle *h) {
-    int rc = lcs_usable(h->at);
-    if (LC_LIKELY(rc == LC_OK) && LC_UNLIKELY(lc_load(&lcs_header_of(h->at)->disabled)))
-        return LC_E_DISABLED;
-    return rc;
-}
-
 /* Longest ready prefix of each of `requests` runs of keys; run i is keys[offsets[i] ..
  * offsets[i+1]). `counts[i]` receives it. */
 LC_API int lci_peek(lci_handle *h, const lc_key *keys, const int64_t *offsets, uint32_t requests,
                     lci_ns_ref ns, int32_t *counts) {
-    int rc = usable(h);
+    int rc = lci_usable(h);
     if (rc != LC_OK) return rc;
     for (uint32_t i = 0; i < requests; i++) {
         bool open = lci_ns_open(h, ns);
         uint32_t n = (uint32_t)(offsets[i + 1] - offsets[i]);
-        uint32_t found = open ? peek_one(h, keys + offsets[i], n, lci_ns_id(ns)) : 0;
+        uint32_t found = open ? lci_peek_run(h, keys + offsets[i], n, lci_ns_id(ns)) : 0;
         /* A clear that began meanwhile wins: nothing of it is reported after it has returned. */
         counts[i] = LC_LIKELY(lci_ns_open(h, ns)) ? (int32_t)found : 0;
     }
@@ -140,10 +133,10 @@ LC_API int lci_peek(lci_handle *h, const lc_key *keys, const int64_t *offsets, u
 
 /* The same for a single request; returns the prefix. */
 LC_API int lci_peek1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns) {
-    int rc = usable(h);
+    int rc = lci_usable(h);
     if (LC_UNLIKELY(rc != LC_OK)) return rc;
     if (!lci_ns_open(h, ns)) return 0;
-    uint32_t found = peek_one(h, keys, n, lci_ns_id(ns));
+    uint32_t found = lci_peek_run(h, keys, n, lci_ns_id(ns));
     return LC_LIKELY(lci_ns_open(h, ns)) ? (int)found : 0;
 }
 
@@ -181,12 +174,12 @@ int lci_unpin_one(lci_handle *h, uint32_t page) {
     return LC_OK;
 }
 
-static void unpin_from(lci_handle *h, const int32_t *pages, uint32_t from, uint32_t to) {
+void lci_unpin_run(lci_handle *h, const int32_t *pages, uint32_t from, uint32_t to) {
     for (uint32_t i = from; i < to; i++) lci_unpin_one(h, (uint32_t)pages[i]);
 }
 
-static int find_and_pin(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns,
-                        int32_t *pages, uint32_t *gens) {
+int lci_find_and_pin(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns, int32_t *pages,
+                     uint32_t *gens) {
     pipeline p = {.h = h, .keys = keys, .n = n};
     start(&p, true);
     for (uint32_t i = 0; i < n; i++) {
@@ -196,7 +189,7 @@ static int find_and_pin(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t 
         pages[i] = (int32_t)page;
         int rc = lci_pin_one(h, page);
         if (LC_UNLIKELY(rc != LC_OK)) {
-            unpin_from(h, pages, 0, i);
+            lci_unpin_run(h, pages, 0, i);
             return rc;
         }
     }
@@ -205,8 +198,8 @@ static int find_and_pin(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t 
 
 /* How many of the pinned pages are still what was found. The fence before it pairs with the one in
  * lci_evict: either the evictor sees our pin, or we see its EVICTING. */
-static uint32_t confirm(lci_handle *h, const int32_t *pages, const uint32_t *gens, uint32_t n,
-                        uint32_t ns, uint64_t tick) {
+uint32_t lci_confirm(lci_handle *h, const int32_t *pages, const uint32_t *gens, uint32_t n,
+                     uint32_t ns, uint64_t tick) {
     for (uint32_t i = 0; i < n; i++) {
         lci_page *page = &h->pages[pages[i]];
         /* The word first: if the generation has not moved after that, the word was of this life. */
@@ -223,14 +216,14 @@ static int match_one(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref n
     uint32_t id = lci_ns_id(ns);
     if (LC_UNLIKELY(lc_load(&h->at->leaving))) return LC_E_CLOSED;
     if (!lci_ns_open(h, ns)) return 0;
-    int found = find_and_pin(h, keys, n, id, pages, gens);
+    int found = lci_find_and_pin(h, keys, n, id, pages, gens);
     if (found <= 0) return found;
     LC_PAUSE(LC_AT_PIN_COUNTED);
     atomic_thread_fence(memory_order_seq_cst); /* order: pin-fence */
     LC_PAUSE(LC_AT_PIN_FENCED);
-    uint32_t held = confirm(h, pages, gens, (uint32_t)found, id, lci_next_tick(h));
+    uint32_t held = lci_confirm(h, pages, gens, (uint32_t)found, id, lci_next_tick(h));
     if (LC_UNLIKELY(!lci_ns_open(h, ns))) held = 0;
-    if (LC_UNLIKELY(held < (uint32_t)found)) unpin_from(h, pages, held, (uint32_t)found);
+    if (LC_UNLIKELY(held < (uint32_t)found)) lci_unpin_run(h, pages, held, (uint32_t)found);
     return (int)held;
 }
 
@@ -253,14 +246,14 @@ int lci_pin_ready(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns, ui
         if (rc != LC_OK) return rc;
         pages[i] = (int32_t)found.node;
         atomic_thread_fence(memory_order_seq_cst); /* order: pin-present-fence */
-        if (confirm(h, &pages[i], &found.gen, 1, ns, tick)) status[i] = LCI_PRESENT;
+        if (lci_confirm(h, &pages[i], &found.gen, 1, ns, tick)) status[i] = LCI_PRESENT;
         else lci_unpin_one(h, found.node);
     }
     return LC_OK;
 }
 
-static void note_lookup(lci_handle *h, uint32_t asked, uint32_t hit) {
-    lcs_client *c = lcs_client_of(h->at, h->at->slot);
+void lci_note_lookup(lcs_attachment *at, uint32_t asked, uint32_t hit) {
+    lcs_client *c = lcs_client_of(at, at->slot);
     lc_raise(&c->lookups, 1);
     lc_raise(&c->hit_pages, hit);
     lc_raise(&c->missed_pages, asked - hit);
@@ -271,7 +264,7 @@ static void note_lookup(lci_handle *h, uint32_t asked, uint32_t hit) {
  * error nothing is pinned. */
 LC_API int lci_match(lci_handle *h, const lc_key *keys, const int64_t *offsets, uint32_t requests,
                      lci_ns_ref ns, lci_lease *lease, int32_t *counts) {
-    int rc = usable(h);
+    int rc = lci_usable(h);
     if (rc != LC_OK) return rc;
     if (h->at->readonly) return LC_E_READONLY;
     lease->capacity = (uint32_t)(offsets[requests] - offsets[0]);
@@ -284,9 +277,9 @@ LC_API int lci_match(lci_handle *h, const lc_key *keys, const int64_t *offsets, 
         if (rc >= 0) {
             counts[i] = rc;
             lease->held += (uint32_t)rc;
-            note_lookup(h, n, (uint32_t)rc);
+            lci_note_lookup(h->at, n, (uint32_t)rc);
         } else {
-            unpin_from(h, pages, 0, lease->held);
+            lci_unpin_run(h, pages, 0, lease->held);
             lease->held = 0;
         }
         pthread_mutex_unlock(&h->at->rows);
@@ -297,7 +290,7 @@ LC_API int lci_match(lci_handle *h, const lc_key *keys, const int64_t *offsets, 
 
 LC_API int lci_match1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns,
                       lci_lease *lease) {
-    int rc = usable(h);
+    int rc = lci_usable(h);
     if (LC_UNLIKELY(rc != LC_OK)) return rc;
     if (LC_UNLIKELY(h->at->readonly)) return LC_E_READONLY;
     lease->capacity = n;
@@ -307,7 +300,7 @@ LC_API int lci_match1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref 
     rc = match_one(h, keys, n, ns, pages, gens);
     if (rc >= 0) {
         lease->held = (uint32_t)rc;
-        note_lookup(h, n, (uint32_t)rc);
+        lci_note_lookup(h->at, n, (uint32_t)rc);
     }
     pthread_mutex_unlock(&h->at->rows);
     return rc;

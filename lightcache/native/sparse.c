@@ -19,13 +19,6 @@ static inline bool find(const lci_handle *h, const lc_key *key, uint32_t ns, lc_
            lci_ns_of(found->word) == ns;
 }
 
-static int usable(const lci_handle *h) {
-    int rc = lcs_usable(h->at);
-    if (LC_LIKELY(rc == LC_OK) && LC_UNLIKELY(lc_load(&lcs_header_of(h->at)->disabled)))
-        return LC_E_DISABLED;
-    return rc;
-}
-
 /* ------------------------------------------------------------------ the deepest key */
 
 static uint32_t deepest_one(const lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns) {
@@ -41,7 +34,7 @@ static uint32_t deepest_one(const lci_handle *h, const lc_key *keys, uint32_t n,
 /* How many keys of a run there are up to the last that is ready, whatever of those before it is: 0
  * when none is. */
 LC_API int lci_deepest1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns) {
-    int rc = usable(h);
+    int rc = lci_usable(h);
     if (LC_UNLIKELY(rc != LC_OK)) return rc;
     uint32_t found = deepest_one(h, keys, n, lci_ns_id(ns));
     /* A clear that began meanwhile wins, as in lci_peek. */
@@ -51,12 +44,25 @@ LC_API int lci_deepest1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_re
 /* The same for many: run i is keys[offsets[i] .. offsets[i+1]). `counts[i]` receives it. */
 LC_API int lci_deepest(lci_handle *h, const lc_key *keys, const int64_t *offsets,
                        uint32_t requests, lci_ns_ref ns, int32_t *counts) {
-    int rc = usable(h);
+    int rc = lci_usable(h);
     for (uint32_t i = 0; i < requests && rc >= 0; i++) {
         rc = lci_deepest1(h, keys + offsets[i], (uint32_t)(offsets[i + 1] - offsets[i]), ns);
         counts[i] = rc;
     }
     return rc < 0 ? rc : LC_OK;
+}
+
+/* How many of the keys [from, to) are ready without a gap, from the last one back. Asks ahead for
+ * keys before `from` too: whoever finds a gap goes on there. */
+uint32_t lci_ready_back(const lci_handle *h, const lc_key *keys, uint32_t from, uint32_t to,
+                        uint32_t ns) {
+    lc_found found;
+    for (uint32_t i = to; i > from && i + AHEAD > to; i--) prefetch_bucket(h, &keys[i - 1]);
+    for (uint32_t i = to; i > from; i--) {
+        if (i > AHEAD) prefetch_bucket(h, &keys[i - 1 - AHEAD]);
+        if (!find(h, &keys[i - 1], ns, &found)) return to - i;
+    }
+    return to - from;
 }
 
 /* ------------------------------------------------------------------ what hangs on a key */
@@ -76,7 +82,7 @@ static int32_t children_of(const lci_handle *h, const lc_key *key, uint32_t ns) 
 /* How many pages hang on each key's, at about this instant. */
 LC_API int lci_children(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns,
                         int32_t *counts) {
-    int rc = usable(h);
+    int rc = lci_usable(h);
     if (rc != LC_OK) return rc;
     bool open = lci_ns_open(h, ns);
     for (uint32_t i = 0; i < n; i++) {

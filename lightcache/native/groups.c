@@ -1,0 +1,269 @@
+/* Lookups over the groups of a model: the deepest position of a sequence at which every group has the
+ * pages that its rule asks for. Groups may have their pages in different segments. No lock that
+ * another process could hold. */
+#include "index.h"
+
+#define TRIES 8
+
+typedef struct joint {
+    lci_group *groups;
+    uint32_t count;
+    const lc_key *keys;
+    uint32_t page_tokens, step;
+    uint32_t pages;           /* no deeper position can be used */
+    int32_t limit;            /* the group that refused the one after it; -1: none has */
+    uint32_t low[LCI_GROUPS]; /* what a group needs from here on was there when it was looked at */
+} joint;
+
+static inline int32_t *pages_of(const lci_group *g) { return (int32_t *)(g->lease + 1); }
+static inline uint32_t *gens_of(const lci_group *g) {
+    return (uint32_t *)(pages_of(g) + g->lease->capacity);
+}
+
+/* The first page that a position needs; that position: none. It never falls when `pages` grows, so
+ * a group that needs page 0 needs it at every position before, as attention over all tokens does. */
+static inline uint32_t first_of(const joint *m, const lci_group *g, uint32_t pages) {
+    uint64_t position = (uint64_t)pages * m->page_tokens;
+    uint64_t begin = position - position % g->align;
+    return (uint32_t)((begin > g->back ? begin - g->back : 0) / m->page_tokens);
+}
+
+/* The group lacks a page that this position needs. So does every position between that page and
+ * this one: they need no page before those that this one needs. */
+static inline void refuse(joint *m, uint32_t i, uint32_t missing) {
+    m->pages = missing / m->step * m->step;
+    m->limit = (int32_t)i;
+}
+
+/* ------------------------------------------------------------------ what is there */
+
+/* Lower the position until the group has had all its pages. Each key is looked at once, also when
+ * other groups lower it and this is called again: from the end, where a rule needs the last pages, or
+ * from the front, where it needs all. */
+static void look(joint *m, uint32_t i) {
+    const lci_group *g = &m->groups[i];
+    uint32_t ns = lci_ns_id(g->ns), *low = &m->low[i];
+    for (;;) {
+        uint32_t from = first_of(m, g, m->pages), to = m->pages < *low ? m->pages : *low;
+        if (to <= from) return;
+        if (from == 0) {
+            uint32_t found = lci_peek_run(g->h, m->keys, to, ns);
+            *low = 0;
+            if (found < to) refuse(m, i, found);
+            return;
+        }
+        *low = to - lci_ready_back(g->h, m->keys, from, to, ns);
+        if (*low == from) return;
+        refuse(m, i, *low - 1);
+    }
+}
+
+/* Until no group lowers it any more. Those that need all pages come first: of an unknown prompt they
+ * have none, and nothing else is looked at. */
+static void look_all(joint *m) {
+    uint32_t before;
+    for (uint32_t i = 0; i < m->count; i++)
+        if (first_of(m, &m->groups[i], m->pages) == 0) look(m, i);
+    do {
+        before = m->pages;
+        for (uint32_t i = 0; i < m->count; i++) look(m, i);
+    } while (m->pages < before);
+}
+
+/* ------------------------------------------------------------------ pinning it */
+
+static void unpin_all(joint *m) {
+    for (uint32_t i = 0; i < m->count; i++) {
+        lci_group *g = &m->groups[i];
+        lci_unpin_run(g->h, pages_of(g), 0, g->lease->held);
+        g->lease->held = 0;
+    }
+}
+
+/* What each group needs, as far as it is still there: a group that falls short lowers the position
+ * for those after it. */
+static int pin_all(joint *m) {
+    for (uint32_t i = 0; i < m->count; i++) {
+        lci_group *g = &m->groups[i];
+        g->first = first_of(m, g, m->pages);
+        uint32_t need = m->pages - g->first;
+        int found = LC_E_RANGE;
+        if (LC_LIKELY(need <= g->lease->capacity))
+            found = lci_find_and_pin(g->h, m->keys + g->first, need, lci_ns_id(g->ns), pages_of(g),
+                                     gens_of(g));
+        if (LC_UNLIKELY(found < 0)) {
+            m->limit = (int32_t)i;
+            return found;
+        }
+        g->lease->held = (uint32_t)found;
+        if ((uint32_t)found < need) refuse(m, i, g->first + (uint32_t)found);
+    }
+    return LC_OK;
+}
+
+/* Give back what the position does not need. False: a group needs pages that it has not pinned. */
+static bool trim(joint *m) {
+    for (uint32_t i = 0; i < m->count; i++) {
+        lci_group *g = &m->groups[i];
+        if (g->first != first_of(m, g, m->pages)) return false;
+        uint32_t need = m->pages - g->first;
+        lci_unpin_run(g->h, pages_of(g), need, g->lease->held);
+        if (need < g->lease->held) g->lease->held = need;
+    }
+    return true;
+}
+
+/* The tick of the request in this group's index: one for all its groups there. */
+static uint64_t tick_of(const joint *m, uint32_t i, uint64_t *ticks) {
+    for (uint32_t j = 0; j < i; j++)
+        if (ticks[j] && m->groups[j].h->at == m->groups[i].h->at) return ticks[i] = ticks[j];
+    return ticks[i] = lci_next_tick(m->groups[i].h);
+}
+
+/* Look again at what is pinned, and lower the position to what is left of it. */
+static void confirm_all(joint *m) {
+    uint64_t ticks[LCI_GROUPS] = {0};
+    for (uint32_t i = 0; i < m->count; i++) {
+        const lci_group *g = &m->groups[i];
+        uint32_t held = g->lease->held;
+        if (!held) continue;
+        uint32_t left = lci_confirm(g->h, pages_of(g), gens_of(g), held, lci_ns_id(g->ns),
+                                    tick_of(m, i, ticks));
+        if (LC_UNLIKELY(left < held) && g->first + left < m->pages) refuse(m, i, g->first + left);
+    }
+}
+
+/* Another may evict a page between finding and pinning it, or mark it: then what was pinned goes
+ * back, and the next position before that page is tried. */
+static int pin_deepest(joint *m) {
+    bool prefixes = true; /* finding and pinning tells all of them; nothing need be looked up before */
+    for (uint32_t i = 0; i < m->count; i++)
+        prefixes &= first_of(m, &m->groups[i], m->pages) == 0;
+    for (int try = 0; try < TRIES; try++) {
+        if (!prefixes) look_all(m);
+        int rc = pin_all(m);
+        if (LC_LIKELY(rc == LC_OK && trim(m))) {
+            LC_PAUSE(LC_AT_PIN_COUNTED);
+            atomic_thread_fence(memory_order_seq_cst); /* order: pin-groups-fence */
+            LC_PAUSE(LC_AT_PIN_FENCED);
+            confirm_all(m);
+            if (LC_LIKELY(trim(m))) return LC_OK;
+        }
+        unpin_all(m);
+        if (rc != LC_OK) return rc;
+    }
+    m->pages = 0;
+    return LC_OK;
+}
+
+/* ------------------------------------------------------------------ the calls */
+
+/* A group whose namespace was cleared has no pages, and no position without one either: its model's
+ * pages are not valid any more. */
+static bool all_open(joint *m) {
+    for (uint32_t i = 0; i < m->count; i++)
+        if (LC_UNLIKELY(!lci_ns_open(m->groups[i].h, m->groups[i].ns))) {
+            refuse(m, i, 0);
+            return false;
+        }
+    return true;
+}
+
+static int match_all(joint *m) {
+    for (uint32_t i = 0; i < m->count; i++)
+        if (LC_UNLIKELY(lc_load(&m->groups[i].h->at->leaving))) {
+            m->limit = (int32_t)i;
+            return LC_E_CLOSED;
+        }
+    if (!all_open(m)) return LC_OK;
+    int rc = pin_deepest(m);
+    /* A clear that began meanwhile wins. */
+    if (LC_UNLIKELY(rc == LC_OK && !all_open(m))) unpin_all(m);
+    return rc;
+}
+
+/* The mutexes of own rows, each once and always in the same order. Returns how many there are. */
+static uint32_t attachments_of(const joint *m, lcs_attachment **at) {
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < m->count; i++) {
+        lcs_attachment *one = m->groups[i].h->at;
+        uint32_t j = n;
+        while (j > 0 && at[j - 1] > one) j--;
+        if (j > 0 && at[j - 1] == one) continue;
+        memmove(at + j + 1, at + j, (n++ - j) * sizeof *at);
+        at[j] = one;
+    }
+    return n;
+}
+
+/* One lookup of each index: hits are the pages pinned there, misses those of the sequence behind the
+ * position, which have to be computed. */
+static void note(const joint *m, lcs_attachment *at, uint32_t n) {
+    uint32_t hit = 0;
+    for (uint32_t i = 0; i < m->count; i++)
+        if (m->groups[i].h->at == at) hit += m->groups[i].lease->held;
+    lci_note_lookup(at, hit + n - m->pages, hit);
+}
+
+static int begin(joint *m, lci_group *groups, uint32_t count, const lc_key *keys, uint32_t n,
+                 uint32_t page_tokens, uint32_t step) {
+    *m = (joint){.groups = groups, .count = count, .keys = keys, .page_tokens = page_tokens,
+                 .step = step, .limit = -1};
+    if (count == 0 || count > LCI_GROUPS || page_tokens == 0 || step == 0) return LC_E_RANGE;
+    m->pages = n / step * step;
+    for (uint32_t i = 0; i < count; i++) {
+        m->low[i] = m->pages;
+        int rc = groups[i].align ? lci_usable(groups[i].h) : LC_E_RANGE;
+        if (LC_UNLIKELY(rc != LC_OK)) {
+            m->limit = (int32_t)i;
+            return rc;
+        }
+    }
+    return LC_OK;
+}
+
+static int end(const joint *m, int rc, int32_t *limit) {
+    *limit = m->limit;
+    if (rc != LC_OK) return rc;
+    for (uint32_t i = 0; i < m->count; i++)
+        m->groups[i].first = first_of(m, &m->groups[i], m->pages);
+    return (int)m->pages;
+}
+
+/* The deepest position, in pages, that every group accepts: a multiple of `step`, 0: none. `limit`
+ * is the group that refused the next one, or -1, or the group that an error is about. Each is an
+ * answer of about this instant. */
+LC_API int lci_peek_groups(lci_group *groups, uint32_t count, const lc_key *keys, uint32_t n,
+                           uint32_t page_tokens, uint32_t step, int32_t *limit) {
+    joint m;
+    int rc = begin(&m, groups, count, keys, n, page_tokens, step);
+    if (rc == LC_OK) {
+        if (all_open(&m)) look_all(&m);
+        all_open(&m);
+    }
+    return end(&m, rc, limit);
+}
+
+/* The same, and each group's pages from its `first` to the position are pinned, in its lease. After an
+ * error nothing is. */
+LC_API int lci_match_groups(lci_group *groups, uint32_t count, const lc_key *keys, uint32_t n,
+                            uint32_t page_tokens, uint32_t step, int32_t *limit) {
+    joint m;
+    lcs_attachment *at[LCI_GROUPS];
+    int rc = begin(&m, groups, count, keys, n, page_tokens, step);
+    for (uint32_t i = 0; i < count && rc == LC_OK; i++)
+        if (LC_UNLIKELY(groups[i].h->at->readonly)) {
+            m.limit = (int32_t)i;
+            rc = LC_E_READONLY;
+        }
+    if (LC_LIKELY(rc == LC_OK)) {
+        uint32_t mutexes = attachments_of(&m, at);
+        for (uint32_t i = 0; i < mutexes; i++) pthread_mutex_lock(&at[i]->rows);
+        rc = match_all(&m);
+        for (uint32_t i = 0; i < mutexes; i++) {
+            if (rc == LC_OK) note(&m, at[i], n);
+            pthread_mutex_unlock(&at[i]->rows);
+        }
+    }
+    return end(&m, rc, limit);
+}
