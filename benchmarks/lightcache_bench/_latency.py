@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from lightcache.groups import Group, GroupSet, Rule
 from lightcache.page_index import PageIndex, geometry
 from lightcache_bench import Row, _baseline, _others, meets
 from lightcache_bench._pool import PROMPT, keys_of
@@ -77,6 +78,37 @@ def _turns(pick: list[int], quick: bool) -> tuple[int, int]:
     if len(pick) == 1:
         return (20, 10) if quick else (200, 10)
     return (3 if quick else 12), len(pick) * max(1, 50 // len(pick))
+
+
+def groups(index: PageIndex, prompts: int, quick: bool) -> Iterator[Row]:
+    """match + release of one prompt, hot, by a model's groups: of one, and of three with an index
+    each (all before, the last 64 pages, the last page). Against `PageIndex.match`."""
+    known = keys_of(1000 + prompts // 2, PROMPT)
+    name, tokens = f"{index.name}-groups", 16
+    with (
+        PageIndex.create(f"{name}-w", pages=2 * PROMPT, independent=True) as windows,
+        PageIndex.create(f"{name}-s", pages=2 * PROMPT, independent=True) as states,
+    ):
+        for each in (windows, states):
+            with each.reserve(known) as made:
+                made.publish()
+        prefix = Group("prefix", Rule.prefix(), index)
+        window = Group("window", Rule.window(64 * tokens), windows)
+        one = GroupSet([prefix], page_tokens=tokens)
+        three = GroupSet([prefix, window, Group("state", Rule.point(), states)], page_tokens=tokens)
+        found = interleaved(
+            {
+                "plain": clocked(lambda _: index.match(known).release()),
+                "one": clocked(lambda _: one.match(known).release()),
+                "three": clocked(lambda _: three.match(known).release()),
+            },
+            *_turns([0], quick),
+        )
+    params = {"pages": index.pages, "keys": PROMPT, "state": "hot"}
+    plain = found["plain"]
+    for which, target in (("one", "<= 1.3"), ("three", "<= 3")):
+        name = f"match + release, groups: {which}"
+        yield against(name, params, found[which], "match + release of a page index", plain, target)
 
 
 def one_page(index: PageIndex, quick: bool) -> Iterator[Row]:

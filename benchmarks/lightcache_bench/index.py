@@ -39,6 +39,7 @@ def rows(quick: bool) -> Iterator[Row]:
         prompts = _pool.prompts_for(pages, quick)
         with _pool.pool(pages, prompts) as index:
             yield from _latency.lookups(index, prompts, quick)
+            yield from _latency.groups(index, prompts, quick)
             yield from _latency.one_page(index, quick)
             yield from _latency.alternatives(index, prompts, quick)
             yield from _latency.queue(index, prompts, quick)

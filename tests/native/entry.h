@@ -98,6 +98,10 @@ int lci_children(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns, i
 int lci_match1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns, lci_lease *lease);
 int lci_match(lci_handle *h, const lc_key *keys, const int64_t *offsets, uint32_t requests,
               lci_ns_ref ns, lci_lease *lease, int32_t *counts);
+int lci_match_groups(lci_group *groups, uint32_t count, const lc_key *keys, uint32_t n,
+                     uint32_t page_tokens, uint32_t step, int32_t *limit);
+int lci_peek_groups(lci_group *groups, uint32_t count, const lc_key *keys, uint32_t n,
+                    uint32_t page_tokens, uint32_t step, int32_t *limit);
 int lci_release(lci_handle *h, lci_lease *lease);
 int lci_split(lci_lease *from, lci_lease *const *to, const int32_t *counts, uint32_t n);
 int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, uint32_t n, uint32_t start,

@@ -1,7 +1,7 @@
 /* Pinning against evicting (docs/design/index.md, section 7), on one page.
  *
  * order WALK_GEN: guess-gen walk-gen
- * order PIN_FENCE: pin-fence pin-present-fence
+ * order PIN_FENCE: pin-fence pin-present-fence pin-groups-fence
  * order CONFIRM_WORD: confirm-word
  * sequence CONFIRM_WORD_FIRST: confirm-word confirm-gen
  * order UNPIN: unpin-count

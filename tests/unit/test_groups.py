@@ -168,6 +168,7 @@ def test_groups_lower_each_other_in_turn(make: Make) -> None:
     model.fill("prefix", range(12))
     model.fill("point", [10, 8, 5, 3])
     model.fill("window", [1, 2, 3, 6, 7])
+    assert model.set.peek(LONG).pages == 4
     with model.set.match(LONG) as found:
         assert (found.pages, found.first) == (4, (3, 1, 0))
         assert model.pins() == {"point": 1, "window": 3, "prefix": 4}
@@ -195,31 +196,19 @@ def test_none(make: Make) -> None:
     assert model.set.match(LONG[:0]).limit is None
 
 
-def test_two_groups_in_one_index(make: Make, segment_name: str) -> None:
-    """Each with a namespace of its own; the index is asked once."""
-    model = make("prefix")
-    index = model.indexes["prefix"]
-    other = index.namespace(tenant="other")
+def test_two_groups_in_one_index(make: Make) -> None:
+    """A page that both need is pinned twice; the index is asked once."""
+    model = make("prefix", "point")
+    index = model.indexes["point"]
     both = GroupSet(
-        [
-            Group("a", Rule.prefix(), index),
-            Group("b", Rule.prefix(), index, other),
-        ],
-        page_tokens=4,
+        [Group("a", Rule.window(12), index), Group("b", Rule.point(), index)], page_tokens=4
     )
-    model.fill("prefix", range(6))
-    with index.reserve(LONG[20:], namespace=other) as new:
-        assert new.publish()
-    assert both.peek(LONG) == (0, "b")
-    third = prompt(3, 4)
-    for space in (None, other):
-        with index.reserve(third[:3], namespace=space) as new:
-            new.publish()
-    (before,) = index.clients()
-    with both.match(third) as found:
-        assert (found.pages, found.limit) == (0, "b")
-    (after,) = index.clients()
-    assert (after.lookups - before.lookups, after.missed_pages - before.missed_pages) == (1, 4)
+    model.fill("point", range(3, 8))
+    with both.match(LONG[:10]) as found:
+        assert (found.pages, found.first) == (8, (5, 7))
+        assert index.check().pins == 4
+    (client,) = index.clients()
+    assert (client.lookups, client.hit_pages, client.missed_pages) == (1, 4, 2)
 
 
 def test_lookups_are_counted_once_an_index(make: Make) -> None:

@@ -8,6 +8,23 @@ static void release(actor *v) { hold_release(v, &v->held); }
 SCENE(match, .pages = 48, .set = two_runs, .act = match)
 SCENE(release, .pages = 48, .set = two_runs, .prepare = match, .act = release)
 
+/* Two groups of one model: all 16 pages of a run, and the last four before the position. */
+static int match_groups(actor *v) {
+    int32_t limit;
+    hold *l = &v->held, window = {0};
+    run_keys(l->keys, 1, 16);
+    l->lease.capacity = window.lease.capacity = MAX_KEYS;
+    lci_group groups[] = {
+        {.h = v->h, .lease = &l->lease, .align = INT64_MAX, .ns = SCENE_NS},
+        {.h = v->h, .lease = &window.lease, .align = 1, .back = 16, .ns = SCENE_NS},
+    };
+    int found = lci_match_groups(groups, 2, l->keys, 16, 4, 1, &limit);
+    NEED(lci_release(v->h, &window.lease) == LC_OK);
+    return found;
+}
+static void match_both(actor *v) { NEED(match_groups(v) == 16); }
+SCENE(match_groups, .pages = 48, .set = two_runs, .act = match_both)
+
 static void match_nothing(actor *v) {
     hold *l = &v->held;
     run_keys(l->keys, 7, 16);
@@ -34,6 +51,24 @@ static void match_short(actor *v) {
 }
 SCENE(match_short, .pages = 48, .set = one_other, .act = match_short, .meanwhile = die_evicting,
       .taken = 4)
+
+/* When both have pinned all that they need, it is cleared: all pins go back. */
+static void runs_and_other(stage *s) {
+    two_runs(s);
+    stage_other(s, 0);
+}
+static bool clear_when_pinned(stage *s) {
+    const lci_handle *h = s->survivor.h;
+    uint32_t pins = 0;
+    for (uint32_t page = 0; page < h->page_count; page++)
+        pins += lc_load(lci_pin(h, s->notes->victim, page));
+    if (pins < 20) return false;
+    deed_clear(&s->other[0], SCENE_NS);
+    return true;
+}
+static void match_cleared_groups(actor *v) { NEED(match_groups(v) <= 16); }
+SCENE(match_groups_cleared, .pages = 48, .set = runs_and_other, .act = match_cleared_groups,
+      .meanwhile = clear_when_pinned, .taken = 32)
 
 static void other_writes(stage *s) {
     two_runs(s);
