@@ -84,16 +84,39 @@ static int children(call *c) {
     return rc;
 }
 
+/* Without a draw of its own: a seed of the corpus stays what it was. */
+static int match_groups(const call *c, const lc_key *keys, uint32_t n, lci_ns_ref ns) {
+    lci_lease *leases[2] = {room(sizeof(lci_lease) + 8 * (size_t)n),
+                            room(sizeof(lci_lease) + 8 * (size_t)n)};
+    lci_group groups[2] = {{.h = c->w->h, .lease = leases[0], .align = INT64_MAX, .ns = ns},
+                           {.h = c->w->h, .lease = leases[1], .align = 1, .back = 9, .ns = ns}};
+    int32_t limit;
+    leases[0]->capacity = leases[1]->capacity = n;
+    int rc = sane(lci_match_groups(groups, 2, keys, n, 4, 1, &limit), "match groups");
+    at_most(rc, n, "groups found more than they were asked for");
+    for (int i = 0; i < 2; i++) {
+        at_most(leases[i]->held, n, "a group holds more than it was asked for");
+        in_range(c->w, (int32_t *)(leases[i] + 1), leases[i]->held, "a group was given a page");
+        rc = worse(rc, sane(lci_release(c->w->h, leases[i]), "release"));
+        free(leases[i]);
+    }
+    int peeked = sane(lci_peek_groups(groups, 2, keys, n, 4, 1, &limit), "peek groups");
+    at_most(peeked, n, "groups found more than they were asked for");
+    return worse(rc, peeked);
+}
+
 static int match(call *c) {
     lc_key keys[MOST_KEYS];
     uint32_t n = some_keys(c, keys, MOST_KEYS);
     lci_lease *lease = room(sizeof *lease + 8 * (size_t)n);
-    int rc = sane(lci_match1(some_handle(c), keys, n, some_namespace(c), lease), "match");
+    lci_ns_ref ns = some_namespace(c); /* drawn first, as compilers have drawn it in the arguments */
+    lci_handle *h = some_handle(c);
+    int rc = sane(lci_match1(h, keys, n, ns, lease), "match");
     at_most(lease->held, n, "match holds more than it was asked for");
     in_range(c->w, (int32_t *)(lease + 1), lease->held, "match handed out a page");
     rc = worse(rc, sane(lci_release(c->w->h, lease), "release"));
     free(lease);
-    return rc;
+    return worse(rc, match_groups(c, keys, n, ns));
 }
 
 static int match_many(call *c) {
