@@ -112,12 +112,7 @@ typedef struct taking {
  * caller holds `rows`. */
 static bool take_page(taking *k, uint32_t page) {
     lci_page *p = &k->h->pages[page];
-    if (lci_state_of(lc_load(&p->word)) != LCI_FREE) { /* it stood twice on the stack */
-        k->t.error = LC_E_CORRUPT;
-        return false;
-    }
-    lc_store(&p->pins, UINT64_C(1) << k->h->at->slot);
-    if (lci_pin_one(k->h, page) != LC_OK) { /* free, with 65,535 pins */
+    if (!lci_pin_free(k->h, page)) {
         k->t.error = LC_E_CORRUPT;
         return false;
     }

@@ -410,6 +410,7 @@ uint32_t lci_parent(const lci_handle *h, const lci_page *p);
 
 /* lookup.c: own pins, under the process's `rows` mutex (the caller holds it). */
 int lci_pin_one(lci_handle *h, uint32_t page);
+bool lci_pin_free(lci_handle *h, uint32_t page);
 int lci_pin_ready(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns, uint64_t tick,
                   int32_t *pages, uint8_t *status);
 int lci_unpin_one(lci_handle *h, uint32_t page);

@@ -165,6 +165,20 @@ int lci_pin_one(lci_handle *h, uint32_t page) {
     return LC_OK;
 }
 
+/* The first pin of a page that is to be ours. False: damage. The page stood twice on the stack; or we have
+ * it already: where somebody forges a dead holder of the lock, its log takes back a step that had given
+ * pages to a living client, and the rows are not in the log. Under `rows` a free page has no pin of ours.
+ *
+ * Readers that hold on to the page's former life may still set bits here and take them back from their
+ * rows: a bit without a count means nothing. */
+bool lci_pin_free(lci_handle *h, uint32_t page) {
+    lci_page *p = &h->pages[page];
+    if (lci_state_of(lc_load(&p->word)) != LCI_FREE || lc_load(&h->mine[page])) return false;
+    lc_store(&p->pins, UINT64_C(1) << h->at->slot);
+    lc_store(&h->mine[page], 1);
+    return true;
+}
+
 int lci_unpin_one(lci_handle *h, uint32_t page) {
     _Atomic uint16_t *count = &h->mine[page];
     uint16_t old = lc_load(count);

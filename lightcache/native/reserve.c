@@ -84,14 +84,10 @@ static void make_page(reserve *r, uint32_t i, uint32_t page, uint32_t parent, bo
     lc_txn *t = &r->t;
     lci_page *p = &h->pages[page];
     uint32_t ns = lci_ns_id(r->op->ns);
-    if (lci_state_of(lc_load(&p->word)) != LCI_FREE) { /* it stood twice on the stack */
+    if (!lci_pin_free(h, page)) {
         t->error = LC_E_CORRUPT;
         return;
     }
-    /* Readers that hold on to the page's former life may still set bits here and take them back
-     * from their rows: a bit without a count means nothing. */
-    lc_store(&p->pins, UINT64_C(1) << h->at->slot);
-    if (lci_pin_one(h, page) != LC_OK) t->error = LC_E_CORRUPT; /* free, with 65,535 pins */
     lc_store(&p->used, r->tick << LCI_TICK_SHIFT);
     lc_store(&p->children, 0);
     lc_store(&p->queue.prev, i >= LCI_HINT ? (uint32_t)r->page[i - LCI_HINT] : LC_NIL);

@@ -31,7 +31,7 @@ BY_CHANCE = {"race", "waiting"}  # covered in some runs and not in others
 STORES = re.compile(
     r"lc_store|lc_raise|lc_futex_wake|lc_txn_(set|add|swap|undo)|memset\(base"
     r"|atomic_(store|exchange|compare|fetch)|lc_list_(insert|append|remove)|lc_dict_(insert|unlink)"
-    r"|lci_(flag_ended|notify|touch|pin_one|unpin_one|queue_(add|put|return|remove)|give_free"
+    r"|lci_(flag_ended|notify|touch|pin_one|pin_free|unpin_one|queue_(add|put|return|remove)|give_free"
     r"|rebuild\b|evict_(page|settle)|child_(comes|goes))"
     r"|lci_doom|lci_free_doomed|lci_list_p(ush|op)|(?<!\w)(doom|free|end)_(record|ticket|slot)"
 )

@@ -243,19 +243,13 @@ static int reserve_several(call *c) {
     int rc = sane(lci_reserve_many(w->h, ops, keys, offsets, starts, CHAINS, page, status, c->wait,
                                    c->deadline),
                   "reserve many");
-    uint32_t made = 0, first = 0;
+    uint32_t made = 0;
     for (uint32_t i = 0; i < rest; i++) {
         if (status[i] > LCI_NO_ROOM) finding("reserve many gave a status", status[i]);
         if (status[i] == LCI_NEW) in_range(w, &page[i], 1, "reserve many handed out a page");
         if (status[i] == LCI_NEW) fresh[made++] = page[i];
-        if (i < (uint32_t)(offsets[1] - starts[0])) first = made;
     }
-    /* While damage goes on, a repair between the chains may end the first one's reservation, and the
-     * second one takes its pages; the first one's `publish` then says so. */
-    if (c->moving) {
-        distinct(fresh, first);
-        distinct(fresh + first, made - first);
-    } else distinct(fresh, made);
+    distinct(fresh, made);
     at_most((int64_t)ops[0].made + ops[1].made, made, "reserve many says it made more pages");
     if (rc == LC_OK && below(c->r, 2)) {
         rc = sane(lci_publish_many(w->h, ops, CHAINS, fresh, codes), "publish many");

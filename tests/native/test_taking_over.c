@@ -1,4 +1,5 @@
 /* Taking the lock over: from whom, by whom, and what it keeps of that. */
+#include "calls.h"
 #include "pair.h"
 
 #include <pthread.h>
@@ -61,6 +62,61 @@ static void lock_with_a_log_that_cannot_be_undone_is_refused(void) {
     CHECK_EQ(take(&a, &t, FOREVER), LC_E_CORRUPT);
     CHECK_EQ(lci_repair(a.h, BLOCKING), LC_OK);
     reap(3);
+    tear_down();
+}
+
+/* A forger's: the log of the last step, which was committed, is said to be in force, and the lock to be a
+ * dead client's. */
+static _Atomic uint64_t *entries(void) { return (_Atomic uint64_t *)(a.at->base + LCS_LOG_OFFSET); }
+
+static void forget_the_log(void) {
+    for (uint32_t i = 0; i < LCS_LOG_ENTRIES; i++) lc_store(&entries()[i], 0);
+}
+
+static void forge_a_death(void) {
+    uint32_t count = 0;
+    while (lc_load(&entries()[count])) count++;
+    CHECK(count > 20);
+    lc_store(&lock->log_count, count);
+    lc_store(&lock->word, dead.slot | UINT32_C(9) << LCS_LOCK_EPOCH_SHIFT);
+}
+
+/* The step is undone, but the rows say what it gave away, and nobody gets that a second time. */
+static void forged_death_hands_no_page_out_twice(void) {
+    uint32_t refused;
+    prepare();
+    forget_the_log();
+    CHECK_EQ(allocate(&a, 20), LC_OK);
+    lci_held_op more = op;
+    forge_a_death();
+    CHECK_EQ(lci_allocate(a.h, &more, pages, gens, 40, BLOCKING), LC_E_CORRUPT);
+    CHECK_EQ(more.done, 20);
+    CHECK_EQ(index_counts(&a).held, 0);
+    prompt_make(&p, 1, 30);
+    CHECK_EQ(prompt_reserve(&a, &p, NS, 1), LC_E_CORRUPT);
+    CHECK_EQ(p.made, 0);
+    CHECK_EQ(lci_repair(a.h, BLOCKING), LC_OK);
+    CHECK_EQ(index_counts(&a).doomed, 20); /* ours as long as we pin them */
+    CHECK_EQ(allocate(&b, 40), LC_OK);
+    CHECK_EQ(allocate(&b, 1), LC_E_FULL);
+    for (int32_t page = 0; page < 20; page++) CHECK_EQ(lci_unpin(a.h, &page, 1, &refused), LC_OK);
+    CHECK_EQ(allocate(&b, 20), LC_OK);
+    tear_down();
+}
+
+static void forged_death_makes_no_page_new_twice(void) {
+    prepare();
+    prompt_make(&p, 1, 20);
+    prompt_make(&q, 2, 30);
+    forget_the_log();
+    CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 20);
+    forge_a_death();
+    CHECK_EQ(prompt_reserve(&a, &q, NS, 1), LC_E_CORRUPT);
+    CHECK_EQ(q.made, 0);
+    CHECK_EQ(index_counts(&a).named, 0);
+    CHECK_EQ(lci_repair(a.h, BLOCKING), LC_OK);
+    CHECK_EQ(prompt_reserve(&a, &q, NS, 1), 30);
+    prompt_unpin(&a, &p);
     tear_down();
 }
 
@@ -177,6 +233,8 @@ static void lock_of_another_is_not_given_back(void) {
 const test taking_over_tests[] = {
     TEST(lock_of_an_ended_thread_is_taken_over),
     TEST(lock_with_a_log_that_cannot_be_undone_is_refused),
+    TEST(forged_death_hands_no_page_out_twice),
+    TEST(forged_death_makes_no_page_new_twice),
     TEST(lock_keeps_its_figures),
     TEST(lock_given_back_is_not_taken_over),
 #ifdef LC_PAUSE_POINTS
