@@ -253,7 +253,7 @@ typedef struct lci_reserve_op {
     uint32_t unpinned; /* lci_unreserve has given back what was held */
     uint32_t kept;     /* pages that were kept when there was no room */
     uint32_t no_memory; /* the caller found none: make do with the pages that have some */
-    uint32_t pad;
+    uint32_t doomed;    /* doomed pages looked at because nothing could be evicted; for the core alone */
     lci_look_op look;
 } lci_reserve_op;
 enum {
@@ -303,7 +303,7 @@ typedef struct lci_held_op {
     uint32_t checked; /* every page of the call was what it must be */
     uint64_t tick;    /* of this call; 0 before it began */
     uint32_t no_memory; /* as in lci_reserve_op */
-    uint32_t pad;
+    uint32_t doomed;    /* the same */
     lci_look_op look;
 } lci_held_op;
 enum { LCI_NAME_MERGE = 1 };
@@ -486,7 +486,7 @@ static inline void lci_count_evicted(lci_handle *h, uint32_t cause, uint32_t pag
 typedef struct lci_room {
     lci_eviction eviction;
     uint32_t looked, looked_before; /* pages looked at in vain for some of the namespace */
-    uint32_t doomed; /* pages looked at because nothing could be evicted */
+    uint32_t *doomed; /* of the call, however often it is interrupted: see lci_reserve_op */
     uint32_t wanted;                /* with LC_E_GROW: pages that need memory */
     bool no_memory;                 /* and the caller knows that there is none */
     lci_look_op *look;              /* of the call; its turn to look may come */
@@ -508,7 +508,7 @@ static inline void lci_room_again(lci_handle *h, lci_room *room, uint64_t *tick)
     room->eviction.since = *tick = lci_next_tick(h);
     room->eviction.exhausted = false;
     room->eviction.moved = 0;
-    room->looked = room->looked_before = room->doomed = 0;
+    room->looked = room->looked_before = *room->doomed = 0;
 }
 
 /* look.c: dead clients. A call notes when it began (`now`, before it tries); under the lock, where it

@@ -388,6 +388,7 @@ LC_API int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, ui
     r.room.eviction.by = lci_ns_id(op->ns) + 1;
     r.room.eviction.since = r.tick; /* the same on every call: this chain counts as used by now */
     r.room.look = &op->look;
+    r.room.doomed = &op->doomed;
     r.room.no_memory = op->no_memory != 0;
     if (!op->pinned) {
         touch_chain(&r);

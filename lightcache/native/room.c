@@ -79,10 +79,10 @@ int lci_make_room(lci_handle *h, lc_txn *t, lci_room *room, uint32_t want) {
         lci_evict(h, t, &room->eviction, want - lci_available(h));
         lci_step(t);
     }
-    if (lci_available(h) < want && room->doomed < DOOMED_MOST &&
-        room->doomed < lc_load(&h->root->doomed) && !t->error) {
+    if (lci_available(h) < want && *room->doomed < DOOMED_MOST &&
+        *room->doomed < lc_load(&h->root->doomed) && !t->error) {
         uint32_t looked = lci_collect_doomed(h, t, 256);
-        room->doomed += looked;
+        *room->doomed += looked;
         if (looked && !t->error) return LCI_ROOM_AGAIN;
     }
     return t->error;

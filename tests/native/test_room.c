@@ -1,4 +1,5 @@
 /* Making room: what goes, what stays, and what a call that fails half-way still holds. */
+#include "calls.h"
 #include "pair.h"
 
 #define MOVES_MAX 4096 /* as in queue.c */
@@ -404,7 +405,39 @@ static void doomed_pages_are_all_looked_at_before_less_is_given(void) {
     tear_down();
 }
 
+#ifdef LC_PAUSE_POINTS
+/* So long that the call comes back after each hold of the lock, to be called again. */
+static void hold_long(int point) {
+    uint64_t begun = lcs_now_ns();
+    while (point == LC_AT_LOCKED && lcs_now_ns() - begun < UINT64_C(1100000)) {
+    }
+}
+
+static void doomed_pages_are_looked_at_once_by_a_call_that_comes_back(void) {
+    lci_ns_ref ns = doomed_and_pinned(500, 500, 0);
+    int rc = LC_E_BUSY;
+    lc_pause_hook = hold_long;
+    op = (lci_held_op){.done = 0};
+    for (int i = 0; i < 10 && rc == LC_E_BUSY; i++)
+        rc = lci_allocate(a.h, &op, pages, gens, 1, LC_TRY, FOREVER);
+    CHECK_EQ(rc, LC_E_FULL);
+    prompt_make(&q, 4, 1);
+    q.op = (lci_reserve_op){.shards = 1, .ns = ns};
+    rc = LC_E_BUSY;
+    for (int i = 0; i < 10 && rc == LC_E_BUSY; i++)
+        rc = lci_reserve(a.h, &q.op, q.keys, 1, 0, q.page, q.status, LC_TRY, FOREVER);
+    lc_pause_hook = NULL;
+    CHECK_EQ(rc, 0);
+    CHECK_EQ(q.op.reason, LCI_WHY_PINNED);
+    CHECK_EQ(lci_release(b.h, &longer.head), LC_OK);
+    tear_down();
+}
+#endif
+
 const test room_tests[] = {
+#ifdef LC_PAUSE_POINTS
+    TEST(doomed_pages_are_looked_at_once_by_a_call_that_comes_back),
+#endif
     TEST(doomed_pages_that_stay_are_let_lie),
     TEST(doomed_pages_are_all_looked_at_before_less_is_given),
     TEST(room_is_not_made_of_what_is_asked_for),

@@ -141,10 +141,27 @@ static void lists(stage *s) {
     lci_ticket *k = &h->tickets[s->notes->ticket.index];
     lc_store(&h->chunks[lc_load(&k->pages.first)].page[3], 5000);
 }
+/* Pages without a key whose words name nobody, no slot, a free one, and a client that does not pin them;
+ * and a page that is being written and kept. */
+static void held(stage *s) {
+    int32_t pages[5];
+    uint32_t gens[5];
+    lci_held_op op = {.done = 0};
+    some_of_all(s);
+    actor *p = stage_other(s, 0);
+    NEED(lci_allocate(p->h, &op, pages, gens, 5, LC_BLOCK, FOREVER) == LC_OK);
+    const uint32_t slots[] = {0, 200, 9, s->survivor.at->slot, 0};
+    for (int i = 0; i < 5; i++) lc_store(&p->h->pages[pages[i]].word, lci_held_word(slots[i]));
+    lc_store(lci_pin(p->h, p->at->slot, (uint32_t)pages[4]), 0);
+    p->stopped = true;
+    _Atomic uint32_t *word = &p->h->pages[s->other[0].writing.fresh[2]].word;
+    lc_store(word, lc_load(word) | LCI_KEPT);
+}
 static void hold_some(actor *v) { hold_match(v, &v->held, 0, 4, SCENE_NS); }
 static void slot_forgotten(stage *s) {
     lc_store(&lcs_client_of(s->survivor.at, s->notes->victim)->state, LCS_CLIENT_FREE);
 }
 SCENE(repair_records, .pages = 48, .set = records, .act = repair, .unsound = true, .made = 1)
+SCENE(repair_held, .pages = 48, .set = held, .act = repair, .unsound = true)
 SCENE(repair_lists, .pages = 48, .set = lists, .prepare = hold_some, .ready = slot_forgotten,
       .act = repair, .unsound = true)

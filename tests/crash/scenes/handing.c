@@ -48,6 +48,23 @@ static void revoke(actor *v) {
 }
 SCENE(revoke, .pages = 48, .set = one_other, .prepare = give_other, .act = revoke)
 
+/* The giver has died, and perhaps been taken back: who has not adopted never will. */
+static void give_and_die(stage *s) {
+    give_victim(s);
+    stage_die(s, &s->other[0]);
+}
+static void give_and_be_reaped(stage *s) {
+    give_and_die(s);
+    deed_reap(&s->survivor, s->notes->other[0]);
+}
+static void refuse(actor *v) {
+    uint32_t giver = v->notes->other[0], epoch = lc_load(&lcs_client_of(v->at, giver)->epoch);
+    NEED(lci_ticket_refuse_orphans(v->h, giver, epoch, LC_BLOCK, FOREVER) == 1);
+    NEED(lci_ticket_refuse_orphans(v->h, giver, epoch, LC_BLOCK, FOREVER) == 0);
+}
+SCENE(refuse_orphan, .pages = 48, .set = lease_of_other, .ready = give_and_die, .act = refuse)
+SCENE(refuse_reaped, .pages = 48, .set = lease_of_other, .ready = give_and_be_reaped, .act = refuse)
+
 /* As many tickets as can be counted hold the tenth page: the one half built is taken back. That so
  * many are missing is the damage that is repaired in the end. */
 static void tenth_at_limit(stage *s) {

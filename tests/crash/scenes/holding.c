@@ -185,6 +185,16 @@ SCENE(let_go_rest, .pages = 48, .set = two_runs, .prepare = half_named, .act = f
 static void unname_six(actor *v) { unname(v, 6, LC_OK); }
 SCENE(unname, .pages = 48, .set = two_runs, .prepare = named, .act = unname_six, .taken = 6)
 
+static void named_and_kept(actor *v) {
+    lc_key keys[6];
+    lci_walk_op op = {0};
+    named(v);
+    run_keys(keys, 2, 6);
+    NEED(lci_keep(v->h, keys, 6, SCENE_NS, 1, &op, LC_BLOCK, FOREVER) == LC_OK && op.pages == 6);
+}
+SCENE(unname_kept, .pages = 48, .set = two_runs, .prepare = named_and_kept, .act = unname_six,
+      .taken = 6)
+
 /* The end of a run of which the rest stays: a leaf again. */
 static void named_behind(actor *v) {
     six(v);
@@ -233,6 +243,16 @@ static void reap_unjoined(actor *v) {
     v->h = lci_open(v->at, v->pages);
     NEED(v->h && lci_reap_unjoined(v->h, v->notes->other[0], LC_BLOCK, FOREVER) == 1);
 }
+/* What the dead one pins, and what another holds. */
+static void reader_beside_holder(stage *s) {
+    one_run(s);
+    actor *o = stage_other(s, 0), *p = stage_other(s, 0);
+    hold_match(o, &o->held, 0, 8, SCENE_NS);
+    six(p);
+    p->stopped = true;
+    stage_die(s, o);
+}
+SCENE(reap_beside_holder, .pages = 48, .set = reader_beside_holder, .act = reap_first)
 SCENE(reap_holding, .pages = 48, .set = holds_forty, .act = reap_first)
 SCENE(reap_holding_device, .pages = 48, .set = holds_device, .act = reap_first)
 SCENE(unjoined_holding, .pages = 48, .set = holds_forty, .act = reap_unjoined, .unjoined = true)

@@ -174,3 +174,25 @@ static void ages(stage *s) {
 }
 static void evict_all(actor *v) { NEED(deed_evict(v, (uint32_t)v->pages) == 18); }
 SCENE(evict_ages, .pages = 48, .set = ages, .act = evict_all, .taken = 18)
+
+/* Nothing can be evicted, and of the doomed pages those that come first are pinned. */
+static void doomed_behind_pinned(stage *s) {
+    static hold all;
+    actor *a = &s->survivor, *o = stage_other(s, 0);
+    two_runs(s);
+    NEED(lci_namespace_open(a->h, "w", "t", 0, &s->notes->ns, LC_BLOCK, FOREVER) == LC_OK);
+    run_fill(a, 3, 12, s->notes->ns);
+    hold_match(o, &o->held, 3, 8, s->notes->ns);
+    hold_match(a, &all, 3, 12, s->notes->ns);
+    deed_clear(a, s->notes->ns);
+    hold_release(a, &all);
+    for (uint32_t i = 0; i < 2; i++) {
+        actor *p = stage_other(s, 0);
+        hold_match(p, &p->held, i, 16, SCENE_NS);
+    }
+}
+static void reserve_eight(actor *v) {
+    run_reserve(v, &v->writing, 4, 8, 1, SCENE_NS);
+    NEED(v->writing.made == 8);
+}
+SCENE(reserve_doomed, .pages = 48, .set = doomed_behind_pinned, .act = reserve_eight)

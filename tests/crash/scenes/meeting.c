@@ -167,6 +167,14 @@ static void clear(actor *v) { deed_clear(v, v->notes->ns); }
 SCENE(clear_published, .pages = 48, .set = publisher_stands, .act = clear, .meanwhile = page_ready,
       .taken = 32, .made = 6)
 
+/* Pages that their writer has given up, and pins still: they are doomed before. */
+static void writer_gave_up(stage *s) {
+    actor *o = writer(s, 1);
+    run_abandon(o, &o->writing);
+    s->notes->ns = SCENE_NS;
+}
+SCENE(clear_abandoned, .pages = 48, .set = writer_gave_up, .act = clear, .taken = 32)
+
 /* Somebody sleeps until something is published. */
 static void sleeper(actor *v) {
     run_reserve(v, &v->writing, 2, 6, 1, SCENE_NS);

@@ -111,3 +111,15 @@ static void quarantined(stage *s) {
     c->quarantine_until_ns = 0;
 }
 SCENE(reap_quarantined, .pages = 48, .set = quarantined, .act = reap_first)
+
+/* The same in portions as small as can be. */
+static void reap_bit_by_bit(actor *v) {
+    uint32_t slot = v->notes->other[0];
+    int rc;
+    do {
+        int64_t left = 1;
+        rc = lci_reap_some(v->h, slot, LC_BLOCK, FOREVER, &left);
+        NEED(rc == 1 || rc == LC_E_INTR);
+    } while (lc_load(&lcs_client_of(v->at, slot)->state) != LCS_CLIENT_FREE);
+}
+SCENE(portion_quarantined, .pages = 48, .set = quarantined, .act = reap_bit_by_bit)
