@@ -64,18 +64,15 @@ class CoreCalls(LockedCalls):
         """Open a handle on an attached segment of an index with this many pages.
 
         Raises:
-            CacheCorrupted: the segment does not hold an index of that size, independent as it says.
+            CacheCorrupted: the segment does not hold an index of that size.
         """
         super().__init__(layout.load(), segment, lock_timeout, _OPERATIONS)
         self.pages = pages
         self.handle = self.quick.lci_open(segment.attachment, pages)
-        independent = segment.config.get("independent", False) is True
-        if not self.handle or bool(self.quick.lci_is_flat(self.handle)) is not independent:
-            self.free()
+        if not self.handle:
             raise CacheCorrupted(
-                f"the segment {segment.name!r} says it holds an index of {pages} pages, "
-                "independent: "
-                f"{independent}, but its own figures differ; remove it with `lightcache rm`"
+                f"the segment {segment.name!r} says it holds an index of {pages} pages, but its "
+                "own figures differ; remove it with `lightcache rm`"
             )
 
     def free(self) -> None:

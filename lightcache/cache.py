@@ -433,7 +433,7 @@ class Cache:
         Args:
             readonly: for routers and tools, which `peek` and `hash_pages`; writes nothing.
             fingerprint: the fingerprint that the cache must have; None: any.
-            independent: whether it must be independent; None: either.
+            independent: what it must have been created with; None: either.
             Otherwise as `create`.
 
         Raises:
@@ -777,11 +777,19 @@ class Cache:
         start: int = 0,
         *,
         shards: int = 1,
+        independent: bool | None = None,
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> Reservation:
         """See `PageIndex.reserve`."""
-        return self.index.reserve(keys, start, shards=shards, namespace=namespace, timeout=timeout)
+        return self.index.reserve(
+            keys,
+            start,
+            shards=shards,
+            independent=independent,
+            namespace=namespace,
+            timeout=timeout,
+        )
 
     def wait(
         self,

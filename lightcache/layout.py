@@ -44,6 +44,7 @@ class PageState(IntEnum):
 STATE_MASK = 0xF
 UNWRITTEN = 0x10
 KEPT = 0x20
+INDEPENDENT = 0x40
 NAMESPACE_SHIFT = 8
 RESERVATION_SHIFT = 16
 
@@ -209,8 +210,7 @@ class RootRecord(ctypes.Structure):
         ("tickets", ctypes.c_uint64),
         ("chunks", ctypes.c_uint64),
         ("index_bytes", ctypes.c_uint64),
-        ("flat", ctypes.c_uint64),
-        ("pad0", ctypes.c_uint8 * 8),
+        ("pad0", ctypes.c_uint8 * 16),
         ("free_head", ctypes.c_uint32),
         ("free_count", ctypes.c_uint32),
         ("fresh", ctypes.c_uint32),
@@ -320,6 +320,8 @@ class ReserveProgress(ctypes.Structure):
         ("unpinned", ctypes.c_uint32),
         ("kept", ctypes.c_uint32),
         ("no_memory", ctypes.c_uint32),
+        ("doomed", ctypes.c_uint32),
+        ("independent", ctypes.c_uint32),
         ("pad", ctypes.c_uint32),
         ("look", LookProgress),
     ]
@@ -384,7 +386,7 @@ class HeldProgress(ctypes.Structure):
         ("checked", ctypes.c_uint32),
         ("tick", ctypes.c_uint64),
         ("no_memory", ctypes.c_uint32),
-        ("pad", ctypes.c_uint32),
+        ("doomed", ctypes.c_uint32),
         ("look", LookProgress),
     ]
 
@@ -513,10 +515,9 @@ LOCKED = (INT, U64)  # wait, deadline
 SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_layout": (TEXT, ()),
     "lci_geometry_of": (INT, (U64, ADDRESS)),
-    "lci_format": (INT, (ADDRESS, U64, U64, U64, INT)),
+    "lci_format": (INT, (ADDRESS, U64, U64, U64)),
     "lci_open": (ADDRESS, (ADDRESS, U64)),
     "lci_close": (None, (ADDRESS,)),
-    "lci_is_flat": (INT, (ADDRESS,)),
     "lci_count": (INT, (ADDRESS, ADDRESS)),
     "lci_peek1": (INT, (ADDRESS, ADDRESS, U32, U32)),
     "lci_peek": (INT, (ADDRESS, ADDRESS, ADDRESS, U32, U32, ADDRESS)),

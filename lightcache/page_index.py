@@ -106,7 +106,7 @@ class IndexSpec:
         end = geometry(self.pages).end
         if self.config and "independent" in self.config:
             raise ConfigError(
-                'config: "independent" is a word of the index itself; say independent= instead'
+                'config: "independent" is an item of the index itself; say independent= instead'
             )
         grown = self.pages if self.grown is None else self.grown
         grown = _arguments.count(grown, "grown", 0, self.pages)
@@ -127,15 +127,13 @@ class IndexSpec:
 
     def _format(self, grown: int, segment: Segment) -> None:
         quick = layout.load().quick
-        code = quick.lci_format(
-            segment.address, segment.nbytes, self.pages, grown, self.independent
-        )
+        code = quick.lci_format(segment.address, segment.nbytes, self.pages, grown)
         check(code, f"lay out an index of {self.pages} pages")
         if self.initialise is not None:
             self.initialise(segment)
 
 
-MERGE = 1  # a flag of `name_many`
+MERGE, INDEPENDENT = 1, 2  # flags of `name_many`
 
 # ---- Eviction candidates, and discarding them.
 
@@ -311,7 +309,8 @@ class PageIndex:
         self.pages = pages
         """Number of pages of the medium."""
         self.independent: bool = segment.config.get("independent", False) is True
-        """True if a page may be evicted while it has children."""
+        """What `reserve` and `name_pages` make of new pages unless they are told: True if a page
+        may be evicted while it has children."""
         if not segment.readonly:
             segment.join(role, device=device)
         self.core = Core(segment, pages, lock_timeout)
@@ -354,10 +353,10 @@ class PageIndex:
             config: JSON that other processes must give alike to `attach` or `open` the index.
                 Describe the medium, the page size and the model.
             grown: number of pages that have memory already; None: all. `grow` adds more.
-            independent: True: a page may be evicted while it has children, least recently used
-                first; the children then have no parent. For pages that are useful without their
-                prefix, such as checkpoints of recurrent state. False: a page is evicted after its
-                children.
+            independent: what `reserve` and `name_pages` make of new pages unless they are told.
+                True: a page may be evicted while it has children, least recently used first; the
+                children then have no parent. For pages that are useful without their prefix, such
+                as checkpoints of recurrent state. False: a page is evicted after its children.
             lifetime: "attached" (removed when the last client closes it or exits; if all clients
                 were killed it stays, warm) or "persistent" (stays until it is removed).
             idle_limit: seconds. A persistent index that was unused for this long and has no live
@@ -411,7 +410,7 @@ class PageIndex:
             readonly: only `peek`, `wait`, `stats`, `clients` and `check` work. The handle takes no
                 client slot and can corrupt nothing.
             config: the configuration that the index must have, without `pages`; None: any.
-            independent: whether the index must be independent; None: either.
+            independent: what the index must have been created with; None: either.
             Otherwise as `create`.
 
         Raises:
@@ -653,29 +652,36 @@ class PageIndex:
 
     # ---- writing
 
+    def _kind(self, independent: bool | None) -> bool:
+        return self.independent if independent is None else bool(independent)
+
     def reserve(
         self,
         keys: Keys,
         start: int = 0,
         *,
         shards: int = 1,
+        independent: bool | None = None,
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> Reservation:
         """Get pages to write for `keys[start:]`. Ready pages are pinned, pages that another client
         is writing are reported as busy, and each other key gets a new page. New pages come from
-        evicting the least recently used unpinned pages: the ends of prefixes (in an independent
-        index any page), never pages of this chain. Fewer pages than asked for is not an error: see
+        evicting the least recently used unpinned pages: ends of prefixes and independent pages,
+        never pages of this chain. Fewer pages than asked for is not an error: see
         `Reservation.missing`. Before the call returns fewer, it takes back the pages of dead
         clients, at most 4,096 that were being written: the next call continues.
 
         Args:
-            keys: the whole chain from its root; `keys[:start]` is marked as used. In an independent
-                index pass [key of the parent, own key] with start 1 instead: the pages before keep
-                their age.
+            keys: the whole chain from its root; `keys[:start]` is marked as used. For an
+                independent page pass [key of the parent, own key] with start 1 instead: the pages
+                before keep their age.
             start: first key to reserve, usually `len(lease)`.
             shards: number of parts that are published separately, 1 to 64: one for each rank that
                 writes.
+            independent: True: the new pages may be evicted while they have children; False: only
+                after them; None: as the index was created. Pages that are there stay what they
+                are. A page has a parent only of its own kind.
             timeout: seconds to wait for the lock; None: the handle's `lock_timeout`.
 
         Raises:
@@ -686,7 +692,9 @@ class PageIndex:
             PermissionDenied, Detached.
         """
         ref = self._ref(namespace)
-        return reservations.reserve(self.core, keys, start, shards, ref, timeout)
+        return reservations.reserve(
+            self.core, keys, start, shards, ref, self._kind(independent), timeout
+        )
 
     def reserve_batch(
         self,
@@ -695,6 +703,7 @@ class PageIndex:
         starts: Any = None,
         *,
         shards: int = 1,
+        independent: bool | None = None,
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> ReservationBatch:
@@ -706,7 +715,9 @@ class PageIndex:
             As `reserve`; ConfigError also for offsets or starts that do not fit the keys.
         """
         ref = self._ref(namespace)
-        return reservations.reserve_batch(self.core, keys, offsets, starts, shards, ref, timeout)
+        return reservations.reserve_batch(
+            self.core, keys, offsets, starts, shards, ref, self._kind(independent), timeout
+        )
 
     def reserve_many(
         self,
@@ -715,6 +726,7 @@ class PageIndex:
         starts: Any = None,
         *,
         shards: int = 1,
+        independent: bool | None = None,
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> list[Reservation]:
@@ -725,7 +737,13 @@ class PageIndex:
             As `reserve_batch`.
         """
         batch = self.reserve_batch(
-            keys, offsets, starts, shards=shards, namespace=namespace, timeout=timeout
+            keys,
+            offsets,
+            starts,
+            shards=shards,
+            independent=independent,
+            namespace=namespace,
+            timeout=timeout,
         )
         return batch.split()
 
@@ -1201,6 +1219,7 @@ class PageIndex:
         start: int = 0,
         *,
         merge: bool = True,
+        independent: bool | None = None,
         namespace: Namespace | None = None,
         into: NamingResult | None = None,
         timeout: float | None = None,
@@ -1214,6 +1233,7 @@ class PageIndex:
             keys: the whole chain from its root; the page of the key before is the parent.
             start: first key to give.
             merge: if a key has a page already, free the new one.
+            independent: as for `reserve`.
             into: an empty `NamingResult(len(pages))`. After an error it has the progress so far;
                 the same call with it continues there.
             timeout: seconds to wait for the lock; None: the handle's `lock_timeout`.
@@ -1233,6 +1253,7 @@ class PageIndex:
             np.array((0, n), np.int64),
             np.array((begin,), np.int64),
             merge=merge,
+            independent=independent,
             namespace=namespace,
             into=into,
             timeout=timeout,
@@ -1246,6 +1267,7 @@ class PageIndex:
         starts: Any = None,
         *,
         merge: bool = True,
+        independent: bool | None = None,
         namespace: Namespace | None = None,
         into: NamingResult | None = None,
         timeout: float | None = None,
@@ -1273,7 +1295,8 @@ class PageIndex:
             raise ConfigError(f"into: expected room for {wanted} pages, found {len(named)}")
         progress = named.progress
         progress.ns = self._ref(namespace)
-        progress.flags = MERGE if merge else 0
+        kind = INDEPENDENT if self._kind(independent) else 0
+        progress.flags = kind | (MERGE if merge else 0)
         code = self.core.locked(
             "lci_name",
             ctypes.byref(progress),
@@ -1590,8 +1613,8 @@ class PageIndex:
 
     def drop(self, keys: Keys, *, start: int = 0, namespace: Namespace | None = None) -> int:
         """Evict the branch of `keys[start:]` now, from its end upward. Stops at the first page that
-        is pinned, protected, being written, or has another child (in an independent index children
-        do not matter). Skips keys at the end whose pages are gone already. Returns the number of
+        is pinned, protected, being written, or has another child (those of an
+        independent page do not matter). Skips keys at the end whose pages are gone already. Returns the number of
         pages evicted.
 
         Takes the lock, for 256 pages at a time; about 50 ns a page. Ignores the namespace's
@@ -1615,8 +1638,8 @@ class PageIndex:
         another tier. Ends of prefixes come first, least recently used first; a parent follows its
         last child if both were last used together. A parent that was used later is listed once its
         children are gone: call again after `discard`. Pages that are pinned, protected or within a
-        namespace's `minimum` are left out and count as just used, as when eviction meets them. In
-        an independent index the order is that of last use only.
+        namespace's `minimum` are left out and count as just used, as when eviction meets them.
+        Independent pages are listed by their last use alone.
 
         Takes the lock, for 256 pages of work at a time; 100 to 250 ns a page.
 
@@ -1654,7 +1677,7 @@ class PageIndex:
     def discard(self, pages: LRUPages | Lease | Pages) -> int:
         """Release this client's pins of these pages and evict exactly these, from the ends of
         prefixes upward. A page stays if another client pins it, if it was matched since `oldest`
-        listed it, if it is protected, or if it has other children (unless the index is
+        listed it, if it is protected, or if it has other children (unless it is
         independent). Returns the number of pages evicted.
 
         Takes the lock, for 256 pages at a time; about 250 ns a page. Ignores namespaces' `minimum`.

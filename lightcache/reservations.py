@@ -417,6 +417,7 @@ def reserve(
     start: int,
     shards: int,
     namespace: int,
+    independent: bool,
     timeout: float | None,
 ) -> Reservation:
     """See `PageIndex.reserve`."""
@@ -424,7 +425,7 @@ def reserve(
     _arguments.count(start, "start", 0, n)
     _arguments.count(shards, "shards", 1, layout.SHARDS)
     page, status = np.full(n - start, -1, np.int32), np.zeros(n - start, np.uint8)
-    progress = layout.ReserveProgress(shards=shards, ns=namespace)
+    progress = layout.ReserveProgress(shards=shards, ns=namespace, independent=independent)
     reservation = Reservation(core, start, page, status, progress)
     arguments = (
         ctypes.byref(progress),
@@ -601,6 +602,7 @@ def reserve_batch(
     starts: object,
     shards: int,
     namespace: int,
+    independent: bool,
     timeout: float | None,
 ) -> ReservationBatch:
     """See `PageIndex.reserve_batch`."""
@@ -615,6 +617,7 @@ def reserve_batch(
     progress = np.frombuffer(records, _PROGRESS)
     progress["shards"] = shards
     progress["ns"] = namespace
+    progress["independent"] = independent
     batch = ReservationBatch(core, bounds, begins, page, status, records)
     arguments = (
         _arguments.address(progress),

@@ -153,23 +153,8 @@ def _half_repaired(image: Image) -> Result:
 
 def _check_image(image: Image) -> CheckReport:
     root, place = image.root, image.place
-    independent = int(image.config.get("independent", False) is True)
-    says = (
-        root.pages,
-        root.buckets,
-        root.reservations,
-        root.tickets,
-        root.chunks,
-        root.flat,
-    )
-    is_so = (
-        place.pages,
-        place.buckets,
-        place.reservations,
-        place.tickets,
-        place.chunks,
-        independent,
-    )
+    says = (root.pages, root.buckets, root.reservations, root.tickets, root.chunks)
+    is_so = (place.pages, place.buckets, place.reservations, place.tickets, place.chunks)
     if says != is_so or root.index_bytes != place.end:
         return _damaged(f"the root says (pages, buckets, ...) {says}, expected {is_so}; remove it")
     quiet = image.steady and not image.held

@@ -303,13 +303,16 @@ _PAGE_COLUMNS = {
     "parent": "parent",
     "children": "children",
     "reservation": "reservation",
+    "flags": "flags",
 }
 
 
 def _page_cell(entry: Facts, column: str) -> Text:
-    if column != "pins":
-        return cell(entry[column])
-    return cell(" ".join(f"{slot}:{count}" for slot, count in entry["pins"].items()) or None)
+    if column == "pins":
+        return cell(" ".join(f"{slot}:{count}" for slot, count in entry["pins"].items()) or None)
+    if column == "flags":
+        return cell(" ".join(flag for flag in ("kept", "independent") if entry[flag]) or None)
+    return cell(entry[column])
 
 
 def _hints(out: Console, not_working: list[str], notes: list[str]) -> None:

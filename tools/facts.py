@@ -59,6 +59,7 @@ def _page(found: npt.NDArray[Any], pins: npt.NDArray[np.uint16], page: int) -> F
         "children": int(record["children"]),
         "reservation": reservation - 1 if reservation else None,
         "kept": bool(word & layout.KEPT),
+        "independent": bool(word & layout.INDEPENDENT),
     }
 
 

@@ -82,7 +82,6 @@ lci_handle *lci_handle_on(uint8_t *base, const lci_geometry *g, lcs_attachment *
     if (!h) return NULL;
     point(h, base, g);
     h->at = at;
-    h->flat = h->root->flat == 1;
     h->mine = h->rows + (at ? at->slot : 0) * g->row_stride;
     return h;
 }
@@ -117,8 +116,8 @@ static void set_namespace(lci_namespace *ns, const char *weights, const char *te
 }
 
 /* Lay out an index of `pages` pages in zeroed memory, before the segment is ready. `grown` pages
- * have memory already. `flat`: a page may be evicted while others hang on it. */
-LC_API int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t grown, int flat) {
+ * have memory already. */
+LC_API int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t grown) {
     lci_geometry g;
     int rc = lci_geometry_of(pages, &g);
     if (rc != LC_OK) return rc;
@@ -132,7 +131,6 @@ LC_API int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t gr
     r->tickets = g.tickets;
     r->chunks = g.chunks;
     r->index_bytes = g.end;
-    r->flat = flat ? 1 : 0;
     lc_store(&r->free_head, LC_NIL);
     lc_store(&r->chunk_head, LC_NIL);
     lc_store(&r->res_head, LC_NIL);
@@ -151,15 +149,12 @@ LC_API lci_handle *lci_open(lcs_attachment *at, uint64_t pages) {
     if (lci_geometry_of(pages, &g) != LC_OK || at->bytes < g.end) return NULL;
     const lci_root *r = (const lci_root *)(at->base + g.root);
     if (r->pages != g.pages || r->buckets != g.buckets || r->reservations != g.reservations ||
-        r->tickets != g.tickets || r->chunks != g.chunks || r->index_bytes != g.end || r->flat > 1)
+        r->tickets != g.tickets || r->chunks != g.chunks || r->index_bytes != g.end)
         return NULL;
     return lci_handle_on(at->base, &g, at);
 }
 
 LC_API void lci_close(lci_handle *h) { free(h); }
-
-/* Is it flat? The caller knows what it was made as. */
-LC_API int lci_is_flat(const lci_handle *h) { return h->flat; }
 
 /* Record that the first `pages` pages have memory. */
 LC_API int lci_grow(lci_handle *h, uint32_t pages, int wait, uint64_t deadline) {

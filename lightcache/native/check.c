@@ -155,13 +155,17 @@ static bool page_state(checker *c, uint32_t page) {
         uint32_t parent = lci_parent(c->h, p);
         if (parent != LC_NIL) {
             c->children[parent]++;
-            if ((lc_load(&c->h->pages[parent].word) ^ word) & LCI_NS_MASK)
-                BROKEN(c, 41, page, parent, "page %u hangs on page %u of another namespace", page, parent);
+            if (!lci_same_kind(c->h, parent, word))
+                BROKEN(c, 41, page, parent, "page %u (word %#x) hangs on page %u (word %#x), which is of "
+                       "another namespace, or one of them is independent", page, word, parent,
+                       lc_load(&c->h->pages[parent].word));
         }
         c->ns_pages[lci_ns_of(word)]++;
     }
     if (word & LCI_KEPT && state != LCI_READY)
         BROKEN(c, 63, page, word, "page %u is kept and has state %u", page, state);
+    if (word & LCI_INDEPENDENT && state != LCI_WRITING && state != LCI_READY)
+        BROKEN(c, 66, page, word, "page %u is independent and has state %u", page, state);
     return true;
 }
 
@@ -239,8 +243,7 @@ static bool figures(checker *c) {
     const lci_root *r = c->h->root;
     const lci_geometry *g = &c->h->geometry;
     if (r->pages != g->pages || r->buckets != g->buckets || r->reservations != g->reservations ||
-        r->tickets != g->tickets || r->chunks != g->chunks || r->index_bytes != g->end ||
-        r->flat > 1)
+        r->tickets != g->tickets || r->chunks != g->chunks || r->index_bytes != g->end)
         BROKEN(c, 38, 0, 0, "the root's own figures are not those of an index of %u pages",
                c->h->page_count);
     return true;

@@ -76,7 +76,7 @@ static uint32_t adopt_page(lci_handle *h, lc_txn *t, uint32_t page, uint32_t rid
             word = ready; /* otherwise its publisher was faster */
     }
     if (lci_state_of(word) != LCI_READY) return 0;
-    lc_txn_set(t, &p->word, LCI_READY | (word & (LCI_NS_MASK | LCI_KEPT)));
+    lc_txn_set(t, &p->word, LCI_READY | (word & (LCI_KIND | LCI_KEPT)));
     if (lci_queueable(h, page)) lci_queue_add(h, t, page);
     return 1;
 }

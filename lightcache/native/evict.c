@@ -1,5 +1,5 @@
-/* Eviction: pages leave from the leaves upward (of a flat index in the order of their last use),
- * and only without pins. */
+/* Eviction: pages leave from the leaves upward (independent ones in the order of their last use), and
+ * only without pins. */
 #include "index.h"
 
 /* A page on its way out: off the queue, off its parent and its namespace's count, EVICTING. Its word
@@ -9,10 +9,10 @@ static uint32_t mark(lci_handle *h, lc_txn *t, uint32_t page) {
     lci_page *p = &h->pages[page];
     uint32_t parent = lci_parent(h, p);
     if (parent != LC_NIL) lc_txn_add(t, &h->pages[parent].children, (uint32_t)-1);
-    uint32_t ns = lc_load(&p->word) & LCI_NS_MASK;
-    lc_txn_add(t, &h->ns[ns >> LCI_NS_SHIFT].pages, (uint32_t)-1);
+    uint32_t kind = lc_load(&p->word) & LCI_KIND;
+    lc_txn_add(t, &h->ns[lci_ns_of(kind)].pages, (uint32_t)-1);
     LC_PAUSE(LC_AT_EVICT_CHOSEN);
-    lc_txn_set(t, &p->word, LCI_EVICTING | ns);
+    lc_txn_set(t, &p->word, LCI_EVICTING | kind);
     __builtin_prefetch((const void *)&h->dict.buckets[lc_bucket(&h->dict, lc_load(&p->lo))], 1);
     return parent;
 }
@@ -32,12 +32,12 @@ static void prefetch_ancestor(const lci_handle *h, const lci_page *p) {
 static void unmark(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page) {
     lci_page *p = &h->pages[page];
     uint32_t parent = lci_parent(h, p);
-    uint32_t ns = lc_load(&p->word) & LCI_NS_MASK;
-    lc_txn_set(t, &p->word, LCI_READY | ns);
-    lc_txn_add(t, &h->ns[ns >> LCI_NS_SHIFT].pages, 1);
+    uint32_t kind = lc_load(&p->word) & LCI_KIND;
+    lc_txn_set(t, &p->word, LCI_READY | kind);
+    lc_txn_add(t, &h->ns[lci_ns_of(kind)].pages, 1);
     if (parent != LC_NIL) lci_child_comes(h, t, parent);
     lci_touch(p, e->since, 0);
-    if (!lci_covered(h, p)) lci_queue_add(h, t, page);
+    if (!lci_covered(p)) lci_queue_add(h, t, page);
 }
 
 /* Out of their chains, and free. */
@@ -58,13 +58,14 @@ static void finish(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n) 
 }
 
 /* The parent of a page just marked, if it goes next anyway: last used by the same call, nothing
- * else hangs on it. Saves a whole prompt's way through the queue. Else it is queued. That of a page
- * of a flat index is there already, and waits for its own turn. */
+ * else hangs on it. Saves a whole prompt's way through the queue. Else it is queued. An independent
+ * one is there already, and waits for its own turn. */
 static uint32_t follow(lci_handle *h, lc_txn *t, const lci_eviction *e, uint32_t page,
                        uint32_t parent, bool run) {
     lci_page *p = &h->pages[page];
-    if (parent == LC_NIL || h->flat || !lci_queueable(h, parent)) return LC_NIL;
+    if (parent == LC_NIL) return LC_NIL;
     lci_page *q = &h->pages[parent];
+    if (lc_load(&q->word) & LCI_INDEPENDENT || !lci_queueable(h, parent)) return LC_NIL;
     if (run && lci_tick(q) == lci_tick(p) && !lci_promised(h, e, parent) && !lci_pinned(h, q))
         return parent;
     lci_queue_add(h, t, parent);
@@ -84,9 +85,9 @@ uint32_t lci_evict_settle(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *m
     LC_PAUSE(LC_AT_EVICT_FENCED);
     for (uint32_t i = 0; i < n && !t->error; i++) {
         lci_page *p = &h->pages[marked[i]];
-        /* In order from the leaf: one that stays has become a child of the next again. Of a flat
-         * index it may be the child of one that goes: then it has no parent from now on. */
-        if (lci_covered(h, p) || lci_pinned(h, p)) {
+        /* In order from the leaf: one that stays has become a child of the next again. An independent
+         * one may be the child of one that goes: then it has no parent from now on. */
+        if (lci_covered(p) || lci_pinned(h, p)) {
             unmark(h, t, e, marked[i]);
         } else {
             marked[freed++] = marked[i];

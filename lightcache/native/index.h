@@ -19,8 +19,11 @@ enum lci_state {
 #define LCI_STATE_MASK UINT32_C(0xf)
 #define LCI_UNWRITTEN UINT32_C(0x10) /* doomed while a client might have been writing it */
 #define LCI_KEPT UINT32_C(0x20)      /* READY, and never evicted (keep.c) */
+#define LCI_INDEPENDENT UINT32_C(0x40) /* WRITING to EVICTING: may go while others hang on it */
 #define LCI_NS_SHIFT 8
 #define LCI_NS_MASK UINT32_C(0xff00)
+/* What a page keeps of its word as long as it has its key, and has in common with its parent. */
+#define LCI_KIND (LCI_NS_MASK | LCI_INDEPENDENT)
 #define LCI_RES_SHIFT 16
 
 typedef struct lci_page {
@@ -127,8 +130,7 @@ _Static_assert(sizeof(lci_namespace) == 128, "a namespace is two lines");
 typedef struct lci_root {
     /* Geometry, written once; attached handles compute their own and compare. */
     uint64_t pages, buckets, reservations, tickets, chunks, index_bytes;
-    uint64_t flat; /* 1: pages may go while others hang on them */
-    uint8_t pad0[8];
+    uint8_t pad0[16];
     /* Changed under the lock, through the undo log. */
     _Atomic uint32_t free_head, free_count; /* stack of pages given back */
     _Atomic uint32_t fresh;                 /* pages below it have been handed out at least once */
@@ -187,7 +189,6 @@ typedef struct lci_handle {
     _Atomic uint16_t *mine;  /* own row */
     uint32_t page_count;
     uint32_t res_count, ticket_count, chunk_count;
-    bool flat; /* as the root said when the handle was made */
     uint32_t doomed_hand; /* a doomed page at which the next look at them begins; under the lock, advice */
     lc_dict dict;
     lc_lists lists;
@@ -254,6 +255,8 @@ typedef struct lci_reserve_op {
     uint32_t kept;     /* pages that were kept when there was no room */
     uint32_t no_memory; /* the caller found none: make do with the pages that have some */
     uint32_t doomed;    /* doomed pages looked at because nothing could be evicted; for the core alone */
+    uint32_t independent; /* its new pages may go while others hang on them */
+    uint32_t pad;
     lci_look_op look;
 } lci_reserve_op;
 enum {
@@ -306,7 +309,7 @@ typedef struct lci_held_op {
     uint32_t doomed;    /* the same */
     lci_look_op look;
 } lci_held_op;
-enum { LCI_NAME_MERGE = 1 };
+enum { LCI_NAME_MERGE = 1, LCI_NAME_INDEPENDENT = 2 };
 
 typedef struct lci_ticket_ref { /* what travels: 16 bytes */
     uint32_t index;
@@ -435,9 +438,14 @@ int lci_queue_slot(uint64_t tick, uint64_t now);
 uint64_t lci_queue_now(const lci_handle *h);
 bool lci_queueable(const lci_handle *h, uint32_t page);
 
-/* Does something hang on it that has to go first? In a flat index nothing has to. */
-static inline bool lci_covered(const lci_handle *h, const lci_page *p) {
-    return lc_load(&p->children) != 0 && !h->flat;
+/* Does something hang on it that has to go first? On an independent page nothing has to. */
+static inline bool lci_covered(const lci_page *p) {
+    return lc_load(&p->children) != 0 && !(lc_load(&p->word) & LCI_INDEPENDENT);
+}
+
+/* May a page with this word hang on that one? Only on a page of its own kind. */
+static inline bool lci_same_kind(const lci_handle *h, uint32_t parent, uint32_t word) {
+    return ((lc_load(&h->pages[parent].word) ^ word) & LCI_KIND) == 0;
 }
 
 /* One call's eviction, over several holds of the lock. */
@@ -470,7 +478,7 @@ uint32_t lci_evict(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want);
 uint32_t lci_evict_namespace(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want, uint32_t ns);
 bool lci_evict_from_chain(lci_handle *h, lc_txn *t, lci_eviction *e, uint64_t key_lo);
 /* The two halves of evicting pages that the caller has chosen: queueable ones, without pins when
- * it looked, a batch at most and each before its parent (in a flat index in any order). Settling
+ * it looked, a batch at most and each before its parent (independent ones in any order). Settling
  * compacts `marked` to those that are free now and returns their number. */
 void lci_evict_page(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page);
 uint32_t lci_evict_settle(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *marked, uint32_t n);

@@ -124,26 +124,31 @@ static uint32_t look(const naming *k, uint32_t key, uint32_t *word, uint32_t *le
     return page;
 }
 
-/* The page of the key before, if there is one and it is of this namespace. */
+/* What the words of the pages that this hold names are. */
+static uint32_t new_word(const naming *k) {
+    uint32_t flag = k->op->flags & LCI_NAME_INDEPENDENT ? LCI_INDEPENDENT : 0;
+    return LCI_WRITING | flag | lci_ns_id(k->op->ns) << LCI_NS_SHIFT | (k->rid + 1) << LCI_RES_SHIFT;
+}
+
+/* The page of the key before, if there is one. */
 static uint32_t parent_of(const naming *k, uint32_t i) {
     uint32_t word = 0, length;
     if (k->root[i]) return LC_NIL;
     if (i && k->key[i - 1] + 1 == k->key[i]) return k->there[i - 1];
-    uint32_t page = look(k, k->key[i] - 1, &word, &length);
-    return page != LC_NIL && lci_ns_of(word) == lci_ns_id(k->op->ns) ? page : LC_NIL;
+    return look(k, k->key[i] - 1, &word, &length);
 }
 
-/* Fields of a page that is held are dead, and not logged. */
+/* Fields of a page that is held are dead, and not logged. It hangs on a page of its kind alone. */
 static void give_name(naming *k, uint32_t page, uint32_t key, uint32_t parent) {
     lci_handle *h = k->h;
     lci_page *p = &h->pages[page];
-    uint32_t ns = lci_ns_id(k->op->ns);
+    uint32_t word = new_word(k);
     lc_store(&p->used, k->op->tick << LCI_TICK_SHIFT);
     lc_store(&p->children, 0);
     lc_store(&p->parent, LC_NIL);
-    if (parent != LC_NIL) lci_attach_parent(h, &k->t, page, parent);
-    lc_dict_insert(&k->t, &h->dict, page, k->keys[key],
-                   LCI_WRITING | ns << LCI_NS_SHIFT | (k->rid + 1) << LCI_RES_SHIFT);
+    if (parent != LC_NIL && lci_same_kind(h, parent, word))
+        lci_attach_parent(h, &k->t, page, parent);
+    lc_dict_insert(&k->t, &h->dict, page, k->keys[key], word);
     k->fresh[k->news++] = page;
 }
 
@@ -290,7 +295,8 @@ static int name_some(naming *k) {
 
 /* Name pages that we hold: those of request i by its keys from starts[i] on. `out` and `status` say
  * which page each key has: ours (LCI_NEW), another's that we have pinned (LCI_PRESENT; with
- * LCI_NAME_MERGE ours is free), or ours, held as before (LCI_BUSY_KEY, LCI_NO_ROOM). LC_E_OWNER:
+ * LCI_NAME_MERGE ours is free), or ours, held as before (LCI_BUSY_KEY, LCI_NO_ROOM). With
+ * LCI_NAME_INDEPENDENT ours may go while others hang on them. LC_E_OWNER:
  * page `op->refused` is not ours; nothing after `op->done` has changed. LC_E_BUSY, LC_E_INTR:
  * call again with the same `op`. */
 LC_API int lci_name(lci_handle *h, lci_held_op *op, const lc_key *keys, const int64_t *offsets,

@@ -52,17 +52,18 @@ static bool bare(const oldest *o, uint32_t page) {
     return listed == children;
 }
 
-/* The parent of the page listed last, if it went next anyway: as `follow` in evict.c. In a flat
- * index it is listed, or is not, by itself. */
+/* The parent of the page listed last, if it went next anyway: as `follow` in evict.c. An independent
+ * one is listed, or is not, by itself. */
 static uint32_t next_up(const oldest *o) {
     lci_handle *h = o->h;
     uint32_t child = o->op->climb - 1;
-    if (h->flat || o->op->climb == 0 || child >= h->page_count) return LC_NIL;
+    if (o->op->climb == 0 || child >= h->page_count) return LC_NIL;
     uint32_t parent = lci_parent(h, &h->pages[child]);
     if (parent == LC_NIL) return LC_NIL;
     const lci_page *q = &h->pages[parent];
     uint32_t word = lc_load(&q->word);
-    if ((word & (LCI_STATE_MASK | LCI_KEPT)) != LCI_READY || word >> LCI_RES_SHIFT) return LC_NIL;
+    uint32_t goes = word & (LCI_STATE_MASK | LCI_KEPT | LCI_INDEPENDENT);
+    if (goes != LCI_READY || word >> LCI_RES_SHIFT) return LC_NIL;
     if (lci_tick(q) != lci_tick(&h->pages[child]) || !bare(o, parent)) return LC_NIL;
     return lci_promised(h, &o->eviction, parent) || lci_pinned(h, q) ? LC_NIL : parent;
 }
@@ -115,7 +116,7 @@ static bool over(const oldest *o) {
 }
 
 /* Pin the up to `op->want` pages that would be evicted next by a call for no namespace, each before
- * its parent (of a flat index in the order of their last use): into a lease with room for them,
+ * its parent (independent ones in the order of their last use): into a lease with room for them,
  * with their keys and parents (LC_NIL: none). Returns how many. They stay in the queue: where they
  * were (`op->keep_order`), or as if they had been used now. LC_E_BUSY, LC_E_INTR: call again, it
  * continues. What the lease holds is the caller's to release, after an error as well. */
@@ -208,7 +209,7 @@ static uint32_t next_one(discard *d) {
 }
 
 /* One step. Returns false when all were looked at. A page that something hangs on is passed over:
- * when the last of that has gone its turn comes again. In a flat index none is. */
+ * when the last of that has gone its turn comes again. An independent one is not. */
 static bool discard_batch(discard *d) {
     lci_handle *h = d->h;
     uint32_t marked[LCI_BATCH], n = 0, i = 0;
@@ -216,7 +217,7 @@ static bool discard_batch(discard *d) {
         i = next_one(d);
         if (i == d->n) break;
         uint32_t page = (uint32_t)d->page[i];
-        if (d->done[i] || lci_covered(h, &h->pages[page]) || !unwanted(d, i)) continue;
+        if (d->done[i] || lci_covered(&h->pages[page]) || !unwanted(d, i)) continue;
         uint32_t parent = lci_parent(h, &h->pages[page]);
         lci_evict_page(h, &d->t, &d->eviction, page);
         marked[n++] = page;
@@ -247,8 +248,8 @@ LC_API int lci_discard_end(lci_handle *h, lci_discard_op *op, const int32_t *pag
 }
 
 /* Give up our pins of these pages, each different, and evict those that no other client pins, that
- * had no hit since `hits` (NULL: whatever they had), and on which nothing else hangs, unless the
- * index is flat. With `lease` the pins are those that it holds, and it holds none any more.
+ * had no hit since `hits` (NULL: whatever they had), and on which nothing else hangs, unless they
+ * are independent. With `lease` the pins are those that it holds, and it holds none any more.
  * LC_E_BUSY, LC_E_INTR: call again, it continues; after any other end lci_discard_end gives back
  * the rest. LC_E_OWNER: we do not pin one of them; LC_E_TWICE: the lease was released. Nothing was
  * given up then. */

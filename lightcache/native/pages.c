@@ -52,16 +52,20 @@ uint32_t lci_parent(const lci_handle *h, const lci_page *p) {
     return state == LCI_WRITING || state == LCI_READY || state == LCI_EVICTING ? parent : LC_NIL;
 }
 
+static bool is_independent(const lci_handle *h, uint32_t page) {
+    return lc_load(&h->pages[page].word) & LCI_INDEPENDENT;
+}
+
 /* One page more hangs on `parent`: it leaves the queue, unless it may go before what hangs on it. */
 void lci_child_comes(lci_handle *h, lc_txn *t, uint32_t parent) {
-    if (!h->flat && lci_queueable(h, parent)) lci_queue_remove(h, t, parent);
+    if (!is_independent(h, parent) && lci_queueable(h, parent)) lci_queue_remove(h, t, parent);
     lc_txn_add(t, &h->pages[parent].children, 1);
 }
 
 /* One fewer: with the last of them it comes into the queue, unless it is there all the time. */
 void lci_child_goes(lci_handle *h, lc_txn *t, uint32_t parent) {
     lc_txn_add(t, &h->pages[parent].children, (uint32_t)-1);
-    if (!h->flat && lci_queueable(h, parent)) lci_queue_add(h, t, parent);
+    if (!is_independent(h, parent) && lci_queueable(h, parent)) lci_queue_add(h, t, parent);
 }
 
 /* For a page on its way out: its own fields are dead from then on. */
@@ -78,12 +82,13 @@ void lci_attach_parent(lci_handle *h, lc_txn *t, uint32_t page, uint32_t parent)
     lci_child_comes(h, t, parent);
 }
 
-/* A page that lost its parent is given the one that stands there now. Only a childless page: its
- * new parent cannot hang on it. */
+/* A page that lost its parent is given the one that stands there now, if that is of its kind. Only a
+ * childless page: its new parent cannot hang on it. */
 void lci_readopt(lci_handle *h, lc_txn *t, uint32_t page, uint32_t parent) {
     const lci_page *p = &h->pages[page];
     if (parent == LC_NIL || parent == page || lc_load(&p->children)) return;
-    if (lci_parent(h, p) == LC_NIL) lci_attach_parent(h, t, page, parent);
+    if (lci_parent(h, p) == LC_NIL && lci_same_kind(h, parent, lc_load(&p->word)))
+        lci_attach_parent(h, t, page, parent);
 }
 
 /* Make a named page unreachable at once. Its bytes stay until its last pin is released; the next
@@ -95,11 +100,12 @@ bool lci_doom(lci_handle *h, lc_txn *t, uint32_t page) {
     if (state != LCI_WRITING && state != LCI_READY) return false;
     if (lci_queueable(h, page)) lci_queue_remove(h, t, page);
     lci_detach_parent(h, t, page);
+    uint32_t others = ~(LCI_STATE_MASK | LCI_UNWRITTEN | LCI_KEPT | LCI_INDEPENDENT);
     uint32_t flag = state == LCI_WRITING ? LCI_UNWRITTEN : 0;
-    uint32_t doomed = (word & ~(LCI_STATE_MASK | LCI_KEPT)) | LCI_DOOMED | flag;
+    uint32_t doomed = (word & others) | LCI_DOOMED | flag;
     while (!lc_txn_swap(t, &p->word, word, doomed)) { /* a publisher was faster: now it is READY */
         word = lc_load_acquire(&p->word);
-        doomed = (word & ~(LCI_STATE_MASK | LCI_UNWRITTEN)) | LCI_DOOMED;
+        doomed = (word & others) | LCI_DOOMED;
         if (t->error) return false;
     }
     lc_dict_unlink(t, &h->dict, page);

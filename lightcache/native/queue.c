@@ -1,4 +1,4 @@
-/* The eviction queue: ready pages without children (of a flat index with them, too), oldest first,
+/* The eviction queue: ready pages without children (independent ones with them, too), oldest first,
  * as a wheel of 8 x 64 lists.
  *
  * A page lies in the list that the highest differing base-64 digit of its tick and of the queue's
@@ -50,7 +50,7 @@ bool lci_queueable(const lci_handle *h, uint32_t page) {
     const lci_page *p = &h->pages[page];
     uint32_t word = lc_load(&p->word);
     return (word & (LCI_STATE_MASK | LCI_KEPT)) == LCI_READY && word >> LCI_RES_SHIFT == 0 &&
-           !lci_covered(h, p);
+           !lci_covered(p);
 }
 
 void lci_queue_put(lci_handle *h, lc_txn *t, uint32_t page, uint64_t tick) {

@@ -22,12 +22,11 @@ static void doom(lci_page *p, uint32_t state) {
 static void settle_reserved(const builder *b, uint32_t page, uint32_t word) {
     const lci_handle *h = b->h;
     lci_page *p = &h->pages[page];
-    uint32_t state = lci_state_of(word), rid = word >> LCI_RES_SHIFT, ns = word & LCI_NS_MASK;
-    uint32_t kept = word & LCI_KEPT;
+    uint32_t state = lci_state_of(word), rid = word >> LCI_RES_SHIFT;
     const lci_reservation *r = rid && rid <= h->res_count ? &h->res[rid - 1] : NULL;
     bool listed = r && b->listed[page] == rid;
     bool over = !r || lc_load(&r->state) == LCI_RES_FREE || lci_complete(r);
-    if (state == LCI_READY && !listed && over) lc_store(&p->word, LCI_READY | ns | kept);
+    if (state == LCI_READY && !listed && over) lc_store(&p->word, LCI_READY | (word & (LCI_KIND | LCI_KEPT)));
     else if (!listed || lci_ns_of(word) != lci_ns_id(lc_load(&r->ns))) doom(p, state);
     else if (state == LCI_READY && !over)
         lc_store(&p->word, (word & ~LCI_KEPT) ^ (LCI_READY ^ LCI_WRITING));
@@ -53,9 +52,10 @@ static void settle_page(const builder *b, uint32_t page) {
     lci_page *p = &h->pages[page];
     uint32_t word = lc_load(&p->word), state = lci_state_of(word);
     uint64_t clock = lc_load(&h->root->clock);
+    uint32_t stray = named_word(word) ? LCI_KEPT : LCI_KEPT | LCI_INDEPENDENT; /* not READY's */
     if (lci_tick(p) > clock) lc_store(&p->used, clock << LCI_TICK_SHIFT);
-    if (state == LCI_EVICTING) lc_store(&p->word, word = LCI_READY | (word & LCI_NS_MASK));
-    else if (state != LCI_READY && word & LCI_KEPT) lc_store(&p->word, word &= ~LCI_KEPT);
+    if (state == LCI_EVICTING) lc_store(&p->word, word = LCI_READY | (word & LCI_KIND));
+    else if (state != LCI_READY && word & stray) lc_store(&p->word, word &= ~stray);
     if (lc_load(&p->gen) & 1) state = LCI_FREE; /* its next use makes it even */
     uint32_t open = lc_load(&h->ns[lci_ns_of(word)].state);
     if (state == LCI_HELD) {
@@ -160,9 +160,7 @@ static void count_page(lci_handle *h, uint32_t page) {
         _Atomic uint32_t *pages = &h->ns[lci_ns_of(word)].pages;
         lc_store(pages, lc_load(pages) + 1);
         uint32_t parent = lci_parent(h, p);
-        bool same = parent != LC_NIL &&
-                    ((lc_load(&h->pages[parent].word) ^ word) & LCI_NS_MASK) == 0;
-        if (same)
+        if (parent != LC_NIL && lci_same_kind(h, parent, word))
             lc_store(&h->pages[parent].children, lc_load(&h->pages[parent].children) + 1);
         else
             lc_store(&p->parent, LC_NIL);

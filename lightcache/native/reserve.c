@@ -62,10 +62,18 @@ static uint32_t find_locked(const lci_handle *h, const lc_key *key, uint32_t *wo
     return page;
 }
 
-/* Hang a new page on its parent. A parent that is new in this step as well is as dead as the page
- * itself if the step is undone: its count needs no log, and it is on no list. */
+/* What the words of this call's new pages are. */
+static uint32_t new_word(const reserve *r) {
+    uint32_t flag = r->op->independent ? LCI_INDEPENDENT : 0;
+    return LCI_WRITING | flag | lci_ns_id(r->op->ns) << LCI_NS_SHIFT |
+           (r->op->rid + 1) << LCI_RES_SHIFT;
+}
+
+/* Hang a new page on its parent, if that is of its kind. A parent that is new in this step as well is
+ * as dead as the page itself if the step is undone: its count needs no log, and it is on no list. */
 static void hang(reserve *r, lci_page *p, uint32_t parent, bool parent_is_new) {
     lci_handle *h = r->h;
+    if (parent != LC_NIL && !lci_same_kind(h, parent, new_word(r))) parent = LC_NIL;
     lc_store(&p->parent, parent);
     if (parent == LC_NIL) return;
     lci_page *q = &h->pages[parent];
@@ -83,7 +91,6 @@ static void make_page(reserve *r, uint32_t i, uint32_t page, uint32_t parent, bo
     lci_handle *h = r->h;
     lc_txn *t = &r->t;
     lci_page *p = &h->pages[page];
-    uint32_t ns = lci_ns_id(r->op->ns);
     if (!lci_pin_free(h, page)) {
         t->error = LC_E_CORRUPT;
         return;
@@ -92,8 +99,7 @@ static void make_page(reserve *r, uint32_t i, uint32_t page, uint32_t parent, bo
     lc_store(&p->children, 0);
     lc_store(&p->queue.prev, i >= LCI_HINT ? (uint32_t)r->page[i - LCI_HINT] : LC_NIL);
     hang(r, p, parent, parent_is_new);
-    lc_dict_insert(t, &h->dict, page, r->keys[r->start + i],
-                   LCI_WRITING | ns << LCI_NS_SHIFT | (r->op->rid + 1) << LCI_RES_SHIFT);
+    lc_dict_insert(t, &h->dict, page, r->keys[r->start + i], new_word(r));
     r->page[i] = (int32_t)page;
     r->status[i] = LCI_NEW;
     r->op->made++;
@@ -204,8 +210,7 @@ static void make_chain_room(reserve *r, uint32_t from, uint32_t to) {
 static uint32_t parent_of(const reserve *r, uint32_t i) {
     uint32_t at = r->start + i, word = 0, length;
     if (at == 0) return LC_NIL;
-    uint32_t page = find_locked(r->h, &r->keys[at - 1], &word, &length);
-    return page != LC_NIL && lci_ns_of(word) == lci_ns_id(r->op->ns) ? page : LC_NIL;
+    return find_locked(r->h, &r->keys[at - 1], &word, &length);
 }
 
 /* Go through a batch in order: each key hangs on the one before it. Returns how many of the taken
@@ -369,8 +374,9 @@ static int reserve_all(reserve *r, int wait, uint64_t deadline) {
     }
 }
 
-/* Reserve pages for keys [start, n). Returns the number of new pages; LC_E_BUSY, LC_E_INTR and
- * LC_E_GROW: call again with the same `op`, it continues where it was. After any other error the
+/* Reserve pages for keys [start, n), all new ones of one kind: see `op->independent`. Returns the
+ * number of new pages; LC_E_BUSY, LC_E_INTR and LC_E_GROW: call again with the same `op`, it
+ * continues where it was. After any other error the
  * caller gives back what `page` and `status` say it holds. */
 LC_API int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, uint32_t n,
                        uint32_t start, int32_t *page, uint8_t *status, int wait,

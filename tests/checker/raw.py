@@ -42,12 +42,10 @@ class Copy:
     def __init__(self, whole: Bytes, pages: int = 0) -> None:
         """Of a whole segment of an index; `pages` 0: as its header says."""
         self.whole = whole
-        self.config: dict[str, Any] = {}
         if not pages:
             size = ctypes.sizeof(shm_layout.SegmentHeader)
             header = shm_layout.SegmentHeader.from_buffer_copy(whole[:size])
-            self.config = json.loads(bytes(header.config)[: header.config_bytes])
-            pages = int(self.config["pages"])
+            pages = int(json.loads(bytes(header.config)[: header.config_bytes])["pages"])
         self.place = place = geometry(pages)
         self.header = self._records(shm_layout.SegmentHeader, 0, 1)
         self.clients = self._records(
@@ -134,6 +132,7 @@ class _Findings:
         self.reservation = (word >> layout.RESERVATION_SHIFT).astype(np.int64) - 1
         self.named = (self.state == PageState.WRITING) | (self.state == PageState.READY)
         self.kept = word & layout.KEPT != 0
+        self.independent = word & layout.INDEPENDENT != 0
         self.used = np.arange(self.n) < self.fresh
 
     def all(self) -> Iterator[str]:
@@ -144,11 +143,6 @@ class _Findings:
         if not self.fresh <= root["grown"] <= self.n:
             yield f"fresh {self.fresh} <= grown {root['grown']} <= pages {self.n} does not hold"
             return
-        flat = (
-            int(self.c.config.get("independent", False)) if self.c.config else min(root["flat"], 1)
-        )
-        if root["flat"] != flat:
-            yield f"root.flat is {root['flat']}, expected {flat}"
         if root["repairing"]:
             yield "a repair has begun and not ended"
         yield from self.states()
@@ -188,6 +182,8 @@ class _Findings:
             yield f"page {page} is being written under no reservation"
         for page in np.flatnonzero(self.kept & (self.state != PageState.READY))[:3]:
             yield f"page {page} is kept, its word is {int(word[page]):#x}"
+        for page in np.flatnonzero(self.independent & ~self.named)[:3]:
+            yield f"page {page} is independent, its word is {int(word[page]):#x}"
         tick = self.c.pages["used"] >> np.uint64(16)
         for page in np.flatnonzero(self.named & (tick > self.c.root["clock"]))[:3]:
             yield f"page {page} was used at {tick[page]}, the clock says {self.c.root['clock']}"
@@ -299,7 +295,7 @@ class _Findings:
             (self.state == PageState.READY)
             & ~self.kept
             & (self.reservation < 0)
-            & ((self.c.pages["children"] == 0) | bool(self.c.root["flat"]))
+            & ((self.c.pages["children"] == 0) | self.independent)
         )
         yield from self.same("queue", np.array(queued, np.int64), belong)
         yield from self.count("queued", len(queued))
@@ -315,6 +311,8 @@ class _Findings:
             yield f"page {page} has {children[page]} children, it says {pages['children'][page]}"
         for page in np.flatnonzero(valid & (self.space != self.space[inside]))[:3]:
             yield f"page {page} hangs on page {parent[page]} of another namespace"
+        for page in np.flatnonzero(valid & (self.independent != self.independent[inside]))[:3]:
+            yield f"page {page} hangs on page {parent[page]}, and one of them is independent"
         up = np.append(np.where(valid, parent, self.n), self.n)  # the last entry: above all roots
         for _ in range(max(1, int(self.n).bit_length())):
             up = up[up]

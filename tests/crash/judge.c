@@ -65,7 +65,8 @@ static uint32_t find_all(stage *s, page_note *notes) {
         page_note one = {.key = {lc_load(&p->lo), lc_load(&p->hi)},
                          .ns = ns | lc_load(&h->ns[ns].epoch) << 8,
                          .page = page,
-                         .gen = lc_load(&p->gen)};
+                         .gen = lc_load(&p->gen),
+                         .kind = word & LCI_KIND};
         if (lci_state_of(word) != LCI_READY || !finds(s, &one)) continue;
         NEED(n < 2 * MAX_KEYS);
         notes[n++] = one;
@@ -113,9 +114,21 @@ static void bytes_whole(judge *j, stage *s, const char *when) {
     }
 }
 
+/* A page that has its key still is of the kind that it was when it was ready. */
+static void same_kind(judge *j, stage *s, const page_note *n, const char *when) {
+    const lci_page *p = &s->reader.h->pages[n->page];
+    uint32_t word = lc_load(&p->word), state = lci_state_of(word);
+    bool named = state == LCI_READY || state == LCI_EVICTING;
+    if (named && lc_load(&p->gen) == n->gen && (word & LCI_KIND) != n->kind)
+        FOUND(j, "%s: page %u was of kind %#x, its word is %#x", when, n->page, n->kind, word);
+}
+
 static void still_found(judge *j, stage *s, const char *when) {
-    for (uint32_t i = 0; i < j->found_count; i++)
+    for (uint32_t i = 0; i < j->found_count; i++) {
         if (!finds(s, &j->found[i])) FOUND(j, "%s: page %u is missed", when, j->found[i].page);
+        same_kind(j, s, &j->found[i], when);
+    }
+    for (uint32_t i = 0; i < j->stable_count; i++) same_kind(j, s, &j->stable[i], when);
     bytes_whole(j, s, when);
 }
 

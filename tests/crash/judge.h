@@ -7,7 +7,7 @@
 typedef struct page_note { /* a ready page */
     lc_key key;
     lci_ns_ref ns;
-    uint32_t page, gen;
+    uint32_t page, gen, kind;
     bool first;  /* it was there before the first victim began */
     bool here;   /* and before this one did */
     bool missed; /* by a lookup in any state that was looked at, nothing recovered yet */

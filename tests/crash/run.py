@@ -196,7 +196,7 @@ def show(outcome: Outcome) -> None:
     counts = " ".join(f"{value:>8}" for value in outcome.counts.values())
     verdict = "" if outcome.good else "  FAILED"
     print(
-        f"{outcome.scene:<22}{outcome.build:<10}{counts}{outcome.took:>8.1f}{verdict}", flush=True
+        f"{outcome.scene:<27}{outcome.build:<10}{counts}{outcome.took:>8.1f}{verdict}", flush=True
     )
     if not outcome.good:
         print("\n".join([outcome.text, *outcome.wrong]), flush=True)
@@ -243,7 +243,7 @@ def run_all(
         print(f"built in {time.monotonic() - began:.0f} s; {jobs} workers")
         columns = "steps changes looked asked killed seconds dumps stable failures"
         heads = " ".join(f"{head:>8}" for head in columns.split())
-        print(f"{'scene':<22}{'build':<10}{heads}{'time':>8}")
+        print(f"{'scene':<27}{'build':<10}{heads}{'time':>8}")
         futures: list[Future[Outcome]] = [
             pool.submit(run_scene, stepper.result(), program, scene, effort)
             for scene in names

@@ -14,13 +14,30 @@ void two_runs(stage *s) {
     run_fill(&s->survivor, 1, n, SCENE_NS);
 }
 
+static run filling;
+
+static void fill_behind(actor *a, uint32_t number, uint32_t i, uint32_t n) {
+    run_behind(a, &filling, number, i, n);
+    run_publish(a, &filling, 0);
+    run_unpin(a, &filling);
+}
+
+static void fill_path(stage *s, uint32_t number) {
+    for (uint32_t i = 0; i < (uint32_t)s->pages / 2 - 8; i++)
+        fill_behind(&s->survivor, number, i, i + 1);
+}
+
 void two_paths(stage *s) {
-    static run r;
-    actor *a = &s->survivor;
-    for (uint32_t number = 0; number < 2; number++)
-        for (uint32_t i = 0; i < (uint32_t)s->pages / 2 - 8; i++) {
-            run_behind(a, &r, number, i, i + 1);
-            run_publish(a, &r, 0);
-            run_unpin(a, &r);
-        }
+    fill_path(s, 0);
+    fill_path(s, 1);
+}
+
+void both_kinds(stage *s) {
+    uint32_t n = (uint32_t)s->pages / 2 - 8;
+    fill_path(s, 0);
+    run_fill(&s->survivor, 1, n, SCENE_NS);
+    run_reserve(&s->survivor, &filling, 0, n + 4, 1, SCENE_NS);
+    run_publish(&s->survivor, &filling, 0);
+    run_unpin(&s->survivor, &filling);
+    fill_behind(&s->survivor, 1, n, n + 4);
 }

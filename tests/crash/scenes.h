@@ -25,7 +25,6 @@ typedef struct scene {
     bool unjoined;               /* the victim has no slot before it acts */
     uint32_t flags;              /* of the victim's slot */
     bool unsound;                /* the index is damaged until the operation is over */
-    bool flat;                   /* the index */
     struct scene *next;
 } scene;
 
@@ -41,8 +40,10 @@ scene *scene_named(const char *name);
 
 /* What most scenes begin with: the survivor has filled two runs; 8 pages and more are free. */
 void two_runs(stage *s);
-/* What those of a flat index begin with: as many pages, each last used a tick after the one that it
- * hangs on (the last two of a path at once). */
+/* What those of independent pages begin with: as many of them, each last used a tick after the one that
+ * it hangs on (the last two of a path at once). */
 void two_paths(stage *s);
+/* And those of both kinds: a path and a run, and behind each of them four pages of the other kind. */
+void both_kinds(stage *s);
 
 #endif

@@ -90,7 +90,7 @@ static inline uint64_t stage_bytes(const lci_geometry *g) {
 }
 
 /* stage.c */
-stage *stage_open(const char *path, uint64_t pages, uint64_t grown, bool flat);
+stage *stage_open(const char *path, uint64_t pages, uint64_t grown);
 stage *stage_copy(const stage *real);
 void stage_refresh(stage *copy, const stage *real, const uint8_t *bytes);
 void stage_close(stage *s);
@@ -112,7 +112,8 @@ void run_publish(actor *a, run *r, uint32_t shard);
 void run_unpin(actor *a, run *r);
 void run_abandon(actor *a, run *r);
 void run_fill(actor *a, uint32_t number, uint32_t n, lci_ns_ref ns);
-void run_behind(actor *a, run *r, uint32_t number, uint32_t i, uint32_t n); /* keys [i, n) only */
+/* Independent pages for keys [i, n) only. */
+void run_behind(actor *a, run *r, uint32_t number, uint32_t i, uint32_t n);
 void hold_match(actor *a, hold *l, uint32_t number, uint32_t n, lci_ns_ref ns);
 void hold_release(actor *a, hold *l);
 uint32_t deed_evict(actor *a, uint32_t n); /* returns the pages freed */

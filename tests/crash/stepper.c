@@ -29,7 +29,7 @@ static struct {
 static judge open_judge(void) {
     judge j = {.scene = the_scene, .folder = folder, .dump_every = dump_every};
     j.real = stage_open(file, the_scene->pages,
-                        the_scene->grown ? the_scene->grown : the_scene->pages, the_scene->flat);
+                        the_scene->grown ? the_scene->grown : the_scene->pages);
     if (the_scene->set) the_scene->set(j.real);
     j.undone = malloc(j.real->bytes);
     j.allowed = malloc(j.real->bytes / 4);

@@ -71,7 +71,6 @@ static void root_fields(table *t, uint64_t at) {
     ONE(lci_root, tickets, DERIVED, at, 1);
     ONE(lci_root, chunks, DERIVED, at, 1);
     ONE(lci_root, index_bytes, DERIVED, at, 1);
-    ONE(lci_root, flat, DERIVED, at, 1);
     ONE(lci_root, free_head, DERIVED, at, 1);
     ONE(lci_root, free_count, DERIVED, at, 1);
     ONE(lci_root, fresh, TRUTH, at, 1);

@@ -114,7 +114,7 @@ static uint32_t expected(const world *w) {
 }
 
 static bool attaches(world *w) {
-    lci_handle *h = world_open(w, w->reader);
+    lci_handle *h = lci_open(w->reader, w->pages);
     if (!h) return false;
     lci_close(h);
     return true;
@@ -206,8 +206,8 @@ static void operate_on(world *w, rng *r, const damage *d, flipper *f) {
 static world *draw_case(uint64_t seed, rng *r, damage *d) {
     *r = (rng){.state = seed * 2 + 1};
     d->count = 0;
-    /* Every fifth, so that the others draw what they drew before there was a flat one. */
-    world *w = &worlds[seed % 5 == 4 ? FLAT_WORLD : below(r, FLAT_WORLD)];
+    /* Every fifth, so that the others draw what they drew before there was a mixed one. */
+    world *w = &worlds[seed % 5 == 4 ? MIXED_WORLD : below(r, MIXED_WORLD)];
     if (below(r, 4) == 0) return w;
     uint32_t hits = below(r, 4) ? 1 : 2 + below(r, 2);
     for (uint32_t i = 0; i < hits; i++) damage_draw(d, w, names, name_count, r);

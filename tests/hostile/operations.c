@@ -164,6 +164,11 @@ static bool open_stands(const world *w) {
            lc_load(&r->state) == LCI_RES_ACTIVE && !lci_complete(r);
 }
 
+/* In the mixed world alone: elsewhere cases draw what they drew before there were two kinds. */
+static uint32_t some_kind(call *c) {
+    return c->w->variant == MIXED_WORLD ? below(c->r, 2) : 0;
+}
+
 static int begin_reserve(call *c, reserving *v, uint32_t shards) {
     world *w = c->w;
     /* Whoever finds a repair unfinished repairs, which may end a damaged reservation. */
@@ -175,6 +180,7 @@ static int begin_reserve(call *c, reserving *v, uint32_t shards) {
     v->fresh = room(4 * (size_t)(v->n - v->start));
     v->status = room(v->n - v->start);
     v->op = (lci_reserve_op){.shards = shards, .ns = some_namespace(c)};
+    v->op.independent = some_kind(c);
     int rc = 0;
     for (int i = 0; i < 3; i++) {
         rc = sane(lci_reserve(w->h, &v->op, v->keys, v->n, v->start, v->page, v->status, c->wait,
@@ -237,6 +243,7 @@ static int reserve_several(call *c) {
         starts[i] = below(c->r, n + 1) / 2;
         rest += n - (uint32_t)starts[i];
         ops[i] = (lci_reserve_op){.shards = 1 + below(c->r, 3), .ns = some_namespace(c)};
+        ops[i].independent = some_kind(c);
     }
     int32_t *page = room(4 * (size_t)rest), *fresh = room(4 * (size_t)rest), codes[CHAINS];
     uint8_t *status = room(rest);
@@ -451,6 +458,7 @@ static int name(call *c, const int32_t *pages, uint32_t n, int32_t *out) {
     /* Two requests, the first behind `front` keys of a run, the second from another's root. */
     int64_t offsets[3] = {0, front + cut, front + n}, starts[2] = {front, 0};
     lci_held_op op = {.ns = some_namespace(c), .flags = below(c->r, 2)};
+    if (some_kind(c)) op.flags |= LCI_NAME_INDEPENDENT;
     world_keys(keys, below(c->r, 10), front + cut);
     world_keys(keys + front + cut, below(c->r, 10), n - cut);
     for (uint32_t i = 0; i < n; i++) out[i] = 0;
@@ -529,7 +537,7 @@ static int reap(call *c) {
 
 static int reap_unjoined(call *c) {
     lcs_attachment *at = world_stranger(c->w);
-    lci_handle *h = world_open(c->w, at);
+    lci_handle *h = lci_open(at, c->w->pages);
     int rc = h ? sane(lci_reap_unjoined(h, c->w->dead_slot ? c->w->dead_slot : 3, c->wait,
                                         c->deadline),
                       "reap")
@@ -543,7 +551,7 @@ static int reap_unjoined(call *c) {
 static int visit(call *c) {
     lcs_attachment *at = world_stranger(c->w);
     int slot = sane(lcs_slot_claim(at, "visitor", 0), "claim"), rc = slot;
-    lci_handle *h = slot > 0 ? world_open(c->w, at) : NULL;
+    lci_handle *h = slot > 0 ? lci_open(at, c->w->pages) : NULL;
     if (slot > 0) at_most(slot, LCS_SLOTS - 1, "claim gave a slot");
     if (h) {
         rc = sane(lci_leave(h, c->wait, c->deadline), "leave");

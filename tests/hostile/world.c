@@ -43,13 +43,6 @@ void world_dismiss(lcs_attachment *at) {
     lcs_attachment_free(at);
 }
 
-lci_handle *world_open(const world *w, lcs_attachment *at) {
-    lci_handle *h = lci_open(at, w->pages);
-    if (!h || lci_is_flat(h) == (w->variant == FLAT_WORLD)) return h;
-    lci_close(h);
-    return NULL;
-}
-
 static lcs_attachment *join(const world *w, const char *role) {
     lcs_attachment *at = world_stranger(w);
     NEED(lcs_slot_claim(at, role, 0) > 0);
@@ -64,12 +57,14 @@ typedef struct filling {
     uint32_t n, made;
 } filling;
 
-static void reserve(lci_handle *h, filling *f, uint32_t run, uint32_t n, uint32_t shards,
-                    lci_ns_ref ns) {
+/* In the mixed world every second run is one of independent pages. */
+static void reserve(const world *w, lci_handle *h, filling *f, uint32_t run, uint32_t n,
+                    uint32_t shards, lci_ns_ref ns) {
     memset(f, 0, sizeof *f);
     world_keys(f->keys, run, n);
     f->n = n;
     f->op = (lci_reserve_op){.shards = shards, .ns = ns};
+    f->op.independent = w->variant == MIXED_WORLD && run % 2 == 0;
     NEED(lci_reserve(h, &f->op, f->keys, n, 0, f->page, f->status, LC_BLOCK, FOREVER) >= 0);
     for (uint32_t i = 0; i < n; i++)
         if (f->status[i] == LCI_NEW) f->fresh[f->made++] = f->page[i];
@@ -82,7 +77,7 @@ static void publish(lci_handle *h, filling *f) {
 
 static void fill(world *w, uint32_t run, uint32_t n, lci_ns_ref ns) {
     filling f;
-    reserve(w->h, &f, run, n, 1, ns);
+    reserve(w, w->h, &f, run, n, 1, ns);
     publish(w->h, &f);
     w->ready[run] = f.made;
 }
@@ -121,7 +116,7 @@ static void give_tickets(world *w) {
                          LC_BLOCK, FOREVER) == LC_OK);
     for (uint32_t i = 0; i < 6; i++) NEED(lci_unpin_one(w->h, (uint32_t)lease.rest[i]) == LC_OK);
     NEED(lci_release(w->peer_h, &lease.head) == LC_OK); /* a list of three chunks, pages repeated */
-    reserve(w->peer_h, &f, 6, 3, 2, w->ns[0]);
+    reserve(w, w->peer_h, &f, 6, 3, 2, w->ns[0]);
     NEED(lci_ticket_give(w->peer_h, f.fresh, f.made, f.op.rid, f.op.gen,
                          UINT64_C(1) << w->me_slot, soon(), &w->shard_ticket, LC_BLOCK,
                          FOREVER) == LC_OK);
@@ -145,11 +140,11 @@ static void have_a_death(world *w) {
     } lease = {.head.held = 0};
     lci_ns_ref gone;
     NEED(h && lci_namespace_open(h, "old", "", 0, &gone, LC_BLOCK, FOREVER) == LC_OK);
-    reserve(h, &f, 7, 4, 1, gone);
+    reserve(w, h, &f, 7, 4, 1, gone);
     publish(h, &f);
     NEED(lci_match1(h, f.keys, 2, gone, &lease.head) == 2);
     NEED(lci_clear(h, gone, LC_BLOCK, FOREVER) == LC_OK);
-    reserve(h, &f, 8, 5, 1, w->ns[0]);
+    reserve(w, h, &f, 8, 5, 1, w->ns[0]);
     hold(h, lease.rest + 2, 2);
     w->dead_slot = at->slot;
     if (w->variant == DEAD_HOLDER) {
@@ -171,7 +166,7 @@ static void populate(world *w) {
     fill(w, 0, 14, w->ns[0]);
     fill(w, 1, 9, w->ns[0]);
     fill(w, 2, 6, w->ns[1]);
-    reserve(w->h, &f, 5, 5, 2, w->ns[0]);
+    reserve(w, w->h, &f, 5, 5, 2, w->ns[0]);
     w->open = f.op;
     w->open_count = f.made;
     memcpy(w->open_pages, f.fresh, f.made * sizeof f.fresh[0]);
@@ -207,7 +202,7 @@ void world_make(world *w, enum variant variant) {
     NEED(memory >= 0 && w->life >= 0 && ftruncate(memory, (off_t)w->bytes) == 0);
     w->base = world_map(memory, w->bytes, PROT_READ | PROT_WRITE);
     uint64_t grown = variant == FRESH_WORLD ? w->pages / 2 : w->pages;
-    NEED(lci_format(w->base, w->bytes, w->pages, grown, variant == FLAT_WORLD) == LC_OK);
+    NEED(lci_format(w->base, w->bytes, w->pages, grown) == LC_OK);
     w->me = join(w, "me");
     w->peer = join(w, "peer");
     w->reader = lcs_attachment_new(world_map(memory, w->bytes, PROT_READ), w->bytes,

@@ -13,7 +13,7 @@ enum variant {
     DEAD_HOLDER, /* the same, and the dead client holds the lock with entries in the log */
     FRESH_WORLD, /* nothing yet, and memory behind a part of the pages only */
     FULL_WORLD,  /* so few pages that every link matters, all of them in use */
-    FLAT_WORLD,  /* as the busy one, and pages have gone that others hang on */
+    MIXED_WORLD, /* as the busy one, with independent pages too; some have gone that others hang on */
     VARIANTS
 };
 
@@ -47,8 +47,6 @@ lc_key world_key(uint32_t run, uint32_t i);
 void world_keys(lc_key *keys, uint32_t run, uint32_t n);
 
 void world_make(world *w, enum variant variant);
-/* A handle, as whoever attaches gets one: NULL if the root is not what the world was made as. */
-lci_handle *world_open(const world *w, lcs_attachment *at);
 void world_restore(world *w);
 /* `bytes` of a file, between two stretches that nobody may touch. */
 uint8_t *world_map(int fd, uint64_t bytes, int protection);

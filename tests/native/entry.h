@@ -83,9 +83,8 @@ int lcs_robust_take(lcs_attachment *at, uint32_t operation, int wait, uint64_t d
 int lcs_robust_drop(lcs_attachment *at);
 
 const char *lci_layout(void);
-int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t grown, int flat);
+int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t grown);
 lci_handle *lci_open(lcs_attachment *at, uint64_t pages);
-int lci_is_flat(const lci_handle *h);
 void lci_close(lci_handle *h);
 int lci_count(lci_handle *h, lci_counts *out);
 int lci_peek1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns);

@@ -15,7 +15,7 @@ extern const test publish_tests[], evict_tests[], namespace_tests[], ticket_test
 extern const test check_tests[], repair_tests[], race_tests[], death_tests[], taking_back_tests[];
 extern const test taking_over_tests[], ending_tests[], ticket_ending_tests[], mend_tests[], mend_records_tests[];
 extern const test room_tests[], halfway_tests[], meanwhile_tests[], walk_tests[], mend_pins_tests[];
-extern const test log_tests[], held_tests[], keep_tests[], flat_tests[], many_tests[];
+extern const test log_tests[], held_tests[], keep_tests[], independent_tests[], many_tests[];
 extern const test step_tests[], naming_tests[], oldest_tests[], hint_tests[], look_tests[];
 extern const test group_tests[];
 
@@ -25,7 +25,7 @@ static const test *const tables[] = {
     namespace_tests, ticket_tests, reap_tests, check_tests, repair_tests, race_tests, death_tests,
     taking_back_tests, taking_over_tests, ending_tests, ticket_ending_tests, mend_tests,
     mend_records_tests, room_tests, halfway_tests, meanwhile_tests, walk_tests,
-    mend_pins_tests, log_tests, held_tests, keep_tests, flat_tests, many_tests,
+    mend_pins_tests, log_tests, held_tests, keep_tests, independent_tests, many_tests,
     step_tests, naming_tests, oldest_tests, hint_tests, look_tests, group_tests,
 };
 

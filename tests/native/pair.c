@@ -5,16 +5,17 @@ client a, b;
 prompt p, q;
 lease l;
 
-static void join(segment made) {
+static void join(segment made, bool independent) {
     s = made;
+    independent_prompts = independent;
     a = client_join(&s);
     b = client_join(&s);
     memset(&l, 0, sizeof l);
 }
 
-void set_up(uint64_t pages) { join(index_make(pages)); }
-void set_up_grown(uint64_t pages, uint64_t grown) { join(index_make_grown(pages, grown)); }
-void set_up_flat(uint64_t pages) { join(flat_index_make(pages)); }
+void set_up(uint64_t pages) { join(index_make(pages), false); }
+void set_up_grown(uint64_t pages, uint64_t grown) { join(index_make_grown(pages, grown), false); }
+void set_up_independent(uint64_t pages) { join(index_make(pages), true); }
 
 void tear_down(void) {
     client_leave(&a);

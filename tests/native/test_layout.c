@@ -72,9 +72,9 @@ static void format_refuses(void) {
     lci_geometry g;
     CHECK_EQ(lci_geometry_of(100, &g), LC_OK);
     segment s = segment_make(g.end);
-    CHECK_EQ(lci_format(s.base, g.end - 1, 100, 0, 0), LC_E_RANGE);
-    CHECK_EQ(lci_format(s.base, g.end, 100, 101, 0), LC_E_RANGE);
-    CHECK_EQ(lci_format(s.base, g.end, 0, 0, 0), LC_E_RANGE);
+    CHECK_EQ(lci_format(s.base, g.end - 1, 100, 0), LC_E_RANGE);
+    CHECK_EQ(lci_format(s.base, g.end, 100, 101), LC_E_RANGE);
+    CHECK_EQ(lci_format(s.base, g.end, 0, 0), LC_E_RANGE);
     segment_end(&s);
 }
 

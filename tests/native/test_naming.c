@@ -176,14 +176,14 @@ static void naming_stops_where_no_list_has_room(void) {
 
 /* The first of two was let go alone, and the second stayed: it hangs on the new first. */
 static void a_page_that_is_met_hangs_on_what_is_named_before_it(void) {
-    set_up_flat(8);
+    set_up_independent(8);
     prompt_fill(&b, &q, 1, 2);
     q.n = 1;
     CHECK_EQ(drop_run(&b, &q, 0), LC_OK);
     CHECK_EQ(walk.pages, 1);
     prompt_make(&p, 1, 2);
     CHECK_EQ(allocate(&a, 2), LC_OK);
-    CHECK_EQ(name(&a, &p, 0, 0), LC_OK);
+    CHECK_EQ(name(&a, &p, 0, LCI_NAME_INDEPENDENT), LC_OK);
     CHECK_EQ(status[0], LCI_NEW);
     CHECK_EQ(status[1], LCI_PRESENT);
     CHECK_EQ(lci_parent(a.h, &a.h->pages[out[1]]), out[0]);

@@ -26,20 +26,16 @@ segment segment_make(uint64_t bytes) {
     return s;
 }
 
-static segment make_index(uint64_t pages, uint64_t grown, int flat) {
+segment index_make_grown(uint64_t pages, uint64_t grown) {
     lci_geometry g;
     CHECK_EQ(lci_geometry_of(pages, &g), LC_OK);
     segment s = segment_make(g.end);
-    CHECK_EQ(lci_format(s.base, s.bytes, pages, grown, flat), LC_OK);
+    CHECK_EQ(lci_format(s.base, s.bytes, pages, grown), LC_OK);
     s.pages = pages;
     return s;
 }
 
-segment index_make(uint64_t pages) { return make_index(pages, pages, 0); }
-
-segment index_make_grown(uint64_t pages, uint64_t grown) { return make_index(pages, grown, 0); }
-
-segment flat_index_make(uint64_t pages) { return make_index(pages, pages, 1); }
+segment index_make(uint64_t pages) { return index_make_grown(pages, pages); }
 
 void segment_end(segment *s) {
     CHECK(munmap(s->base - GUARD, s->bytes + 2 * GUARD) == 0);
@@ -154,9 +150,11 @@ void prompt_make(prompt *p, uint32_t number, uint32_t n) {
     p->n = n;
 }
 
+bool independent_prompts;
+
 int prompt_reserve(client *c, prompt *p, lci_ns_ref ns, uint32_t shards) {
     int rc;
-    p->op = (lci_reserve_op){.shards = shards, .ns = ns};
+    p->op = (lci_reserve_op){.shards = shards, .ns = ns, .independent = independent_prompts};
     do {
         rc = lci_reserve(c->h, &p->op, p->keys, p->n, 0, p->page, p->status, BLOCKING);
     } while (rc == LC_E_INTR);

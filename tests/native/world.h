@@ -22,7 +22,6 @@ typedef struct segment {
 segment segment_make(uint64_t bytes);
 segment index_make(uint64_t pages); /* formatted, all pages grown */
 segment index_make_grown(uint64_t pages, uint64_t grown);
-segment flat_index_make(uint64_t pages);
 void segment_end(segment *s);
 
 /* Can a child notice that it was forked? qemu's user emulation takes every advice and passes on none,
@@ -72,6 +71,8 @@ typedef struct lease {
 } lease;
 
 void prompt_make(prompt *p, uint32_t number, uint32_t n);
+/* Of which kind the pages are that prompt_reserve gets. */
+extern bool independent_prompts;
 /* lci_reserve until it is through; its result. `made` and `fresh` are its new pages. */
 int prompt_reserve(client *c, prompt *p, lci_ns_ref ns, uint32_t shards);
 void prompt_publish(client *c, prompt *p, uint32_t shard);

@@ -31,6 +31,7 @@ class PageView:
     parent_gen: int
     children: int
     kept: bool
+    independent: bool
     hits: int
 
 
@@ -79,6 +80,7 @@ class IndexView:
                 parent_gen=r.parent_gen,
                 children=r.children,
                 kept=bool(r.word & layout.KEPT),
+                independent=bool(r.word & layout.INDEPENDENT),
                 hits=r.used & 0xFFFF,
             )
             for r in records

@@ -34,16 +34,16 @@ SCENE(evict_raced, .pages = 48, .set = one_other, .act = evict_five, .meanwhile 
 SCENE(evict_all_raced, .pages = 48, .set = one_other, .act = evict_all, .meanwhile = pin_marked,
       .taken = 16)
 
-/* Of a flat index: from the middle of what hangs together. */
-SCENE(evict_flat, .pages = 48, .flat = true, .set = two_paths, .act = evict_five, .taken = 5)
-SCENE(evict_all_flat, .pages = 48, .flat = true, .set = two_paths, .act = evict_all, .taken = 32)
+/* Independent pages go from the middle of what hangs together. */
+SCENE(evict_independent, .pages = 48, .set = two_paths, .act = evict_five, .taken = 5)
+SCENE(evict_all_independent, .pages = 48, .set = two_paths, .act = evict_all, .taken = 32)
 
 static void first_pinned(stage *s) {
     two_paths(s);
     actor *o = stage_other(s, 0);
     hold_match(o, &o->held, 0, 3, SCENE_NS);
 }
-SCENE(evict_pinned_flat, .pages = 48, .flat = true, .set = first_pinned, .act = evict_all,
+SCENE(evict_pinned_independent, .pages = 48, .set = first_pinned, .act = evict_all,
       .taken = 29)
 
 /* The first that is marked comes back: others hang on it, and are marked as well. */
@@ -51,7 +51,17 @@ static void other_of_paths(stage *s) {
     two_paths(s);
     stage_other(s, 0)->stopped = true;
 }
-SCENE(evict_raced_flat, .pages = 48, .flat = true, .set = other_of_paths, .act = evict_five,
+SCENE(evict_raced_independent, .pages = 48, .set = other_of_paths, .act = evict_five,
+      .meanwhile = pin_marked, .taken = 5)
+
+/* Both kinds in one queue; behind a page of the other kind nothing hangs. */
+SCENE(evict_mixed, .pages = 48, .set = both_kinds, .act = evict_five, .taken = 5)
+SCENE(evict_all_mixed, .pages = 48, .set = both_kinds, .act = evict_all, .taken = 40)
+static void other_of_kinds(stage *s) {
+    both_kinds(s);
+    stage_other(s, 0)->stopped = true;
+}
+SCENE(evict_raced_mixed, .pages = 48, .set = other_of_kinds, .act = evict_five,
       .meanwhile = pin_marked, .taken = 5)
 
 /* Pages that others hang on go, and are used at once under other keys, and under their own. */
@@ -66,7 +76,7 @@ static void use_again(actor *v) {
     run_publish(v, &r, 0);
     run_unpin(v, &r);
 }
-SCENE(evict_and_use_flat, .pages = 48, .flat = true, .set = two_paths, .act = use_again, .taken = 7,
+SCENE(evict_and_use_independent, .pages = 48, .set = two_paths, .act = use_again, .taken = 7,
       .made = 20)
 
 static void clear(actor *v) { deed_clear(v, v->notes->ns); }
@@ -80,7 +90,12 @@ static void default_paths(stage *s) {
     deed_evict(&s->survivor, 3);
     s->notes->ns = SCENE_NS;
 }
-SCENE(clear_flat, .pages = 48, .flat = true, .set = default_paths, .act = clear, .taken = 29)
+static void default_kinds(stage *s) {
+    both_kinds(s);
+    s->notes->ns = SCENE_NS;
+}
+SCENE(clear_mixed, .pages = 48, .set = default_kinds, .act = clear, .taken = 40)
+SCENE(clear_independent, .pages = 48, .set = default_paths, .act = clear, .taken = 29)
 
 /* A space of its own: some of its pages pinned, some being written. */
 static void space_in_use(stage *s) {

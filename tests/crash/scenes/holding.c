@@ -128,7 +128,12 @@ SCENE(name, .pages = 48, .set = two_runs, .prepare = six, .act = name_six, .made
 /* Behind a prefix that is there: its last page is a leaf no more. */
 static void name_behind(actor *v) { name(v, 1, 16, 22, 0); }
 SCENE(name_behind, .pages = 48, .set = two_runs, .prepare = six, .act = name_behind, .made = 6)
-SCENE(name_flat, .pages = 48, .flat = true, .set = two_paths, .prepare = six, .act = name_behind,
+static void name_free(actor *v) { name(v, 1, 16, 22, LCI_NAME_INDEPENDENT); }
+SCENE(name_independent, .pages = 48, .set = two_paths, .prepare = six, .act = name_free, .made = 6)
+
+/* Behind a page of the other kind: it stays a leaf, and the first of ours has no parent. */
+SCENE(name_mixed, .pages = 48, .set = two_runs, .prepare = six, .act = name_free, .made = 6)
+SCENE(name_behind_independent, .pages = 48, .set = two_paths, .prepare = six, .act = name_behind,
       .made = 6)
 
 /* Four are there: pinned; and ours of these are free, or stay. */
@@ -202,8 +207,12 @@ static void named_behind(actor *v) {
 }
 SCENE(unname_behind, .pages = 48, .set = two_runs, .prepare = named_behind, .act = unname_six,
       .taken = 6)
-SCENE(unname_flat, .pages = 48, .flat = true, .set = two_paths, .prepare = named_behind,
-      .act = unname_six, .taken = 6)
+static void named_free(actor *v) {
+    six(v);
+    name_free(v);
+}
+SCENE(unname_independent, .pages = 48, .set = two_paths, .prepare = named_free, .act = unname_six,
+      .taken = 6)
 
 static void other_matches(stage *s) {
     actor *o = &s->other[0];

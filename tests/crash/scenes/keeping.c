@@ -69,8 +69,8 @@ static void two_paths_kept(stage *s) {
     two_paths(s);
     keep_both(&s->survivor);
 }
-SCENE(keep_flat, .pages = 48, .flat = true, .set = two_paths, .act = keep_both)
-SCENE(unkeep_flat, .pages = 48, .flat = true, .set = two_paths_kept, .act = unkeep_both)
+SCENE(keep_independent, .pages = 48, .set = two_paths, .act = keep_both)
+SCENE(unkeep_independent, .pages = 48, .set = two_paths_kept, .act = unkeep_both)
 
 static void repair(actor *v) { NEED(lci_repair(v->h, LC_BLOCK, FOREVER) == LC_OK); }
 SCENE(repair_kept, .pages = 48, .set = two_kept, .act = repair)
@@ -78,7 +78,32 @@ static void paths_without_roots(stage *s) {
     two_paths(s);
     deed_evict(&s->survivor, 3);
 }
-SCENE(repair_flat, .pages = 48, .flat = true, .set = paths_without_roots, .act = repair)
+SCENE(repair_independent, .pages = 48, .set = paths_without_roots, .act = repair)
+
+/* Both kinds, some being written, some published and not collected, some kept. */
+static void kinds_in_use(stage *s) {
+    actor *o = stage_other(s, 0), *p = stage_other(s, 0);
+    both_kinds(s);
+    NEED(keep(&s->survivor, 0, 18, 1, SCENE_NS) == 18);
+    run_behind(o, &o->writing, 1, 20, 23);
+    run_behind(p, &p->writing, 2, 0, 3);
+    run_publish(p, &p->writing, 0);
+}
+SCENE(repair_mixed, .pages = 48, .set = kinds_in_use, .act = repair)
+static void keep_ends(actor *v) {
+    NEED(keep(v, 0, 20, 1, SCENE_NS) == 20);
+    NEED(keep(v, 1, 20, 1, SCENE_NS) == 20);
+}
+static void kinds_kept(stage *s) {
+    both_kinds(s);
+    keep_ends(&s->survivor);
+}
+static void unkeep_ends(actor *v) {
+    NEED(keep(v, 0, 20, 0, SCENE_NS) == 20);
+    NEED(keep(v, 1, 20, 0, SCENE_NS) == 20);
+}
+SCENE(keep_mixed, .pages = 48, .set = both_kinds, .act = keep_ends)
+SCENE(unkeep_mixed, .pages = 48, .set = kinds_kept, .act = unkeep_ends)
 
 /* ------------------------------------------------------------------ letting go */
 
@@ -126,10 +151,12 @@ static bool pin_marked(stage *s) {
 }
 SCENE(drop_raced, .pages = 48, .set = one_other, .act = drop_some, .meanwhile = pin_marked)
 
-/* Of a flat index, what hangs on it stays. */
-SCENE(drop_flat, .pages = 48, .flat = true, .set = two_paths, .act = drop_twelve, .taken = 12)
+/* What hangs on an independent page stays. */
+static void drop_all_of_one(actor *v) { NEED(drop(v, 1, 20, 0) == 20); }
+SCENE(drop_mixed, .pages = 48, .set = both_kinds, .act = drop_all_of_one, .taken = 20)
+SCENE(drop_independent, .pages = 48, .set = two_paths, .act = drop_twelve, .taken = 12)
 static void drop_six(actor *v) { NEED(drop(v, 1, 10, 4) == 6); }
-SCENE(drop_middle_flat, .pages = 48, .flat = true, .set = two_paths, .act = drop_six, .taken = 6)
+SCENE(drop_middle_independent, .pages = 48, .set = two_paths, .act = drop_six, .taken = 6)
 
 /* ------------------------------------------------------------------ the oldest */
 
@@ -207,14 +234,17 @@ SCENE(discard_matched, .pages = 48, .set = two_runs, .prepare = oldest_twenty, .
 SCENE(discard_branches, .pages = 48, .set = branches, .prepare = oldest_all,
       .act = discard_twenty, .taken = 20)
 
-SCENE(oldest_flat, .pages = 48, .flat = true, .set = two_paths, .act = oldest_twenty)
-SCENE(discard_flat, .pages = 48, .flat = true, .set = two_paths, .prepare = oldest_twenty,
+SCENE(oldest_mixed, .pages = 48, .set = both_kinds, .act = oldest_twenty)
+SCENE(discard_mixed, .pages = 48, .set = both_kinds, .prepare = oldest_twenty,
+      .act = discard_twenty, .taken = 20)
+SCENE(oldest_independent, .pages = 48, .set = two_paths, .act = oldest_twenty)
+SCENE(discard_independent, .pages = 48, .set = two_paths, .prepare = oldest_twenty,
       .act = discard_twenty, .taken = 20)
 static void other_of_paths(stage *s) {
     two_paths(s);
     stage_other(s, 0)->stopped = true;
 }
-SCENE(discard_raced_flat, .pages = 48, .flat = true, .set = other_of_paths,
+SCENE(discard_raced_independent, .pages = 48, .set = other_of_paths,
       .prepare = oldest_twenty, .act = discard_some, .meanwhile = pin_marked, .taken = 19)
 
 static void end_discard(actor *v) {

@@ -100,7 +100,28 @@ static void abandon_unpinned(actor *v) {
 }
 SCENE(abandon, .pages = 48, .set = two_runs, .prepare = reserve_six, .act = abandon)
 static void reserve_behind(actor *v) { run_behind(v, &v->writing, 1, 16, 22); }
-SCENE(abandon_flat, .pages = 48, .flat = true, .set = two_paths, .prepare = reserve_behind,
+static void publish_behind(actor *v) {
+    reserve_behind(v);
+    publish(v);
+}
+static void collect(actor *v) { NEED(deed_evict(v, 1) == 1); }
+SCENE(reserve_independent, .pages = 48, .set = two_paths, .act = reserve_behind)
+SCENE(publish_independent, .pages = 48, .set = two_paths, .prepare = reserve_behind, .act = publish,
+      .made = 6)
+SCENE(collect_independent, .pages = 48, .set = two_paths, .prepare = publish_behind, .act = collect,
+      .taken = 1)
+
+/* Behind a page of the other kind: it stays a leaf, and the first of ours has no parent. */
+SCENE(reserve_mixed, .pages = 48, .set = two_runs, .act = reserve_behind)
+SCENE(publish_mixed, .pages = 48, .set = two_runs, .prepare = reserve_behind, .act = publish,
+      .made = 6)
+SCENE(abandon_mixed, .pages = 48, .set = two_runs, .prepare = reserve_behind, .act = abandon)
+static void reserve_longer_mixed(actor *v) {
+    run_reserve(v, &v->writing, 0, 24, 1, SCENE_NS);
+    NEED(v->writing.made == 8);
+}
+SCENE(reserve_longer_mixed, .pages = 48, .set = two_paths, .act = reserve_longer_mixed)
+SCENE(abandon_independent, .pages = 48, .set = two_paths, .prepare = reserve_behind,
       .act = abandon)
 SCENE(abandon_shards, .pages = 48, .set = two_runs, .prepare = first_shard, .act = abandon_unpinned)
 
