@@ -74,6 +74,7 @@ class Agreement(MachineBase):
             assert found.state.name.lower() == page.state
             assert found.namespace == page.space.id
             assert found.kept == page.kept
+            assert found.independent == page.independent
             assert found.children == len(self.model.children(page))
             parent = page.parent if page.parent and page.parent.named else None
             if parent is not None:

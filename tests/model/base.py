@@ -93,9 +93,10 @@ class Planned:
 class MachineBase(RuleBasedStateMachine):
     """One index, up to three clients of it in this process; no rule yet."""
 
-    def __init__(self, name: str, independent: bool = False) -> None:
+    def __init__(self, name: str, independent: bool | None = False) -> None:
         super().__init__()
         self.independent = independent
+        """Of which kind all pages are; None: each call draws it."""
         self.name = f"{name}-{next(_numbers)}"
         self.clients: list[Client] = []
         self.held: list[Held] = []
@@ -108,6 +109,9 @@ class MachineBase(RuleBasedStateMachine):
 
     def choose(self, things: list[Any], number: int) -> Any:
         return things[number % len(things)]
+
+    def kind(self, number: int) -> bool:
+        return number % 2 == 1 if self.independent is None else self.independent
 
     def client(self, number: int) -> Client:
         chosen: Client = self.choose(self.clients, number)

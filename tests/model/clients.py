@@ -33,8 +33,8 @@ class ClientRules(MachineBase):
     @initialize(configuration=st.sampled_from(CONFIGURATIONS))
     def begin(self, configuration: tuple[int, int | None]) -> None:
         pages, self.bucket = configuration
-        self.model = Model(pages, independent=self.independent)
-        index = PageIndex.create(self.name, pages=pages, independent=self.independent)
+        self.model = Model(pages)
+        index = PageIndex.create(self.name, pages=pages, independent=bool(self.independent))
         self.view = IndexView(index)
         self.clients = [Client(index, index.client_id.slot, self.model.spaces[0])]
 

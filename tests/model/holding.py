@@ -22,7 +22,7 @@ from lightcache.leases import NamingResult
 class HoldingMachine(IndexMachine):
     """Clients also allocate, name, unname and free pages, and keep numbers."""
 
-    def __init__(self, name: str, independent: bool = False) -> None:
+    def __init__(self, name: str, independent: bool | None = False) -> None:
         super().__init__(name, independent)
         self.named_pins: Counter[tuple[int, int]] = Counter()
         """(slot, page): pins that came with names, which `unpin` gives back."""
@@ -117,8 +117,10 @@ class HoldingMachine(IndexMachine):
 
     # ---- names
 
-    @rule(number=pick, path=paths, start=pick, merge=st.booleans(), where=pick)
-    def name_pages(self, number: int, path: list[int], start: int, merge: bool, where: int) -> None:
+    @rule(number=pick, path=paths, start=pick, merge=st.booleans(), where=pick, kind=pick)
+    def name_pages(
+        self, number: int, path: list[int], start: int, merge: bool, where: int, kind: int
+    ) -> None:
         client = self.client(number)
         space, real = self.space(client, where)
         keys, mine = self.keys(path), self.holding(client)
@@ -128,8 +130,13 @@ class HoldingMachine(IndexMachine):
         chain, tick = make.array(keys), self.view.clock + 1
         numbers = np.array(pages, np.int32)
 
+        independent = self.kind(kind)
+        said = independent if self.independent is None else None
+
         def call() -> NamingResult:
-            return client.index.name_pages(numbers, chain, start, merge=merge, namespace=real)
+            return client.index.name_pages(
+                numbers, chain, start, merge=merge, independent=said, namespace=real
+            )
 
         if pages and not space.open:
             self.expect_lost(call, Abandoned)
@@ -141,7 +148,7 @@ class HoldingMachine(IndexMachine):
         for i, key in enumerate(keys[start:]):
             status, stands = int(got.status[i]), int(got.pages[i])
             parent = self.settle_name(
-                client, space, key, pages[i], status, stands, parent, tick, merge
+                client, space, key, pages[i], status, stands, parent, tick, merge, independent
             )
 
     def evicted_but(self, pages: list[int]) -> set[Page]:
@@ -158,6 +165,7 @@ class HoldingMachine(IndexMachine):
         parent: Page | None,
         tick: int,
         merge: bool,
+        independent: bool,
     ) -> Page | None:
         """One key of `name_pages`. Returns what the next page hangs on."""
         model = self.model
@@ -189,7 +197,8 @@ class HoldingMachine(IndexMachine):
         del model.held[number]
         self.lose(client, number)
         self.named_pins[client.slot, number] += 1
-        made = Page(number, key, space, parent, tick, "ready")
+        made = Page(number, key, space, None, tick, independent, "ready")
+        made.parent = self.fit(made, parent)
         model.by_key[key] = made
         return made
 

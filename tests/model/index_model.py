@@ -40,6 +40,7 @@ class Page:
     space: CacheScope
     parent: Page | None
     tick: int
+    independent: bool = False
     state: str = "writing"
     queued_at_most: int = 0
     kept: bool = False
@@ -99,9 +100,8 @@ class Violation(AssertionError):
 class Model:
     """All of an index that a caller can observe."""
 
-    def __init__(self, pages: int, *, independent: bool = False) -> None:
+    def __init__(self, pages: int) -> None:
         self.capacity = pages
-        self.independent = independent
         self.by_key: dict[Pair, Page] = {}
         self.doomed: dict[int, Page] = {}
         self.held: dict[int, int] = {}
@@ -121,7 +121,7 @@ class Model:
 
     def covering(self, page: Page) -> list[Page]:
         """What has to go before it."""
-        return [] if self.independent else self.children(page)
+        return [] if page.independent else self.children(page)
 
     def pinned(self, number: int) -> bool:
         return any(n for (_, page), n in self.pins.items() if page == number)
@@ -264,7 +264,7 @@ class Model:
         """A page without a key is its client's no more."""
         del self.held[number]
         if self.pinned(number):
-            self.doomed[number] = Page(number, (0, 0), self.spaces[0], None, 0, "doomed")
+            self.doomed[number] = Page(number, (0, 0), self.spaces[0], None, 0, state="doomed")
 
     def evict_legally(self, gone: set[Page], since: int) -> None:
         """Forget pages in some order from the leaves; each must have been allowed to go."""
@@ -374,5 +374,5 @@ class Model:
                 del self.pins[key]
         for number in [n for n, owner in self.held.items() if owner == slot]:
             del self.held[number]
-            self.doomed[number] = Page(number, (0, 0), self.spaces[0], None, 0, "doomed")
+            self.doomed[number] = Page(number, (0, 0), self.spaces[0], None, 0, state="doomed")
         self.settle()

@@ -22,11 +22,12 @@ EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "300"))
     [
         pytest.param(False, id="prefixes"),
         pytest.param(True, id="independent", marks=pytest.mark.slow),
+        pytest.param(None, id="mixed"),
     ],
 )
 @pytest.mark.parametrize("machine", [IndexMachine, HoldingMachine])
 def test_index_and_model_agree(
-    segment_name: str, machine: type[IndexMachine], independent: bool
+    segment_name: str, machine: type[IndexMachine], independent: bool | None
 ) -> None:
     run_state_machine_as_test(
         lambda: machine(segment_name, independent),

@@ -48,9 +48,17 @@ class WritingRules(MachineBase):
         shards=st.sampled_from([1, 1, 1, 2, 3]),
         where=pick,
         order=st.sampled_from(["chain", "chain", "chain", "reversed", "twice"]),
+        kind=pick,
     )
     def reserve(
-        self, number: int, path: list[int], start: int, shards: int, where: int, order: str
+        self,
+        number: int,
+        path: list[int],
+        start: int,
+        shards: int,
+        where: int,
+        order: str,
+        kind: int = 0,
     ) -> None:
         client = self.client(number)
         space, real = self.space(client, where)
@@ -63,20 +71,24 @@ class WritingRules(MachineBase):
         chain = make.array(keys)
         tick = self.view.clock + 1
         now = self.view.queue_now
-        if not space.open:
-            self.expect_lost(
-                lambda: client.index.reserve(chain, start, shards=shards, namespace=real),
-                Abandoned,
-            )
-            return
-        got = client.index.reserve(chain, start, shards=shards, namespace=real)
-        self.settle_reserve(client, space, keys, start, shards, got, tick, now)
+        independent = self.kind(kind)
+        said = independent if self.independent is None else None  # else as the index was made
 
-    @rule(number=pick, path=paths, where=pick)
-    def write(self, number: int, path: list[int], where: int) -> None:
+        def call() -> Reservation:
+            return client.index.reserve(
+                chain, start, shards=shards, independent=said, namespace=real
+            )
+
+        if not space.open:
+            self.expect_lost(call, Abandoned)
+            return
+        self.settle_reserve(client, space, keys, start, shards, independent, call(), tick, now)
+
+    @rule(number=pick, path=paths, where=pick, kind=pick)
+    def write(self, number: int, path: list[int], where: int, kind: int = 0) -> None:
         """Reserve, publish and release in one go: what mostly happens, and fills the pool."""
         before = len(self.held)
-        self.reserve(number, path, 0, 1, where, "chain")
+        self.reserve(number, path, 0, 1, where, "chain", kind)
         if len(self.held) > before:
             self.finish(self.held.pop())
 
@@ -87,7 +99,7 @@ class WritingRules(MachineBase):
         held.real.release()
         self.model.unpin(held.client.slot, held.pages)
 
-    @precondition(lambda self: self.independent)
+    @precondition(lambda self: self.independent is not False)
     @rule(number=pick, path=paths)
     def write_behind(self, number: int, path: list[int]) -> None:
         """As a checkpoint is written: only what it hangs on counts as used."""
@@ -95,22 +107,22 @@ class WritingRules(MachineBase):
         if not keys or not client.default.open:
             return
         tick, now = self.view.clock + 1, self.view.queue_now
-        got = client.index.reserve(make.array(keys), len(keys) - 1)
-        self.settle_reserve(client, client.default, keys, len(keys) - 1, 1, got, tick, now)
+        got = client.index.reserve(make.array(keys), len(keys) - 1, independent=True)
+        self.settle_reserve(client, client.default, keys, len(keys) - 1, 1, True, got, tick, now)
         self.finish(self.held.pop())
 
     @rule(number=pick, trunk=st.integers(0, 3), length=st.integers(1, 12), root=st.integers(0, 9))
     def write_prompt(self, number: int, trunk: int, length: int, root: int) -> None:
-        self.write(number, [0] * trunk + [root] * length, 1)
+        self.write(number, [0] * trunk + [root] * length, 1, root)
 
     @rule(number=pick, root=st.integers(10, 90))
     def write_page(self, number: int, root: int) -> None:
-        self.write(number, [root], 1)
+        self.write(number, [root], 1, root)
 
     @rule(number=pick, length=st.integers(1, 12), start=pick, root=st.integers(0, 9))
     def extend(self, number: int, length: int, start: int, root: int) -> None:
         """Go on behind a prefix, and give up."""
-        self.reserve(number, [root] * length, start, 1, 1, "chain")
+        self.reserve(number, [root] * length, start, 1, 1, "chain", length)
 
     def settle_reserve(
         self,
@@ -119,6 +131,7 @@ class WritingRules(MachineBase):
         keys: list[make.Pair],
         start: int,
         shards: int,
+        independent: bool,
         got: Reservation,
         since: int,
         now: int,
@@ -142,7 +155,8 @@ class WritingRules(MachineBase):
         writing: Writing | None = None
         stopped = False
         exact = not space.quota and not self.chains_may_fill(rest) and model.in_order()
-        exact = exact and not model.promises(space)
+        # A call that meets a doomed page that is pinned evicts instead of looking for another.
+        exact = exact and not model.promises(space) and not model.pinned_doomed()
         if not exact:
             model.evict_legally(gone, since)
             model.keeps_promises(gone, space)
@@ -176,7 +190,8 @@ class WritingRules(MachineBase):
                         break
                     number = next(made)
                     self.check_new(number)
-                    page = Page(number, rest[i], space, parent, since)
+                    page = Page(number, rest[i], space, None, since, independent)
+                    page.parent = self.fit(page, parent)
                     model.by_key[rest[i]] = page
                     model.doomed.pop(number, None)
                     model.pin(client.slot, [number])
@@ -241,7 +256,12 @@ class WritingRules(MachineBase):
         page = self.model.by_key.get(keys[at - 1]) if at else None
         return page if page and page.space is space else None
 
+    def fit(self, page: Page, parent: Page | None) -> Page | None:
+        """A page hangs only on one of its own kind."""
+        return parent if parent and parent.independent == page.independent else None
+
     def readopt(self, page: Page, parent: Page | None) -> None:
+        parent = self.fit(page, parent)
         if parent is None or parent is page or self.model.children(page):
             return
         if page.parent is None or not page.parent.named:
