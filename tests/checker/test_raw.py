@@ -41,6 +41,8 @@ def rich(segment_name: str) -> Iterator[Any]:
         ticket = lease.ticket([index.client_id])
         writing = index.reserve(keys(4, 5), shards=2)
         writing.publish(0)
+        with index.reserve(keys(7, 3), independent=True) as got:
+            got.publish()
         index.reserve(keys(5, 8)).abandon()  # free pages below the mark
         index.reserve(keys(6, 2)).abandon()
         index.evict(1)  # also collects the doomed ones that nobody pins
@@ -67,6 +69,12 @@ def test_both_find_a_rich_state_sound(rich: Any) -> None:
 def page(copy: Copy, state: PageState, number: int = 0) -> int:
     """The n-th page of a state."""
     return int(np.flatnonzero((copy.pages["word"] & 0xF) == state)[number])
+
+
+def independent(copy: Copy, number: int) -> tuple[Any, int]:
+    """The words of pages, and the n-th that is independent."""
+    words = copy.pages["word"]
+    return words, int(np.flatnonzero(words & 0x40)[number])
 
 
 def list_of(copy: Copy) -> int:
@@ -234,6 +242,10 @@ DAMAGES: dict[str, Any] = {
     "kept and in the queue": of_page("word", READY, lambda v: v | 0x20, -1),
     "kept and being written": of_page("word", WRITING, lambda v: v | 0x20),
     "kept and doomed": of_page("word", DOOMED, lambda v: v | 0x20),
+    "independent no more": put(lambda c: independent(c, 0), lambda v: v & ~0x40),
+    "the last independent no more": put(lambda c: independent(c, -1), lambda v: v & ~0x40),
+    "an independent page hangs on a prefix": of_page("word", READY, lambda v: v | 0x40, 1),
+    "independent and doomed": of_page("word", DOOMED, lambda v: v | 0x40),
     "more promised than there is": put(lambda c: (c.spaces["minimum"], 0), lambda _: PAGES - 2),
     "more promised than the quota": put(lambda c: (c.spaces["minimum"], 1), lambda _: 10),
     "a log that nobody left": put(lambda c: (c.lock["log_count"], 0), up),

@@ -124,7 +124,7 @@ def fence(call: Call) -> Iterator[tuple[str, str]]:
 ASSIGNED = re.compile(
     r"(?<=[;{} \n])(?:(?:client|c)->(?:pid|flags|pidns|start_ticks|quarantine_until_ns)"
     r"|h?-?>?at->(?:slot|epoch|guest)|(?:t|txn)(?:->|\.)count"
-    r"|r->(?:pages|buckets|reservations|tickets|chunks|index_bytes|flat))(?: = [^;=]+;|\+\+;)"
+    r"|r->(?:pages|buckets|reservations|tickets|chunks|index_bytes))(?: = [^;=]+;|\+\+;)"
 )
 COPIES = {"memset", "memcpy", "strncpy"}
 COPIED_IN = {"fill", "set_namespace", "lci_format"}

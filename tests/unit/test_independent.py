@@ -1,4 +1,4 @@
-"""Independent indexes, where pages with children are evicted; and lookup of each key by itself."""
+"""Independent pages, evicted while they have children; and lookup of each key by itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from support.refusals import refused
 
 from lightcache import (
     Cache,
-    CacheCorrupted,
     ConfigError,
     Detached,
     LayoutMismatch,
@@ -24,6 +23,7 @@ from lightcache import (
     layout,
 )
 from lightcache._arguments import Keys
+from lightcache.layout import PageState
 from lightcache.tools import cli
 
 PAGES = 8
@@ -123,7 +123,7 @@ def test_closed(segment_name: str) -> None:
     refused(Detached, "", index.last_ready_many, prompt(1, 2), [0, 2])
 
 
-# ---- the flag
+# ---- the default
 
 
 def test_independent_is_part_of_the_configuration(index: PageIndex) -> None:
@@ -155,16 +155,82 @@ def test_an_index_that_is_not_independent(segment_name: str) -> None:
         PageIndex.create(segment_name, pages=PAGES, config={"independent": True})
 
 
-def test_a_root_that_says_otherwise_is_damage(index: PageIndex) -> None:
-    at = index.segment.address + IndexView(index).geometry.root
-    root = layout.RootRecord.from_address(at)
-    for wrong in (0, 2):
-        root.flat = wrong
-        refused(CacheCorrupted, "independent: ", PageIndex.attach, index.name)
-        refused(CacheCorrupted, "independent: ", PageIndex.attach, index.name, readonly=True)
-        checked = CliRunner().invoke(cli.group, ["check", index.name])
-        assert checked.exit_code == 1, checked.output
-    root.flat = 1
+# ---- the flag of a page
+
+
+def kinds(index: PageIndex) -> dict[tuple[int, int], bool]:
+    """Whether the page of each key is independent."""
+    pages = IndexView(index).pages()
+    return {page.key: page.independent for page in pages if page.state is PageState.READY}
+
+
+def test_the_index_says_only_what_its_calls_do_by_default(segment_name: str) -> None:
+    """Every call that makes pages, told and untold."""
+    for default in (False, True):
+        with PageIndex.create(segment_name, pages=PAGES * 4, independent=default) as index:
+            for seed, told in enumerate((None, False, True)):
+                expected = default if told is None else told
+                chain, many, named = (prompt(10 * seed + i, 2) for i in range(3))
+                with index.reserve(chain, independent=told) as new:
+                    new.publish()
+                for new in index.reserve_many(many, [0, 1, 2], independent=told):
+                    new.publish()
+                    new.release()
+                held = index.allocate(2)
+                index.name_pages(held.pages, named, independent=told)
+                index.unpin(held.pages)
+                for key in (*chain.tolist(), *many.tolist(), *named.tolist()):
+                    assert kinds(index)[tuple(key)] is expected
+            assert index.check().clean
+
+
+def test_both_kinds_in_one_index(segment_name: str) -> None:
+    """A prefix goes from its end; what is independent goes by its last use, and holds back no page
+    of a prefix that it comes behind."""
+    with PageIndex.create(segment_name, pages=PAGES) as index:
+        path = prompt(1, 6)
+        with index.reserve(path[:3]) as new:
+            new.publish()
+        with index.reserve(path, 3, independent=True) as new:
+            new.publish()
+        assert list(kinds(index).values()) == [False] * 3 + [True] * 3
+        assert index.children(path).tolist() == [1, 1, 0, 1, 1, 0]
+        index.match(path[5:]).release()
+        assert index.evict(1) == 1
+        assert index.children(path).tolist() == [1, 0, -1, 1, 1, 0]
+        assert index.stats().evictable == 1 + 3
+        assert index.evict(2) == 2
+        assert index.children(path).tolist() == [1, 0, -1, -1, -1, 0]
+        assert index.evict(2) == 2
+        assert index.children(path).tolist() == [-1, -1, -1, -1, -1, 0]
+        assert index.check().clean
+
+
+def test_a_cache_passes_it_on(segment_name: str) -> None:
+    with Cache.create(segment_name, **CACHE) as cache:
+        with cache.reserve(prompt(1, 2), independent=True) as new:
+            assert new.publish()
+        assert all(kinds(cache.index).values())
+
+
+def test_dump_shows_the_flags(segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=PAGES) as index:
+        for seed, independent in enumerate((False, True)):
+            with index.reserve(prompt(seed, 1), independent=independent) as new:
+                new.publish()
+        index.protect(prompt(0, 1))
+        shown = CliRunner().invoke(cli.group, ["dump", segment_name, "--pages", "--json"])
+        pages = json.loads(shown.output)["pages"]["pages"]
+        assert [page["independent"] for page in pages] == [False, True]
+        assert [page["kept"] for page in pages] == [True, False]
+        table = CliRunner(env={"COLUMNS": "200"}).invoke(
+            cli.group, ["dump", segment_name, "--pages"]
+        )
+        flags = [line.split("│")[-2].strip() for line in table.output.splitlines() if "│" in line]
+        assert flags == ["kept", "independent"]
+
+
+# ---- the default of a cache
 
 
 def test_a_cache_may_be_independent(segment_name: str) -> None:
