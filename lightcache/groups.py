@@ -87,7 +87,7 @@ class Group:
     name: str
     rule: Rule
     index: PageIndex
-    """Independent, except for rule `prefix`."""
+    """Its pages are reserved with `independent=True`, except for rule `prefix`."""
     namespace: Namespace | None = None
     """None: the index's default one."""
 
@@ -155,9 +155,8 @@ class GroupSet:
             page_tokens: tokens of a page, the same in every group.
 
         Raises:
-            ConfigError: none or more than 16 groups, two of one name, or an index that does not fit
-                its group: one of prefixes is not independent, any other is; the index's
-                `page_tokens` differ.
+            ConfigError: none or more than 16 groups, two of one name, or an index whose `page_tokens`
+                differ.
             Detached: an index is closed, or a forked child's.
         """
         self.groups = tuple(groups)
@@ -183,13 +182,6 @@ class GroupSet:
         if group.namespace is not None and not isinstance(group.namespace, Namespace):
             raise ConfigError(
                 f"group {group.name!r}: expected a Namespace or None, found {group.namespace!r}"
-            )
-        prefix = group.rule.name == "prefix"
-        if group.index.independent == prefix:
-            raise ConfigError(
-                f"group {group.name!r} has the rule {group.rule.name!r}, and so expected an index "
-                f"with independent={not prefix}, found {group.index.independent} in "
-                f"{group.index.name!r}"
             )
         # A cache of states says 1: its pages hold no tokens.
         tokens = group.index.segment.config.get("page_tokens", 1)
