@@ -1613,9 +1613,9 @@ class PageIndex:
 
     def drop(self, keys: Keys, *, start: int = 0, namespace: Namespace | None = None) -> int:
         """Evict the branch of `keys[start:]` now, from its end upward. Stops at the first page that
-        is pinned, protected, being written, or has another child (those of an
-        independent page do not matter). Skips keys at the end whose pages are gone already. Returns the number of
-        pages evicted.
+        is pinned, protected, being written, or has another child (those of an independent page do
+        not matter). Skips keys at the end whose pages are gone already. Returns the number of pages
+        evicted.
 
         Takes the lock, for 256 pages at a time; about 50 ns a page. Ignores the namespace's
         `minimum`.
@@ -1677,8 +1677,8 @@ class PageIndex:
     def discard(self, pages: LRUPages | Lease | Pages) -> int:
         """Release this client's pins of these pages and evict exactly these, from the ends of
         prefixes upward. A page stays if another client pins it, if it was matched since `oldest`
-        listed it, if it is protected, or if it has other children (unless it is
-        independent). Returns the number of pages evicted.
+        listed it, if it is protected, or if it has other children (unless it is independent).
+        Returns the number of pages evicted.
 
         Takes the lock, for 256 pages at a time; about 250 ns a page. Ignores namespaces' `minimum`.
         Considers every page, in any order of `pages`.

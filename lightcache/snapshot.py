@@ -46,8 +46,8 @@ class IndexStats:
     held: int
     """Pages without a key that a client holds: `PageIndex.allocate`."""
     evictable: int
-    """Pages in the eviction queue: ready pages without children (in an independent index all that
-    are not protected), including pinned ones."""
+    """Pages in the eviction queue: ready pages that are not protected, and without children unless
+    they are independent; including pinned ones."""
     reservations: int
     tickets: int
     kept: int

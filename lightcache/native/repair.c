@@ -23,10 +23,11 @@ static void settle_reserved(const builder *b, uint32_t page, uint32_t word) {
     const lci_handle *h = b->h;
     lci_page *p = &h->pages[page];
     uint32_t state = lci_state_of(word), rid = word >> LCI_RES_SHIFT;
+    uint32_t ready = LCI_READY | (word & (LCI_KIND | LCI_KEPT));
     const lci_reservation *r = rid && rid <= h->res_count ? &h->res[rid - 1] : NULL;
     bool listed = r && b->listed[page] == rid;
     bool over = !r || lc_load(&r->state) == LCI_RES_FREE || lci_complete(r);
-    if (state == LCI_READY && !listed && over) lc_store(&p->word, LCI_READY | (word & (LCI_KIND | LCI_KEPT)));
+    if (state == LCI_READY && !listed && over) lc_store(&p->word, ready);
     else if (!listed || lci_ns_of(word) != lci_ns_id(lc_load(&r->ns))) doom(p, state);
     else if (state == LCI_READY && !over)
         lc_store(&p->word, (word & ~LCI_KEPT) ^ (LCI_READY ^ LCI_WRITING));

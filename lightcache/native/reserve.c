@@ -376,8 +376,8 @@ static int reserve_all(reserve *r, int wait, uint64_t deadline) {
 
 /* Reserve pages for keys [start, n), all new ones of one kind: see `op->independent`. Returns the
  * number of new pages; LC_E_BUSY, LC_E_INTR and LC_E_GROW: call again with the same `op`, it
- * continues where it was. After any other error the
- * caller gives back what `page` and `status` say it holds. */
+ * continues where it was. After any other error the caller gives back what `page` and `status` say
+ * it holds. */
 LC_API int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, uint32_t n,
                        uint32_t start, int32_t *page, uint8_t *status, int wait,
                        uint64_t deadline) {
