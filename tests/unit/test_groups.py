@@ -307,8 +307,6 @@ def test_groups_that_do_not_fit(make: Make, segment_name: str) -> None:
     assert join(*many[:16]).peek(LONG) == (0, "0")
     refused(ConfigError, r"different names, found \['a', 'a'\]", join, prefix, prefix)
     refused(ConfigError, "page_tokens: expected 1 to", join, prefix, page_tokens=0)
-    for group in (Group("a", Rule.prefix(), states), Group("b", Rule.window(8), kv)):
-        refused(ConfigError, f"group '{group.name}' .* independent=", join, group)
     refused(
         ConfigError, "expected a Namespace or None", join, Group("a", Rule.prefix(), kv, "default")
     )  # type: ignore[arg-type]

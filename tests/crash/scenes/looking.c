@@ -133,7 +133,8 @@ SCENE(look_giver, .pages = 48, .set = dead_giver, .act = reserve_from_giver, .ta
  * one, or between two, leaves it to whoever comes next. */
 static void look_once(actor *a) {
     lci_look_op op = {.begun_ns = 0};
-    int rc;
+    int rc = lci_look_for_dead(a->h, &op, LC_TRY, FOREVER);
+    NEED(rc == LC_E_BUSY);
     do rc = lci_look_for_dead(a->h, &op, LC_BLOCK, FOREVER);
     while (rc == LC_E_INTR);
     NEED(rc == 1);
