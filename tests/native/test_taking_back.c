@@ -244,6 +244,29 @@ static void reservation_of_the_living_keeps_its_owner(void) {
     tear_down();
 }
 
+/* The dead client had adopted a shard of it. It passes to the dead one, whose next reaper goes on with it. */
+static void reservation_of_the_living_ends_in_portions(void) {
+    lci_ticket_ref ref;
+    uint32_t rid, gen;
+    int64_t left = 1;
+    prepare();
+    prompt_make(&p, 1, 100);
+    CHECK_EQ(prompt_reserve(&a, &p, NS, 2), 100);
+    CHECK_EQ(lci_ticket_give(a.h, p.fresh, 100, p.op.rid, p.op.gen, 1u << dead.slot, FOREVER, &ref,
+                             BLOCKING), LC_OK);
+    CHECK_EQ(lci_adopt(dead.h, &ref, 1, &l.head.held, l.pages, 100, &rid, &gen, BLOCKING), 100);
+    client_die(&dead);
+    CHECK_EQ(lci_reap_some(b.h, 3, BLOCKING, &left), 1);
+    CHECK_EQ(lc_load(&lcs_client_of(a.at, 3)->state), LCS_CLIENT_TAKEN);
+    CHECK_EQ(index_counts(&a).writing, 38); /* a chunk's pages have been unlinked */
+    index_check(&s);
+    reap(3);
+    CHECK_EQ(index_counts(&a).writing, 0);
+    CHECK_EQ(index_counts(&a).reservations, 0);
+    prompt_unpin(&a, &p);
+    tear_down();
+}
+
 /* No death leaves it so; whoever reaps says it all the same. */
 static void reaping_says_what_was_doomed(void) {
     lc_txn t;
@@ -303,6 +326,7 @@ const test taking_back_tests[] = {
     TEST(quarantine_of_pages_that_others_write),
     TEST(quarantine_is_not_for_what_others_write),
     TEST(reservation_of_the_living_keeps_its_owner),
+    TEST(reservation_of_the_living_ends_in_portions),
     TEST(reaping_says_what_was_doomed),
     TEST(free_records_may_hold_anything),
 #ifdef LC_PAUSE_POINTS
