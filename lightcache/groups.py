@@ -155,8 +155,8 @@ class GroupSet:
             page_tokens: tokens of a page, the same in every group.
 
         Raises:
-            ConfigError: none or more than 16 groups, two of one name, or an index whose `page_tokens`
-                differ.
+            ConfigError: none or more than 16 groups, two of one name, or an index with other
+                `page_tokens`.
             Detached: an index is closed, or a forked child's.
         """
         self.groups = tuple(groups)

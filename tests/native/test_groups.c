@@ -20,7 +20,9 @@ static void fill_one(uint32_t i) {
     static prompt one;
     one.n = 1;
     one.keys[0] = p.keys[i];
+    independent_prompts = true;
     CHECK_EQ(prompt_reserve(&c, &one, NS, 1), 1);
+    independent_prompts = false;
     prompt_publish(&c, &one, 0);
     prompt_unpin(&c, &one);
     there[i] = one.page[0];
@@ -38,7 +40,7 @@ static void empty_leases(void) {
  * 20. Windows and states are in one index, so a page may serve as both. */
 static void set_up_groups(void) {
     set_up(64);
-    other = flat_index_make(64);
+    other = index_make(64);
     c = client_join(&other);
     d = client_join(&other);
     prompt_fill(&a, &p, 1, 20);
