@@ -73,18 +73,20 @@ def distinct(values: object, kind: type[T], what: str) -> tuple[T, ...]:
 
 @dataclass(frozen=True)
 class Rule:
-    """When a page of a group may be used: see `prefix`, `window` and `point`."""
+    """When a page of a group may be used: see `prefix`, `window`, `chunk` and `point`."""
 
-    kind: Literal["prefix", "window", "point"] = "prefix"
+    kind: Literal["prefix", "window", "chunk", "point"] = "prefix"
     tokens: int = 0
-    """Of the window; 0 for the other kinds."""
+    """Of the window or chunk; 0 for the other kinds."""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("prefix", "window", "point"):
-            raise ConfigError(f"rule: expected prefix, window or point, found {self.kind!r}")
+        if self.kind not in ("prefix", "window", "chunk", "point"):
+            raise ConfigError(f"rule: expected prefix, window, chunk or point, found {self.kind!r}")
         whole(self.tokens, "rule: tokens", 0)
-        if (self.kind == "window") != (self.tokens > 0):
-            raise ConfigError(f"rule: only a window has tokens, found {self.kind}({self.tokens})")
+        if (self.kind in ("window", "chunk")) != (self.tokens > 0):
+            raise ConfigError(
+                f"rule: only windows and chunks have tokens, found {self.kind}({self.tokens})"
+            )
 
 
 def prefix() -> Rule:
@@ -95,6 +97,11 @@ def prefix() -> Rule:
 def window(tokens: int) -> Rule:
     """Sliding window: only pages that hold one of the last `tokens` tokens are needed."""
     return Rule("window", whole(tokens, "window"))
+
+
+def chunk(tokens: int) -> Rule:
+    """Attention within chunks of so many tokens: only pages of the current chunk are needed."""
+    return Rule("chunk", whole(tokens, "chunk"))
 
 
 def point() -> Rule:
@@ -153,7 +160,7 @@ class KVGroup:
             raise ConfigError(f"{where}: layers must ascend, each once, found {self.layers!r}")
         if not isinstance(self.rule, Rule):
             raise ConfigError(
-                f"{where}: expected prefix(), window(n) or point(), found {self.rule!r}"
+                f"{where}: expected prefix(), window(n), chunk(n) or point(), found {self.rule!r}"
             )
         if self.rule.kind == "point" and self.page_tokens != 1:
             raise ConfigError(f"{where}: a state has page_tokens=1, found {self.page_tokens}")
@@ -289,4 +296,4 @@ def _layers(layers: int | Sequence[int]) -> tuple[int, ...]:
     return layer_numbers(layers, "layers")
 
 
-__all__ = ["KVGroup", "Plane", "Rule", "point", "prefix", "window"]
+__all__ = ["KVGroup", "Plane", "Rule", "chunk", "point", "prefix", "window"]

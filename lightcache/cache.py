@@ -275,7 +275,10 @@ def check_format(cache: Cache, geometry: PageGeometry) -> None:
         LayoutMismatch: the cache was created for other pages.
     """
     tokens = cache.index.segment.config.get("page_tokens")
-    if cache.page_bytes != geometry.page_bytes or tokens not in (None, geometry.page_tokens):
+    fits = [None, geometry.page_tokens]
+    if geometry.rule.kind == "point":
+        fits.append(tokens)  # a state covers all tokens before it, however many a key stands for
+    if cache.page_bytes != geometry.page_bytes or tokens not in fits:
         raise LayoutMismatch(
             f"the cache {cache.name!r} has pages of {cache.page_bytes} bytes and {tokens} tokens, "
             f"the geometry of {geometry.page_bytes} and {geometry.page_tokens}; create it with "

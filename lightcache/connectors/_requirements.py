@@ -9,7 +9,7 @@ from lightcache.errors import NotInstalled
 try:
     import torch
     from transformers import DynamicCache, PreTrainedModel, cache_utils
-    from transformers.cache_utils import DynamicLayer
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 except ImportError as error:
     raise NotInstalled(
         f"lightcache.connectors.transformers needs torch and transformers 5.0 or later ({error}); "
@@ -24,9 +24,21 @@ def _known(*names: str) -> tuple[Any, ...]:
 
 BOTH = _known("LinearAttentionAndFullAttentionLayer")
 """Layers that keep a state beside the keys and values of every token."""
-STATEFUL = _known("LinearAttentionLayer") + BOTH
+BOTH_SLIDING = _known("LinearAttentionAndSlidingWindowAttentionLayer")
+"""Layers that keep a state beside the keys and values of a window."""
+STATEFUL = _known("LinearAttentionLayer") + BOTH + BOTH_SLIDING
 """Layers that keep a state."""
 EMPTY = _known("DummyLayer")
 """Layers that keep nothing: of experts alone, or of those that read other layers' keys."""
 
-__all__ = ["BOTH", "EMPTY", "STATEFUL", "DynamicCache", "DynamicLayer", "PreTrainedModel", "torch"]
+__all__ = [
+    "BOTH",
+    "BOTH_SLIDING",
+    "EMPTY",
+    "STATEFUL",
+    "DynamicCache",
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "PreTrainedModel",
+    "torch",
+]

@@ -1,4 +1,5 @@
-"""Prefixes of hybrid models: keys and values in one cache and checkpoints in another, joined."""
+"""Prefixes of models with windows, chunks or recurrent states: what a position needs of each group
+of layers, in caches of their own, joined by a match."""
 
 from __future__ import annotations
 
@@ -13,10 +14,27 @@ import numpy as np
 from lightcache import Cache, Lease, Namespace, hybrid
 from lightcache._arguments import Keys, Pages
 from lightcache.connectors._requirements import torch
-from lightcache.connectors.cache_layers import drop_parts, parts_of, set_parts
-from lightcache.connectors.model_pages import ModelPages, check_model
+from lightcache.connectors.cache_layers import (
+    DECODED,
+    Pair,
+    WindowTail,
+    drop_parts,
+    keep_tails,
+    parts_of,
+    set_parts,
+)
+from lightcache.connectors.model_pages import ModelPages, TokenPages, check_model
+from lightcache.connectors.opening import Caches
 from lightcache.connectors.pooled import Pooled
-from lightcache.connectors.prefix_cache import Counters, PrefixCache, TokenIds, one_row, token_ids
+from lightcache.connectors.prefix_cache import (
+    Counters,
+    PrefixCache,
+    TokenIds,
+    empty_rows,
+    one_row,
+    planes_of_rows,
+    token_ids,
+)
 from lightcache.connectors.state_pages import (
     StateBackend,
     StatePages,
@@ -25,7 +43,9 @@ from lightcache.connectors.state_pages import (
     prepare,
 )
 from lightcache.connectors.trial import forward
+from lightcache.connectors.windows import WindowGroup
 from lightcache.errors import Abandoned, ConfigError, LightcacheError, TransferFailed
+from lightcache.groups import Group, GroupMatch, GroupSet, Rule
 from lightcache.hybrid import Features, Grid
 from lightcache.hybrid.checkpoints import Path, Tier
 from lightcache.hybrid.saving import Saves
@@ -47,23 +67,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """The state after the first tokens of a sequence; it never changes."""
+    """What is needed to continue after the first tokens of a sequence, beside the keys and values
+    of full attention; it never changes."""
 
     tokens: int
-    """Number of tokens that the state covers."""
+    """Number of tokens that it covers."""
     states: States = field(repr=False)
     """Tensors by layer and part."""
+    windows: dict[int, tuple[Any, ...]] = field(repr=False, default_factory=dict)
+    """Arguments of `WindowTail.place`, by layer."""
     named: int = 0
     """Tokens whose ids were known when it was taken, computed or not."""
-
-
-def copied(past: PrefixCache, layers: tuple[int, ...], named: int) -> Checkpoint:
-    """A checkpoint of the current state of these layers. On a GPU the copies are enqueued."""
-    states = {
-        layer: {name: tensor.clone() for name, tensor in parts_of(past.layers[layer]).items()}
-        for layer in layers
-    }
-    return Checkpoint(past.held, states, named)
 
 
 class Checkpoints:
@@ -72,30 +86,23 @@ class Checkpoints:
 
     def __init__(
         self,
-        kv: Cache,
-        states: Cache,
+        first: Cache,
+        pool: Pooled,
         pages: StatePages,
-        config: Any,
-        pinned: PinnedPages | None,
         most: int | None,
     ) -> None:
         """Args:
-        kv, states: the caches of keys and values, and of states.
-        config: of the model.
-        pinned: see `Connector`.
+        first: the cache that gives the keys: of keys and values, or the states' own.
+        pool: of the cache of states.
         most: bound on checkpoints of one path; None: no bound.
         """
         self.pages = pages
-        seen = PrefixCache(config)  # every transfer brings its own planes
-        prepare(pages, seen)
-        self.cache = states
-        self._kv = kv.index
-        planes = planes_of_states(pages, self._states(seen))
-        self._pool = Pooled(states, pages.geometry, planes, pages.device, pinned)
-        self._backend = StateBackend(pages, self._pool)
-        self._all = hybrid.Checkpoints(
-            None, states, self._backend, most=most, parting=self._parting
-        )
+        self.cache = pool.cache
+        self._kv = first.index
+        self._pool = pool
+        self._backend = StateBackend(pages, pool)
+        parting = None if first.index.independent else self._parting
+        self._all = hybrid.Checkpoints(None, pool.cache, self._backend, most=most, parting=parting)
 
     def _parting(self, path: Path) -> Pages:
         return self._kv.children(path.keys, namespace=path.kv)
@@ -118,11 +125,9 @@ class Checkpoints:
             space = self._all.spaces.beside(kv, good)
         return None if space is None else Path(keys, space, namespace)
 
-    def last_ready(self, path: Path, most: int | None = None) -> int:
-        """Number of leading pages that the prompt's last checkpoint covers; 0: there is none. Pins
-        nothing. Searches from the last page, or from page `most`, to the front: a few ns a page."""
-        position = self._all.last_ready(path, most)
-        return 0 if position is None else position[1]
+    def group(self, path: Path) -> Group:
+        """For a `GroupSet`."""
+        return Group("states", Rule.point(), self.cache.index, path.space.of(Tier.HOST))
 
     def match(self, path: Path, count: int) -> Lease:
         """The checkpoint after `count` pages, pinned and marked as used; an empty lease if it is
@@ -212,33 +217,29 @@ class Checkpoints:
 
 # ---- The PrefixCache of a hybrid model, which also takes checkpoints of its state
 
-_DECODED = 2
-"""Checkpoints kept of generated tokens: the newest, and one before it, for use if the newest is
-after the kept tokens."""
-
 
 class HybridPrefixCache(PrefixCache):
     """Keys, values and recurrent states of one sequence, for `past_key_values=`.
 
-    A state covers all its tokens, so it cannot be cropped: `checkpoint` before tokens that may
-    be rejected, and `rewind` to it. Between two forward passes the state may be copied, and saved
-    under the tokens that it covers: at the positions given to `save_at`, and while decoding at
-    multiples of an interval.
+    A state covers all its tokens, and a window only the last ones, so it cannot be cropped, or not
+    far: `checkpoint` before tokens that may be rejected, and `rewind` to it. What a position needs
+    may be copied and saved: at the positions given to `save_at`, and while decoding at multiples of
+    an interval. Of windows that is done on the way; of states between two forward passes.
     """
 
     def __init__(
-        self, config: Any, pages: StatePages, every: int, tokens: TokenIds | None = None
+        self, config: Any, pages: ModelPages, every: int, tokens: TokenIds | None = None
     ) -> None:
         """Empty, with a layer for each of the model's.
 
         Args:
-            pages: of the model's states.
+            pages: of the model.
             every: tokens between checkpoints that are taken while decoding.
             config, tokens: see `PrefixCache`.
         """
         super().__init__(config, tokens)
         self._pages, self._every = pages, every
-        self._states = pages.geometry.layers
+        self._states = () if pages.states is None else pages.states.geometry.layers
         self._seen = 0
         """Number of tokens at the last `look`."""
         self._valid: weakref.WeakSet[Checkpoint] = weakref.WeakSet()
@@ -246,14 +247,29 @@ class HybridPrefixCache(PrefixCache):
         self._wanted: set[int] = set()
         self._prompt: dict[int, Checkpoint] = {}
         self._decoded: dict[int, Checkpoint] = {}
+        self._windows = keep_tails(
+            self, config.get_text_config(decoder=True), pages.page_tokens, self._wanted, every
+        )
         self.branching: int | None = None
         """The branching point, if no checkpoint was found there: a multiple of the grid, in
         tokens."""
 
     @property
+    def stateful(self) -> bool:
+        """Whether the model keeps recurrent states."""
+        return bool(self._states)
+
+    @property
+    def left(self) -> int:
+        """Tokens of a prompt that are left to compute. With states two: some models compute a pass
+        of one token differently from the same token in a longer pass (Nemotron-H, Zamba2, and
+        Granite in bfloat16, in transformers 5.23)."""
+        return 2 if self._states and self.several else 1
+
+    @property
     def several(self) -> bool:
         """Whether the model may continue from a state with several tokens in one pass."""
-        return self._pages.continues
+        return self._pages.states is None or self._pages.states.continues
 
     def name(self, tokens: TokenIds | None) -> TokenIds:
         """The tokens of the whole prompt; `tokens`, if given, replace them.
@@ -275,12 +291,30 @@ class HybridPrefixCache(PrefixCache):
             "begin another `prefix`"
         )
 
+    # ---- windows
+
+    def tails_of(self, pages: TokenPages) -> dict[int, WindowTail]:
+        """The layers that have these pages, by number."""
+        return {number: self._windows[number] for number in pages.geometry.layers}
+
+    def rows_of(self, pages: TokenPages, position: int) -> dict[int, Pair] | None:
+        """What a position needs of these layers, from the beginning of a page; None: it is not
+        held."""
+        rows = {n: tail.rows_of(position) for n, tail in self.tails_of(pages).items()}
+        found = {n: pair for n, pair in rows.items() if pair is not None}
+        return found if len(found) == len(rows) else None
+
     # ---- checkpoints
 
     def checkpoint(self) -> Checkpoint:
-        """A copy of the current state, to rewind to."""
+        """A copy of the current state, to rewind to. On a GPU the copies are enqueued."""
+        states = {
+            layer: {name: tensor.clone() for name, tensor in parts_of(self.layers[layer]).items()}
+            for layer in self._states
+        }
+        windows = {number: tail.copy() for number, tail in self._windows.items()}
         named = 0 if self._tokens is None else len(self._tokens)
-        copies = copied(self, self._states, named)
+        copies = Checkpoint(self.held, states, windows, named)
         self._valid.add(copies)
         return copies
 
@@ -297,6 +331,11 @@ class HybridPrefixCache(PrefixCache):
                 "earlier `rewind` or `reset` has dropped"
             )
         self._shorten(self.held - checkpoint.tokens)
+        for number, place in checkpoint.windows.items():
+            self._windows[number].clear()
+            if place[0] is not None:
+                self._windows[number].place(*place)
+        self.passed(checkpoint.tokens)
         for layer in self._states:
             if checkpoint.states[layer]:
                 set_parts(self.layers[layer], checkpoint.states[layer])
@@ -314,15 +353,24 @@ class HybridPrefixCache(PrefixCache):
         """Take a checkpoint if one is due at the current position. Between forward passes only;
         the connector calls it when the next pass begins."""
         held = self.held
-        if held in (self._seen, self.reused):
+        if not self._states or held in (self._seen, self.reused):
             return
         self._seen = held
         if held in self._wanted:
             self._prompt[held] = self.checkpoint()
         elif held % self._every == 0:
             self._decoded[held] = self.checkpoint()
-            for old in sorted(self._decoded)[:-_DECODED]:
+            for old in sorted(self._decoded)[:-DECODED]:
                 del self._decoded[old]
+
+    @property
+    def positions(self) -> set[int]:
+        """Positions at which something was copied, or could be: the end of the last page."""
+        if self._states:
+            return self._prompt.keys() | self._decoded.keys()
+        taken = {position for tail in self._windows.values() for position in tail.taken}
+        size = self._pages.page_tokens
+        return taken | {len(self.tokens) // size * size} - {0}
 
     @property
     def taken(self) -> list[Checkpoint]:
@@ -336,6 +384,8 @@ class HybridPrefixCache(PrefixCache):
         for saved in (self._prompt, self._decoded):
             for tokens in [each for each in saved if each > held]:
                 del saved[tokens]
+        for tail in self._windows.values():
+            tail.forget_after(held)
         self._seen = min(self._seen, held)
 
     # ---- forward passes
@@ -346,7 +396,7 @@ class HybridPrefixCache(PrefixCache):
         Raises:
             ConfigError: there are keys and values, but no matching state.
         """
-        if self.held and not self.has_previous_state(self._states[0]):
+        if self.held and self._states and not self.has_previous_state(self._states[0]):
             raise ConfigError(
                 f"past_key_values: expected the state after the {self.held} tokens whose keys and "
                 "values are held, found none; use `prefix`, which restores both"
@@ -364,7 +414,7 @@ class HybridPrefixCache(PrefixCache):
         """
         one_row(int(conv_states.shape[0]))
         several = int(conv_states.shape[-1]) > 1
-        if several and not self._pages.continues and self.has_previous_state(layer_idx):
+        if several and not self.several and self.has_previous_state(layer_idx):
             raise ConfigError(
                 f"past_key_values: expected one token at a time after a state, found "
                 f"{int(conv_states.shape[-1])}: this release of transformers ignores the state of "
@@ -375,16 +425,19 @@ class HybridPrefixCache(PrefixCache):
     # ---- changes that checkpoints do not allow
 
     def crop(self, *arguments: Any, **more: Any) -> None:
-        """Not supported for recurrent states.
+        """See `PrefixCache.crop`. Not supported for recurrent states.
 
         Raises:
-            ConfigError: always.
+            ConfigError: there are states, or windows do not reach so far back.
         """
-        del arguments, more
-        raise ConfigError(
-            "crop: expected a model of attention alone, found recurrent states, which cannot be "
-            "cropped; take a `checkpoint` before tokens that may be dropped, and `rewind` to it"
-        )
+        if self._states:
+            raise ConfigError(
+                "crop: expected a model of attention alone, found recurrent states, which cannot "
+                "be cropped; take a `checkpoint` before tokens that may be dropped, and `rewind` "
+                "to it"
+            )
+        super().crop(*arguments, **more)
+        self._void(self.held)
 
     def reset(self) -> None:
         """See `PrefixCache.reset`."""
@@ -402,9 +455,7 @@ def prefill(model: Any, past: Any, tokens: Any, *, grid: Grid, at_most: int | No
 
     Transformers exposes a state only at the end of a forward pass, so a pass ends at each position
     that is saved. A prompt that ends on the grid saves two states: the last for longer prompts, and
-    the one before it for the same prompt, which must leave something to compute: two tokens, since
-    some models compute a pass of one token differently from the same token in a longer pass
-    (Nemotron-H, Zamba2, and Granite in bfloat16, in transformers 5.23).
+    the one before it for the same prompt, which must leave something to compute.
     """
     if not isinstance(past, HybridPrefixCache):
         raise ConfigError(
@@ -413,8 +464,20 @@ def prefill(model: Any, past: Any, tokens: Any, *, grid: Grid, at_most: int | No
     if at_most is not None:
         whole(at_most, "at_most")
     prompt = past.name(None if tokens is None else token_ids(tokens))
-    limit = len(prompt) - 1  # the caller computes the last token: its logits give the next one
-    bound = limit - 1 if past.several else limit
+    positions = save_positions(past, prompt, grid)
+    if not past.stateful:
+        return
+    for end in sorted(positions):
+        _compute(model, past, prompt[:end], at_most)
+        past.look()
+    if not past.several:
+        # The caller computes the last token: its logits give the next one.
+        _compute(model, past, prompt[:-1], at_most)
+
+
+def save_positions(past: HybridPrefixCache, prompt: TokenIds, grid: Grid) -> set[int]:
+    """Have what positions of a prompt need saved. Returns those that leave tokens to compute."""
+    bound = len(prompt) - past.left
     positions = {
         position
         for position in (past.branching, grid.floor(bound))
@@ -423,11 +486,7 @@ def prefill(model: Any, past: Any, tokens: Any, *, grid: Grid, at_most: int | No
     past.save_at(positions)
     if grid.floor(len(prompt)) == len(prompt):
         past.save_at({len(prompt)})
-    for end in sorted(positions):
-        _compute(model, past, prompt[:end], at_most)
-        past.look()
-    if not past.several:
-        _compute(model, past, prompt[:limit], at_most)
+    return positions
 
 
 def _compute(model: Any, past: HybridPrefixCache, prompt: TokenIds, at_most: int | None) -> None:
@@ -442,51 +501,74 @@ def _compute(model: Any, past: HybridPrefixCache, prompt: TokenIds, at_most: int
                 count -= 1  # no pass of one token
             piece = prompt[past.held :][:count]
             ids = torch.from_numpy(np.ascontiguousarray(piece))[None]
-            forward(body, past, ids.to(model.device))
+            forward(body, past, ids.to(model.device), past.held)
 
 
-# ---- Prefixes of hybrid models: keys and values in one cache and checkpoints in another, joined.
+# ---- Prefixes of models with more than full attention: a cache for each group of layers, joined.
 
 
-def check_states(states: Any, model: Any, pages: ModelPages) -> None:
-    """Check that a connector has a cache of states if and only if its model has states.
+def check_caches(caches: Caches, model: Any, pages: ModelPages) -> None:
+    """Check that a connector has the caches that its model needs, and no others.
 
     Raises:
-        LayoutMismatch: it is of another model.
+        LayoutMismatch: one is of another model.
         ConfigError: no cache, one too many, one too few, or one that is not independent.
     """
     kind = type(model).__name__
+    _check_states(caches, kind, pages)
+    wanted = {other.name: other for other in pages.others}
+    if wanted.keys() != caches.windows.keys():
+        raise ConfigError(
+            f"caches: expected a cache for each of {sorted(wanted)} of {kind}, beside its first, "
+            f"found {sorted(caches.windows)}; use open_caches, and give the Connector its result"
+        )
+    checked: list[tuple[Cache, TokenPages | StatePages]] = [
+        (caches.windows[name], other) for name, other in wanted.items()
+    ]
+    if caches.states is not None and pages.states is not None:
+        checked.append((caches.states, pages.states))
+    for cache, of in checked:
+        check_model(cache, of)
+    if pages.first.options.get("independent"):
+        checked.append((caches.kv, pages.first))
+    for cache, _ in checked:
+        if not cache.index.independent:
+            raise ConfigError(
+                f"caches: expected one made with independent=True, found {cache.name!r} without; "
+                "its last states, or the ends of its windows, would be evicted first. Remove it, "
+                "or take another name, and use open_caches, or Cache.open with the options that "
+                "describe(model) gives"
+            )
+
+
+def _check_states(caches: Caches, kind: str, pages: ModelPages) -> None:
+    states = caches.states
     if states is not None and not isinstance(states, Cache):
         raise ConfigError(f"states: expected a lightcache.Cache, found {type(states).__name__}")
-    if pages.states is None:
-        if states is not None:
-            raise ConfigError(
-                f"states: expected None for {kind}, whose layers keep only keys and values, found "
-                f"the cache {states.name!r}"
-            )
-    elif states is None:
+    if pages.states is None and states is not None:
+        raise ConfigError(
+            f"states: expected None for {kind}, whose layers keep only keys and values, found the "
+            f"cache {states.name!r}"
+        )
+    if pages.attention and pages.states is not None and states is None:
         raise ConfigError(
             f"states: expected a cache for the recurrent states of {kind}, found None; use "
-            "open_caches, and give states=caches.states"
+            "open_caches, and give the Connector its result"
         )
-    else:
-        check_model(states, pages.states)
-        if not states.index.independent:
-            raise ConfigError(
-                f"states: expected a cache made with independent=True, found {states.name!r} "
-                "without; "
-                "its last states would be evicted first. Remove it, or take another name, and use "
-                "open_caches, or Cache.open with describe(model).states.options"
-            )
+    if not pages.attention and states is not None:
+        raise ConfigError(
+            f"states: expected only one cache for {kind}, which keeps only states, found "
+            f"{states.name!r} beside {caches.kv.name!r}"
+        )
 
 
 class HybridPrefixes:
-    """The parts of a connector that only hybrid models need."""
+    """The parts of a connector that only models with windows, chunks or recurrent states need."""
 
     def __init__(
         self,
-        cache: Cache,
-        states: Cache,
+        caches: Caches,
+        pool: Pooled,
         model: Any,
         pages: ModelPages,
         *,
@@ -497,23 +579,44 @@ class HybridPrefixes:
         figures: Counters,
     ) -> None:
         """Args:
-        cache, states: of keys and values, and of states.
-        pinned: the pool of `states`, see `Connector`.
+        pool: of the first cache.
+        pinned: the pool of `caches.states`, see `Connector`.
         chunk, every, path_limit: see `Connector`.
         figures: counters of the connector.
 
         Raises:
             ConfigError: sizes out of range, or settings that conflict, all in one message.
         """
-        assert pages.states is not None
-        self._cache, self._model = cache, model
-        self._pages: StatePages = pages.states
-        tokens = pages.geometry.page_tokens
-        self.grid = Grid(tokens, tokens, chunk, every)
+        self._cache, self._model, self._pages = caches.kv, model, pages
+        tokens = pages.page_tokens
+        self.grid = Grid(tokens, tokens, tokens if pages.states is None else chunk, every)
         """Where states are saved."""
         self._figures = figures
+        states = None if pages.states is None else caches.states or caches.kv
+        if states is not None:
+            self._check_grid(states, chunk, path_limit)
+        self.windows: list[WindowGroup] = []
+        """Layers of windows and chunks, with a cache for each of their settings."""
+        self.checkpoints: Checkpoints | None = None
+        """States; None: the model has none."""
+        with contextlib.ExitStack() as stack:
+            for of in pages.attention:
+                if of.rule.name != "prefix":
+                    own = pool
+                    if of is not pages.first:
+                        own = pool_of_tokens(caches.windows[of.name], of, None)
+                    self.windows.append(WindowGroup(caches.kv, own, of, figures))
+                    stack.callback(own.close)
+            if states is not None and pages.states is not None:
+                if pages.attention:
+                    pool = pool_of_states(states, pages.states, model.config, pinned)
+                self.checkpoints = Checkpoints(caches.kv, pool, pages.states, path_limit or None)
+            stack.pop_all()
+
+    def _check_grid(self, states: Cache, chunk: int, path_limit: int) -> None:
+        tokens = self._pages.page_tokens
         if self.grid.grid > max(tokens, chunk):
-            figures.say_once(
+            self._figures.say_once(
                 "grid",
                 f"cache {states.name!r}: states are saved at multiples of {self.grid.grid} tokens, "
                 f"the least common multiple of page_tokens={tokens} and chunk={chunk}; shorter "
@@ -528,9 +631,6 @@ class HybridPrefixes:
             host_states=states.pages,
             path_limit=path_limit,
         ).check()
-        self.checkpoints = Checkpoints(
-            cache, states, pages.states, model.config, pinned, path_limit or None
-        )
 
     def empty(self, ids: TokenIds | None) -> HybridPrefixCache:
         """An empty cache for these tokens."""
@@ -543,69 +643,155 @@ class HybridPrefixes:
         namespace: Namespace | None,
         load: Callable[[PrefixCache, Lease], None],
     ) -> HybridPrefixCache:
-        """The longest prefix with both a checkpoint, and keys and values up to it. Keys and values
-        after the checkpoint are not loaded.
+        """The longest prefix of which every group has what it needs. Keys and values after it are
+        not loaded.
 
         Args:
-            load: loads keys and values, and takes the lease over.
+            load: loads keys and values of full attention, and takes the lease over.
         """
         past = self.empty(ids)
-        if past.several:  # no pass of one token may follow: see `prefill`
-            keys = keys[: max(0, len(ids) - 2) // self.grid.page_tokens]
-        path = self.checkpoints.path(keys, namespace)
-        if path is None:
-            return past
-        kv = reach = self._cache.peek(keys, namespace=namespace)
-        while position := self.checkpoints.last_ready(path, reach):
-            with (
-                self.checkpoints.match(path, position) as state,
-                self._cache.match(keys[:position], namespace=namespace) as lease,
-            ):
-                if len(state.pages) and len(lease.pages) == position:
-                    load(past, lease)
-                    self.checkpoints.load(past, state)
-                    break
-                # Evicted between lookup and match. Each turn tries fewer pages, so this ends.
-                reach = len(lease.pages) if len(state.pages) else position - 1
-        tokens = kv * self.grid.page_tokens
-        self.checkpoints.count(tokens, past.held)
+        size = self.grid.page_tokens
+        keys = keys[: max(0, len(ids) - past.left) // size]
+        full = bool(self._pages.attention) and self._pages.attention[0].rule.name == "prefix"
+        reach = self._cache.peek(keys, namespace=namespace) if full else 0
+        groups = self._groups(keys, namespace, full)
+        if groups is not None:
+            with GroupSet(groups, page_tokens=size).match(keys) as match:
+                if match.pages:
+                    self._restore(past, match, full, load)
+        tokens = reach * size
+        if self.checkpoints is not None:
+            self.checkpoints.count(tokens, past.held)
         self._figures.add(stateless_tokens=max(0, tokens - past.held))
         past.branching = self.grid.branching(tokens, past.held)
+        if not past.stateful:
+            save_positions(past, ids, self.grid)
         return past
+
+    def _groups(self, keys: Keys, namespace: Namespace | None, full: bool) -> list[Group] | None:
+        """What is matched together; None: a namespace was cleared."""
+        groups = []
+        if full:
+            groups.append(Group("kv", Rule.prefix(), self._cache.index, namespace))
+        for window in self.windows:
+            space = window.spaces.beside(namespace)
+            if space is None:
+                return None
+            groups.append(window.group(space))
+        if self.checkpoints is not None:
+            path = self.checkpoints.path(keys, namespace)
+            if path is None:
+                return None
+            groups.append(self.checkpoints.group(path))
+        return groups
+
+    def _restore(
+        self,
+        past: HybridPrefixCache,
+        match: GroupMatch,
+        full: bool,
+        load: Callable[[PrefixCache, Lease], None],
+    ) -> None:
+        leases = list(zip(match.leases, match.first, strict=True))
+        position = match.pages * self.grid.page_tokens
+        if full:
+            load(past, leases.pop(0)[0])
+        else:
+            past.restored(0, position)
+        for window in self.windows:
+            lease, first = leases.pop(0)
+            window.load(past.tails_of(window.pages), lease, first, position)
+        if self.checkpoints is not None:
+            self.checkpoints.load(past, leases.pop(0)[0])
 
     def prefill(self, past: Any, tokens: Any, at_most: int | None) -> None:
         """See `Connector.prefill`."""
         prefill(self._model, past, tokens, grid=self.grid, at_most=at_most)
 
     def save(self, past: HybridPrefixCache, keys: Keys, namespace: Namespace | None) -> None:
-        """Save the taken checkpoints whose tokens have stored keys and values; others would be of
-        no use.
+        """Save what positions need whose tokens have stored keys and values; else it would be of no
+        use.
 
         Args:
             keys: of the tokens held and known.
         """
         past.look()
+        size = self.grid.page_tokens
+        stored = len(keys)
+        if not self._cache.index.independent:
+            stored = self._cache.peek(keys, namespace=namespace)
+        positions = sorted(
+            position
+            for position in past.positions
+            if position % size == 0 and position <= stored * size
+        )
+        for window in self.windows:
+            self._save_window(window, past, keys, namespace, positions)
+        if self.checkpoints is not None:
+            self._save_states(self.checkpoints, past, keys, namespace, positions)
+
+    def _save_window(
+        self,
+        window: WindowGroup,
+        past: HybridPrefixCache,
+        keys: Keys,
+        namespace: Namespace | None,
+        positions: list[int],
+    ) -> None:
+        space = window.spaces.beside(namespace)
+        for position in positions if space is not None else ():
+            rows = past.rows_of(window.pages, position)
+            if rows is not None and space is not None:
+                window.save(keys, space, rows, position)
+
+    def _save_states(
+        self,
+        checkpoints: Checkpoints,
+        past: HybridPrefixCache,
+        keys: Keys,
+        namespace: Namespace | None,
+        positions: list[int],
+    ) -> None:
         if past.held < self.grid.grid:
             self._figures.add(off_grid=1)
             self._figures.say_once(
                 "short",
-                f"cache {self.checkpoints.cache.name!r}: a prompt of {past.held} tokens saves no "
+                f"cache {checkpoints.cache.name!r}: a prompt of {past.held} tokens saves no "
                 f"state: states are saved at multiples of {self.grid.grid}. Further ones are "
                 "counted in `off_grid` only; a smaller chunk= saves more often",
             )
-        path = self.checkpoints.path(keys, namespace)
+        path = checkpoints.path(keys, namespace)
         if path is None:
             return
-        stored = self._cache.peek(keys, namespace=namespace)
         for checkpoint in past.taken:
-            pages, more = divmod(checkpoint.tokens, self.grid.page_tokens)
-            if not more and pages <= stored:
+            if checkpoint.tokens in positions:
                 fork = checkpoint.tokens == past.branching
-                self.checkpoints.save(path, pages, checkpoint, fork=fork)
+                pages = checkpoint.tokens // self.grid.page_tokens
+                checkpoints.save(path, pages, checkpoint, fork=fork)
 
     def close(self) -> None:
-        """Wait for copies, and release the cache of states."""
-        self.checkpoints.close()
+        """Wait for copies, and release the caches beside the first."""
+        with contextlib.ExitStack() as stack:
+            for window in self.windows:
+                stack.callback(window.close)
+            if self.checkpoints is not None:
+                stack.callback(self.checkpoints.close)
+
+
+def pool_of_tokens(cache: Cache, pages: TokenPages, pinned: PinnedPages | None) -> Pooled:
+    """What moves keys and values. See `Pooled`."""
+    planes = planes_of_rows(pages, empty_rows(pages, 1))  # every transfer brings its own
+    return Pooled(cache, pages.geometry, planes, pages.device, pinned)
+
+
+def pool_of_states(
+    cache: Cache, pages: StatePages, config: Any, pinned: PinnedPages | None
+) -> Pooled:
+    """What moves states. See `Pooled`."""
+    seen = PrefixCache(config)  # every transfer brings its own planes
+    prepare(pages, seen)
+    states = {layer: parts_of(seen.layers[layer]) for layer in pages.geometry.layers}
+    return Pooled(cache, pages.geometry, planes_of_states(pages, states), pages.device, pinned)
 
 
 __all__ = [
@@ -613,7 +799,8 @@ __all__ = [
     "Checkpoints",
     "HybridPrefixCache",
     "HybridPrefixes",
-    "check_states",
-    "copied",
+    "check_caches",
+    "pool_of_states",
+    "pool_of_tokens",
     "prefill",
 ]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from lightcache import Cache, Lease, Load, Offload, Reservation, ReservationShard
 from lightcache.connectors.hybrid import HybridPrefixes
-from lightcache.connectors.model_pages import ModelPages
+from lightcache.connectors.model_pages import ModelPages, TokenPages
 from lightcache.connectors.model_watch import ModelWatch
 from lightcache.connectors.pooled import Pooled
 from lightcache.connectors.prefix_cache import PrefixCache, TokenIds, planes_of
@@ -57,8 +57,8 @@ class LeaseCalls:
         """
         if self.hybrid is not None:
             raise ConfigError(
-                "restore: expected a model of only keys and values, found recurrent states; load "
-                "both into `empty`: with `load`, and with `hybrid.checkpoints.load`"
+                "restore: expected a model of full attention alone, found other layers; "
+                "load all into `empty`: with `load`, for states with `hybrid.checkpoints.load`"
             )
         return self._restore(lease, None, window)
 
@@ -112,11 +112,12 @@ class LeaseCalls:
         if not isinstance(lease, Lease):
             raise ConfigError(f"lease: expected a Lease, found {type(lease).__name__}")
         self._check_ours(lease)
+        full = self._full()
         before = past.held
-        tokens = len(lease.pages) * self.pages.geometry.page_tokens
+        tokens = len(lease.pages) * self.pages.page_tokens
         if not tokens:
             return Load(self.engine, lease, np.arange(0))
-        past.allocate(self.pages, tokens)
+        past.allocate(full, tokens)
         try:
             self._pool.wait_for(lease.pages)
             slots = np.arange(before, before + tokens)
@@ -167,7 +168,7 @@ class LeaseCalls:
             return Offload(self.engine, held, np.arange(0), positions=positions)
         planes = self.planes(past)
         length = min(
-            int(past.layers[number].get_seq_length()) for number in self.pages.geometry.layers
+            int(past.layers[number].get_seq_length()) for number in self._full().geometry.layers
         )
         self._pool.wait_for(held.pages)
         return Offload(self.engine, held, np.arange(length), positions=positions, planes=planes)
@@ -179,7 +180,16 @@ class LeaseCalls:
         Raises:
             ConfigError: not a DynamicCache of this model that keeps every token of one row.
         """
-        return planes_of(self.pages, past)
+        return planes_of(self._full(), past)
+
+    def _full(self) -> TokenPages:
+        """The pages of full attention."""
+        if self.pages.attention and self.pages.attention[0].rule.name == "prefix":
+            return self.pages.attention[0]
+        raise ConfigError(
+            "expected a model with layers of full attention, found none; its pages are saved and "
+            "restored by `prefix` alone"
+        )
 
     def _check_ours(self, held: Reservation | ReservationShard | Lease) -> None:
         """Check the cache object: page numbers of another cache would be mistaken for its own."""

@@ -9,15 +9,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from lightcache.connectors._requirements import EMPTY, STATEFUL, DynamicCache, torch
-from lightcache.connectors.cache_layers import KEEP_EVERY_TOKEN, attention_layers, state_layers
+from lightcache.connectors._requirements import DynamicCache, torch
+from lightcache.connectors.cache_layers import rules_of, state_layers, unknown_layers
 from lightcache.connectors.state_pages import StatePages, describe_states
 from lightcache.connectors.trial import check_evaluated, check_passes, computed
 from lightcache.errors import ConfigError, LayoutMismatch
+from lightcache.groups import Rule
+from lightcache.kernels import geometry as formats
 from lightcache.kernels.geometry import KVGroup, PageGeometry
+from lightcache.kernels.groups import whole
 
 GROUP = "kv"
-"""Name of the only group of these geometries."""
+"""Name of the layers of full attention, and of the first shape in every geometry."""
 SAMPLES = 64
 """Values of each tensor in the fingerprint."""
 _NAMED = "name:"
@@ -42,31 +45,80 @@ _IRRELEVANT = {
 
 
 @dataclass(frozen=True)
-class ModelPages:
-    """The pages of one model: the configuration of its cache."""
+class TokenPages:
+    """Pages of the layers with one rule: the configuration of their cache."""
 
+    name: str
+    """"kv": full attention; such as "window4096" and "chunk8192": the layers with that setting."""
+    rule: Rule
+    """The pages that a position needs."""
     geometry: PageGeometry
-    """One group, "kv": planes `k` and `v` of every layer that keeps them."""
+    """A group for each shape, "kv", "kv2" and so on: planes `k` and `v` of every layer."""
     fingerprint: str
     """Three words: weights, KV dtype, `geometry.fingerprint()`."""
     dtype: torch.dtype
     """Of keys and values."""
     device: str
     """The model's device: "cpu", or such as "cuda:0"."""
-    states: StatePages | None = None
-    """Of a hybrid model: pages of its recurrent states, for a second cache."""
-    needs_positions: bool = False
-    """Whether the model counts positions from 0 in each pass unless it is told (Bamba, in 5.23)."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """For `Cache.create` and `Cache.open`: page_bytes, page_tokens, fingerprint, device."""
-        return {
+        """For `Cache.create` and `Cache.open`: page_bytes, page_tokens, fingerprint, device, and
+        independent, if a page is usable without those before it."""
+        options: dict[str, Any] = {
             "page_bytes": self.geometry.page_bytes,
             "page_tokens": self.geometry.page_tokens,
             "fingerprint": self.fingerprint,
             "device": self.device != "cpu",
         }
+        return options if self.rule.name == "prefix" else options | {"independent": True}
+
+
+@dataclass(frozen=True)
+class ModelPages:
+    """The pages of one model: the configuration of its caches."""
+
+    attention: tuple[TokenPages, ...]
+    """Keys and values, by rule: full attention first. Empty for a model of states alone."""
+    states: StatePages | None
+    """Pages of recurrent states."""
+    page_tokens: int
+    """Tokens of a page of keys and values; positions are multiples of it."""
+    needs_positions: bool = False
+    """Whether the model counts positions from 0 in each pass unless it is told (Bamba, in 5.23)."""
+
+    @property
+    def first(self) -> TokenPages | StatePages:
+        """The pages of the cache that has the model's name: its keys name all other pages."""
+        if self.attention:
+            return self.attention[0]
+        assert self.states is not None
+        return self.states
+
+    @property
+    def others(self) -> tuple[TokenPages, ...]:
+        """Keys and values in caches beside the first."""
+        return self.attention[1:]
+
+    @property
+    def geometry(self) -> PageGeometry:
+        """Of `first`."""
+        return self.first.geometry
+
+    @property
+    def fingerprint(self) -> str:
+        """Of `first`."""
+        return self.first.fingerprint
+
+    @property
+    def device(self) -> str:
+        """The model's device: "cpu", or such as "cuda:0"."""
+        return self.first.device
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of `first`."""
+        return self.first.options
 
 
 def describe(model: Any, *, page_tokens: int = 16, name: str | None = None) -> ModelPages:
@@ -96,38 +148,76 @@ def describe(model: Any, *, page_tokens: int = 16, name: str | None = None) -> M
     Raises:
         ConfigError: not a causal language model; a model in training mode with dropout, one that is
             not causal, adds rows or cannot continue from its cache; layers that keep anything but
-            keys and values of every token or a recurrent state (sliding windows, chunks, indexers),
-            layers that share keys and values, no layer that keeps keys, or layers of several
-            shapes; rotary positions that depend on the length of the prompt; an encoder; several
-            devices, tensor parallelism, or weights that are not loaded; an invalid name or
-            page_tokens.
+            keys and values, of every token, a window or a chunk, or a recurrent state (indexers,
+            compressed entries); rotary positions that depend on the length of the prompt; an
+            encoder; several devices, tensor parallelism, or weights that are not loaded; an invalid
+            name or page_tokens.
     """
+    whole(page_tokens, "page_tokens")
     _check_kind(model)
     _check_name(name)
     device = _device_of(model)
     check_evaluated(model)
     past = computed(model, device, (0,))
-    keys, values = _kept_of(model, past)
-    dtype: torch.dtype = keys.dtype
-    group = KVGroup.attention(
-        GROUP,
-        layers=attention_layers(past),
-        heads=int(keys.shape[1]),
-        head_dim=int(keys.shape[3]),
-        value_dim=int(values.shape[3]),
-        dtype_bytes=dtype.itemsize,
-        page_tokens=page_tokens,
-    )
-    geometry = PageGeometry([group])
     weights = (
         f"{_text_config(model).model_type}:{_digest(model)}" if name is None else _NAMED + name
     )
-    fingerprint = f"{weights} {str(dtype).removeprefix('torch.')} {geometry.fingerprint()}"
-    states = describe_states(model, past, weights, device) if state_layers(past) else None
+    attention = _by_rule(model, past, page_tokens, weights, device)
+    states = None
+    if state_layers(past):
+        states = describe_states(
+            model, past, weights, device, page_tokens=1 if attention else page_tokens
+        )
     needs_positions = check_passes(
         model, device, _vocabulary(model), several=states is None or states.continues
     )
-    return ModelPages(geometry, fingerprint, dtype, device, states, needs_positions)
+    return ModelPages(attention, states, page_tokens, needs_positions)
+
+
+def _by_rule(
+    model: Any, past: DynamicCache, page_tokens: int, weights: str, device: str
+) -> tuple[TokenPages, ...]:
+    """Pages of keys and values, from the cache of one token. Full attention comes first."""
+    rules = rules_of(past, _text_config(model))
+    kept = _kept_of(model, past, tuple(rules))
+    found = []
+    for rule in sorted(set(rules.values()), key=lambda one: (one.name != "prefix", str(one))):
+        shapes: dict[tuple[int, int, int], list[int]] = {}
+        for number in (number for number in rules if rules[number] == rule):
+            keys, values = kept[number]
+            shapes.setdefault((keys.shape[1], keys.shape[3], values.shape[3]), []).append(number)
+        dtype: torch.dtype = keys.dtype
+        geometry = PageGeometry(
+            [
+                KVGroup.attention(
+                    f"{GROUP}{count if count > 1 else ''}",
+                    layers=layers,
+                    heads=heads,
+                    head_dim=key,
+                    value_dim=value,
+                    dtype_bytes=dtype.itemsize,
+                    page_tokens=page_tokens,
+                    rule=_format_rule(rule),
+                )
+                for count, ((heads, key, value), layers) in enumerate(shapes.items(), 1)
+            ]
+        )
+        fingerprint = f"{weights} {str(dtype).removeprefix('torch.')} {geometry.fingerprint()}"
+        found.append(TokenPages(_name_of(rule), rule, geometry, fingerprint, dtype, device))
+    return tuple(found)
+
+
+def _name_of(rule: Rule) -> str:
+    """A window is named by what models call it: it has the token itself, too."""
+    if rule.name == "prefix":
+        return GROUP
+    return f"window{rule.back + 1}" if rule.name == "window" else f"chunk{rule.align}"
+
+
+def _format_rule(rule: Rule) -> formats.Rule:
+    if rule.name == "prefix":
+        return formats.prefix()
+    return formats.window(rule.back) if rule.name == "window" else formats.chunk(rule.align)
 
 
 def describe_for(cache: Any, model: Any) -> ModelPages:
@@ -145,7 +235,7 @@ def describe_for(cache: Any, model: Any) -> ModelPages:
     return pages
 
 
-def check_model(cache: Any, pages: ModelPages | StatePages) -> None:
+def check_model(cache: Any, pages: ModelPages | TokenPages | StatePages) -> None:
     """Check that a cache is for these pages.
 
     Raises:
@@ -160,7 +250,7 @@ def check_model(cache: Any, pages: ModelPages | StatePages) -> None:
     )
 
 
-def _difference(cache: Any, pages: ModelPages | StatePages) -> str:
+def _difference(cache: Any, pages: ModelPages | TokenPages | StatePages) -> str:
     """The most telling difference: weights of another dtype are always different weights."""
     has, wanted = cache.fingerprint.split(" "), pages.fingerprint.split(" ")
     if len(has) != len(wanted):
@@ -185,16 +275,11 @@ def _check_kind(model: Any) -> None:
             f"model: expected one whole model, found a rank of {model.tp_size} of tensor "
             "parallelism; these are not supported yet"
         )
-    empty = DynamicCache(config=config)
-    known = (*KEEP_EVERY_TOKEN, *STATEFUL)
-    if state_layers(empty) and not getattr(_text_config(model), "kv_sharing_modes", None):
-        known += EMPTY  # of experts alone: a dense model has such layers only if keys are shared
-    wrong = sorted({type(layer).__name__ for layer in empty.layers if type(layer) not in known})
-    if wrong or not attention_layers(empty):
+    if wrong := unknown_layers(DynamicCache(config=config)):
         raise ConfigError(
-            f"model: expected layers that keep the keys and values of every token, with or without "
-            f"layers of recurrent states, found {', '.join(wrong) or 'only states'} in "
-            f"{type(model).__name__}; sliding windows and shared layers are not supported yet"
+            f"model: expected layers that keep keys and values, of every token, of a window or of "
+            f"chunks, or recurrent states, found {', '.join(wrong)} in {type(model).__name__}; "
+            "these are not supported yet"
         )
     _check_positions(model)
 
@@ -242,25 +327,27 @@ def _device_of(model: Any) -> str:
     return devices[0]
 
 
-def _kept_of(model: Any, past: DynamicCache) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of one token, which have the same shapes in all layers that keep them."""
-    layers = [past.layers[number] for number in attention_layers(past)]
-    kept = [(layer.keys, layer.values) for layer in layers]
-    if not kept or any(tensor is None or tensor.dim() != 4 for pair in kept for tensor in pair):
+def _kept_of(
+    model: Any, past: DynamicCache, layers: tuple[int, ...]
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of one token in each layer that keeps them: of one dtype."""
+    kept = {number: (past.layers[number].keys, past.layers[number].values) for number in layers}
+    tensors = [tensor for pair in kept.values() for tensor in pair]
+    if any(tensor is None or tensor.dim() != 4 for tensor in tensors) or not (
+        tensors or state_layers(past)
+    ):
         raise ConfigError(
             f"model: {type(model).__name__} computed one token and cached no keys and values of "
             "[batch, heads, tokens, dim]; call model.eval(), and see that it uses its cache"
         )
-    shapes = {
-        tuple((tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in pair)
-        for pair in kept
-    }
-    if len(shapes) != 1 or kept[0][0].shape[:3] != kept[0][1].shape[:3]:
+    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
+    if len(kinds) > 1 or any(keys.shape[:3] != values.shape[:3] for keys, values in kept.values()):
         raise ConfigError(
-            f"model: expected layers of one shape, found {sorted(map(str, shapes))} in "
+            f"model: expected keys and values of one dtype and as many heads, found "
+            f"{sorted({f'{tensor.dtype} {tuple(tensor.shape)}' for tensor in tensors})} in "
             f"{type(model).__name__}; these are not supported yet"
         )
-    return kept[0]
+    return kept
 
 
 def _digest(model: Any) -> str:
@@ -300,4 +387,4 @@ def _sampled(tensors: Iterable[torch.Tensor]) -> bytes:
     return joined
 
 
-__all__ = ["GROUP", "ModelPages", "check_model", "describe", "describe_for"]
+__all__ = ["GROUP", "ModelPages", "TokenPages", "check_model", "describe", "describe_for"]

@@ -111,7 +111,11 @@ class ModelWatch:
         held = past.held
         _check_alone(past, inputs)
         past.given(ids[0])
-        _check_mask(past, inputs.get(_MASK), held, count)
+        mask = inputs.get(_MASK)
+        if not past.attentive and torch.is_tensor(mask) and mask.shape[-1] == count:
+            _check_mask(past, mask, 0, count)  # without attention it is of the new tokens alone
+        else:
+            _check_mask(past, mask, held, count)
         self._check_positions(past, inputs.get("position_ids"), held, count)
         past.begin()
         past.passing = (module, held, held + count)
@@ -125,8 +129,11 @@ class ModelWatch:
 
     def _ended(self, past: PrefixCache, complete: bool) -> None:
         _, before, wanted = past.passing
+        if complete:
+            past.passed(wanted)
         rows = past.rows
-        if not complete and rows == {before}:  # it failed before anything was computed
+        # It failed before anything was computed; states do not tell.
+        if not complete and rows == {before} and not past.stateful:
             past.passing = ()
             past.forget_given(before)
         elif complete:

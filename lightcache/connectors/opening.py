@@ -1,15 +1,15 @@
-"""Caches that fit a model: one of keys and values, and for a hybrid model one of states."""
+"""Caches that fit a model: one for each kind of its layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightcache import Cache, Namespace
 from lightcache._arguments import parse_size
-from lightcache.connectors.model_pages import describe
+from lightcache.connectors.model_pages import TokenPages, describe
 from lightcache.errors import ConfigError, LightcacheError
 from lightcache.hybrid.checkpoints import clear_states
 from lightcache.shm import Segment
@@ -20,6 +20,8 @@ STATES = "-states"
 """Suffix of the name of a cache of states, after the name of the cache of keys and values."""
 
 
+_TYPICAL = 4096
+"""Tokens of a prompt by which bytes are divided among caches."""
 IDLE_LIMIT = 24 * 3600.0
 """Seconds without use after which a cache may be removed to make room."""
 
@@ -42,7 +44,7 @@ def open_cache(
 
     Args:
         name: of the cache.
-        model: as `describe`; one without recurrent states.
+        model: as `describe`; one whose layers are all of one kind.
         page_tokens: tokens of a page.
         lifetime: "attached": removed with its last client. "persistent": it stays. None: the
             existing cache's lifetime, "persistent" for a new one.
@@ -50,46 +52,60 @@ def open_cache(
         options: of `Cache.open`; `size` or `pages` is needed.
 
     Raises:
-        ConfigError: as `describe`, a hybrid model, or options that the model decides.
+        ConfigError: as `describe`, layers of several kinds, or options that the model decides.
         LayoutMismatch: there is one of that name for another model.
         Otherwise as `Cache.open`.
     """
     pages = describe(model, page_tokens=page_tokens)
-    if pages.states is not None:
+    if pages.attention and pages.states is not None:
         raise ConfigError(
             f"model: expected only keys and values, found recurrent states in "
             f"{type(model).__name__}, which need a cache of their own; use open_caches"
+        )
+    if pages.others:
+        raise ConfigError(
+            f"model: expected one kind of layers, found {', '.join(of.name for of in pages.others)}"
+            f" beside {pages.attention[0].name} in {type(model).__name__}, which need caches of "
+            "their own; use open_caches"
         )
     return _open(name, pages.options, _lasting(lifetime, idle_limit) | options)
 
 
 @dataclass(frozen=True)
 class Caches:
-    """The caches of a model's prefixes. As a context manager: leaving closes both."""
+    """The caches of a model's prefixes. As a context manager: leaving closes all."""
 
     kv: Cache
-    """Keys and values."""
-    states: Cache | None
-    """One page a state; None for a model without recurrent states."""
+    """The first, whose keys name the pages of all: of full attention; for a model without it, of
+    its windows, or of its states if these are all it has."""
+    states: Cache | None = None
+    """One page a state; None: the model has none, or `kv` has them."""
+    windows: Mapping[str, Cache] = field(default_factory=dict)
+    """Of layers with windows or chunks, beside the first, by `TokenPages.name`."""
+
+    @property
+    def all(self) -> list[Cache]:
+        """Every cache; the first is `kv`."""
+        states = [] if self.states is None else [self.states]
+        return [self.kv, *states, *self.windows.values()]
 
     def clear(self, namespace: Namespace | None = None) -> None:
-        """Clear a namespace in both, see `Cache.clear`; in the cache of states, the one of the same
-        weights version and tenant.
+        """Clear a namespace in all, see `Cache.clear`; in those beside the first, the one of the
+        same weights version and tenant.
 
         Args:
             namespace: of `kv`; None: its default one.
         """
         cleared = self.kv.index.default_namespace if namespace is None else namespace
         self.kv.clear(namespace)
-        if self.states is not None:
-            clear_states(self.states, cleared.weights, cleared.tenant)
+        for other in self.all[1:]:
+            clear_states(other, cleared.weights, cleared.tenant)
 
     def close(self) -> None:
-        """Close both; close connectors first."""
+        """Close all; close connectors first."""
         with ExitStack() as stack:
-            stack.callback(self.kv.close)
-            if self.states is not None:
-                stack.callback(self.states.close)
+            for cache in self.all:
+                stack.callback(cache.close)
 
     def __enter__(self) -> Caches:
         return self
@@ -109,16 +125,22 @@ def open_caches(
     idle_limit: float | None = IDLE_LIMIT,
     **options: Any,
 ) -> Caches:
-    """Open the caches of a model, hybrid or not. For their lifetime see `open_cache`.
+    """Open the caches of a model: one for each kind of its layers. For their lifetime see
+    `open_cache`.
 
     Args:
-        name: of the cache of keys and values; the cache of states is named `f"{name}-states"`.
+        name: of the first cache: of full attention; of a model without it, of windows, or of states
+            if these are all it has. The cache of states is named `f"{name}-states"`, and others
+            `f"{name}-window4096"` and the like.
         model: as `describe`.
-        size: bytes for keys and values, or as "32GiB".
-        states: bytes for states; None: an eighth of `size`. Not used for a model without any.
+        size: bytes for keys and values, or as "32GiB"; divided among caches of full attention,
+            windows and chunks by what a prompt of 4,096 tokens needs of each. Of a model of states
+            alone: bytes for these.
+        states: bytes for states beside keys and values; None: an eighth of `size`. Not used for
+            other models.
         page_tokens: tokens of a page of keys and values.
         lifetime, idle_limit: see `open_cache`.
-        options: of `Cache.open`, for both.
+        options: of `Cache.open`, for all.
 
     Raises:
         ConfigError: as `describe`, or options that the model decides.
@@ -127,16 +149,32 @@ def open_caches(
     """
     pages = describe(model, page_tokens=page_tokens)
     options = _lasting(lifetime, idle_limit) | options
+    room = parse_size(size)
+    wanted = {name: (pages.options, room)}
+    for of, share in zip(pages.attention, _shares(pages.attention, room), strict=True):
+        own = name if of is pages.first else f"{name}-{of.name}"
+        wanted[own] = (of.options, share)
+    if pages.attention and pages.states is not None:
+        more = room // 8 if states is None else parse_size(states)
+        wanted[name + STATES] = (pages.states.options, more)
     with ExitStack() as stack:
-        stack.push(_undo(name))
-        kv = stack.enter_context(_open(name, pages.options, {"size": size, **options}))
-        second = None
-        if pages.states is not None:
-            room = parse_size(size) // 8 if states is None else states
-            wanted = {"size": room, **options}
-            second = stack.enter_context(_open(name + STATES, pages.states.options, wanted))
+        opened = {}
+        for own, (found, share) in wanted.items():
+            stack.push(_undo(own))
+            opened[own] = stack.enter_context(_open(own, found, {"size": share, **options}))
         stack.pop_all()
-    return Caches(kv, second)
+    windows = {of.name: opened[f"{name}-{of.name}"] for of in pages.others}
+    return Caches(opened[name], opened.get(name + STATES), windows)
+
+
+def _shares(attention: tuple[TokenPages, ...], room: int) -> list[int]:
+    """Bytes for the cache of each of these, in proportion to what a typical prompt needs of it."""
+    needed = []
+    for of in attention:
+        size = of.geometry.page_tokens
+        last = -(-_TYPICAL // size)
+        needed.append((last - min(of.rule.first(last, size), last - 1)) * of.geometry.page_bytes)
+    return [room * part // sum(needed) for part in needed]
 
 
 def _undo(name: str) -> Callable[..., None]:

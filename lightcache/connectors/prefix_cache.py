@@ -12,12 +12,17 @@ import numpy as np
 import numpy.typing as npt
 
 from lightcache.connectors._requirements import DynamicCache, DynamicLayer, torch
-from lightcache.connectors.cache_layers import KEEP_EVERY_TOKEN, attention_layers
-from lightcache.connectors.model_pages import GROUP, ModelPages
+from lightcache.connectors.cache_layers import (
+    KEEP_EVERY_TOKEN,
+    Pair,
+    WindowTail,
+    attention_layers,
+)
+from lightcache.connectors.model_pages import TokenPages
 from lightcache.errors import ConfigError
 from lightcache.hybrid.checkpoints import CheckpointStats
 from lightcache.kernels import layouts
-from lightcache.kernels.planes import DevicePlanes
+from lightcache.kernels.planes import DevicePlanes, join
 
 # ---- Statistics, and warnings that are logged once
 
@@ -78,6 +83,15 @@ class Counters:
             self._said.add(reason)
         log.warning("%s", message)
 
+    def no_room(self, cache: str, missing: int, wanted: int, why: str) -> None:
+        """Count pages that were not saved, and say so the first time."""
+        self.add(no_room_pages=missing)
+        self.say_once(
+            f"room {cache}",
+            f"cache {cache!r}: no room for {missing} of {wanted} pages ({why}); they are not "
+            "saved. Further ones are counted in `no_room_pages` only; a larger cache is the remedy",
+        )
+
     def snapshot(self, states: CheckpointStats | None) -> ConnectorStats:
         """The current values."""
         with self._lock:
@@ -86,6 +100,7 @@ class Counters:
 
 # ---- The cache of one sequence
 
+_REST = "past.rest(input_ids), as cache_params=past"
 TokenIds = npt.NDArray[np.int64]
 
 
@@ -200,6 +215,11 @@ class PrefixCache(DynamicCache):
         super().__init__(config=config)
         self._attention = attention_layers(self)
         """Layers that keep keys and values: of a hybrid model not all."""
+        self._whole = tuple(n for n in self._attention if not self.layers[n].is_sliding)
+        """Those that keep all of them."""
+        self._windows: dict[int, WindowTail] = {}
+        self._counted = 0
+        """Tokens computed and restored, for a model whose layers do not count them."""
         self._reused = 0
         self._tokens = tokens
         self._cropped = False
@@ -222,6 +242,30 @@ class PrefixCache(DynamicCache):
         return self._reused
 
     @property
+    def stateful(self) -> bool:
+        """Whether the model keeps recurrent states."""
+        return False
+
+    @property
+    def attentive(self) -> bool:
+        """Whether any layer keeps keys and values."""
+        return bool(self._attention)
+
+    @property
+    def is_compileable(self) -> bool:
+        """See `DynamicCache`: the connector checks every pass, outside of compiled graphs."""
+        return False
+
+    def rest(self, tokens: Any) -> Any:
+        """The part of a prompt that is not held, for models without attention: `generate` feeds
+        these all that it is given.
+
+        Args:
+            tokens: the whole prompt: a list, or an array or a tensor of shape (n,) or (1, n).
+        """
+        return tokens[self.held :] if isinstance(tokens, list) else tokens[..., self.held :]
+
+    @property
     def tokens(self) -> TokenIds:
         """Known ids of the tokens that it holds: int64 of shape (n,)."""
         known = np.empty(0, np.int64) if self._tokens is None else self._tokens
@@ -235,6 +279,8 @@ class PrefixCache(DynamicCache):
     @property
     def rows(self) -> set[int]:
         """Numbers of tokens that layers hold: between two passes they are all equal."""
+        if not self._attention:
+            return {self._counted}
         return {int(self.layers[number].get_seq_length()) for number in self._attention}
 
     def extend(self, tokens: Any) -> None:
@@ -277,6 +323,10 @@ class PrefixCache(DynamicCache):
     def begin(self) -> None:
         """Note that a forward pass begins; all tokens held are complete."""
 
+    def passed(self, held: int) -> None:
+        """Note that a forward pass has ended after so many tokens."""
+        self._counted = held
+
     def given(self, ids: Any) -> None:
         """Note that the model computes these ids after the tokens held: one row of a tensor.
 
@@ -284,15 +334,28 @@ class PrefixCache(DynamicCache):
             ConfigError: the known tokens differ.
         """
         held = self.held
+        if held and len(ids) >= held and not self._attention:
+            self._check_new(token_ids(ids))
         self._given.add(held, len(ids), ids)
         if self._tokens is not None and len(self._tokens) > held:
             wrong = self._given.other(self._tokens, held)
             if wrong is not None:
+                hint = "the whole prompt that `prefix` was given, and use_cache=True"
                 raise self.spoil(
                     f"the model was given token {wrong[1]} at position {wrong[0]}, expected "
-                    f"{self._tokens[wrong[0]]}, as `prefix` was told; give `generate` the whole "
-                    "prompt that `prefix` was given, and use_cache=True"
+                    f"{self._tokens[wrong[0]]}, as `prefix` was told; give `generate` "
+                    f"{hint if self._attention else _REST}"
                 )
+
+    def _check_new(self, ids: TokenIds) -> None:
+        """Check that tokens are not those held once more, which a state would take for new ones:
+        `generate` feeds all that it is given if there is no attention."""
+        known = self.tokens
+        if (ids[: len(known)] == known).all() and self._given.other(ids[: self.held], 0) is None:
+            raise self.spoil(
+                f"the model was given the {self.held} tokens held once more, expected those after "
+                f"them; give `generate` {_REST}"
+            )
 
     def forget_given(self, length: int) -> None:
         """Note that nothing from this position on was computed."""
@@ -392,8 +455,19 @@ class PrefixCache(DynamicCache):
 
     def crop(self, *arguments: Any, **more: Any) -> None:
         """See `DynamicCache.crop`. Cropped tokens are not saved, nor is anything computed after
-        them later: it may be of other tokens."""
+        them later: it may be of other tokens.
+
+        Raises:
+            ConfigError: tokens beyond those that windows hold before the last ones.
+        """
         before = self.held
+        count = min(abs(int(arguments[0] if arguments else more["tokens_to_remove"])), before)
+        if not all(tail.croppable(count) for tail in self._windows.values()):
+            raise ConfigError(
+                f"crop: expected tokens whose windows are held, found {count} of {before}: before "
+                "the last window only a few tokens are kept; begin another `prefix`, or take a "
+                "`checkpoint` before tokens that may be dropped, and `rewind` to it"
+            )
         super().crop(*arguments, **more)
         if self.held < before:
             self._given.cut(self.held)
@@ -405,9 +479,12 @@ class PrefixCache(DynamicCache):
         used = self.held > 0
         self._load, self._awaited = None, set()
         self._given.cut(0)
-        for layer in map(self.layers.__getitem__, self._attention):
+        self._counted = 0
+        for layer in map(self.layers.__getitem__, self._whole):
             layer.keys = layer.values = None
             layer.is_initialized = False
+        for tail in self._windows.values():
+            tail.clear()
         if used:
             self._forget(0)
 
@@ -420,7 +497,7 @@ class PrefixCache(DynamicCache):
 
     def expect(self, load: Any) -> None:
         """Let each layer wait at its first `update` for its part of a `Load`, by layer windows."""
-        self._load, self._awaited = load, set(self._attention)
+        self._load, self._awaited = load, set(self._whole)
 
     def settle(self) -> None:
         """Let the current stream wait for the rest of the load given to `expect`, before the
@@ -433,29 +510,25 @@ class PrefixCache(DynamicCache):
             self._load.transfer.wait_on()
             self._load, self._awaited = None, set()
 
-    def allocate(self, pages: ModelPages, tokens: int) -> None:
-        """Give every layer tensors with room for `tokens` more restored tokens, not filled yet."""
-        planes = pages.geometry.group(GROUP).planes
+    def allocate(self, pages: TokenPages, tokens: int) -> None:
+        """Give every layer of full attention tensors with room for `tokens` more restored tokens,
+        not filled yet."""
         self.settle()
         before = self.held
-        for layer in map(self.layers.__getitem__, self._attention):
-            # Heads of a token are contiguous, as in a page: whole pages are copied instead of rows.
-            # The first `update` joins them with new tokens into tensors of the usual order anyway.
-            keys, values = (
-                torch.empty(
-                    (1, before + tokens, plane.heads, plane.row_bytes // pages.dtype.itemsize),
-                    dtype=pages.dtype,
-                    device=pages.device,
-                ).transpose(1, 2)
-                for plane in planes
-            )
+        for number, (keys, values) in empty_rows(pages, before + tokens).items():
+            layer = self.layers[number]
             if before:
                 keys[:, :, :before], values[:, :, :before] = layer.keys, layer.values
             else:
                 # Initialised without tokens, then given the tensors themselves: nothing is copied.
                 layer.update(keys[:, :, :0], values[:, :, :0])
             layer.keys, layer.values = keys, values
+        self.restored(before, tokens)
+
+    def restored(self, before: int, tokens: int) -> None:
+        """Note that so many tokens were restored after `before` others."""
         self._given.add(before, tokens, None)
+        self._counted += tokens
         self._reused += tokens
 
     def withdraw(self, tokens: int) -> None:
@@ -464,8 +537,8 @@ class PrefixCache(DynamicCache):
         self._reused -= tokens
 
     def _shorten(self, tokens: int) -> None:
-        """Crop keys and values."""
-        for layer in map(self.layers.__getitem__, self._attention):
+        """Crop keys and values of full attention."""
+        for layer in map(self.layers.__getitem__, self._whole):
             DynamicLayer.crop(layer, -tokens)
         self._given.cut(self.held)
 
@@ -478,7 +551,44 @@ def one_row(rows: int) -> None:
         )
 
 
-def planes_of(pages: ModelPages, past: Any) -> DevicePlanes:
+def empty_rows(pages: TokenPages, tokens: int) -> dict[int, Pair]:
+    """Keys and values of so many tokens for each layer, not filled yet."""
+    rows: dict[int, Pair] = {}
+    for group in pages.geometry.groups:
+        for number in group.layers:
+            # Heads of a token are contiguous, as in a page: whole pages are copied instead of rows.
+            # The first `update` joins them with new tokens into tensors of the usual order anyway.
+            keys, values = (
+                torch.empty(
+                    (1, tokens, plane.heads, plane.row_bytes // pages.dtype.itemsize),
+                    dtype=pages.dtype,
+                    device=pages.device,
+                ).transpose(1, 2)
+                for plane in group.planes
+            )
+            rows[number] = keys, values
+    return rows
+
+
+def planes_of_rows(pages: TokenPages, rows: dict[int, Pair]) -> DevicePlanes:
+    """The planes of keys and values by layer; slots are rows. Keeps the tensors alive."""
+    shard = layouts.Shard(pages.geometry)
+    return join(
+        *(
+            layouts.plane(
+                shard,
+                group.name,
+                plane.name,
+                {number: rows[number][half][0] for number in group.layers},
+                axes="htc",
+            )
+            for group in pages.geometry.groups
+            for half, plane in enumerate(group.planes)
+        )
+    )
+
+
+def planes_of(pages: TokenPages, past: Any) -> DevicePlanes:
     """The planes of a cache's current keys and values; keeps the tensors alive.
 
     Raises:
@@ -487,9 +597,14 @@ def planes_of(pages: ModelPages, past: Any) -> DevicePlanes:
     if not isinstance(past, DynamicCache):
         raise ConfigError(f"past: expected a DynamicCache, found {type(past).__name__}")
     layers = pages.geometry.layers
-    if attention_layers(past) != layers:
-        kept = len(attention_layers(past))
-        raise ConfigError(f"past: expected {len(layers)} layers, found {kept}")
+    numbers = attention_layers(past)
+    whole = tuple(number for number in numbers if not past.layers[number].is_sliding)
+    if whole != layers:
+        kinds = sorted({type(layer).__name__ for layer in past.layers})
+        raise ConfigError(
+            f"past: expected {len(layers)} layers that keep every token, found {len(whole)} among "
+            f"{len(past.layers)} of {', '.join(kinds)}"
+        )
     if isinstance(past, PrefixCache):
         past.settle()
     for number, layer in ((at, past.layers[at]) for at in layers):
@@ -506,7 +621,10 @@ def planes_of(pages: ModelPages, past: Any) -> DevicePlanes:
                         f"past: expected {pages.dtype}, as the model computes, found "
                         f"{tensor.dtype} in layer {number}; is it computed under autocast?"
                     )
-    return layouts.dynamic_cache(layouts.Shard(pages.geometry), GROUP, past)
+    shard = layouts.Shard(pages.geometry)
+    return join(
+        *(layouts.dynamic_cache(shard, group.name, past) for group in pages.geometry.groups)
+    )
 
 
 __all__ = [
@@ -514,7 +632,9 @@ __all__ = [
     "Counters",
     "PrefixCache",
     "TokenIds",
+    "empty_rows",
     "one_row",
     "planes_of",
+    "planes_of_rows",
     "token_ids",
 ]

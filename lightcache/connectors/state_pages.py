@@ -53,6 +53,8 @@ class StatePages:
     continues: bool
     """Whether this release of transformers continues from a state with several tokens in one pass.
     If not, the connector computes tokens after a state one by one (Jamba, in 5.23)."""
+    page_tokens: int = 1
+    """Tokens that a key of this cache stands for, if it is the model's only one; else 1."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -60,19 +62,22 @@ class StatePages:
         without the pages before it."""
         return {
             "page_bytes": self.geometry.page_bytes,
-            "page_tokens": 1,
+            "page_tokens": self.page_tokens,
             "fingerprint": self.fingerprint,
             "device": self.device != "cpu",
             "independent": True,
         }
 
 
-def describe_states(model: Any, past: DynamicCache, weights: str, device: str) -> StatePages:
-    """Pages of the states of a hybrid model.
+def describe_states(
+    model: Any, past: DynamicCache, weights: str, device: str, *, page_tokens: int
+) -> StatePages:
+    """Pages of a model's states.
 
     Args:
         past: the model's cache of one token.
         weights: first word of the fingerprint.
+        page_tokens: see `StatePages`.
 
     Raises:
         ConfigError: no states, states of several shapes, or a release of transformers that cannot
@@ -86,7 +91,13 @@ def describe_states(model: Any, past: DynamicCache, weights: str, device: str) -
         )
         for number in layers
     ]
-    if len(set(tensors)) != 1 or not tensors[0]:
+    if not all(tensors):
+        raise ConfigError(
+            f"model: expected states in the cache, found layers of {type(model).__name__} without; "
+            "a model that keeps its states elsewhere (RecurrentGemma: in its modules, one sequence "
+            "at a time) is not supported"
+        )
+    if len(set(tensors)) != 1:
         raise ConfigError(
             f"model: expected states of one shape in every layer that keeps one, found "
             f"{sorted(set(map(str, tensors)))} in {type(model).__name__}; these are not supported"
@@ -103,6 +114,7 @@ def describe_states(model: Any, past: DynamicCache, weights: str, device: str) -
         parts,
         device,
         _continues(model, device),
+        page_tokens,
     )
 
 

@@ -9,8 +9,8 @@
             past.extend(output[:, input_ids.shape[1]:])  # to save what was generated as well
 
 `prefix` restores the longest stored prefix, so the model computes only the rest; leaving its `with`
-saves the new pages. Hybrid models need a second cache, of states: `open_caches`, and
-`Connector.prefill`. Needs transformers 5.0 or later.
+saves the new pages. Models with layers of several kinds need a cache for each: `open_caches`; those
+with recurrent states also need `Connector.prefill`. Needs transformers 5.0 or later.
 """
 
 from __future__ import annotations
@@ -22,18 +22,24 @@ from typing import TYPE_CHECKING, Any
 
 from lightcache import Cache, Namespace
 from lightcache._arguments import Keys
-from lightcache.connectors.hybrid import Checkpoint, HybridPrefixCache, HybridPrefixes, check_states
+from lightcache.connectors.hybrid import (
+    Checkpoint,
+    HybridPrefixCache,
+    HybridPrefixes,
+    check_caches,
+    pool_of_states,
+    pool_of_tokens,
+)
 from lightcache.connectors.lease_calls import LeaseCalls
-from lightcache.connectors.model_pages import ModelPages, describe, describe_for
+from lightcache.connectors.model_pages import ModelPages, TokenPages, describe, describe_for
 from lightcache.connectors.model_watch import ModelWatch
 from lightcache.connectors.opening import Caches, open_cache, open_caches
-from lightcache.connectors.pooled import Pooled, check_device
+from lightcache.connectors.pooled import check_device
 from lightcache.connectors.prefix_cache import (
     ConnectorStats,
     Counters,
     PrefixCache,
     TokenIds,
-    planes_of,
     token_ids,
 )
 from lightcache.errors import Abandoned, ConfigError, NoSpace
@@ -53,7 +59,7 @@ class Connector(LeaseCalls):
 
     def __init__(
         self,
-        cache: Cache,
+        cache: Cache | Caches,
         model: Any,
         *,
         states: Cache | None = None,
@@ -67,50 +73,60 @@ class Connector(LeaseCalls):
         hybrid model.
 
         Args:
-            cache: made by `open_cache` or `open_caches`, or with `describe(model).options`.
+            cache: the result of `open_cache` or `open_caches`, or made with
+                `describe(model).options`.
             model: as `describe`.
-            states: for a hybrid model, made by `open_caches`, or with
-                `describe(model).states.options`.
-            pinned, pinned_states: for a model on a GPU, the result of `pin` of these caches; None:
-                pinned here, in the background, which takes seconds for a large pool, and unpinned
-                by `close`.
-            chunk, every: of a hybrid model's `Grid`: prefill saves states at multiples of chunk and
-                page_tokens, and decoding at those of `every` as well. Processes may use different
-                values.
+            states: for a model with keys and values and with states, if `cache` is a Cache: made
+                with `describe(model).states.options`.
+            pinned, pinned_states: for a model on a GPU, the result of `pin` of the first cache, and
+                of the cache of states beside it; None, and for all other caches: pinned here, in
+                the background, which takes seconds for a large pool, and unpinned by `close`.
+            chunk, every: of the `Grid` at which states and windows are saved: states of a prompt at
+                multiples of chunk and page_tokens, windows at those of page_tokens; while decoding,
+                both at those of `every` as well. Processes may use different values.
             path_limit: bound on states of a hybrid model on one path, at least 2; the first ones
                 beyond it are evicted, except where prompts diverge, and those in use. 0: no bound.
                 The default is that of `lightcache.hybrid.Checkpoints`.
 
         Raises:
             LayoutMismatch: a cache is of another model; says what differs.
-            ConfigError: as `describe`; or not a cache, a cache without page_tokens, a hybrid model
-                without a cache of states, another model with one, a cache of states that is not
-                independent, or for a model on a GPU a cache opened without device=True; or
-                conflicting settings of a hybrid model, all in one message.
+            ConfigError: as `describe`; or not a cache, a cache without page_tokens, too few or too
+                many caches for the model, one of states or windows that is not independent, or for
+                a model on a GPU a cache opened without device=True; or conflicting settings of a
+                hybrid model, all in one message.
             InUse: this process has pinned a pool already; pass `pinned`.
             Detached: a cache is closed.
         """
-        if not isinstance(cache, Cache):
-            raise ConfigError(f"cache: expected a lightcache.Cache, found {type(cache).__name__}")
-        self.cache = cache
-        self.pages: ModelPages = describe_for(cache, model)
-        check_states(states, model, self.pages)
-        for opened in (cache, states):
-            if opened is not None:
-                check_device(opened, self.pages.device)
-        self._caches = [opened for opened in (cache, states) if opened is not None]
+        caches = cache if isinstance(cache, Caches) else Caches(cache, states)
+        if not isinstance(caches.kv, Cache):
+            raise ConfigError(
+                f"cache: expected a lightcache.Cache, or the result of open_caches, found "
+                f"{type(caches.kv).__name__}"
+            )
+        if caches is cache and states is not None:
+            raise ConfigError(
+                "states: expected None beside the result of open_caches, found a cache; give "
+                "either all caches, or the first and states="
+            )
+        self.cache = caches.kv
+        self.pages: ModelPages = describe_for(self.cache, model)
+        check_caches(caches, model, self.pages)
+        for opened in caches.all:
+            check_device(opened, self.pages.device)
+        self._caches = caches.all
         self._config = model.config
         self._figures = Counters()
         self._closed = False
         with contextlib.ExitStack() as stack:
-            seen = PrefixCache(self._config)  # every transfer brings its own planes
-            seen.allocate(self.pages, 1)
-            planes = planes_of(self.pages, seen)
-            self._pool = Pooled(cache, self.pages.geometry, planes, self.pages.device, pinned)
+            first = self.pages.first
+            if isinstance(first, TokenPages):
+                self._pool = pool_of_tokens(self.cache, first, pinned)
+            else:
+                self._pool = pool_of_states(self.cache, first, model.config, pinned)
             stack.callback(self._pool.close)
             self._watch = ModelWatch(
                 model,
-                cache.index.default_namespace.weights,
+                self.cache.index.default_namespace.weights,
                 needs_positions=self.pages.needs_positions,
             )
             stack.callback(self._watch.close)
@@ -119,11 +135,12 @@ class Connector(LeaseCalls):
             self.pinned = self._pool.pinned
             """The pool as a GPU sees it; `pinned.wait()` waits for all of it. None on the CPU."""
             self.hybrid: HybridPrefixes | None = None
-            """Of a model with recurrent states: finds, takes and saves checkpoints."""
-            if states is not None:
+            """Of a model with windows, chunks or recurrent states: finds, takes and saves what
+            positions need."""
+            if self.pages.states is not None or first.options.get("independent") or caches.windows:
                 self.hybrid = HybridPrefixes(
-                    cache,
-                    states,
+                    caches,
+                    self._pool,
                     model,
                     self.pages,
                     pinned=pinned_states,
@@ -192,8 +209,8 @@ class Connector(LeaseCalls):
 
     def stats(self) -> ConnectorStats:
         """Counters of this connector."""
-        states = None if self.hybrid is None else self.hybrid.checkpoints.stats()
-        return self._figures.snapshot(states)
+        checkpoints = None if self.hybrid is None else self.hybrid.checkpoints
+        return self._figures.snapshot(None if checkpoints is None else checkpoints.stats())
 
     def _check_use(self, namespace: Namespace | None) -> None:
         """Check that the caches are open, and their weights current."""
@@ -211,7 +228,8 @@ class Connector(LeaseCalls):
 
     def prefill(self, past: Any, tokens: Any = None, *, at_most: int | None = None) -> None:
         """For a hybrid model: compute a prompt up to the last position at which a state is saved,
-        in passes that end where one is saved. Does nothing for other models.
+        in passes that end where one is saved. For one with windows or chunks: only name the prompt
+        of the next turn. Does nothing for other models.
 
         States are saved where the prompt diverges from stored keys and values that have no state
         there, and at the last multiple of the grid. At least one token is left for `generate`,
@@ -234,7 +252,8 @@ class Connector(LeaseCalls):
     def _save(self, past: PrefixCache, how: dict[str, Any]) -> None:
         self.engine.poll()  # releases the pages pinned for the load
         keys = self.cache.hash_pages(past.tokens, **how)
-        if len(keys) * self.pages.geometry.page_tokens > past.reused:
+        full = not self.cache.index.independent
+        if full and len(keys) * self.pages.page_tokens > past.reused:
             self._save_pages(past, keys, how["namespace"])
         if self.hybrid is not None and isinstance(past, HybridPrefixCache):
             self.hybrid.save(past, keys, how["namespace"])
@@ -255,16 +274,9 @@ class Connector(LeaseCalls):
             return
         except NoSpace as error:
             new, missing, present, busy, why = 0, len(keys), 0, 0, str(error)
-        self._figures.add(
-            saved_pages=new, present_pages=present, busy_pages=busy, no_room_pages=missing
-        )
+        self._figures.add(saved_pages=new, present_pages=present, busy_pages=busy)
         if missing:
-            self._figures.say_once(
-                "room",
-                f"cache {self.cache.name!r}: no room for {missing} of {len(keys)} pages "
-                f"({why}); they are not saved. Further ones are counted in `no_room_pages` only; a "
-                "larger cache is the remedy",
-            )
+            self._figures.no_room(self.cache.name, missing, len(keys), why)
 
     # ---- the end
 
@@ -288,7 +300,7 @@ class Connector(LeaseCalls):
 
 @contextlib.contextmanager
 def prefix(
-    cache: Cache,
+    cache: Cache | Caches,
     model: Any,
     tokens: Any,
     *,
@@ -312,6 +324,7 @@ __all__ = [
     "HybridPrefixCache",
     "ModelPages",
     "PrefixCache",
+    "TokenPages",
     "describe",
     "open_cache",
     "open_caches",

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightcache.connectors._requirements import DynamicCache, torch
-from lightcache.connectors.cache_layers import attention_layers
+from lightcache.connectors.cache_layers import attention_layers, keep_tails
 from lightcache.errors import ConfigError
 
+_PAST = "past_key_values"
 _TOKENS = 4
 _TRIALS = 3
 """A model is refused if it fails this many trials with different tokens: rounding alone may send a
@@ -31,11 +32,15 @@ def computed(
         ConfigError: the model cannot compute them with a DynamicCache.
     """
     past = DynamicCache(config=model.config)
+    keep_tails(past, model.config.get_text_config(decoder=True), 0, set(), 1)
+    held = 0
     # Eagerly, also for a compiled model.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         try:
             for piece in pieces:
-                forward(model, past, torch.tensor([piece], device=device), positions=positions)
+                ids = torch.tensor([piece], device=device)
+                forward(model, past, ids, held, positions=positions)
+                held += len(piece)
         except (AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"model: {type(model).__name__} cannot compute a token with a DynamicCache "
@@ -45,16 +50,21 @@ def computed(
     return past
 
 
-def forward(model: Any, past: DynamicCache, ids: Any, *, positions: bool = True) -> Any:
-    """One forward pass of tokens after those that a cache holds: ids of shape (1, n)."""
-    # From the first layer that keeps keys: some classes of transformers use the first layer of all.
-    attention = attention_layers(past)
-    held = past.get_seq_length(attention[0]) if attention else 0
+def forward(model: Any, past: DynamicCache, ids: Any, held: int, *, positions: bool = True) -> Any:
+    """One forward pass of tokens after the `held` ones of a cache: ids of shape (1, n)."""
+    named = {past_argument(model): past}
     if not held or not positions or not takes_positions(model):
-        return model(input_ids=ids, past_key_values=past, use_cache=True)
+        return model(input_ids=ids, use_cache=True, **named)
     # Bamba, for example, counts positions from zero in every pass unless they are given.
     where = torch.arange(held, held + ids.shape[1], device=ids.device)[None]
-    return model(input_ids=ids, position_ids=where, past_key_values=past, use_cache=True)
+    return model(input_ids=ids, position_ids=where, use_cache=True, **named)
+
+
+def past_argument(model: Any) -> str:
+    """The argument of a model that is its cache: `past_key_values`, or `cache_params` for models of
+    states alone."""
+    known = inspect.signature(model.forward).parameters
+    return "cache_params" if "cache_params" in known and _PAST not in known else _PAST
 
 
 def takes_positions(model: Any) -> bool:
@@ -210,5 +220,6 @@ __all__ = [
     "computed",
     "forward",
     "parts_of_model",
+    "past_argument",
     "takes_positions",
 ]

@@ -46,6 +46,7 @@ def joined(
 def states_of(connector: lct.Connector) -> Cache:
     """Its cache of states."""
     assert connector.hybrid is not None
+    assert connector.hybrid.checkpoints is not None
     return connector.hybrid.checkpoints.cache
 
 

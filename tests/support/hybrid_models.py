@@ -93,15 +93,20 @@ KINDS: dict[str, dict[str, Any]] = {
 def hybrid(
     kind: str = "Qwen3Next", *, seed: int = 0, dtype: torch.dtype = torch.float32, **sizes: Any
 ) -> Any:
-    """A causal model of this kind, the same for the same seed.
+    """A causal model of this kind, the same for the same seed; see `draw`."""
+    name = {"Qwen3_5": "Qwen3_5Text"}.get(kind, kind)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **KINDS[kind], **sizes})
+    made = getattr(transformers, f"{kind}ForCausalLM")(config)
+    return draw(made, seed).to(dtype).eval()
+
+
+def draw(made: Any, seed: int = 0) -> Any:
+    """Give a model random weights with which tokens far back matter.
 
     As transformers draws them, weights let a state forget a token within a few: it decays by e^-10
     a token on average, and is a small part of what a layer adds. So they are drawn larger here, and
     states decay by 0.5 to 5 % a token.
     """
-    name = {"Qwen3_5": "Qwen3_5Text"}.get(kind, kind)
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **KINDS[kind], **sizes})
-    made = getattr(transformers, f"{kind}ForCausalLM")(config)
     seeded = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, one in sorted(made.named_parameters()):
@@ -111,4 +116,4 @@ def hybrid(
                 one.fill_(math.log(math.e - 1))  # softplus of it is 1
             elif one.dim() >= 2:
                 one.normal_(0.0, 1.2 / one[0].numel() ** 0.5, generator=seeded)
-    return made.to(dtype).eval()
+    return made

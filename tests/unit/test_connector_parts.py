@@ -288,11 +288,11 @@ BAD = {
     "nothing": (lambda past: None, "past: expected a DynamicCache, found NoneType"),
     "a tuple": (lambda past: tuple(past.layers), "expected a DynamicCache, found tuple"),
     "static": (static, "expected a DynamicCache, found StaticCache"),
-    "sliding": (sliding, "found layer 0 of DynamicSlidingWindowLayer"),
+    "sliding": (sliding, "found 0 among 2 of DynamicSlidingWindowLayer"),
     "rows": (doubled, "a batch of one row, found 2"),
     "too short": (cut, "the pages at positions 0 to 1 hold tokens 0 to 31, found 31 slots"),
     "another dtype": (halved, "expected torch.float32, .* found torch.bfloat16 in layer 1"),
-    "fewer layers": (shorter, "expected 2 layers, found 1"),
+    "fewer layers": (shorter, "expected 2 layers that keep every token, found 1"),
     "empty": (lambda past: transformers.DynamicCache(config=model().config), "prefill first"),
     "another shape": (lambda past: computed(model(num_key_value_heads=4), prompt(32)), "heads"),
 }

@@ -275,11 +275,31 @@ def test_transformers(engines: list[Any], segment_name: str) -> None:
     from support.tiny_models import model, prompt
 
     ids = prompt(40)
-    path, hybrid = "docs/guides/transformers.md", "## Hybrid models"
-    space = run(path, segment_name, end=hybrid, model=model(), input_ids=ids)
+    path, windows = "docs/guides/transformers.md", "## Windows and chunks"
+    space = run(path, segment_name, end=windows, model=model(), input_ids=ids)
     assert len(engines) == 1
     assert space["reused"] == 0
     assert space["cache"].peek(space["cache"].hash_pages(space["output"][0].tolist())) == 4
+
+
+@pytest.mark.models
+def test_transformers_windows(segment_name: str) -> None:
+    pytest.importorskip("transformers")
+    from support.tiny_models import prompt
+    from support.window_models import windowed
+
+    space = run(
+        "docs/guides/transformers.md",
+        segment_name,
+        begin="## Windows and chunks",
+        end="## Hybrid models",
+        model=windowed("Llama4"),
+        input_ids=prompt(40),
+        lct=import_module("lightcache.connectors.transformers"),
+    )
+    assert space["past"].held == 40 + 8 - 1
+    assert Segment.unlink(f"{segment_name}4")
+    assert Segment.unlink(f"{segment_name}4-chunk9")
 
 
 @pytest.mark.models

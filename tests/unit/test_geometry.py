@@ -228,7 +228,10 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "groups of one head": (lambda: attention(heads=1, head_groups=2), "divide the 1 heads"),
     "state of tokens": (lambda: KVGroup("a", (0,), (K,), 2, point()), "page_tokens=1, found 2"),
     "rule of text": (lambda: KVGroup("a", (0,), (K,), 2, "prefix"), "found 'prefix'"),
-    "unknown rule": (lambda: Rule("suffix"), "expected prefix, window or point, found 'suffix'"),
+    "unknown rule": (
+        lambda: Rule("suffix"),
+        "expected prefix, window, chunk or point, found 'suffix'",
+    ),
     "window of nothing": (lambda: window(0), "window: expected .*, found 0"),
     "window without tokens": (lambda: Rule("window"), r"found window\(0\)"),
     "prefix with tokens": (lambda: Rule("prefix", 4), r"found prefix\(4\)"),

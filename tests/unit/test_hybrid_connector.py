@@ -217,29 +217,6 @@ def test_keys_and_values_gone_under_states(connector: lct.Connector, qwen: Any) 
     assert ask(connector, qwen, long)[0] == 128
 
 
-@pytest.mark.parametrize("gone", ["state", "keys and values", "all keys and values"])
-def test_evicted_between_the_look_and_the_match(
-    connector: lct.Connector, qwen: Any, gone: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert connector.hybrid is not None
-    ask(connector, qwen, prompt(90))
-    ask(connector, qwen, prompt(150))
-    ask(connector, qwen, prompt(90))
-    checkpoints = connector.hybrid.checkpoints
-    deepest, looks = checkpoints.last_ready, []
-
-    def looked(path: Any, most: int) -> int:
-        looks.append(deepest(path, most) * 16)
-        if len(looks) == 1:
-            states_of(connector).evict(1) if gone == "state" else None
-            connector.cache.evict({"state": 0, "keys and values": 4}.get(gone, 64))
-        return looks[-1] // 16
-
-    monkeypatch.setattr(checkpoints, "last_ready", looked)
-    assert ask(connector, qwen, prompt(150))[0] == (0 if gone.startswith("all") else 64)
-    assert looks[:2] == ([128, 0] if gone.startswith("all") else [128, 64])
-
-
 def test_room_for_one_state(segment_name: str, qwen: Any) -> None:
     with joined(segment_name, qwen, states=1, chunk=32) as connector:
         one, other = prompt(100), prompt(100, 1)

@@ -150,7 +150,8 @@ def test_a_device_must_be_said_for_both(
         Cache.create(f"{segment_name}-s", pages=2, secret=SECRET, **found.states.options) as one,
         monkeypatch.context() as patch,
     ):
-        pages = dataclasses.replace(found, device="cuda:0")
+        first = dataclasses.replace(found.attention[0], device="cuda:0")
+        pages = dataclasses.replace(found, attention=(first,))
         patch.setattr("lightcache.connectors.transformers.describe_for", lambda *_: pages)
         with pytest.raises(ConfigError, match=f"expected '{segment_name}-s' opened with device=T"):
             lct.Connector(kv, qwen, states=one)
@@ -228,10 +229,11 @@ def test_keys_and_values_without_their_state(connector: lct.Connector, qwen: Any
     with pytest.raises(ConfigError, match="expected the state after the 32 tokens"):
         qwen(ids[:, 32:], past_key_values=past)
     with connector.cache.match(keys[:2]) as lease:
-        with pytest.raises(ConfigError, match="restore: expected a model of only keys and values"):
+        with pytest.raises(ConfigError, match="restore: expected a model of full attention alone"):
             connector.restore(lease)
     assert connector.hybrid
     checkpoints = connector.hybrid.checkpoints
+    assert checkpoints
     path = checkpoints.path(keys)
     assert path
     checkpoints.load(past, checkpoints.match(path, 2))
