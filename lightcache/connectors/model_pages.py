@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ from typing import Any
 from lightcache.connectors._requirements import DynamicCache, torch
 from lightcache.connectors.cache_layers import rules_of, state_layers, unknown_layers
 from lightcache.connectors.state_pages import StatePages, describe_states
-from lightcache.connectors.trial import check_evaluated, check_passes, computed
+from lightcache.connectors.trial import check_evaluated, check_passes, computed, past_argument
 from lightcache.errors import ConfigError, LayoutMismatch
 from lightcache.groups import Rule
 from lightcache.kernels import geometry as formats
@@ -24,6 +25,8 @@ GROUP = "kv"
 SAMPLES = 64
 """Values of each tensor in the fingerprint."""
 _NAMED = "name:"
+_UNMASKED = ("moshi",)
+"""Model types whose cache keeps a window, and whose mask is that of full attention."""
 # Fields about a model's origin or its use by callers, and fields that the fingerprint has already;
 # none of these affects keys and values.
 _IRRELEVANT = {
@@ -281,6 +284,12 @@ def _check_kind(model: Any) -> None:
             f"chunks, or recurrent states, found {', '.join(wrong)} in {type(model).__name__}; "
             "these are not supported yet"
         )
+    if _text_config(model).model_type in _UNMASKED:
+        raise ConfigError(
+            f"model: expected layers that see what their cache keeps, found windows in "
+            f"{type(model).__name__} that a pass of many tokens ignores: its keys depend on how a "
+            "prompt is divided into passes; it is not supported"
+        )
     _check_positions(model)
 
 
@@ -338,7 +347,7 @@ def _kept_of(
     ):
         raise ConfigError(
             f"model: {type(model).__name__} computed one token and cached no keys and values of "
-            "[batch, heads, tokens, dim]; call model.eval(), and see that it uses its cache"
+            f"[batch, heads, tokens, dim]; {_missing(model)}"
         )
     kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
     if len(kinds) > 1 or any(keys.shape[:3] != values.shape[:3] for keys, values in kept.values()):
@@ -348,6 +357,16 @@ def _kept_of(
             f"{type(model).__name__}; these are not supported yet"
         )
     return kept
+
+
+def _missing(model: Any) -> str:
+    """Why there may be no keys and values."""
+    if past_argument(model) in inspect.signature(model.forward).parameters:
+        return "call model.eval(), and see that it uses its cache"
+    return (
+        "it takes no past_key_values, so what it keeps of earlier tokens lies outside of the "
+        "layers of a cache (as in RWKV and XLNet); it is not supported"
+    )
 
 
 def _digest(model: Any) -> str:

@@ -22,6 +22,8 @@ STATES = "-states"
 
 _TYPICAL = 4096
 """Tokens of a prompt by which bytes are divided among caches."""
+_PROMPTS = 16
+"""Prompts for which every cache has room."""
 IDLE_LIMIT = 24 * 3600.0
 """Seconds without use after which a cache may be removed to make room."""
 
@@ -168,13 +170,15 @@ def open_caches(
 
 
 def _shares(attention: tuple[TokenPages, ...], room: int) -> list[int]:
-    """Bytes for the cache of each of these, in proportion to what a typical prompt needs of it."""
+    """Bytes for the cache of each of these, in proportion to what a typical prompt needs of it;
+    beside the first at least for some prompts."""
     needed = []
     for of in attention:
         size = of.geometry.page_tokens
         last = -(-_TYPICAL // size)
-        needed.append((last - min(of.rule.first(last, size), last - 1)) * of.geometry.page_bytes)
-    return [room * part // sum(needed) for part in needed]
+        needed.append(max(1, last - of.rule.first(last, size)) * of.geometry.page_bytes)
+    others = [max(room * part // sum(needed), _PROMPTS * part) for part in needed[1:]]
+    return [room - sum(others), *others] if needed else []
 
 
 def _undo(name: str) -> Callable[..., None]:
