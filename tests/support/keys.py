@@ -18,7 +18,10 @@ def pair(prefix: Sequence[int], bucket: int | None = None) -> Pair:
     Args:
         bucket: make the low 16 bits these, so that keys meet in one chain of a small index.
     """
-    digest = hashlib.blake2b(repr(tuple(prefix)).encode(), digest_size=16).digest()
+    return _key(hashlib.blake2b(repr(tuple(prefix)).encode(), digest_size=16).digest(), bucket)
+
+
+def _key(digest: bytes, bucket: int | None) -> Pair:
     low = int.from_bytes(digest[:8], "little")
     if bucket is not None:
         low = low & ~0xFFFF | bucket
@@ -31,8 +34,15 @@ def array(pairs: Iterable[Pair]) -> Keys:
 
 
 def chain(path: Sequence[int], bucket: int | None = None) -> list[Pair]:
-    """Keys of all prefixes of a path, as a prompt's pages have them."""
-    return [pair(path[: i + 1], bucket) for i in range(len(path))]
+    """The `pair` of each prefix of a path, as a prompt's pages have them, in linear time."""
+    found = []
+    text = hashlib.blake2b(digest_size=16)  # of the prefix as a tuple is printed, but for its end
+    for number, token in enumerate(path):
+        text.update(f", {token!r}".encode() if number else f"({token!r}".encode())
+        whole = text.copy()
+        whole.update(b")" if number else b",)")
+        found.append(_key(whole.digest(), bucket))
+    return found
 
 
 def keys(*path: int) -> Keys:
