@@ -132,7 +132,7 @@ def compile_all(compiler: str, flags: Sequence[str], sources: Iterable[str], to:
 
 def make_stepper(folder: Path) -> Path:
     compiler = next(name for name in (*COMPILERS, "cc") if shutil.which(name))
-    flags = ["-O1", "-DLC_PAUSE_POINTS"]
+    flags = ["-O0", "-DLC_PAUSE_POINTS"]  # it waits for the kernel: nothing is gained by more
     return compile_all(compiler, flags, [*STEPPER, *SHARED], folder / "stepper")
 
 

@@ -22,6 +22,7 @@ EFFORT = run.Effort(stride=STRIDE, kills=2, seconds=1, dumps=7)
 SCENES = run.scenes()
 # Of so many scenes one is in `make test`: all of these under the same build, so that one is made.
 SHARE = 3 * len(run.COMPILERS) * len(run.LEVELS)
+LONG = "repair_flat"  # a million steps: as many as all others of the share together
 
 BuiltOnce = Callable[[str, Callable[[Path], object]], Path]
 
@@ -43,7 +44,9 @@ def builds() -> list[run.Build]:
 @pytest.mark.parametrize(
     "scene",
     [
-        pytest.param(scene, marks=[pytest.mark.slow] if number % SHARE != 16 else [])
+        pytest.param(
+            scene, marks=[] if number % SHARE == 16 and scene != LONG else pytest.mark.slow
+        )
         for number, scene in enumerate(SCENES)
     ],
 )

@@ -29,14 +29,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "sanitize",
+    ("sanitize", "level"),
     [
-        pytest.param(False, id="plain"),
-        pytest.param(True, id="sanitized", marks=pytest.mark.slow),
+        pytest.param(False, "-O0", id="plain"),  # compiled in a quarter of the time
+        pytest.param(False, "-O2", id="optimised", marks=pytest.mark.slow),
+        pytest.param(True, "-O1", id="sanitized", marks=pytest.mark.slow),
     ],
 )
-def test_what_found_something_once(folder: Path, sanitize: bool) -> None:
-    program = fuzz.build(folder, sanitize=sanitize)
+def test_what_found_something_once(folder: Path, sanitize: bool, level: str) -> None:
+    program = fuzz.build(folder, sanitize=sanitize, level=level)
     _, text = fuzz.run(program, ["corpus", str(fuzz.HERE / "corpus.txt")])
     sums = fuzz.Sums()
     sums.add(text)
