@@ -13,14 +13,18 @@ from hypothesis.stateful import run_state_machine_as_test
 from model.hybrid_machine import HybridMachine
 
 EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "300")) // 6
+SHARE = 20  # of them in `make test`
 
 
 @pytest.mark.timeout(120 + 4 * EXAMPLES)  # half a second each when alone
-def test_what_is_usable_is_what_must_be(segment_name: str) -> None:
+@pytest.mark.parametrize(
+    "examples", [SHARE, pytest.param(EXAMPLES, marks=pytest.mark.slow)], ids=["share", "all"]
+)
+def test_what_is_usable_is_what_must_be(segment_name: str, examples: int) -> None:
     run_state_machine_as_test(
         lambda: HybridMachine(segment_name),
         settings=settings(
-            max_examples=EXAMPLES,
+            max_examples=examples,
             stateful_step_count=100,
             deadline=None,
             report_multiple_bugs=False,

@@ -14,25 +14,28 @@ from model.holding import HoldingMachine
 from model.machine import IndexMachine
 
 EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "300"))
+SHARE = 80  # of them in `make test`
 
 
 @pytest.mark.timeout(60 + 2 * EXAMPLES)  # a tenth of a second each when alone
 @pytest.mark.parametrize(
-    "independent",
+    ("independent", "examples"),
     [
-        pytest.param(False, id="prefixes"),
-        pytest.param(True, id="independent", marks=pytest.mark.slow),
-        pytest.param(None, id="mixed"),
+        pytest.param(False, SHARE, id="prefixes-share"),
+        pytest.param(None, SHARE, id="mixed-share"),
+        pytest.param(False, EXAMPLES, id="prefixes", marks=pytest.mark.slow),
+        pytest.param(True, EXAMPLES, id="independent", marks=pytest.mark.slow),
+        pytest.param(None, EXAMPLES, id="mixed", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("machine", [IndexMachine, HoldingMachine])
 def test_index_and_model_agree(
-    segment_name: str, machine: type[IndexMachine], independent: bool | None
+    segment_name: str, machine: type[IndexMachine], independent: bool | None, examples: int
 ) -> None:
     run_state_machine_as_test(
         lambda: machine(segment_name, independent),
         settings=settings(
-            max_examples=EXAMPLES,
+            max_examples=examples,
             stateful_step_count=50,
             deadline=None,
             report_multiple_bugs=False,
