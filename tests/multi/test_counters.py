@@ -14,7 +14,7 @@ from lightcache import shm
 
 SEED = int(os.environ.get("LIGHTCACHE_TEST_SEED", "1"))
 DEADLINE = 60.0
-WORKERS, KILLS, ENOUGH = 4, 24, 300
+WORKERS, KILLS, ENOUGH = 4, 12, 300
 
 
 def worker(name, notes, who):

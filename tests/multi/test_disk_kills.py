@@ -22,7 +22,7 @@ from lightcache.storage.testing.conformance import make_keys
 pytestmark = [pytest.mark.crash]
 
 TESTS = Path(__file__).parent.parent
-ROUNDS = 24
+LIVES = [6, pytest.param(24, marks=pytest.mark.slow)]  # of a folder, one after the other
 
 
 @contextmanager
@@ -110,11 +110,12 @@ def test_killed_in_a_rebuild(where: Path, point: str) -> None:
         usable(storage, 2)
 
 
-def test_killed_at_random_instants(where: Path) -> None:
+@pytest.mark.parametrize("lives", LIVES)
+def test_killed_at_random_instants(where: Path, lives: int) -> None:
     """Again and again, the folder going on from one life to the next; each second time the machine
     stops as well."""
     random = np.random.default_rng(int(os.environ.get("LIGHTCACHE_TEST_SEED", "7")))
-    for life in range(ROUNDS):
+    for life in range(lives):
         with doomed(where, life) as child:
             done = len(lines(child, most=int(random.integers(1, 12))))
             child.kill()

@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 from support.refusals import refused
-from support.traffic import DEADLINE, ROUNDS, SECONDS, SEED, Storm, ended_well, spawn
+from support.traffic import DEADLINE, SECONDS, SEED, STORMS, Storm, ended_well, spawn
 
 from lightcache import errors, shm
 
@@ -98,8 +98,8 @@ def test_every_reader_reads_what_was_appended_in_order(segment_name, tmp_path, c
 
 @pytest.mark.crash
 @pytest.mark.timeout(2 * SECONDS + 300)
-@pytest.mark.parametrize("number", ROUNDS)
-def test_writers_and_readers_are_killed(segment_name, tmp_path, number):
+@pytest.mark.parametrize(("number", "seconds"), STORMS)
+def test_writers_and_readers_are_killed(segment_name, tmp_path, number, seconds):
     """One reader lives through all of it and misses nothing."""
     fill, drain, whole = (
         partial(write, segment_name),
@@ -115,7 +115,7 @@ def test_writers_and_readers_are_killed(segment_name, tmp_path, number):
         mine.close()  # or it would hold the writers up
         for writing in (True, True, False, False, False):
             storm.start(writing)
-        kills = storm.run()
+        kills = storm.run(seconds)
         storm.stop_filling()
         with lead(segment_name) as log:
             log.append(b"end", timeout=DEADLINE)  # nobody blocks behind the dead

@@ -267,8 +267,17 @@ def doom(scheduler: Scheduler, victim: int, kind: str) -> list[int]:
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("stage", ["adopted", "copying", "verdict"])
-@pytest.mark.parametrize("kind", ["load", "offload"])
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        ("load", "adopted"),
+        ("offload", "copying"),
+        ("load", "verdict"),
+        pytest.param("load", "copying", marks=pytest.mark.slow),
+        pytest.param("offload", "adopted", marks=pytest.mark.slow),
+        pytest.param("offload", "verdict", marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_is_killed_and_another_takes_its_place(made: Any, kind: str, stage: str) -> None:
     victim = 1
     scheduler = made(3, (victim, kind, stage))

@@ -11,7 +11,7 @@ from collections import Counter
 from functools import partial
 
 import pytest
-from support.traffic import DEADLINE, ROUNDS, SECONDS, SEED, Storm, ended_well, spawn
+from support.traffic import DEADLINE, SECONDS, SEED, STORMS, Storm, ended_well, spawn
 
 from lightcache import shm
 
@@ -96,14 +96,14 @@ def test_nothing_is_lost_or_doubled_or_out_of_order(segment_name, notes, tmp_pat
 
 @pytest.mark.crash
 @pytest.mark.timeout(2 * SECONDS + 300)
-@pytest.mark.parametrize("number", ROUNDS)
-def test_producers_and_consumers_are_killed(segment_name, notes, tmp_path, number):
+@pytest.mark.parametrize(("number", "seconds"), STORMS)
+def test_producers_and_consumers_are_killed(segment_name, notes, tmp_path, number, seconds):
     fill, drain = partial(produce, segment_name, notes.name), partial(consume, segment_name)
     storm = Storm(tmp_path, 1000 * SEED + number, fill, drain)
     with shm.SharedRing.create(segment_name, capacity=8, message_bytes=24) as ring:
         for producing in (True, True, False, False):
             storm.start(producing)
-        kills = storm.run()
+        kills = storm.run(seconds)
         storm.stop_filling()
         for _ in range(len(storm.living)):
             ring.push(b"end", timeout=DEADLINE)  # nobody blocks behind the dead

@@ -207,7 +207,9 @@ def test_killed_with_half_of_a_prompt_written(machine: Callable[..., Machine]) -
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("requests", [1, 4, 9])
+@pytest.mark.parametrize(
+    "requests", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 9))]
+)
 def test_killed_at_any_moment_of_writing(machine: Callable[..., Machine], requests: int) -> None:
     """What is found is right (`node_side` compares it), and all that it had answered is found."""
     one, other = machine(), machine()

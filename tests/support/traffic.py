@@ -10,10 +10,19 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 SEED = int(os.environ.get("LIGHTCACHE_TEST_SEED", "1"))
 SECONDS = float(os.environ.get("LIGHTCACHE_STORM_SECONDS", "5"))
 ROUND = 5.0  # seconds of one storm: what came in it is kept in memory, a million messages or so
-ROUNDS = range(max(1, round(SECONDS / ROUND)))
+SHORT = 1.5  # of the storm in `make test`
+STORMS = [
+    pytest.param(0, SHORT, id="short"),
+    *(
+        pytest.param(number, min(SECONDS, ROUND), id=str(number), marks=pytest.mark.slow)
+        for number in range(max(1, round(SECONDS / ROUND)))
+    ),
+]
 DEADLINE = 60.0
 
 
@@ -76,10 +85,10 @@ class Storm:
         assert os.WTERMSIG(status) == signal.SIGKILL
         return self.living.pop(pid)
 
-    def run(self, most: int = 8000) -> int:
-        """Kill and replace for a round; how often."""
-        end, kills = time.monotonic() + min(SECONDS, ROUND), 0
-        while time.monotonic() < end and self.started < most:
+    def run(self, seconds: float, most: int = 8000) -> int:
+        """Kill and replace for so long, ten times at least; how often."""
+        end, kills = time.monotonic() + seconds, 0
+        while (time.monotonic() < end or kills < 10) and self.started < most:
             time.sleep(self.chance.uniform(0.01, 0.06))
             self.start(self.kill(self.chance.choice(list(self.living))))
             kills += 1
