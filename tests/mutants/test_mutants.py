@@ -18,6 +18,8 @@ from mutants.mutate import Mutant, mutants, sources
 from mutants.run import STAGES, Stage, accepted, try_one
 from support.packages import need
 
+pytestmark = pytest.mark.slow
+
 OWN_STAGES = [stage for stage in STAGES if stage.name not in ("core_tests", "stress")]
 CHANGES = (
     r"lc_txn_set|lc_txn_add|lc_txn_swap|lc_store|lc_store_release|lc_kill_fence|lci_step"
@@ -94,7 +96,6 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return Workshop.first(tmp_path_factory.mktemp("mutants") / "first", programs, 2)
 
 
-@pytest.mark.slow
 @pytest.mark.crash
 @pytest.mark.parametrize("stage", OWN_STAGES, ids=lambda stage: stage.name)
 def test_the_core_as_it_is_passes(first: Workshop, stage: Stage) -> None:
@@ -102,7 +103,6 @@ def test_the_core_as_it_is_passes(first: Workshop, stage: Stage) -> None:
     assert done.rc == 0, done.output
 
 
-@pytest.mark.slow
 @pytest.mark.crash
 def test_a_mutant_of_each_kind_is_killed(first: Workshop, tmp_path: Path) -> None:
     shop = first.copy(tmp_path / "shop")

@@ -49,6 +49,7 @@ def test_pinned_in_background(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> 
     assert 0 < times.first <= times.whole
 
 
+@pytest.mark.slow
 def test_several_processes_register() -> None:
     rows = list(_gpu_pinning.several(_gpu_device.Gpu("cpu"), 2, 64 << 20))
     assert [row.name.rpartition(", ")[2] for row in rows] == list(_gpu_pinning.WAYS)

@@ -7,7 +7,7 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -54,8 +54,16 @@ def inline(mine: Shard, share: Share, case: Case, way: Way) -> tuple[TransferEng
     return engine, memory
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "copies"])
-@pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
+def each_one_way() -> Iterator[Any]:
+    """All cases in all ways. `make test` has each case in one of them, the ways in turn."""
+    ways = [way for way in WAYS if way != "copies"]
+    for number, (name, make) in enumerate(CASES.items()):
+        for turn, way in enumerate(ways):
+            marks = [] if turn == number % len(ways) else [pytest.mark.slow]
+            yield pytest.param(make, way, id=f"{name}-{way}", marks=marks)
+
+
+@pytest.mark.parametrize(("make", "way"), list(each_one_way()))
 def test_both_ways(make: Make, way: str) -> None:
     case, made = make("cpu", 4), []
 

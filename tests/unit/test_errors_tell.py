@@ -186,32 +186,39 @@ EXTRAS = {
 }
 
 
-@pytest.mark.parametrize("what", EXTRAS)
-def test_a_missing_extra_is_named_with_its_command(
-    script: Script, segment_name: str, what: str
-) -> None:
-    extra = what.partition(":")[0]
-    package, call = EXTRAS[what]
+def test_a_missing_extra_is_named_with_its_command(script: Script, segment_name: str) -> None:
+    """Each in a fork of one process, in which nothing of it has been imported."""
     source = f"""
-        import sys
+        import os, sys
         import lightcache
         from lightcache import Cache, LightcacheError
         from lightcache.kernels.device import CudaDevice
         from lightcache.pool import pci_address
         from lightcache.storage import StorageSpec, open_storage
-        sys.modules[{package!r}] = None
-        cache = Cache.create(sys.argv[1], pages=4, page_bytes=4096, page_tokens=16,
-                             fingerprint="f", secret={SECRET!r})
-        spec = StorageSpec.of(cache)
-        try:
-            {call}
-        except LightcacheError as error:
-            print(type(error).__name__, error)
-        cache.close()
+
+        def tell(what, package, call):
+            sys.modules[package] = None
+            cache = Cache.create(sys.argv[1], pages=4, page_bytes=4096, page_tokens=16,
+                                 fingerprint="f", secret={SECRET!r})
+            spec = StorageSpec.of(cache)
+            try:
+                exec(call)
+            except LightcacheError as error:
+                print(what, error, sep=chr(9), flush=True)
+            cache.close()
+
+        for what, (package, call) in {EXTRAS!r}.items():
+            if os.fork() == 0:
+                tell(what, package, call)
+                os._exit(0)
+            assert os.wait()[1] == 0, what
     """
-    said = script(textwrap.dedent(source), segment_name).stdout
-    assert f"pip install 'lightcache[{extra}]'" in said, said
-    assert package in said.lower(), said
+    done = script(textwrap.dedent(source), segment_name).stdout
+    told = dict(line.split("\t", 1) for line in done.splitlines())
+    assert list(told) == list(EXTRAS)
+    for what, (package, _) in EXTRAS.items():
+        assert f"pip install 'lightcache[{what.partition(':')[0]}]'" in told[what], told[what]
+        assert package in told[what].lower(), told[what]
 
 
 def test_not_installed_is_an_import_error_as_well() -> None:

@@ -76,6 +76,7 @@ def names_in(printed: str) -> set[str]:
     return {word.partition("::")[2] for word in words}
 
 
+@pytest.mark.slow
 def test_the_first_part_runs_in_several_processes(suite: Path) -> None:
     printed = ran(suite, "--part=first", "-n", "auto", "-v")
     assert names_in(printed) == FIRST
@@ -83,6 +84,7 @@ def test_the_first_part_runs_in_several_processes(suite: Path) -> None:
     assert f"{cores} worker{'s' if cores > 1 else ''} " in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

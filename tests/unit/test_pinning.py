@@ -160,6 +160,7 @@ def test_devices_that_are_none(segment_name: str, device: Any) -> None:
         refused(ConfigError, "", cache.pin, device=device)
 
 
+@pytest.mark.slow
 def test_doctor_pin_as_a_command(segment_name: str) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():

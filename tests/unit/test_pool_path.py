@@ -378,32 +378,26 @@ def test_a_pool_of_huge_pages(segment_name: str) -> None:
 # ---- tools
 
 
-def test_ls_dump_and_rm(folder: Path, segment_name: str) -> None:
-    def run(*command: str) -> str:
-        program = Path(sys.executable).parent / "lightcache"
-        return subprocess.run(
-            [program, *command],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**os.environ, "COLUMNS": "250"},
-        ).stdout
-
+def test_ls_dump_and_rm(
+    folder: Path, segment_name: str, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
     secret = folder / "secret"
     run(
         *("create", segment_name, "--size", "1MiB", "--page-bytes", "64KiB", "--fingerprint", "f"),
         *("--pool-path", str(folder), "--numa", "interleave", "--secret-file", str(secret)),
     )
     pool = next(path for path in folder.iterdir() if path.name.startswith("lightcache."))
-    listed = {entry["name"]: entry for entry in json.loads(run("ls", "--json"))}[segment_name]
+    entries = json.loads(run("ls", "--json").stdout)
+    (listed,) = [entry for entry in entries if entry["name"] == segment_name]
     assert listed["dependents"] == [str(pool)]
     assert listed["pool_bytes"] == listed["pool_allocated_bytes"] == 1 << 20
-    assert "1.0 MiB in" in run("ls")
-    dumped = json.loads(run("dump", segment_name, "--json"))["segment"]
+    assert "1.0 MiB in" in run("ls").stdout
+    dumped = json.loads(run("dump", segment_name, "--json").stdout)["segment"]
     assert dumped["pool"] == str(pool)
     assert dumped["pool_bytes"] == {"length": 1 << 20, "allocated": 1 << 20}
-    assert f"in {folder}" in run("dump", segment_name)
-    assert "pool is gone" not in run("dump", segment_name)
+    assert f"in {folder}" in run("dump", segment_name).stdout
+    assert "pool is gone" not in run("dump", segment_name).stdout
     run("rm", segment_name)
     secret.unlink()
     assert in_it(folder) == []

@@ -276,7 +276,7 @@ def test_forks_beside_threads_that_open(segment_name: str, script: Script) -> No
         "    while not stop.is_set(): Segment.attach(name, timeout=None).close()\n"
         "threads = [threading.Thread(target=churn) for _ in range(3)]\n"
         "for thread in threads: thread.start()\n"
-        "for _ in range(200):\n"
+        "for _ in range(80):\n"
         "    pid = os.fork()\n"
         "    if pid == 0:\n"
         # Descriptors to map through hold no lock; those that hold one must be closed.
