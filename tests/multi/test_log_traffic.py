@@ -77,7 +77,9 @@ def check_file(path):
 
 
 @pytest.mark.parametrize("capacity", [1, 3, 64])
-def test_every_reader_reads_what_was_appended_in_order(segment_name, tmp_path, capacity):
+def test_every_reader_reads_what_was_appended_in_order(
+    segment_name, tmp_path, capacity, wait_until
+):
     count, paths = 1500, [tmp_path / f"reader{i}" for i in range(3)]
     with shm.SharedLog.open(segment_name, capacity=capacity, message_bytes=BYTES) as mine:
         readers = [spawn(lambda p=p: read(segment_name, p, SEED)) for p in paths]
@@ -88,6 +90,10 @@ def test_every_reader_reads_what_was_appended_in_order(segment_name, tmp_path, c
         mine.check()
         refused(errors.Abandoned, "", mine.read, timeout=DEADLINE)
         with shm.SharedLog.attach(segment_name, writer=True) as log:
+            # One that begins behind the last entry waits for another.
+            wait_until(
+                lambda: all(path.exists() and path.stat().st_size for path in paths), "the readers"
+            )
             log.append(b"end", timeout=DEADLINE)
             for pid in readers:
                 ended_well(pid)
