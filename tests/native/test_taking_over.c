@@ -101,6 +101,7 @@ static void forged_death_hands_no_page_out_twice(void) {
     CHECK_EQ(allocate(&b, 1), LC_E_FULL);
     for (int32_t page = 0; page < 20; page++) CHECK_EQ(lci_unpin(a.h, &page, 1, &refused), LC_OK);
     CHECK_EQ(allocate(&b, 20), LC_OK);
+    client_leave(&dead);
     tear_down();
 }
 
@@ -117,6 +118,7 @@ static void forged_death_makes_no_page_new_twice(void) {
     CHECK_EQ(lci_repair(a.h, BLOCKING), LC_OK);
     CHECK_EQ(prompt_reserve(&a, &q, NS, 1), 30);
     prompt_unpin(&a, &p);
+    client_leave(&dead);
     tear_down();
 }
 

@@ -20,7 +20,7 @@ ELSEWHERE = {
     },
     "unit/test_connector.py": {"extend_refuses_what_was_not_computed": ["extended a `past`"]},
     "unit/test_connector_models.py": {
-        "refused": ["gave a model with windows"],
+        "refused": ["gave a model that keeps states"],
         "a_mismatch_names_what_differs": ["gave a cache of another model"],
         "a_device_must_be_said": ["gave a model on a GPU"],
     },
@@ -53,7 +53,7 @@ ELSEWHERE = {
     },
     "unit/test_host_engine.py": {"sides_that_do_not_fit": ["made a transfer engine of planes"]},
     "unit/test_hybrid_refusals.py": {
-        "caches_that_do_not_fit": ["gave a hybrid model without"],
+        "caches_that_do_not_fit": ["gave a model with windows or states"],
         "settings_that_do_not_go_together": ["gave a hybrid model conflicting settings"],
         "cropping": ["cropped the cache"],
     },
@@ -198,4 +198,5 @@ ELSEWHERE = {
         "bad_input_leaves_it_with_the_caller": ["offloaded pages of which"],
         "cleared_meanwhile": ["an offload whose"],
     },
+    "unit/test_window_connector.py": {"states_alone": ["gave a model of states alone"]},
 }

@@ -111,7 +111,7 @@ class ModelDevice:
             state = {name: one[reads][None].clone() for name, one in parts.items()}
             set_parts(past.layers[at], state)
         with torch.no_grad():
-            found = forward(self.model, past, torch.tensor([ids])).logits[0]
+            found = forward(self.model, past, torch.tensor([ids]), begin).logits[0]
         for at, pair in self.kv.items():
             layer = past.layers[at]
             for one, all_ in zip(pair, (layer.keys, layer.values), strict=True):
