@@ -34,24 +34,6 @@ def attach(counters, **how):
     return shm.SharedCounters.attach(counters.segment.name, **how)
 
 
-def other_end(join, act, end=os._exit):
-    """Run `act` with what `join` gives in another process, which then ends by `end(status)`; gone
-    before returning."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            act(join())
-            status = 0
-        finally:
-            end(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def die(_status):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def test_counts_are_ones_own_and_the_sum_is_everybodys(counters):
     assert counters.names == NAMES
     assert counters.total() == counters.own() == {"requests": 0, "tokens": 0}
