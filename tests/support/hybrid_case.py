@@ -293,12 +293,14 @@ class HybridWorld:
         return int(np.frombuffer(memoryview(self.states.pool[page]), np.uint64)[0])
 
     def settle(self) -> None:
-        """Copies happen."""
-        self.copier.finish()
-        for backend in (self.backend, self.world.backend):
-            if backend is not None:
-                backend.finish()
-        self.hybrid.poll()
+        """Copies happen, those too that a poll begins to keep slots free."""
+        going = 1
+        while going:
+            self.copier.finish()
+            for backend in (self.backend, self.world.backend):
+                if backend is not None:
+                    backend.finish()
+            going = self.hybrid.poll()
 
     def nothing_left(self) -> None:
         """No request runs: nobody may have anything."""
