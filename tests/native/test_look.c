@@ -438,6 +438,50 @@ static void look_leaves_to_quarantine_in_portions(void) {
     tear_down();
 }
 
+/* What stays pinned is not looked at again by the next portion, or small ones would never come to
+ * its end. */
+static void look_comes_behind_what_stays_in_small_portions(void) {
+    prepare(400, LCS_FLAG_DEVICE);
+    prompt_fill(&a, &w, 1, 90);
+    collect(&a);
+    prompt_make(&p, 2, 100);
+    CHECK_EQ(prompt_reserve(&dead, &p, NS, 1), 100);
+    CHECK_EQ(match(&dead, &w, &l), 90);
+    client_die(&dead);
+    while (index_counts(&a).reservations) CHECK_EQ(portion(&a, LCI_REAP_PAGE), 1);
+    for (uint32_t portions = 0; state(3) == LCS_CLIENT_TAKEN; portions++) {
+        CHECK(portions < 20);
+        CHECK_EQ(portion(&b, 30), 1);
+    }
+    CHECK_EQ(state(3), LCS_CLIENT_QUARANTINE);
+    CHECK_EQ(row_of(3), 100);
+    tear_down();
+}
+
+/* Its row is paid for, also where it had nothing; not where quarantine only goes on. */
+static void look_counts_the_row_that_it_looked_through(void) {
+    int64_t left = 1000;
+    prepare(400, LCS_FLAG_DEVICE);
+    client_die(&dead);
+    CHECK_EQ(lci_reap_some(a.h, 3, BLOCKING, &left), 1);
+    CHECK_EQ(left, 1000 - a.h->page_count / LCI_REAP_PAGE);
+    tear_down();
+    prepare(400, LCS_FLAG_DEVICE);
+    prompt_make(&p, 1, 5);
+    CHECK_EQ(prompt_reserve(&dead, &p, NS, 1), 5);
+    client_die(&dead);
+    CHECK_EQ(portion(&a, 1000), 1);
+    CHECK_EQ(state(3), LCS_CLIENT_QUARANTINE);
+    left = 1000;
+    CHECK_EQ(lci_reap_some(a.h, 3, BLOCKING, &left), 1); /* its process, which is ours, runs */
+    CHECK_EQ(left, 1000);
+    lcs_client_of(a.at, 3)->pid = 0x7ffffff0; /* no process has this number */
+    if (!a.at->pidns) lcs_client_of(a.at, 3)->quarantine_until_ns = 0;
+    CHECK_EQ(lci_reap_some(a.h, 3, BLOCKING, &left), 1);
+    CHECK_EQ(left, 1000 - 5 - a.h->page_count / LCI_REAP_PAGE);
+    tear_down();
+}
+
 /* The dead one had adopted a shard: the owner ends the reservation, in the middle of its portions. */
 static void look_leaves_an_owner_to_end_its_reservation(void) {
     lci_ticket_ref ref;
@@ -739,6 +783,8 @@ const test look_tests[] = {
     TEST(look_takes_pins_back_in_portions),
     TEST(look_takes_pages_without_a_key_back_in_portions),
     TEST(look_leaves_to_quarantine_in_portions),
+    TEST(look_comes_behind_what_stays_in_small_portions),
+    TEST(look_counts_the_row_that_it_looked_through),
     TEST(look_leaves_an_owner_to_end_its_reservation),
     TEST(look_keeps_the_dead_apart),
     TEST(look_goes_on_with_the_next_portion_at_once),
