@@ -106,7 +106,7 @@ def groups(index: PageIndex, prompts: int, quick: bool) -> Iterator[Row]:
         )
     params = {"pages": index.pages, "keys": PROMPT, "state": "hot"}
     plain = found["plain"]
-    for which, target in (("one", "<= 1.3"), ("three", "<= 3")):
+    for which, target in (("one", "<= 1.05"), ("three", "<= 3")):
         name = f"match + release, groups: {which}"
         yield against(name, params, found[which], "match + release of a page index", plain, target)
 
