@@ -143,11 +143,24 @@ static void group_ends_within_a_step(void) {
     tear_down_groups();
 }
 
+/* More pages are missing than a match makes attempts: it looks before it pins. */
+static void group_with_one_page_far_back(void) {
+    set_up_groups();
+    for (uint32_t i = 4; i < 20; i++) {
+        lci_walk_op op = {0};
+        CHECK(lci_drop(c.h, &p.keys[i], 1, 0, NS, &op, BLOCKING) >= 0);
+    }
+    CHECK_EQ(lci_match_groups(&groups[STATES], 1, p.keys, 20, TOKENS, 1, &limit), 4);
+    CHECK_EQ(lci_release(d.h, groups[STATES].lease), LC_OK);
+    tear_down_groups();
+}
+
 static void groups_of_those_who_may_not(void) {
     set_up_groups();
     client reader = reader_join(&other);
     CHECK_EQ(lci_match_groups(groups, 0, p.keys, 20, TOKENS, 1, &limit), LC_E_RANGE);
     CHECK_EQ(lci_match_groups(groups, LCI_GROUPS + 1, p.keys, 20, TOKENS, 1, &limit), LC_E_RANGE);
+    CHECK_EQ(limit, -1);
     CHECK_EQ(lci_match_groups(groups, GROUPS, p.keys, 20, 0, 1, &limit), LC_E_RANGE);
     CHECK_EQ(lci_match_groups(groups, GROUPS, p.keys, 20, TOKENS, 0, &limit), LC_E_RANGE);
     CHECK_EQ(limit, -1);
@@ -359,6 +372,7 @@ const test group_tests[] = {
     TEST(groups_pin_the_deepest_position),
     TEST(group_in_steps),
     TEST(group_ends_within_a_step),
+    TEST(group_with_one_page_far_back),
     TEST(groups_of_those_who_may_not),
     TEST(groups_count_one_lookup_each),
     TEST(groups_of_a_cleared_namespace),
