@@ -14,10 +14,8 @@ from lightcache.kernels.geometry import (
     KVGroup,
     PageGeometry,
     Plane,
-    point,
-    prefix,
+    Rule,
     split,
-    window,
 )
 from lightcache.kernels.layouts import Shard
 from lightcache.kernels.moves import Move, Transfer
@@ -31,12 +29,10 @@ __all__ = [
     "Move",
     "PageGeometry",
     "Plane",
+    "Rule",
     "Shard",
     "StateCopier",
     "Transfer",
     "join",
-    "point",
-    "prefix",
     "split",
-    "window",
 ]

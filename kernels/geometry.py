@@ -19,13 +19,9 @@ from lightcache.kernels.groups import (
     KVGroup,
     Plane,
     Rule,
-    chunk,
     distinct,
     layer_numbers,
-    point,
-    prefix,
     whole,
-    window,
 )
 from lightcache.shm.errors import ConfigError
 
@@ -183,10 +179,10 @@ class PageGeometry:
                 head groups that do not divide the largest one.
         """
         self.groups = distinct(groups, KVGroup, "groups of a page")
-        kinds = {(group.rule.kind, group.rule.tokens, group.page_tokens) for group in self.groups}
+        kinds = {(group.rule.name, group.page_tokens) for group in self.groups}
         if len(kinds) > 1:
             raise ConfigError(
-                "groups of a page: expected one rule and one page_tokens, found (kind, window, "
+                "groups of a page: expected one rule and one page_tokens, found (rule, "
                 f"page_tokens) {sorted(kinds)}; `split` makes a geometry for each"
             )
         parts = {group.head_groups for group in self.groups}
@@ -254,8 +250,7 @@ class PageGeometry:
             )
             layers = ",".join(f"{first}-{last}" for first, last in _runs(group.layers))
             parts.append(f"{group.name}[{layers}]({planes})/{group.head_groups}")
-        rule = self.rule.kind + (str(self.rule.tokens) if self.rule.tokens else "")
-        return f"{rule}/{self.page_tokens}/{self.page_bytes}/" + "+".join(parts)
+        return f"{self.rule.name}/{self.page_tokens}/{self.page_bytes}/" + "+".join(parts)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PageGeometry):
@@ -364,10 +359,6 @@ __all__ = [
     "Rule",
     "Share",
     "check_rank",
-    "chunk",
     "held_heads",
-    "point",
-    "prefix",
     "split",
-    "window",
 ]

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 from lightcache.shm.errors import ConfigError
 
 _MAX_NAME = 64
+_EVERYTHING = (1 << 63) - 1
 T = TypeVar("T")
 
 
@@ -73,40 +74,67 @@ def distinct(values: object, kind: type[T], what: str) -> tuple[T, ...]:
 
 @dataclass(frozen=True)
 class Rule:
-    """When a page of a group may be used: see `prefix`, `window`, `chunk` and `point`."""
+    """The pages of a group that a position needs: those that hold tokens from
+    `floor(position / align) * align - back` to the position. They are one run that ends there. A
+    new kind of rule with these two numbers is another constructor here."""
 
-    kind: Literal["prefix", "window", "chunk", "point"] = "prefix"
-    tokens: int = 0
-    """Of the window or chunk; 0 for the other kinds."""
+    name: str
+    """Part of fingerprints: with the number of tokens, if there is one."""
+    align: int
+    back: int
+
+    @classmethod
+    def prefix(cls) -> Rule:
+        """Every page from the first on: full attention."""
+        return cls("prefix", _EVERYTHING, 0)
+
+    @classmethod
+    def window(cls, tokens: int) -> Rule:
+        """The pages of so many tokens before the position: sliding windows. A layer that sees W
+        tokens, its own among them, needs W - 1.
+
+        Raises:
+            ConfigError: not a whole number, or less than 1.
+        """
+        return cls(f"window{whole(tokens, 'window')}", 1, tokens)
+
+    @classmethod
+    def chunk(cls, tokens: int) -> Rule:
+        """The pages of the position's chunk: attention within chunks of so many tokens. At the
+        beginning of a chunk it needs none.
+
+        Raises:
+            ConfigError: not a whole number, or less than 1.
+        """
+        return cls(f"chunk{whole(tokens, 'chunk')}", tokens, 0)
+
+    @classmethod
+    def point(cls) -> Rule:
+        """The one page that ends at the position: a recurrent state."""
+        return cls("point", 1, 1)
 
     def __post_init__(self) -> None:
-        if self.kind not in ("prefix", "window", "chunk", "point"):
-            raise ConfigError(f"rule: expected prefix, window, chunk or point, found {self.kind!r}")
-        whole(self.tokens, "rule: tokens", 0)
-        if (self.kind in ("window", "chunk")) != (self.tokens > 0):
-            raise ConfigError(
-                f"rule: only windows and chunks have tokens, found {self.kind}({self.tokens})"
-            )
+        """Check the two numbers.
 
+        Raises:
+            ConfigError: out of range.
+        """
+        _checked_name(self.name, "rule")
+        for what, value, least in (("align", self.align, 1), ("back", self.back, 0)):
+            if whole(value, f"rule {self.name!r}: {what}", least) > _EVERYTHING:
+                raise ConfigError(
+                    f"rule {self.name!r}: {what}: expected at most {_EVERYTHING}, found {value}"
+                )
 
-def prefix() -> Rule:
-    """Full attention: every page from the first token on is needed."""
-    return Rule("prefix")
+    def first(self, pages: int, page_tokens: int) -> int:
+        """The first page needed by the position after so many pages; at most `pages`, which is
+        none."""
+        position = pages * page_tokens
+        return max(0, position // self.align * self.align - self.back) // page_tokens
 
-
-def window(tokens: int) -> Rule:
-    """Sliding window: only pages that hold one of the last `tokens` tokens are needed."""
-    return Rule("window", whole(tokens, "window"))
-
-
-def chunk(tokens: int) -> Rule:
-    """Attention within chunks of so many tokens: only pages of the current chunk are needed."""
-    return Rule("chunk", whole(tokens, "chunk"))
-
-
-def point() -> Rule:
-    """Recurrent state: one page covers all tokens before it."""
-    return Rule("point")
+    def most(self, page_tokens: int) -> int:
+        """The most pages that any position needs."""
+        return -(-(self.align - 1 + self.back) // page_tokens)
 
 
 @dataclass(frozen=True)
@@ -144,7 +172,7 @@ class KVGroup:
     planes: tuple[Plane, ...]
     page_tokens: int
     """Tokens of a page; 1 for a recurrent state."""
-    rule: Rule = field(default_factory=prefix)
+    rule: Rule = field(default_factory=Rule.prefix)
     head_groups: int = 1
     """Parts a page is divided into by heads: the largest tensor-parallel size whose ranks have
     contiguous shares. Fixed when the cache is created; 1 where the group is replicated."""
@@ -160,9 +188,9 @@ class KVGroup:
             raise ConfigError(f"{where}: layers must ascend, each once, found {self.layers!r}")
         if not isinstance(self.rule, Rule):
             raise ConfigError(
-                f"{where}: expected prefix(), window(n), chunk(n) or point(), found {self.rule!r}"
+                f"{where}: expected a Rule, such as Rule.prefix(), found {self.rule!r}"
             )
-        if self.rule.kind == "point" and self.page_tokens != 1:
+        if self.rule == Rule.point() and self.page_tokens != 1:
             raise ConfigError(f"{where}: a state has page_tokens=1, found {self.page_tokens}")
         for plane in self.planes:
             self._check_divides(plane, where)
@@ -264,7 +292,9 @@ class KVGroup:
         planes = [Plane(plane, size, heads) for plane, size, _ in wanted]
         if scale:
             planes += [Plane(f"{plane}_scale", size, heads) for plane, _, size in wanted]
-        return cls(name, _layers(layers), tuple(planes), page_tokens, rule or prefix(), head_groups)
+        return cls(
+            name, _layers(layers), tuple(planes), page_tokens, rule or Rule.prefix(), head_groups
+        )
 
     @classmethod
     def opaque(
@@ -279,7 +309,7 @@ class KVGroup:
     ) -> KVGroup:
         """Opaque bytes: `row_bytes` for every `unit_tokens` tokens, in one plane named `opaque`."""
         plane = Plane("opaque", row_bytes, 1, unit_tokens)
-        return cls(name, _layers(layers), (plane,), page_tokens, rule or prefix())
+        return cls(name, _layers(layers), (plane,), page_tokens, rule or Rule.prefix())
 
     @classmethod
     def state(
@@ -287,7 +317,7 @@ class KVGroup:
     ) -> KVGroup:
         """Recurrent state: named parts, one page for one state. Give a part that is sharded in
         sections (the q, k and v channels of a convolution) as one part for each section."""
-        return cls(name, _layers(layers), tuple(parts), 1, point(), head_groups)
+        return cls(name, _layers(layers), tuple(parts), 1, Rule.point(), head_groups)
 
 
 def _layers(layers: int | Sequence[int]) -> tuple[int, ...]:
@@ -296,4 +326,4 @@ def _layers(layers: int | Sequence[int]) -> tuple[int, ...]:
     return layer_numbers(layers, "layers")
 
 
-__all__ = ["KVGroup", "Plane", "Rule", "chunk", "point", "prefix", "window"]
+__all__ = ["KVGroup", "Plane", "Rule"]

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightcache.kernels.device import CudaDevice
-from lightcache.kernels.geometry import Cell, PageGeometry, Share
+from lightcache.kernels.geometry import Cell, PageGeometry, Rule, Share
 from lightcache.kernels.options import check_planes, size_of
 from lightcache.kernels.planes import DevicePlane, DevicePlanes
 from lightcache.kernels.rows import WIDEST
@@ -40,10 +40,10 @@ def state_runs(share: Share, planes: DevicePlanes) -> Table:
     Raises:
         ConfigError: pages that are not states, missing planes, or slots in blocks.
     """
-    rule = share.geometry.rule.kind
-    if rule != "point":
+    rule = share.geometry.rule
+    if rule != Rule.point():
         raise ConfigError(
-            f"states: expected a geometry of KVGroup.state, found one of rule {rule!r}"
+            f"states: expected a geometry of KVGroup.state, found one of rule {rule.name!r}"
         )
     runs: list[tuple[int, int, int]] = []
     for cell in share.cells:

@@ -24,7 +24,7 @@ from lightcache.hashing import (
     hash_pages,
     load_or_create_secret,
 )
-from lightcache.kernels.geometry import PageGeometry
+from lightcache.kernels.geometry import PageGeometry, Rule
 from lightcache.kernels.host_engine import HostEngine
 from lightcache.kernels.moves import Engine
 from lightcache.kernels.pinned import HostPages
@@ -276,7 +276,7 @@ def check_format(cache: Cache, geometry: PageGeometry) -> None:
     """
     tokens = cache.index.segment.config.get("page_tokens")
     fits = [None, geometry.page_tokens]
-    if geometry.rule.kind == "point":
+    if geometry.rule == Rule.point():
         fits.append(tokens)  # a state covers all tokens before it, however many a key stands for
     if cache.page_bytes != geometry.page_bytes or tokens not in fits:
         raise LayoutMismatch(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lightcache import _arguments, layout
 from lightcache._arguments import Keys, count
 from lightcache.errors import ConfigError, LightcacheError
+from lightcache.kernels.groups import Rule
 from lightcache.leases import Lease, buffer_for
 from lightcache.namespaces import Namespace
 from lightcache.shm.codes import check
@@ -24,60 +25,7 @@ from lightcache.shm.codes import check
 if TYPE_CHECKING:
     from lightcache.page_index import PageIndex
 
-_EVERYTHING = (1 << 63) - 1
 _MAX_STEP = 1 << 31
-
-
-@dataclass(frozen=True)
-class Rule:
-    """The pages that a position needs: those that hold tokens from
-    `floor(position / align) * align - back` to the position. A new kind of rule is another
-    constructor here; nothing else knows the kinds."""
-
-    name: str
-    align: int
-    back: int
-
-    @classmethod
-    def prefix(cls) -> Rule:
-        """Every page from the first on: full attention."""
-        return cls("prefix", _EVERYTHING, 0)
-
-    @classmethod
-    def window(cls, tokens: int) -> Rule:
-        """The pages of so many tokens before the position: sliding windows. A layer that sees W
-        tokens, its own among them, needs W - 1."""
-        return cls("window", 1, count(tokens, "window", 1, _EVERYTHING))
-
-    @classmethod
-    def chunk(cls, tokens: int) -> Rule:
-        """The pages of the position's chunk: attention within chunks of so many tokens. At the
-        beginning of a chunk it needs none."""
-        return cls("chunk", count(tokens, "chunk", 1, _EVERYTHING), 0)
-
-    @classmethod
-    def point(cls) -> Rule:
-        """The one page that ends at the position: a recurrent state."""
-        return cls("point", 1, 1)
-
-    def __post_init__(self) -> None:
-        """Check the two numbers.
-
-        Raises:
-            ConfigError: out of range.
-        """
-        count(self.align, f"align of the rule {self.name!r}", 1, _EVERYTHING)
-        count(self.back, f"back of the rule {self.name!r}", 0, _EVERYTHING)
-
-    def first(self, pages: int, page_tokens: int) -> int:
-        """The first page needed by the position after so many pages; at most `pages`, which is
-        none."""
-        position = pages * page_tokens
-        return max(0, position // self.align * self.align - self.back) // page_tokens
-
-    def most(self, page_tokens: int) -> int:
-        """The most pages that any position needs."""
-        return -(-(self.align - 1 + self.back) // page_tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +134,7 @@ class GroupSet:
             )
         # A cache of states says 1: its pages hold no tokens.
         tokens = group.index.segment.config.get("page_tokens", 1)
-        if group.rule.name != "point" and tokens not in (1, self.page_tokens):
+        if group.rule != Rule.point() and tokens not in (1, self.page_tokens):
             raise ConfigError(
                 f"group {group.name!r}: expected an index of {self.page_tokens} tokens a page, as "
                 f"the other groups have, found {tokens} in {group.index.name!r}"

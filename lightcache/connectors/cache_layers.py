@@ -15,7 +15,7 @@ from lightcache.connectors._requirements import (
     torch,
 )
 from lightcache.errors import ConfigError
-from lightcache.groups import Rule
+from lightcache.kernels import Rule
 
 KEEP_EVERY_TOKEN = (DynamicLayer, *BOTH)
 """Classes of layers that keep the keys and values of every token unchanged."""

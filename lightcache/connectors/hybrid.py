@@ -601,7 +601,7 @@ class HybridPrefixes:
         """States; None: the model has none."""
         with contextlib.ExitStack() as stack:
             for of in pages.attention:
-                if of.rule.name != "prefix":
+                if of.rule != Rule.prefix():
                     own = pool
                     if of is not pages.first:
                         own = pool_of_tokens(caches.windows[of.name], of, None)
@@ -652,7 +652,7 @@ class HybridPrefixes:
         past = self.empty(ids)
         size = self.grid.page_tokens
         keys = keys[: max(0, len(ids) - past.left) // size]
-        full = bool(self._pages.attention) and self._pages.attention[0].rule.name == "prefix"
+        full = bool(self._pages.attention) and self._pages.attention[0].rule == Rule.prefix()
         reach = self._cache.peek(keys, namespace=namespace) if full else 0
         groups = self._groups(keys, namespace, full)
         if groups is not None:

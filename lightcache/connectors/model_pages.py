@@ -15,10 +15,8 @@ from lightcache.connectors.cache_layers import rules_of, state_layers, unknown_l
 from lightcache.connectors.state_pages import StatePages, describe_states
 from lightcache.connectors.trial import check_evaluated, check_passes, computed, past_argument
 from lightcache.errors import ConfigError, LayoutMismatch
-from lightcache.groups import Rule
-from lightcache.kernels import geometry as formats
 from lightcache.kernels.geometry import KVGroup, PageGeometry
-from lightcache.kernels.groups import whole
+from lightcache.kernels.groups import Rule, whole
 
 GROUP = "kv"
 """Name of the layers of full attention, and of the first shape in every geometry."""
@@ -74,7 +72,7 @@ class TokenPages:
             "fingerprint": self.fingerprint,
             "device": self.device != "cpu",
         }
-        return options if self.rule.name == "prefix" else options | {"independent": True}
+        return options if self.rule == Rule.prefix() else options | {"independent": True}
 
 
 @dataclass(frozen=True)
@@ -184,7 +182,7 @@ def _by_rule(
     rules = rules_of(past, _text_config(model))
     kept = _kept_of(model, past, tuple(rules))
     found = []
-    for rule in sorted(set(rules.values()), key=lambda one: (one.name != "prefix", str(one))):
+    for rule in sorted(set(rules.values()), key=lambda one: (one != Rule.prefix(), str(one))):
         shapes: dict[tuple[int, int, int], list[int]] = {}
         for number in (number for number in rules if rules[number] == rule):
             keys, values = kept[number]
@@ -200,7 +198,7 @@ def _by_rule(
                     value_dim=value,
                     dtype_bytes=dtype.itemsize,
                     page_tokens=page_tokens,
-                    rule=_format_rule(rule),
+                    rule=rule,
                 )
                 for count, ((heads, key, value), layers) in enumerate(shapes.items(), 1)
             ]
@@ -212,15 +210,10 @@ def _by_rule(
 
 def _name_of(rule: Rule) -> str:
     """A window is named by what models call it: it has the token itself, too."""
-    if rule.name == "prefix":
+    if rule == Rule.prefix():
         return GROUP
-    return f"window{rule.back + 1}" if rule.name == "window" else f"chunk{rule.align}"
-
-
-def _format_rule(rule: Rule) -> formats.Rule:
-    if rule.name == "prefix":
-        return formats.prefix()
-    return formats.window(rule.back) if rule.name == "window" else formats.chunk(rule.align)
+    is_window = rule.back > 0 and rule == Rule.window(rule.back)
+    return f"window{rule.back + 1}" if is_window else rule.name
 
 
 def describe_for(cache: Any, model: Any) -> ModelPages:

@@ -21,7 +21,7 @@ def engine_of(case, mode="auto", pages=PAGES, **more):
 
 
 def some_slots(case, pages, seed=1):
-    if case.geometry.rule.kind == "point":
+    if case.geometry.rule.name == "point":
         return np.random.default_rng(seed).permutation(9)[:pages]
     unit = max(plane.unit_tokens for group in case.geometry.groups for plane in group.planes)
     starts = np.random.default_rng(seed).permutation(TOKENS // unit)

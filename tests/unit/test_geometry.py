@@ -18,10 +18,7 @@ from lightcache.kernels.geometry import (
     Plane,
     Rule,
     held_heads,
-    point,
-    prefix,
     split,
-    window,
 )
 from lightcache.shm.errors import ConfigError
 
@@ -126,12 +123,12 @@ def test_split_makes_a_geometry_for_each_rule_and_page_size() -> None:
     """A hybrid model: full layers, two windows, states; each layer is in one geometry."""
     groups = [
         attention("full", layers=[0, 4]),
-        attention("near", layers=[1, 5], rule=window(128)),
-        attention("far", layers=[2], rule=window(4096)),
+        attention("near", layers=[1, 5], rule=Rule.window(128)),
+        attention("far", layers=[2], rule=Rule.window(4096)),
         attention("wide", layers=[6], head_dim=8),
         attention("coarse", layers=[7], page_tokens=4),
         KVGroup.state("ssm", layers=[3], parts=[Plane("ssm", 64, 4)]),
-        attention("near2", layers=[8], rule=window(128)),
+        attention("near2", layers=[8], rule=Rule.window(128)),
     ]
     made = split(groups)
     assert [[group.name for group in geometry.groups] for geometry in made] == [
@@ -141,7 +138,7 @@ def test_split_makes_a_geometry_for_each_rule_and_page_size() -> None:
         ["coarse"],
         ["ssm"],
     ]
-    rules = [prefix(), window(128), window(4096), prefix(), point()]
+    rules = [Rule.prefix(), Rule.window(128), Rule.window(4096), Rule.prefix(), Rule.point()]
     assert [geometry.rule for geometry in made] == rules
     assert [geometry.page_tokens for geometry in made] == [2, 2, 2, 4, 1]
     # A stage's layers serve all of them; together its shares have its layers, and no other.
@@ -166,8 +163,8 @@ def test_fingerprint_and_equality_follow_the_bytes() -> None:
                 {"value_dim": 5},
                 {"content": "packed"},
                 {"scale_bytes": 2},
-                {"rule": window(2)},
-                {"rule": window(3)},
+                {"rule": Rule.window(2)},
+                {"rule": Rule.window(3)},
                 {"head_groups": 4},
                 {"name": "other"},
             )
@@ -226,16 +223,17 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         r"found \[\('k', 4\), \('s', 1\)\]; give those with one head",
     ),
     "groups of one head": (lambda: attention(heads=1, head_groups=2), "divide the 1 heads"),
-    "state of tokens": (lambda: KVGroup("a", (0,), (K,), 2, point()), "page_tokens=1, found 2"),
-    "rule of text": (lambda: KVGroup("a", (0,), (K,), 2, "prefix"), "found 'prefix'"),
-    "unknown rule": (
-        lambda: Rule("suffix"),
-        "expected prefix, window, chunk or point, found 'suffix'",
+    "state of tokens": (
+        lambda: KVGroup("a", (0,), (K,), 2, Rule.point()),
+        "page_tokens=1, found 2",
     ),
-    "window of nothing": (lambda: window(0), "window: expected .*, found 0"),
-    "window without tokens": (lambda: Rule("window"), r"found window\(0\)"),
-    "prefix with tokens": (lambda: Rule("prefix", 4), r"found prefix\(4\)"),
-    "tokens of text": (lambda: Rule("window", "4"), "tokens: expected .*, found '4'"),
+    "rule of text": (lambda: KVGroup("a", (0,), (K,), 2, "prefix"), "found 'prefix'"),
+    "rule of a number": (lambda: KVGroup("a", (0,), (K,), 2, 4), "such as .*, found 4"),
+    "window of nothing": (lambda: Rule.window(0), "window: expected .*, found 0"),
+    "chunk of nothing": (lambda: Rule.chunk(0), "chunk: expected .*, found 0"),
+    "window of text": (lambda: Rule.window("4"), "window: expected .*, found '4'"),
+    "rule of no align": (lambda: Rule("mine", 0, 0), "rule 'mine': align: expected .*, found 0"),
+    "rule of much": (lambda: Rule("mine", 1, 1 << 63), "rule 'mine': back: expected at most"),
     "content": (lambda: attention(content="both"), "single, found 'both'"),
     "single with a value": (lambda: attention(content="single", value_dim=2), "found 2"),
     "no dim": (lambda: attention(head_dim=0), "head_dim: expected .*, found 0"),
@@ -247,12 +245,12 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "a group twice": (lambda: PageGeometry([attention()] * 2), r"found \['kv', 'kv'\]"),
     "group without a list": (lambda: split(K), "expected KVGroup, found Plane"),
     "two rules": (
-        lambda: PageGeometry([attention(), attention("w", rule=window(8))]),
-        r"one rule and one page_tokens, found .*'prefix', 0, 2\), \('window', 8, 2\).*`split`",
+        lambda: PageGeometry([attention(), attention("w", rule=Rule.window(8))]),
+        r"one rule and one page_tokens, found .*'prefix', 2\), \('window8', 2\).*`split`",
     ),
     "two page sizes": (
         lambda: PageGeometry([attention(), attention("w", page_tokens=4)]),
-        r"found .*\('prefix', 0, 2\), \('prefix', 0, 4\)",
+        r"found .*\('prefix', 2\), \('prefix', 4\)",
     ),
     "two head groups": (
         lambda: PageGeometry(

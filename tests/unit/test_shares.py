@@ -14,10 +14,9 @@ from lightcache.kernels.geometry import (
     KVGroup,
     PageGeometry,
     Plane,
+    Rule,
     held_heads,
-    point,
     split,
-    window,
 )
 
 
@@ -74,7 +73,7 @@ MODELS: dict[str, tuple[list[KVGroup], list[int]]] = {
         [16, 8, 4, 2, 1],
     ),
     "six heads": ([attention(heads=6, head_groups=3)], [12, 6, 3, 2, 1]),
-    "window": ([attention(rule=window(6), head_groups=4)], [8, 4, 1]),
+    "window": ([attention(rule=Rule.window(6), head_groups=4)], [8, 4, 1]),
     "opaque blocks": (
         [KVGroup.opaque("block", layers=3, row_bytes=192, page_tokens=128, unit_tokens=64)],
         [4, 1],
@@ -202,12 +201,12 @@ def test_held_heads_are_those_of_the_engines() -> None:
 def test_hybrid_models_move_in_parts() -> None:
     """Windows, states and full attention: each geometry of a split is written and read alone."""
     groups = [
-        attention("near", layers=[1], rule=window(4)),
+        attention("near", layers=[1], rule=Rule.window(4)),
         attention("full", layers=[0]),
         state(2),
     ]
     made = split(groups)
-    assert [geometry.rule for geometry in made] == [window(4), groups[1].rule, point()]
+    assert [geometry.rule for geometry in made] == [Rule.window(4), groups[1].rule, Rule.point()]
     for geometry in made:
         model = random_model(geometry)
         page = write(geometry, model, 8, [[0, 1], [2, 3]])

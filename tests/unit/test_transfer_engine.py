@@ -31,7 +31,7 @@ def engine_of(case, mode="auto", **more):
 
 def some_slots(case, pages, seed=1, scattered=True):
     """Slots for the tokens of some pages, whole units together."""
-    if case.geometry.rule.kind == "point":
+    if case.geometry.rule.name == "point":
         return np.random.default_rng(seed).permutation(9)[:pages]
     unit = max(plane.unit_tokens for group in case.geometry.groups for plane in group.planes)
     size = unit if scattered else case.geometry.page_tokens
