@@ -78,7 +78,7 @@ class TransferEngine:
             staging_bytes: device memory, for each direction in use.
             rate: most bytes a second of all transfers together; None: no limit.
             programs: most programs of a kernel that accesses host memory directly.
-            calibration: thresholds of "auto"; None: those of `calibration.DEFAULTS`.
+            calibration: thresholds of "auto"; None: `options.DEFAULTS`.
             device: for tests; None: the GPU that the planes are on.
 
         Raises:

@@ -302,7 +302,7 @@ class PageGeometry:
     def _cells(
         self, number: int, layer: int, plane: Plane, within: int, held: HeldHeads
     ) -> Iterator[Cell]:
-        """Cells of one plane of one layer, which begins `at` bytes after its group."""
+        """Cells of one plane of one layer, which begins `within` bytes after its group's start."""
         group = self.groups[number]
         heads_each = plane.heads // group.head_groups
         row = heads_each * plane.row_bytes

@@ -576,7 +576,7 @@ class ReadJob(Job):
         return None
 
 
-class DeepestJob(ReadJob):
+class LastReadyJob(ReadJob):
     """Reads only the last stored page of some keys. Storages look up prefixes, and these keys are
     not one: each key is looked up separately, from the last on."""
 
@@ -1196,9 +1196,9 @@ _TALLIES = (
 )
 
 __all__ = [
-    "DeepestJob",
     "Job",
     "JobExecutor",
+    "LastReadyJob",
     "ReadJob",
     "Stopped",
     "TierOptions",

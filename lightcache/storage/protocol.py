@@ -265,7 +265,14 @@ class Storage(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close. Stored pages stay if the medium keeps them. A second call does nothing."""
+        """Close. Stored pages stay if the medium keeps them. A second call does nothing. Waits for
+        calls of other threads, for a limited time (`lightcache.storage.backends.Calls.end`).
+
+        Raises:
+            StorageError: a call has not returned, or something could not be closed; call again.
+            Detached: in a forked child.
+            Otherwise what the backend documents.
+        """
 
     def __enter__(self: T) -> T:
         return self

@@ -26,7 +26,7 @@ from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import leave
 from lightcache.storage.backends import Clock, Deadline, check_keys, log, storage_breaker
 from lightcache.storage.costs import ReadCosts
-from lightcache.storage.jobs import DeepestJob, JobExecutor, TierOptions, WriteJob
+from lightcache.storage.jobs import JobExecutor, LastReadyJob, TierOptions, WriteJob
 from lightcache.storage.protocol import Keys, Storage, StorageSpec, TokenRows
 from lightcache.storage.tasks import (
     TAKEN,
@@ -45,8 +45,9 @@ class BaseTier(ABC):
     """Moves pages between a cache's pool and a storage, in the background. It never fails a
     request. Close it before the cache.
 
-    The public calls check their arguments, once; a subclass has `_begin` and the three `_start_...`
-    that they lead to, or these calls themselves.
+    The public calls check their arguments, once. A subclass implements `_begin` and the three
+    `_start_...` that they lead to, or overrides the public calls: so these four raise
+    NotImplementedError, and are not abstract.
     """
 
     cache: Cache
@@ -88,6 +89,8 @@ class BaseTier(ABC):
             ConfigError: bad keys, a lease of more pages than there are keys, or bad token ids:
                 fewer than the pages have, or of a cache without page_tokens.
             Detached: the tier or the cache was closed.
+            NotReady: of a `StorageTier`: an operator disabled the cache. The task of a
+                `StorageClient` is FAILED.
         """
         deadline = self._begin(timeout, namespace)
         wanted = checked_write(keys, request, lease, tokens)
@@ -111,7 +114,13 @@ class BaseTier(ABC):
         timeout: float | None = None,
     ) -> StorageTask:
         """Like `write`, but derives the keys from token ids: for a request that another process
-        started. For the other arguments see `Cache.hash_pages`."""
+        started. Hashes in this call. For the other arguments see `Cache.hash_pages`.
+
+        Raises:
+            ConfigError: bad token ids, salt, LoRA id or extra digests, another type of namespace,
+                or a cache without page_tokens.
+            Otherwise as `write`.
+        """
         keys = self.cache.hash_pages(tokens, salt=salt, lora=lora, extra=extra, namespace=namespace)
         return self.write(
             keys,
@@ -581,7 +590,7 @@ class StorageTier(BaseTier):
             return executor.ended_task("read", len(keys), executor.breaker.reason, failed=1)
         progress = TaskProgress("read", len(keys), self._page_tokens)
         own = keys.copy()
-        return executor.submit_job(DeepestJob(executor, progress, deadline, own, most, namespace))
+        return executor.submit_job(LastReadyJob(executor, progress, deadline, own, most, namespace))
 
     def failed_task(
         self, kind: Literal["read", "write"], pages: int, error: LightcacheError

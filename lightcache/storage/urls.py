@@ -1,8 +1,9 @@
 """Storages by URL: `open_storage("memory:?capacity=1GiB", page_bytes=8 << 20)`.
 
-A scheme is built in (a row of `_BUILT_IN`, and nothing else here), registered by `register`, or an
-entry point of the group `lightcache.storage`. The name of the entry point is the scheme, and its
-object is an `Opener`:
+A scheme is built in, registered by `register`, or an entry point of the group `lightcache.storage`.
+A built-in one of a server is a row of `REMOTE`; another one is a row of `_BUILT_IN`, with a
+function here that opens its URLs and one that checks them without opening anything. The name of an
+entry point is the scheme, and its object is an `Opener`:
 
     [options.entry_points]
     lightcache.storage =

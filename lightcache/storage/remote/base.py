@@ -128,6 +128,9 @@ class RemoteStorage(Owned):
     The methods that a subclass implements take keys of 16 bytes, block no longer than `deadline`,
     and never touch the views after they have returned. Any exception becomes a StorageError.
     `_fetch` and `_put` raise only if no key has a status; otherwise keys without one are FAILED.
+
+    Timeouts are counted by their text: the reason of a key that was not done in time begins with
+    `Deadline.reason`.
     """
 
     scheme: str
@@ -136,7 +139,7 @@ class RemoteStorage(Owned):
     """Keys in one call of `_exists`; no call is made after the first absent key."""
 
     def __init__(self, spec: StorageSpec) -> None:
-        """For subclasses, once they are connected."""
+        """For subclasses. Connects to nothing: call it first, and set `scheme`."""
         self.spec = spec
         self._prefix = f"lightcache/{spec.name}/"  # computed once: the name is a digest
         self._counters = Counters()
@@ -147,28 +150,30 @@ class RemoteStorage(Owned):
 
     @abstractmethod
     def _exists(self, names: Sequence[bytes], deadline: Deadline) -> list[bool]:
-        """For each key, whether it is stored."""
+        """For each key, whether it is stored. Raises if it cannot tell for one of them."""
 
     @abstractmethod
     def _fetch(
         self, names: Sequence[bytes], views: Sequence[memoryview], deadline: Deadline
     ) -> list[Read]:
-        """Fill the views, and verify each by its trailer. A name may occur twice."""
+        """Fill the views, and verify each by its trailer (`judge_page`). A name may occur twice.
+        The reason of a key that is FAILED because the time was up begins with `deadline.reason`."""
 
     @abstractmethod
     def _put(
         self, names: Sequence[bytes], views: Sequence[memoryview], deadline: Deadline
     ) -> list[Wrote]:
-        """Store pages, each whole or not at all. The names are distinct and were absent a moment
-        ago. PRESENT: another process was faster."""
+        """Store pages, each whole or not at all, with its trailer (`make_trailer`). The names are
+        distinct and were absent a moment ago. PRESENT: another process was faster. The reason of a
+        key that is FAILED because the time was up begins with `deadline.reason`."""
 
     @abstractmethod
     def _remove(self, names: Sequence[bytes], deadline: Deadline) -> int:
-        """Remove values. Returns the number removed."""
+        """Remove values. Returns the number removed. Raises if some may still be stored."""
 
     @abstractmethod
     def _remove_all(self, deadline: Deadline) -> int:
-        """Remove all values of this spec. Returns the number removed."""
+        """Remove all values of this spec. Returns the number removed. Raises as `_remove`."""
 
     @abstractmethod
     def _disconnect(self) -> None:
