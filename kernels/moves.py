@@ -92,7 +92,7 @@ class Engine(Protocol):
     geometry: PageGeometry
     """Of the pages."""
     slots: int
-    """Tokens that its planes have room for."""
+    """Tokens that its planes have room for. `EngineBackend` does without it."""
 
     def offload(
         self,
@@ -113,6 +113,13 @@ class Engine(Protocol):
             planes: other DevicePlanes, for this call.
             when_done: see `Transfer.when_done`. The engine registers it before anything is copied,
                 so it is called even if an interrupt ends this call; see `will_tell`.
+
+        Raises:
+            ConfigError: pages, slots, streams, events, a window or planes that do not fit; nothing
+                is copied.
+            NotReady: a page that the device cannot access yet; nothing is copied.
+            Detached: the engine was closed, or a forked child uses it.
+            After any other exception ask `will_tell` whether a copy is in flight.
         """
 
     def load(
@@ -125,11 +132,12 @@ class Engine(Protocol):
         planes: Any = None,
         when_done: Callable[[bool], None] | None = None,
     ) -> Transfer:
-        """Pages to device."""
+        """Pages to device. Arguments and errors as `offload`."""
 
     def will_tell(self, call: Callable[[bool], None]) -> bool:
         """Whether a transfer with this `when_done` has begun and has yet to make the call. Ask this
-        after `offload` or `load` has raised."""
+        after `offload` or `load` has raised. Calls are compared by `==`: two bound methods of one
+        object are equal, but not the same object."""
 
     def poll(self) -> int:
         """Notice finished transfers and make their `when_done` calls; returns the number in
@@ -475,7 +483,11 @@ def check_sides(geometry: PageGeometry, memory: PageMemory, share: Share) -> Non
 
 __all__ = [
     "Batch",
+    "Engine",
+    "Move",
+    "PageMemory",
     "Rows",
+    "Transfer",
     "check_sides",
     "check_slots",
     "flatten",

@@ -96,15 +96,32 @@ class EngineBackend:
         """Tokens that the device has room for; None: not known."""
 
     def load(self, lease: Lease, slots: Slots, first: int) -> TransferHandle:
-        """See `TransferBackend`. Does not wait; the compute stream has to: `LoadHandle.wait_on`."""
+        """See `TransferBackend`. Does not wait; the compute stream has to: `LoadHandle.wait_on`.
+
+        Raises:
+            LeaseLost: the lease was released before.
+            Otherwise as `Engine.load`.
+        """
         return Load(self.engine, lease, slots, first=first, **self._how)
 
     def offload(self, new: Reservation | ReservationShard, slots: Slots) -> TransferHandle:
-        """See `TransferBackend`, and `RankBackend`."""
+        """See `TransferBackend`, and `RankBackend`.
+
+        Raises:
+            ConfigError: slots that do not cover the new pages, a negative one among theirs, or a
+                reservation of several shards; and as `Engine.offload`.
+            LeaseLost: the reservation or shard has ended before.
+            Otherwise as `Engine.offload`.
+        """
         return Offload(self.engine, new, slots, **self._how)
 
     def save(self, held: Allocation | Lease, slots: Slots) -> TransferHandle:
-        """See `TransferBackend`."""
+        """See `TransferBackend`.
+
+        Raises:
+            LeaseLost: the pages are not held any more.
+            Otherwise as `Engine.offload`.
+        """
         saving = Saving(self.engine)
         remember(held, saving)
         move = Move(held.pages, slots)
