@@ -555,6 +555,7 @@ class Cache:
         Raises:
             InUse: views of the pool exist, or transfer engines use its pinned pages. Nothing was
                 changed, except that pinned pages whose own array has views were closed.
+            LockTimeout: the lock's holder did not release it; call again.
             Detached: in a forked child.
         """
         if not self.index.core.unusable():

@@ -573,6 +573,7 @@ class PageIndex:
 
         Raises:
             ConfigError: keys of another shape, dtype or layout.
+            NotReady: an operator disabled the cache.
             Detached: closed, replaced, or a forked child.
         """
         where, n = _arguments.keys(keys)
@@ -611,6 +612,7 @@ class PageIndex:
         Raises:
             ConfigError: keys of another shape, dtype or layout.
             NoSpace: one of the pages is pinned 65,535 times by this client; nothing was pinned.
+            NotReady: an operator disabled the cache.
             PermissionDenied: attached read-only.
             Detached: closed, replaced, or a forked child.
         """
@@ -689,6 +691,7 @@ class PageIndex:
             Abandoned: the namespace was cleared.
             LockTimeout: names the lock's holder. Nothing is held.
             NoSpace: an index without a pool has pages without memory; call `grow`.
+            NotReady: an operator disabled the cache.
             PermissionDenied, Detached.
         """
         ref = self._ref(namespace)
@@ -761,7 +764,7 @@ class PageIndex:
 
         Raises:
             WaitTimeout: a key was still being written.
-            ConfigError, Detached.
+            ConfigError, NotReady, Detached: as `peek`.
         """
         where, n = _arguments.keys(keys)
         limit = deadline_ns(timeout)
@@ -929,6 +932,7 @@ class PageIndex:
             ConfigError: keys of another shape, dtype or layout; an id that cannot be hashed; limit
                 or timeout out of range. An existing plan stays.
             NoSpace: a page is pinned 65,535 times by this client. An existing plan stays.
+            NotReady: an operator disabled the cache. An existing plan stays.
             PermissionDenied: attached read-only.
             Detached: closed, replaced, or a forked child.
         """
@@ -1026,7 +1030,7 @@ class PageIndex:
         Raises:
             LeaseLost: no plan has this id: never planned, taken, cancelled or expired.
             ConfigError: an id that cannot be hashed.
-            NoSpace: as `plan`. The plan is kept.
+            NoSpace, NotReady: as `plan`. The plan is kept.
             Detached: closed, replaced, or a forked child.
         """
         self.core.check_usable("plan")
@@ -1449,6 +1453,8 @@ class PageIndex:
             LeaseLost: read-only, and no such namespace exists.
             ConfigError: a name longer than 47 bytes; a minimum above the quota; or minimums that
                 exceed the pages of the index. Nothing was changed.
+            LockTimeout: names the lock's holder. Nothing was changed. Not raised read-only.
+            Detached: closed, replaced, or a forked child.
         """
         names = namespaces.encoded(weights, "weights"), namespaces.encoded(tenant, "tenant")
         number = ctypes.c_uint32()
@@ -1766,8 +1772,7 @@ class PageIndex:
         `match(keys[n - 1 : n])`. Takes no lock and writes nothing. Works read-only.
 
         Raises:
-            ConfigError: keys of another shape, dtype or layout.
-            Detached: closed, replaced, or a forked child.
+            As `peek`.
         """
         where, n = _arguments.keys(keys)
         ref = self._ref(namespace)

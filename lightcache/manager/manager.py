@@ -198,6 +198,8 @@ class KVCacheManager:
             ConfigError: page sizes that do not fit each other, more blocks than the transfer
                 engine's planes hold, or a part of the wrong type.
             StorageError: the storage cannot be opened.
+            OutOfPages, LockTimeout, Detached: as `PageIndex.namespace`, for the weights.
+            Otherwise, without a host cache, as `Cache.open`.
         """
         self.config = ManagerConfig() if config is None else config
         check_parts(host, device, backend, self.config, storage)
@@ -467,7 +469,7 @@ class KVCacheManager:
         Raises:
             OutOfPages: not enough blocks, or not yet. Nothing changed; preempt a request, or wait,
                 or `skip_load` what the host has and ask for fewer.
-            ConfigError: no number of tokens, or of seconds.
+            ConfigError: no number of tokens, or of seconds; or the blocks are mirrored.
             LeaseLost: no such request.
         """
         limit = seconds_of(timeout)
@@ -901,6 +903,7 @@ class KVCacheManager:
 
         Raises:
             ConfigError: the blocks are managed, or no block numbers.
+            LockTimeout: some of them may still have their names; call again with the same blocks.
         """
         with self._lock:
             if not isinstance(self.device, MirroredBlocks):
@@ -1031,6 +1034,7 @@ class KVCacheManager:
 
         Raises:
             ConfigError: no number of blocks.
+            LockTimeout: of the device's index; nothing was begun.
         """
         with self._lock:
             return self._write_back.demote(count(blocks, "blocks", -(1 << 62), 1 << 62), "demote")
@@ -1057,6 +1061,7 @@ class KVCacheManager:
 
         Raises:
             WaitTimeout: some transfers are still in flight; the update has begun all the same.
+            LockTimeout: this manager finds nothing any more, not everything is cleared; call again.
             ConfigError: no number of seconds; nothing was begun.
         """
         timeout = seconds_of(timeout)
@@ -1069,7 +1074,8 @@ class KVCacheManager:
         """Serve this version from now on.
 
         Raises:
-            ConfigError: no update was begun.
+            ConfigError: no update was begun, or `begin_update` did not finish: call that first.
+            OutOfPages, LockTimeout: as `PageIndex.namespace`; the update continues, call again.
         """
         with self._lock:
             self._weights.finish(version)

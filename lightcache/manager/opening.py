@@ -132,10 +132,13 @@ class EngineKV:
             raise
 
     def close(self) -> None:
-        """Close managers, wait for copies, leave the cache. The tensors stay.
+        """Close managers, wait for copies, leave the cache. The tensors stay. Everything is closed
+        once, also after an error of one part; what raised is closed again by its own `close`.
 
         Raises:
             InUse: a lease or a view of the pool is still held.
+            WaitTimeout: a manager's copy is still in flight: see `KVCacheManager.close`.
+            LockTimeout: the lock of the host cache or of the device's index did not come in time.
         """
         self._closing.close()
 

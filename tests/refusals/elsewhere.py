@@ -106,6 +106,9 @@ ELSEWHERE = {
         "who_may_not_pin": ["pinned a cache that is"],
         "the_pool_of_a_cache": ["pinned twice"],
     },
+    "unit/test_plans.py": {
+        "a_disabled_cache_plans_nothing_and_lets_go": ["looked up, planned or reserved"]
+    },
     "unit/test_pool_path.py": {
         "who_cannot_see_the_folder_takes_nothing": ["attached where the pool's folder"]
     },

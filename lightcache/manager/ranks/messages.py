@@ -47,7 +47,12 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Decisions:
-    """The decisions of one scheduler step. Every rank carries out exactly these."""
+    """The decisions of one scheduler step. Every rank carries out exactly these.
+
+    Raises:
+        ConfigError: `step` is no count, the id of a request is neither int nor str, or `extra` is
+            not bytes.
+    """
 
     step: int
     """Number of the step."""

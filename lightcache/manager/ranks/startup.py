@@ -46,7 +46,12 @@ class StartupBarrier:
         *,
         watch: Mapping[str, int] | None = None,
     ) -> None:
-        """Looks for no rank yet; see `wait_for_ranks`."""
+        """Looks for no rank yet. For the arguments see `wait_for_ranks`.
+
+        Raises:
+            ConfigError: names that are no roles or occur twice, a log without write access or with
+                too short entries, or `watch` of other names.
+        """
         if len(set(names)) != len(names) or not all(type(name) is str and name for name in names):
             raise ConfigError(f"names: expected roles, each once, found {list(names)}")
         if not log.is_writer:
