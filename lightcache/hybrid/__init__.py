@@ -3,7 +3,7 @@
 
 from lightcache.hybrid.checkpoints import Checkpoints, CheckpointStats
 from lightcache.hybrid.copiers import StatePart, gated_delta_parts, state_groups
-from lightcache.hybrid.manager import HybridLoadHandle, HybridManager
+from lightcache.hybrid.manager import HybridGauges, HybridLoadHandle, HybridManager
 from lightcache.hybrid.opening import open_states
 from lightcache.hybrid.planning import HybridMatch
 from lightcache.hybrid.saving import Drafts, Features, Grid, HybridConfig, RequestSlots, SavePolicy
@@ -16,6 +16,7 @@ __all__ = [
     "Features",
     "Grid",
     "HybridConfig",
+    "HybridGauges",
     "HybridLoadHandle",
     "HybridManager",
     "HybridMatch",

@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -430,12 +430,17 @@ class StateTransfers:
         busy = self.moves.busy(slots)
         return busy | np.isin(slots, np.concatenate(written)) if written else busy
 
+    @property
+    def in_flight(self) -> int:
+        """Number of running transfers, and of launches, as of the last poll."""
+        return self.moves.in_flight + len(self._copies)
+
     def poll(self) -> int:
         """See `Checkpoints.poll`."""
-        going = self.moves.poll()
+        self.moves.poll()
         self._look_at_copies()
         self._look_at_groups()
-        return going + len(self._copies)
+        return self.in_flight
 
     def close(self, timeout: float | None) -> None:
         """See `Checkpoints.close`."""
@@ -919,11 +924,14 @@ class Checkpoints:
 
     # ---- upkeep
 
-    def in_flight(self, slots: Pages | Sequence[int]) -> npt.NDArray[np.bool_]:
-        """Which of these slots a copy reads or writes, or will once transfers are resumed."""
+    def in_flight(self, slots: Pages | Sequence[int] | None = None) -> Any:
+        """Which of these slots a copy reads or writes, or will once transfers are resumed: bool of
+        their shape. None: the number of transfers and launches, as `poll`."""
         with self.lock:
-            self.traffic.poll()
-            return self.traffic.busy(np.ascontiguousarray(slots, np.int32))
+            going = self.traffic.poll()
+            return (
+                going if slots is None else self.traffic.busy(np.ascontiguousarray(slots, np.int32))
+            )
 
     def pause(self, timeout: float | None = None) -> None:
         """Hold back new copies between slots and host pages until `resume`; waits for those in

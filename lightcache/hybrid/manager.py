@@ -13,6 +13,7 @@ import numpy as np
 
 from lightcache._arguments import Pages
 from lightcache.errors import ConfigError, LeaseLost, LightcacheError, OutOfPages, TransferFailed
+from lightcache.hashing import Tokens
 from lightcache.hybrid.checkpoints import (
     Checkpoints,
     CheckpointStats,
@@ -37,7 +38,15 @@ from lightcache.leases import Lease
 from lightcache.manager.load import LoadHandle, wait_on
 from lightcache.manager.lookup import LookupRequest, wait_for_read
 from lightcache.manager.manager import KVCacheManager
-from lightcache.manager.request import ANY, PrefixMatch, Prompt, Request, RequestOptions
+from lightcache.manager.request import (
+    ANY,
+    PrefixMatch,
+    Prompt,
+    Request,
+    RequestOptions,
+    check_hashable,
+)
+from lightcache.manager.stats import TierCapacity, TierGauges
 from lightcache.manager.transfers import BlockTransfer, Ends, State
 from lightcache.plans import TIMEOUT
 
@@ -462,24 +471,39 @@ class Donor:
     # ---- when a request ends
 
     def end(
-        self, request: HybridRequest, kept: int | None, at: int | None, publish: bool, stream: Any
-    ) -> int:
-        """See `HybridManager.release`. Returns the position of the last state donated."""
-        request.let_go()
-        if request.loading is not None and request.loading.state is State.QUEUED:
-            request.loading.cancel()
-        self._ending.append(request)  # first: its slots are given back also after an exception
-        position, left = 0, []
+        self,
+        running: list[HybridRequest],
+        kept: Sequence[int | None],
+        at: Sequence[int | None],
+        publish: bool,
+        stream: Any,
+    ) -> list[int]:
+        """See `HybridManager.release_many`. Returns the position of the last state that each
+        donated."""
+        self._ending += running  # first: slots are given back also after an exception
+        positions = []
         try:
-            left = self._last(request, kept, at) if publish else []
+            for request in running:
+                request.let_go()
+                if request.loading is not None and request.loading.state is State.QUEUED:
+                    request.loading.cancel()
+            for request, limit, position in zip(running, kept, at, strict=True):
+                positions.append(self._donate_last(request, limit, position) if publish else 0)
+        finally:
+            self._leave(running, at, stream)
+            for request in running:
+                self._tails.note(request)
+        return positions
+
+    def _donate_last(self, request: HybridRequest, kept: int | None, at: int | None) -> int:
+        position, left = 0, self._last(request, kept, at)
+        try:
             while left:
                 if self._give(request, left[0]):
                     position = max(position, left[0].position)
                 del left[0]
         finally:
             self._take_back(left)
-            self._leave(request, at, stream)
-            self._tails.note(request)
         return position
 
     def _take_back(self, states: list[Saved]) -> None:
@@ -489,25 +513,32 @@ class Donor:
             with contextlib.suppress(LeaseLost):  # it has a key already, or was given back
                 self._owner.checkpoints.give_back([state.slot])
 
-    def _leave(self, request: HybridRequest, position: int | None, stream: Any) -> None:
-        """Give back a request's remaining slots once no copy uses them."""
-        if request.slots is None:
+    def _leave(self, running: list[HybridRequest], at: Sequence[int | None], stream: Any) -> None:
+        """Give back the requests' remaining slots once no copy uses them."""
+        written = []
+        for request, position in zip(running, at, strict=True):
+            if request.slots is not None:
+                rest = request.slots.rest(idle=position is not None)
+                request.leaving = [*rest.free]
+                if rest.busy:  # a launched step may still write them
+                    written.append((request, rest.busy))
+        if not written:
             return
-        rest = request.slots.rest(idle=position is not None)
-        request.leaving = [*rest.free]
-        if rest.busy:  # a launched step may still write them
-            self._mark(request, np.array(rest.busy, np.int32), stream)
-            request.leaving += rest.busy  # not after an interrupt: the end of the step is unknown
+        mark = self._mark(_slots([slot for _, busy in written for slot in busy]), stream)
+        for request, busy in written:
+            request.copies += mark
+            request.leaving += busy  # not after an interrupt: the end of the step is unknown
 
-    def _mark(self, request: HybridRequest, busy: Pages, stream: Any) -> None:
-        """Note when all work launched before has been executed."""
-        nothing = np.zeros(0, np.int32)
+    def _mark(self, busy: Pages, stream: Any) -> list[Copied]:
+        """Note when all work launched before has been executed. Empty if the device failed: then
+        it writes nothing more."""
+        nothing, traffic = np.zeros(0, np.int32), self._owner.checkpoints.traffic
         try:
             mark = self._owner.copier.copy(nothing, nothing, stream)
-        except Exception as error:  # a failed device writes nothing more
-            self._owner.checkpoints.traffic.moves.foreign.note(error)
-        else:
-            request.copies.append(self._owner.checkpoints.traffic.copied(mark, busy, []))
+        except Exception as error:
+            traffic.moves.foreign.note(error)
+            return []
+        return [traffic.copied(mark, busy, [])]
 
     def _last(self, request: HybridRequest, kept: int | None, position: int | None) -> list[Saved]:
         """The saved states to donate: the newest, preceded by the one to keep."""
@@ -542,6 +573,12 @@ class Donor:
         """Number of ended requests that still hold slots."""
         return len(self._ending)
 
+    @property
+    def slots_alone(self) -> int:
+        """Of these, those whose KV has been given back already."""
+        has_ended = self._owner.manager.has_ended
+        return sum([has_ended(request.running) for request in self._ending])
+
 
 def _slots_of(request: HybridRequest) -> RequestSlots:
     if request.slots is None:
@@ -550,6 +587,18 @@ def _slots_of(request: HybridRequest) -> RequestSlots:
 
 
 # ---- The manager
+
+
+@dataclass(frozen=True)
+class HybridGauges(TierGauges):
+    """Current room of KV and of states; requests and transfers of both together. `device` and
+    `host` are KV's. A request is leaving while a copy touches its blocks or its slots; `transfers`
+    also counts launches from slot to slot that have not finished."""
+
+    device_states: TierCapacity
+    """Slots, in states; all 0 if the engine has its own."""
+    host_states: TierCapacity
+    """Host pages, in states."""
 
 
 class HybridManager:
@@ -643,6 +692,27 @@ class HybridManager:
                     self._missed(request, LookupRequest._make(lookup))
                     for request, lookup in many.entries
                 ],
+            )
+
+    def peek_many(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        options: Sequence[RequestOptions] | None = None,
+        limits: Sequence[int | None] | None = None,
+        device_tokens: Sequence[int] | None = None,
+    ) -> list[HybridMatch]:
+        """What `plan_many` would find on the device and the host now, KV and checkpoint both.
+        Nothing is pinned, counted as used, or asked of storage, so a later plan may find less.
+        Arguments and errors as `KVCacheManager.peek_many`."""
+        with self._lock:
+            every = self.manager.peek_many(
+                prompts, options=options, limits=limits, device_tokens=device_tokens
+            )
+            options = [ANY] * len(prompts) if options is None else options
+            return self._guard.run(
+                lambda: self._planner.peek(every, prompts, options, device_tokens),
+                lambda: [HybridMatch(PrefixMatch(len(prompt))) for prompt in prompts],
             )
 
     def _missed(self, request: Hashable, lookup: LookupRequest) -> HybridMatch:
@@ -771,9 +841,13 @@ class HybridManager:
 
     # ---- running
 
-    def allocate(self, request: Hashable, tokens: int) -> Pages:
+    def allocate(self, request: Hashable, tokens: int, *, timeout: float | None = 0.0) -> Pages:
         """See `KVCacheManager.allocate`."""
-        return self.manager.allocate(request, tokens)
+        return self.manager.allocate(request, tokens, timeout=timeout)
+
+    def can_allocate(self, blocks: int, *, evict: bool = False) -> bool:
+        """See `KVCacheManager.can_allocate`; `gauges` tells of slots."""
+        return self.manager.can_allocate(blocks, evict=evict)
 
     def restore(
         self,
@@ -862,10 +936,28 @@ class HybridManager:
         self.plan(running.id, running.prompt, options=running.options, limit=limit)
         self._begin(running.id)
 
-    def commit(self, request: Hashable, total: int, **how: Any) -> Mapping[int, int]:
+    def commit(
+        self,
+        request: Hashable,
+        total: int,
+        *,
+        new_tokens: Tokens | None = None,
+        table: Pages | None = None,
+    ) -> Mapping[int, int]:
         """See `KVCacheManager.commit`. Until the request's loads have succeeded, other requests
         find nothing that it computes; a later commit, or its release, makes up for that."""
-        return self.manager.commit(request, total, **how)
+        return self.manager.commit(request, total, new_tokens=new_tokens, table=table)
+
+    def commit_many(
+        self,
+        requests: Sequence[Hashable],
+        totals: Sequence[int],
+        new_tokens: Sequence[Tokens | None] | None = None,
+        tables: Sequence[Pages] | None = None,
+    ) -> list[Mapping[int, int]]:
+        """`commit` for a batch of different requests in one call. Arguments and errors as
+        `KVCacheManager.commit_many`: a refused call changes nothing."""
+        return self.manager.commit_many(requests, totals, new_tokens, tables)
 
     # ---- saving
 
@@ -952,17 +1044,57 @@ class HybridManager:
         Returns:
             Position of the last state donated now; 0: none.
         """
+        return self.release_many([request], at=[at], kept=[kept], publish=publish, stream=stream)[0]
+
+    def release_many(
+        self,
+        requests: Sequence[Hashable],
+        *,
+        at: Sequence[int | None] | None = None,
+        kept: Sequence[int | None] | None = None,
+        publish: bool = True,
+        stream: Any = None,
+    ) -> list[int]:
+        """`release` for several different requests, which ran on one stream; one mark on it waits
+        for the steps of all. Does not block.
+
+        Args:
+            at, kept: as for `release`, for each request; None: None for all.
+
+        Returns:
+            For each request, the position of the last state donated now; 0: none.
+
+        Raises:
+            ConfigError: lists of different lengths, a request that is named twice, or an id that
+                is not hashable. Nothing changed.
+        """
+        n = len(requests)
+        if check_hashable(requests, "release") != n:
+            raise ConfigError("release: one of the requests is named twice; name each once")
+        at, kept = [None] * n if at is None else at, [None] * n if kept is None else kept
+        for name, values in (("at", at), ("kept", kept)):
+            if len(values) != n:
+                raise ConfigError(
+                    f"{name}: expected one for each of {n} requests, found {len(values)}"
+                )
         with self._lock:
-            self._planner.cancel(request)
-            running = self._requests.pop(request, None)
-            position = 0
+            for request in requests:
+                self._planner.cancel(request)
+            rows = [row for row, request in enumerate(requests) if request in self._requests]
+            running = [self._requests.pop(requests[row]) for row in rows]
+            positions = [0] * n
             try:
-                if running is not None:
-                    position = self._donor.end(running, kept, at, publish, stream)
+                ended = self._donor.end(
+                    running, [kept[i] for i in rows], [at[i] for i in rows], publish, stream
+                )
+                for row, position in zip(rows, ended, strict=True):
+                    positions[row] = position
             finally:
-                self.manager.release(request, publish=publish)
-                self._donor.poll()
-            return position
+                try:
+                    self.manager.release_many(requests, publish=publish)
+                finally:
+                    self._donor.poll()
+            return positions
 
     def poll(self) -> int:
         """Call in each step: `KVCacheManager.poll` for KV and states. Returns the number of copies
@@ -976,6 +1108,31 @@ class HybridManager:
                 finally:
                     self._donor.poll()
             return going + states
+
+    # ---- blocks of the device
+
+    def in_flight(self, blocks: Pages | Sequence[int] | None = None) -> Any:
+        """Which of these device blocks a copy reads or writes, as `KVCacheManager.in_flight`; for
+        slots see `Checkpoints.in_flight`. None: the number of transfers of KV and states, as
+        `poll`."""
+        with self._lock:
+            found = self.manager.in_flight(blocks)
+            return found if blocks is not None else found + self.checkpoints.in_flight()
+
+    def wait_blocks(
+        self, blocks: Pages | Sequence[int] | None = None, timeout: float | None = None
+    ) -> None:
+        """See `KVCacheManager.wait_blocks`: blocks this thread, for blocks of KV. Slots need no
+        wait: the next request gets none that a copy uses."""
+        self.manager.wait_blocks(blocks, timeout)
+
+    def evicted(self, blocks: Pages | Sequence[int]) -> int:
+        """See `KVCacheManager.evicted`. Checkpoints stay: the host may have the same KV."""
+        return self.manager.evicted(blocks)
+
+    def evicting(self, blocks: Pages | Sequence[int]) -> int:
+        """See `KVCacheManager.evicting`. Checkpoints stay."""
+        return self.manager.evicting(blocks)
 
     @property
     def leaving(self) -> int:
@@ -991,8 +1148,7 @@ class HybridManager:
         """
         with self._lock:
             self._planner.close()
-            for request in list(self._requests):
-                self.release(request, publish=False)
+            self.release_many(list(self._requests), publish=False)
         try:
             self.checkpoints.close(timeout)
         finally:  # slots with finished copies go back, whatever the others do
@@ -1065,11 +1221,30 @@ class HybridManager:
         """This process's figures of checkpoints; `KVCacheManager` has those of KV."""
         return self.checkpoints.stats()
 
-    # ---- for the parts
+    def gauges(self) -> HybridGauges:
+        """Current room in each tier, requests and transfers, of KV and states. Does not block.
+
+        Raises:
+            Detached: a cache of KV or states is closed.
+        """
+        with self._lock, self.checkpoints.lock:
+            kv, states = self.manager.gauges(), self.checkpoints.room()
+            traffic = self.checkpoints.traffic
+            return HybridGauges(
+                device=kv.device,
+                host=kv.host,
+                running=kv.running,
+                leaving=kv.leaving + self._donor.slots_alone,
+                transfers=kv.transfers + traffic.in_flight,
+                queued=kv.queued + traffic.moves.queued,
+                device_states=states["device"],
+                host_states=states["host"],
+            )
 
 
 __all__ = [
     "Donor",
+    "HybridGauges",
     "HybridLoadHandle",
     "HybridManager",
     "HybridRequest",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -448,16 +448,13 @@ class HybridPlanner:
 
     def plan(self, many: LookupBatch) -> list[HybridMatch]:
         """See `HybridManager.plan_many`."""
-        spaces: dict[str, Where] = {}
-        plans: list[HybridPlan] = []
-        device_tokens = (
-            [None] * len(many.entries) if many.device_tokens is None else many.device_tokens
-        )
-        for (request, asks), tokens in zip(many.entries, device_tokens, strict=True):
-            tenant = asks[0].tenant
-            if tenant not in spaces:
-                spaces[tenant] = self._where(tenant)
-            plans.append(self._known(request, asks, tokens, spaces[tenant]))
+        wheres = self._wheres([asks[0] for _, asks in many.entries])
+        given: Sequence[int | None] | None = many.device_tokens
+        device_tokens = [None] * len(many.entries) if given is None else given
+        plans = [
+            self._known(request, asks, tokens, wheres[asks[0].tenant])
+            for (request, asks), tokens in zip(many.entries, device_tokens, strict=True)
+        ]
         changed, now = self._lookup.changed(plans), time.monotonic()
         for (request, _), plan, other in zip(many.entries, plans, changed, strict=True):
             self._renew(request, plan, other, now)
@@ -475,6 +472,9 @@ class HybridPlanner:
         changed = not plan.looked or self._lookup.changed([plan])[0]
         self._renew(request, plan, changed, time.monotonic())
         return self._match(plan)
+
+    def _wheres(self, prompts: Sequence[Prompt]) -> dict[str, Where]:
+        return {tenant: self._where(tenant) for tenant in {prompt.tenant for prompt in prompts}}
 
     def _where(self, tenant: str) -> Where:
         space = self._parts.inner.weights.scope_of(tenant)
@@ -497,10 +497,7 @@ class HybridPlanner:
         same = known is not None and known.asked.prompt == lookup.prompt
         if known is not None and same:  # its keys are already hashed
             lookup = LookupRequest(known.asked.prompt, lookup.options, lookup.limit)
-        path = None
-        if space is not None and states is not None and lookup.options.read:
-            path = Path(self._parts.keys_of(lookup.prompt, space), states)
-        plan = HybridPlan(lookup, lookup.most, device_tokens, space, states, path)
+        plan = self._new(lookup, device_tokens, where)
         if known is not None:
             if same and known.states is states and lookup.options.read:
                 plan.stored, plan.read_until = known.stored, known.read_until
@@ -508,6 +505,50 @@ class HybridPlanner:
                 known.stored.cancel(self._parts.checkpoints.traffic.moves.foreign)
         self._plans[request] = plan
         return plan
+
+    def _new(self, lookup: LookupRequest, device_tokens: int | None, where: Where) -> HybridPlan:
+        path, (space, states) = None, where
+        if space is not None and states is not None and lookup.options.read:
+            path = Path(self._parts.keys_of(lookup.prompt, space), states)
+        return HybridPlan(lookup, lookup.most, device_tokens, space, states, path)
+
+    def peek(
+        self,
+        every: list[PrefixMatch],
+        prompts: Sequence[Prompt],
+        options: Sequence[RequestOptions],
+        device_tokens: Sequence[int] | None,
+    ) -> list[HybridMatch]:
+        """See `HybridManager.peek_many`.
+
+        Args:
+            every: all KV of the prompts, as peeked.
+        """
+        manager, step, plans = self._parts.manager, self._parts.step, []
+        wheres = self._wheres(prompts)
+        for i, (kv, prompt) in enumerate(zip(every, prompts, strict=True)):
+            lookup = LookupRequest(prompt, options[i].within(manager.tiers))
+            tokens = None if device_tokens is None else device_tokens[i]
+            plan = self._new(lookup, tokens, wheres[prompt.tenant])
+            plan.kv = kv
+            self._lookup.choose(plan, kv.usable // step)
+            plans.append(plan)
+        rest = plans
+        while rest:  # as `_agree`: an earlier checkpoint where KV up to it is not usable
+            matches = manager.peek_many(
+                [plan.asked.prompt for plan in rest],
+                options=[plan.asked.options for plan in rest],
+                limits=[self.position(plan) for plan in rest],
+                device_tokens=[plan.given for plan in rest if plan.given is not None] or None,
+            )
+            for plan, kv in zip(rest, matches, strict=True):
+                plan.planned = kv
+            rest = [plan for plan in rest if plan.planned.usable < self.position(plan)]
+            for plan in rest:
+                self._lookup.choose(
+                    plan, min(self.position(plan) - step, plan.planned.usable) // step
+                )
+        return [self._match(plan) for plan in plans]
 
     # ---- the usable part
 
