@@ -922,6 +922,41 @@ class Checkpoints:
         with self.lock:
             return self.traffic.demote(n)
 
+    # ---- checkpoints of a path, independent of requests
+
+    def protect(self, path: Path) -> int:
+        """Protect the last checkpoint of a path, in each tier, from eviction until `unprotect` or
+        a clear. Returns how many are protected: 0 to 2.
+
+        Raises:
+            Detached, LockTimeout: as `PageIndex.protect`.
+        """
+        kept = 0
+        for tier, index in self._tiers:
+            namespace = path.space.of(tier)
+            count = index.last_ready(path.keys, namespace=namespace)
+            kept += index.protect(path.key(count), namespace=namespace) if count else 0
+        return kept
+
+    def unprotect(self, path: Path) -> int:
+        """Undo `protect` for all checkpoints of a path. Returns how many were protected; errors as
+        `protect`."""
+        return sum(
+            index.unprotect(path.keys, namespace=path.space.of(tier)) for tier, index in self._tiers
+        )
+
+    def drop(self, path: Path, first: int = 0) -> int:
+        """Evict the checkpoints after the first `first` positions of a path, except those in use
+        and protected ones. Returns how many were evicted, in both tiers; errors as `protect`."""
+        dropped = 0
+        for tier, index in self._tiers:
+            namespace = path.space.of(tier)
+            for position in _standing(index, path.keys, namespace).tolist():
+                if position >= first:
+                    key = path.key(position + 1)
+                    dropped += index.drop(key, namespace=namespace)
+        return dropped
+
     # ---- upkeep
 
     def in_flight(self, slots: Pages | Sequence[int] | None = None) -> Any:

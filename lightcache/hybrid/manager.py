@@ -7,7 +7,7 @@ import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
@@ -48,7 +48,11 @@ from lightcache.manager.request import (
 )
 from lightcache.manager.stats import TierCapacity, TierGauges
 from lightcache.manager.transfers import BlockTransfer, Ends, State
+from lightcache.manager.weights import WeightsState
 from lightcache.plans import TIMEOUT
+
+if TYPE_CHECKING:
+    from lightcache.storage.tasks import StorageTask
 
 # ---- A running request
 
@@ -1154,6 +1158,78 @@ class HybridManager:
         finally:  # slots with finished copies go back, whatever the others do
             self.poll()
 
+    # ---- prefixes, independent of running requests
+
+    def protect(self, prompt: Prompt) -> Mapping[str, int]:
+        """As `KVCacheManager.protect`, and the last checkpoint within that KV, in each tier.
+        Returns the tokens of KV protected, by tier, and under "checkpoints" their number.
+
+        Raises:
+            Detached: the manager is closed.
+            LockTimeout: as `PageIndex.protect`; a part may be protected.
+        """
+        with self._lock:
+            tokens = self.manager.protect(prompt)
+            path = self.parts.path_of(prompt, max(tokens.values()))
+            return {**tokens, "checkpoints": 0 if path is None else self.checkpoints.protect(path)}
+
+    def unprotect(self, prompt: Prompt) -> Mapping[str, int]:
+        """Undo `protect`. Returns what was protected, as `protect` does.
+
+        Raises:
+            Detached, LockTimeout: as `protect`.
+        """
+        with self._lock:
+            tokens, path = self.manager.unprotect(prompt), self.parts.path_of(prompt, len(prompt))
+            return {
+                **tokens,
+                "checkpoints": 0 if path is None else self.checkpoints.unprotect(path),
+            }
+
+    def drop(self, prompt: Prompt, start: int = 0) -> Mapping[str, int]:
+        """As `KVCacheManager.drop`, and all checkpoints after token `start` that are not in use.
+        Returns the tokens of KV dropped, by tier, and the number of "checkpoints".
+
+        Raises:
+            ConfigError, Detached, LockTimeout: as `KVCacheManager.drop`.
+        """
+        with self._lock:
+            tokens, path = self.manager.drop(prompt, start), self.parts.path_of(prompt, len(prompt))
+            first = start // self.parts.step
+            return {
+                **tokens,
+                "checkpoints": 0 if path is None else self.checkpoints.drop(path, first),
+            }
+
+    def prefetch(self, prompt: Prompt) -> list[StorageTask]:
+        """Begin to read a prompt's KV and its last stored checkpoint from storage to the host,
+        before a request needs them. Returns the tasks: one for each that has a storage. Does not
+        block.
+
+        Raises:
+            ConfigError: neither KV nor the checkpoints have a storage.
+            Abandoned, Detached: as `KVCacheManager.prefetch`.
+        """
+        with self._lock:
+            storage, tasks = self.checkpoints.storage, []
+            if self.inner.storage is not None or storage is None:
+                tasks.append(self.manager.prefetch(prompt))
+            path = self.parts.path_of(prompt, LookupRequest(prompt).most)
+            if storage is not None and path is not None:
+                tasks.append(storage.prefetch_last_ready(path.keys, namespace=path.space.host))
+            return tasks
+
+    def demote(self, blocks: int) -> int:
+        """See `KVCacheManager.demote`; `Checkpoints.demote` is for states."""
+        return self.manager.demote(blocks)
+
+    def set_blocks(self, blocks: int) -> None:
+        """See `KVCacheManager.set_blocks`: plans are forgotten, with their checkpoints. Slots
+        stay."""
+        with self._lock:
+            self.manager.set_blocks(blocks)
+            self._planner.close()
+
     # ---- for the parts
 
     def _request(self, request: Hashable) -> HybridRequest:
@@ -1180,6 +1256,11 @@ class HybridManager:
         """Let transfers begin again."""
         self.manager.resume()
         self.checkpoints.resume()
+
+    @property
+    def weights_state(self) -> WeightsState:
+        """See `KVCacheManager.weights_state`; states go with KV."""
+        return self.manager.weights_state
 
     def begin_update(self, timeout: float | None = None, *, wait: bool = True) -> None:
         """As `KVCacheManager.begin_update`, for KV and states."""

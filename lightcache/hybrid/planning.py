@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 # ---- State shared by the parts of a hybrid manager
 
+Where = tuple[CacheScope | None, "StateSpace | None"]
+"""The namespaces of a tenant's KV and states; None: there are none."""
+
 
 @dataclass(frozen=True)
 class HybridParts:
@@ -57,6 +60,19 @@ class HybridParts:
         """The namespaces of a scope's states; None: it was cleared."""
         weights = self.inner.weights
         return self.checkpoints.spaces.beside(space.host, lambda: weights.good(space))
+
+    def where(self, tenant: str) -> Where:
+        """The namespaces of a tenant, opened if needed."""
+        space = self.inner.weights.scope_of(tenant)
+        return space, None if space is None else self.states_of(space)
+
+    def path_of(self, prompt: Prompt, tokens: int) -> Path | None:
+        """The positions among the first tokens of a prompt; None: there are none, or its tenant or
+        weights were cleared."""
+        space, states = self.where(prompt.tenant)
+        if space is None or states is None or tokens < self.step:
+            return None
+        return Path(self.keys_of(prompt, space)[: tokens // self.step], states)
 
     def keys_of(self, prompt: Prompt, space: CacheScope) -> Keys:
         """Keys of the positions of a prompt at which checkpoints are looked up."""
@@ -430,8 +446,6 @@ class CheckpointLookup:
 
 # ---- Plans of waiting requests
 
-Where = tuple[CacheScope | None, StateSpace | None]
-"""The namespaces of a tenant's KV and states; None: there are none."""
 Asks = tuple[Prompt, RequestOptions, int | None]
 """The fields of a `LookupRequest`, which is only made for a new plan."""
 
@@ -468,17 +482,14 @@ class HybridPlanner:
         Args:
             device_tokens: device tokens that the engine found itself; None: look them up.
         """
-        plan = self._known(request, lookup, device_tokens, self._where(lookup.prompt.tenant))
+        plan = self._known(request, lookup, device_tokens, self._parts.where(lookup.prompt.tenant))
         changed = not plan.looked or self._lookup.changed([plan])[0]
         self._renew(request, plan, changed, time.monotonic())
         return self._match(plan)
 
     def _wheres(self, prompts: Sequence[Prompt]) -> dict[str, Where]:
-        return {tenant: self._where(tenant) for tenant in {prompt.tenant for prompt in prompts}}
-
-    def _where(self, tenant: str) -> Where:
-        space = self._parts.inner.weights.scope_of(tenant)
-        return space, None if space is None else self._parts.states_of(space)
+        where = self._parts.where
+        return {tenant: where(tenant) for tenant in {prompt.tenant for prompt in prompts}}
 
     def _known(
         self, request: Hashable, asks: Asks, device_tokens: int | None, where: Where

@@ -12,7 +12,7 @@ from support.raising import raising
 from support.refusals import refused
 from support.stamped import stamps_of
 
-from lightcache.errors import ConfigError, LeaseLost, WaitTimeout
+from lightcache.errors import ConfigError, InUse, LeaseLost, WaitTimeout
 from lightcache.hybrid.manager import HybridGauges
 from lightcache.manager import Prompt, RequestOptions, WritePolicy
 
@@ -105,7 +105,8 @@ def test_one_mark_for_the_steps_of_a_batch(hybrids: Any) -> None:
 
 
 def test_a_batch_that_is_refused_goes_on(hybrids: Any) -> None:
-    world, hybrid = (found := hybrids()), found.hybrid
+    world = hybrids()
+    hybrid = world.hybrid
     world.begin("a", PROMPTS[0])
     for what, how in (
         ("at", {"at": [1, 2]}),
@@ -288,3 +289,76 @@ def test_room_for_blocks(hybrids: Any) -> None:
     assert world.hybrid.can_allocate(4, evict=True)
     refused(ConfigError, "", world.hybrid.allocate, "a", 50, timeout="soon")
     world.hybrid.release("a", publish=False)
+
+
+# ---- prefixes
+
+
+def test_a_protected_prompt_stays_with_its_last_checkpoint(hybrids: Any) -> None:
+    world, prompt = hybrids(), PROMPTS[0]
+    world.compute(prompt)
+    world.save(prompt, 20, 40)
+    hybrid = world.hybrid
+    assert hybrid.protect(prompt) == {"host": 40, "device": 40, "checkpoints": 2}
+    evict_all(world)
+    assert world.there(prompt) == {"device": [40], "host": [40]}
+    assert world.look(prompt).usable == 40
+    dropped = hybrid.drop(prompt)
+    assert dropped == {"host": 0, "device": 0, "checkpoints": 0}
+    assert hybrid.unprotect(prompt) == {"host": 40, "device": 40, "checkpoints": 2}
+    assert hybrid.unprotect(prompt) == {"host": 0, "device": 0, "checkpoints": 0}
+    evict_all(world)
+    assert world.there(prompt) == {"device": [], "host": []}
+
+
+def test_only_a_checkpoint_within_protected_kv_is_protected(hybrids: Any) -> None:
+    world, prompt = hybrids(), PROMPTS[0]
+    world.compute(prompt)
+    world.save(prompt, 20, 40)
+    world.manager.drop(prompt, 32)
+    assert world.hybrid.protect(prompt) == {"host": 32, "device": 32, "checkpoints": 2}
+    evict_all(world)
+    assert world.there(prompt) == {"device": [20], "host": [20]}
+    world.hybrid.unprotect(prompt)
+    assert world.hybrid.protect(PROMPTS[1]) == {"host": 0, "device": 0, "checkpoints": 0}
+
+
+def test_a_prompt_is_dropped_from_a_token_on(hybrids: Any) -> None:
+    world, prompt = hybrids(), PROMPTS[0]
+    world.compute(prompt)
+    world.save(prompt, 20, 32)
+    assert world.hybrid.drop(prompt, 20) == {"host": 20, "device": 20, "checkpoints": 2}
+    assert world.there(prompt) == {"device": [20], "host": [20]}
+    assert world.look(prompt).usable == 20
+    assert world.hybrid.drop(prompt, 19)["checkpoints"] == 2
+    refused(ConfigError, "start", world.hybrid.drop, prompt, -1)
+
+
+def test_another_number_of_blocks(hybrids: Any) -> None:
+    world = hybrids()
+    world.run("a", PROMPTS[0])
+    world.plan(PROMPTS[0], "planned")
+    assert world.slots.check().pins == 1
+    world.hybrid.set_blocks(16)
+    assert world.slots.check().pins == 0
+    refused(LeaseLost, "", world.hybrid.take, "planned")
+    match = world.look(PROMPTS[0])
+    assert (match.usable, match.host_tokens) == (40, 40)
+    world.begin("b", PROMPTS[0])
+    refused(InUse, "", world.hybrid.set_blocks, 32)
+    world.hybrid.release("b", publish=False)
+
+
+def test_blocks_are_demoted(hybrids: Any) -> None:
+    world = hybrids(write=WritePolicy.BACK)
+    world.run("a", PROMPTS[0])
+    assert world.hybrid.demote(2) == 2
+    world.settle()
+    assert world.look(PROMPTS[0]).usable == 40
+    assert world.hybrid.weights_state == world.manager.weights_state
+
+
+def evict_all(world: Any) -> None:
+    """Everything that may be evicted."""
+    for index in (world.slots, world.states.index, world.world.index, world.world.cache.index):
+        index.evict(index.pages)

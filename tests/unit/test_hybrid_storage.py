@@ -193,3 +193,25 @@ def test_the_last_that_is_stored(segment_name: str) -> None:
             refused(ConfigError, "most", tier.prefetch_last_ready, KEYS, most=-1)
         refused(Detached, "", tier.prefetch_last_ready, KEYS)
         assert cache.check().pins == 0
+
+
+@pytest.mark.parametrize("kv", [True, False], ids=["with KV", "states alone"])
+def test_a_prompt_is_read_ahead_of_its_request(hybrids: Any, kv: bool) -> None:
+    """Its KV, where that has a storage, and its last stored checkpoint that is of use."""
+    world = hybrids(state_storage=kept, storage=kept if kv else None)
+    prompt = Prompt(tokens(40))  # one token is always computed: 40 is of no use
+    world.compute(prompt)
+    world.save(prompt, 24, 36, 40)
+    forget_states(world)
+    if kv:
+        forget_kv(world)
+    tasks = world.hybrid.prefetch(prompt)
+    assert len(tasks) == 1 + kv
+    for task in tasks:
+        task.wait(30)
+    assert world.there(prompt) == {"device": [], "host": [36]}
+    assert world.hybrid.peek_many([prompt])[0].usable == 36
+
+
+def test_nothing_to_read_ahead_from(hybrids: Any) -> None:
+    refused(ConfigError, "no storage", hybrids().hybrid.prefetch, Prompt(tokens(40)))
