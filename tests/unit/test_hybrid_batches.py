@@ -15,6 +15,7 @@ from support.stamped import stamps_of
 from lightcache.errors import ConfigError, InUse, LeaseLost, WaitTimeout
 from lightcache.hybrid.manager import HybridGauges
 from lightcache.manager import Prompt, RequestOptions, WritePolicy
+from lightcache.manager.request import DEVICE_ALONE
 
 PROMPTS = [Prompt(tokens(42, seed)) for seed in range(3)]
 
@@ -77,18 +78,15 @@ def test_a_batch_is_released_in_one_call(hybrids: Any) -> None:
     world.plan(Prompt(tokens(22, 5)), "planned")
     world.copier.at_once = False
     world.copier.launches = 0
-    at, kept = [40, None, 40], [None, 39, None]
-    found = world.hybrid.release_many(
-        [*ids, "planned", "nobody"], at=[*at, None, None], kept=[*kept, None, None]
-    )
-    assert (found[0], found[2:]) == (40, [40, 0, 0])
-    assert found[1] < 40
+    ends = {"at": [40, None, 40, None, None], "kept": [None, None, 39, None, None]}
+    found = world.hybrid.release_many([*ids, "planned", "nobody"], **ends)
+    assert found == [40, 0, 0, 0, 0]
     assert world.copier.launches == 1  # a mark of the step of "b"
     assert world.hybrid.leaving == 1
     world.settle()
     assert world.hybrid.leaving == 0
     refused(LeaseLost, "", world.hybrid.take, "planned")
-    assert world.look(PROMPTS[0]).usable == world.look(PROMPTS[2]).usable == 40
+    assert world.look(PROMPTS[0]).usable == 40
 
 
 def test_one_mark_for_the_steps_of_a_batch(hybrids: Any) -> None:
@@ -246,6 +244,17 @@ def test_a_peek_tries_an_earlier_checkpoint_when_kv_shrinks(hybrids: Any) -> Non
         (found,) = world.hybrid.peek_many([PROMPTS[0]])
     assert calls == [None, [40], [20]]
     assert (found.usable, found.kv.usable, found.kv_tokens) == (20, 20, 40)
+
+
+def test_a_peek_looks_in_the_managers_tiers(hybrids: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = hybrids()
+    world.run("a", PROMPTS[0])
+    world.slots.evict(16)
+    assert world.hybrid.peek_many([PROMPTS[0]])[0].usable == 40
+    for owner in (world.manager, world.manager.state):
+        monkeypatch.setattr(owner, "tiers", DEVICE_ALONE)
+    assert world.look(PROMPTS[0]).usable == 0
+    assert world.hybrid.peek_many([PROMPTS[0]])[0].usable == 0
 
 
 def test_a_peek_whose_states_raise_misses(hybrids: Any) -> None:
