@@ -36,7 +36,7 @@ from lightcache.hybrid.saving import (
 )
 from lightcache.leases import Lease
 from lightcache.manager.load import LoadHandle, wait_on
-from lightcache.manager.lookup import LookupRequest, wait_for_read
+from lightcache.manager.lookup import LookupBatch, LookupRequest, wait_for_read
 from lightcache.manager.manager import KVCacheManager
 from lightcache.manager.request import (
     ANY,
@@ -328,21 +328,10 @@ class TailEviction:
             return
         last_ready = owner.checkpoints.last_ready(tail.path)
         begin = 0 if last_ready is None else last_ready[1] * owner.parts.step
-        dropped = 0
-        for index, where, chain, tokens in (
-            (manager.device.index, space.device, request.device_chain, manager.device.block_tokens),
-            (manager.host.index, space.host, request.host_chain, manager.page_tokens),
-        ):
-            if (
-                index is None
-                or where is None
-                or (index is not manager.host.index and not owner.parts.owned)
-            ):
-                continue
-            keys, first = chain.keys, -(-begin // tokens)
-            if first < len(keys):
-                dropped += tokens * index.drop(keys, start=first, namespace=where)
-        owner.checkpoints.counts.add(dropped_tokens=dropped)
+        dropped = manager.drop_keys(
+            space, request.host_chain.keys, request.device_chain.keys, begin
+        )
+        owner.checkpoints.counts.add(dropped_tokens=sum(dropped.values()))
 
 
 # ---- Promotion: saved states become checkpoints, and slots of ended requests are given back
@@ -671,12 +660,9 @@ class HybridManager:
         """Find the last position that both KV and a checkpoint reach, over all tiers, and pin both
         tentatively up to it. Otherwise as `KVCacheManager.plan`: cheap when repeated."""
         with self._lock:
-            batch = self.manager.lookup.single(request, prompt, options, limit, device_tokens)
-            lookup = LookupRequest._make(batch.entries[0][1])
-            return self._guard.run(
-                lambda: self._planner.plan_one(request, lookup, device_tokens),
-                lambda: self._missed(request, lookup),
-            )
+            return self._planned(
+                self.manager.lookup.single(request, prompt, options, limit, device_tokens)
+            )[0]
 
     def plan_many(
         self,
@@ -689,14 +675,17 @@ class HybridManager:
     ) -> list[HybridMatch]:
         """`plan` for a whole queue in one call."""
         with self._lock:
-            many = self.manager.lookup.batch(requests, prompts, options, limits, device_tokens)
-            return self._guard.run(
-                lambda: self._planner.plan(many),
-                lambda: [
-                    self._missed(request, LookupRequest._make(lookup))
-                    for request, lookup in many.entries
-                ],
+            return self._planned(
+                self.manager.lookup.batch(requests, prompts, options, limits, device_tokens)
             )
+
+    def _planned(self, batch: LookupBatch) -> list[HybridMatch]:
+        return self._guard.run(
+            lambda: self._planner.plan(batch),
+            lambda: [
+                self._missed(request, LookupRequest._make(asks)) for request, asks in batch.entries
+            ],
+        )
 
     def peek_many(
         self,
@@ -777,12 +766,9 @@ class HybridManager:
                 raise
             options = plan.asked.options
             longer = replace(options, ttl=max(options.ttl or 0.0, TIMEOUT))
-            device_tokens = plan.given
-            lookup = LookupRequest(plan.asked.prompt, longer, plan.asked.limit)
-            self._guard.run(
-                lambda: self._planner.plan_one(request, lookup, device_tokens),
-                lambda: self._missed(request, lookup),
-            )
+            lookup = plan.asked.prompt, longer, plan.asked.limit
+            tokens = None if plan.given is None else (plan.given,)
+            self._planned(LookupBatch(((request, lookup),), tokens))
             match = self._taken(request, self._planner.taken(request))
         self._requests[request] = match
         return match.match

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from lightcache._arguments import count
 from lightcache.cache import Cache
-from lightcache.errors import ConfigError, InUse
+from lightcache.errors import ConfigError
 from lightcache.hybrid.checkpoints import Checkpoints
 from lightcache.kernels import layouts
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane
 from lightcache.kernels.planes import DevicePlanes, join
 from lightcache.kernels.states import StateCopier
 from lightcache.manager.backend import EngineBackend
-from lightcache.manager.blocks import remove_orphan
+from lightcache.manager.blocks import create_index
 from lightcache.page_index import PageIndex
 from lightcache.shm.errors import leave
 
@@ -44,16 +44,7 @@ def create_slots(
         InUse: another process lives in an index of that name.
     """
 
-    def create() -> PageIndex:
-        return PageIndex.create(
-            name, pages=slots, independent=True, role=role, lock_timeout=lock_timeout
-        )
-
-    try:
-        return create()
-    except InUse:
-        remove_orphan(name)
-        return create()
+    return create_index(name, pages=slots, independent=True, role=role, lock_timeout=lock_timeout)
 
 
 # ---- States of an engine

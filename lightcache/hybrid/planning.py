@@ -474,19 +474,6 @@ class HybridPlanner:
             self._renew(request, plan, other, now)
         return [self._match(plan) for plan in plans]
 
-    def plan_one(
-        self, request: Hashable, lookup: LookupRequest, device_tokens: int | None
-    ) -> HybridMatch:
-        """`plan` for one request.
-
-        Args:
-            device_tokens: device tokens that the engine found itself; None: look them up.
-        """
-        plan = self._known(request, lookup, device_tokens, self._parts.where(lookup.prompt.tenant))
-        changed = not plan.looked or self._lookup.changed([plan])[0]
-        self._renew(request, plan, changed, time.monotonic())
-        return self._match(plan)
-
     def _wheres(self, prompts: Sequence[Prompt]) -> dict[str, Where]:
         where = self._parts.where
         return {tenant: where(tenant) for tenant in {prompt.tenant for prompt in prompts}}
@@ -631,7 +618,7 @@ class HybridPlanner:
             return None
         if plan.stored.state is None and lookup.reading(request, now) is None:
             return None
-        changed = not plan.looked or self._lookup.changed([plan])[0]
+        (changed,) = self._lookup.changed([plan])
         self._renew(request, plan, changed, now)  # pages that arrived may lead to more
         read = lookup.reading(request, now)
         running = [*plan.stored.running, *([] if read is None else read[:1])]

@@ -82,21 +82,14 @@ class DeviceTier:
         """
         _arguments.count(blocks, "blocks", 1, MAX_PAGES)  # before the old index is closed
         self.close()
-        try:
-            self.index = self._create(blocks)
-        except InUse:
-            remove_orphan(self.name)
-            self.index = self._create(blocks)
-        self._began()
-
-    def _create(self, blocks: int) -> PageIndex:
-        return PageIndex.create(
+        self.index = create_index(
             self.name,
             pages=blocks,
             role=self._role,
             config={"block_tokens": self.block_tokens},
             lock_timeout=self._lock_timeout,
         )
+        self._began()
 
     def _began(self) -> None:
         """Called with a new, empty index."""
@@ -177,7 +170,21 @@ def numbers_of(blocks: Any) -> Pages:
     return np.ascontiguousarray(numbers, np.int32)
 
 
-def remove_orphan(name: str) -> None:
+def create_index(name: str, **how: Any) -> PageIndex:
+    """`PageIndex.create` for what is on a device. An index that a dead process left is removed,
+    since the content of its pages is lost.
+
+    Raises:
+        InUse: another live process has an index of that name.
+    """
+    try:
+        return PageIndex.create(name, **how)
+    except InUse:
+        _remove_orphan(name)
+        return PageIndex.create(name, **how)
+
+
+def _remove_orphan(name: str) -> None:
     """Remove an index that has no live client, even if a process reads it.
 
     Raises:
@@ -544,6 +551,6 @@ __all__ = [
     "ManagedBlocks",
     "MirroredBlocks",
     "capacity_of",
+    "create_index",
     "numbers_of",
-    "remove_orphan",
 ]

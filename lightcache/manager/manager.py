@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from lightcache._arguments import Pages, count
+from lightcache._arguments import Keys, Pages, count
 from lightcache._together import assign, together
 from lightcache.cache import Cache
 from lightcache.errors import (
@@ -48,6 +48,7 @@ from lightcache.manager.request import (
     HELD,
     LEASED,
     TIERS,
+    CacheScope,
     Chain,
     Delivery,
     ManagerConfig,
@@ -782,6 +783,19 @@ class KVCacheManager:
         self._recent.change(running.counted, **back)
         return running
 
+    def drop_keys(
+        self, space: CacheScope, host_keys: Keys, device_keys: Keys, start: int
+    ) -> Mapping[str, int]:
+        """`drop` of a sequence, by all of its keys. Returns the tokens dropped, by tier."""
+        device, pages, blocks = self.device, 0, 0
+        first = -(-start // self.page_tokens)
+        if first < len(host_keys):
+            pages = self.host.index.drop(host_keys, start=first, namespace=space.host)
+        first = -(-start // device.block_tokens)
+        if device.owned and device.index is not None and first < len(device_keys):
+            blocks = device.index.drop(device_keys, start=first, namespace=space.device)
+        return {"host": pages * self.page_tokens, "device": blocks * device.block_tokens}
+
     def needs_host(self, call: str) -> None:
         """Raises ConfigError without a host cache."""
         if self._own_host is not None:
@@ -998,14 +1012,8 @@ class KVCacheManager:
             space = self._weights.scope_of(prompt.tenant)
             if space is None:
                 return {"host": 0, "device": 0}
-            device, pages, blocks = self.device, 0, 0
-            first, keys = -(-start // self.page_tokens), prompt.keys(space.host_spec)
-            if first < len(keys):
-                pages = self.host.index.drop(keys, start=first, namespace=space.host)
-            first, keys = -(-start // device.block_tokens), prompt.keys(space.device_spec)
-            if device.owned and device.index is not None and first < len(keys):
-                blocks = device.index.drop(keys, start=first, namespace=space.device)
-            return {"host": pages * self.page_tokens, "device": blocks * device.block_tokens}
+            keys = prompt.keys(space.host_spec), prompt.keys(space.device_spec)
+            return self.drop_keys(space, *keys, start)
 
     def prefetch(self, prompt: Prompt) -> StorageTask:
         """Begin to read a prompt's pages from storage to the host, before a request needs them.
