@@ -157,15 +157,9 @@ class Stored:
 
     @property
     def running(self) -> list[StorageTask]:
-        """Tasks that have not finished."""
+        """Tasks that have not finished; while there are any, more may be found."""
         every = (self.state, self.kv)
         return [task for task in every if task is not None and not task.over]
-
-    @property
-    def pending(self) -> bool:
-        """Whether more may be found."""
-        state, kv = self.state, self.kv
-        return (state is not None and not state.over) or (kv is not None and not kv.over)
 
     @property
     def news(self) -> bool:
@@ -590,7 +584,7 @@ class HybridPlanner:
 
     def _match(self, plan: HybridPlan) -> HybridMatch:
         known, stored = plan.match, plan.stored
-        reads = None if stored.state is None else (stored.pending, stored.kv_pages)
+        reads = None if stored.state is None else (bool(stored.running), stored.kv_pages)
         of = id(plan.planned), id(plan.kv), plan.found, reads
         if known is not None and plan.of == of:
             return known
@@ -603,7 +597,7 @@ class HybridPlanner:
             position,
             None if plan.found is None else plan.found[0],
             self._parts.grid.branching(deep, position),
-            plan.planned.pending or stored.pending,
+            plan.planned.pending or bool(stored.running),
         )
         return plan.match
 
