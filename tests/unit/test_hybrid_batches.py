@@ -12,10 +12,11 @@ from support.raising import raising
 from support.refusals import refused
 from support.stamped import stamps_of
 
-from lightcache.errors import ConfigError, InUse, LeaseLost, WaitTimeout
+from lightcache.errors import Abandoned, ConfigError, Detached, InUse, LeaseLost, WaitTimeout
 from lightcache.hybrid.manager import HybridGauges
 from lightcache.manager import Prompt, RequestOptions, WritePolicy
 from lightcache.manager.request import DEVICE_ALONE
+from lightcache.storage import MemoryStorage, StorageSpec, StorageTier
 
 PROMPTS = [Prompt(tokens(42, seed)) for seed in range(3)]
 
@@ -371,3 +372,24 @@ def evict_all(world: Any) -> None:
     """Everything that may be evicted."""
     for index in (world.slots, world.states.index, world.world.index, world.world.cache.index):
         index.evict(index.pages)
+
+
+def test_prefixes_while_the_weights_change(hybrids: Any) -> None:
+    world = hybrids(storage=lambda cache: StorageTier(cache, MemoryStorage(StorageSpec.of(cache))))
+    world.run("a", PROMPTS[0])
+    world.settle()
+    world.hybrid.begin_update()
+    nothing = {"host": 0, "device": 0, "checkpoints": 0}
+    for call in (world.hybrid.protect, world.hybrid.unprotect, world.hybrid.drop):
+        assert call(PROMPTS[0]) == nothing
+    refused(Abandoned, "finish_update", world.hybrid.prefetch, PROMPTS[0])
+    assert world.hybrid.peek_many([PROMPTS[0]])[0].usable == 0
+    world.hybrid.finish_update("next")
+    assert world.hybrid.protect(PROMPTS[0]) == nothing
+
+
+def test_a_closed_manager_protects_nothing(hybrids: Any) -> None:
+    world = hybrids()
+    world.hybrid.close()
+    world.manager.close()
+    refused(Detached, "", world.hybrid.protect, PROMPTS[0])
