@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -456,21 +457,20 @@ class HybridPlanner:
 
     def plan(self, many: LookupBatch) -> list[HybridMatch]:
         """See `HybridManager.plan_many`."""
-        wheres = self._wheres([asks[0] for _, asks in many.entries])
-        given: Sequence[int | None] | None = many.device_tokens
-        device_tokens = [None] * len(many.entries) if given is None else given
-        plans = [
-            self._known(request, asks, tokens, wheres[asks[0].tenant])
-            for (request, asks), tokens in zip(many.entries, device_tokens, strict=True)
-        ]
+        wheres: dict[str, Where] = {}
+        plans: list[HybridPlan] = []
+        given: Iterable[int | None] = (
+            repeat(None) if many.device_tokens is None else many.device_tokens
+        )
+        for (request, asks), tokens in zip(many.entries, given, strict=False):
+            tenant = asks[0].tenant
+            if tenant not in wheres:
+                wheres[tenant] = self._parts.where(tenant)
+            plans.append(self._known(request, asks, tokens, wheres[tenant]))
         changed, now = self._lookup.changed(plans), time.monotonic()
         for (request, _), plan, other in zip(many.entries, plans, changed, strict=True):
             self._renew(request, plan, other, now)
         return [self._match(plan) for plan in plans]
-
-    def _wheres(self, prompts: Sequence[Prompt]) -> dict[str, Where]:
-        where = self._parts.where
-        return {tenant: where(tenant) for tenant in {prompt.tenant for prompt in prompts}}
 
     def _known(
         self, request: Hashable, asks: Asks, device_tokens: int | None, where: Where
@@ -517,7 +517,8 @@ class HybridPlanner:
             every: all KV of the prompts, as peeked.
         """
         manager, step, plans = self._parts.manager, self._parts.step, []
-        wheres = self._wheres(prompts)
+        where = self._parts.where
+        wheres = {tenant: where(tenant) for tenant in {prompt.tenant for prompt in prompts}}
         for i, (kv, prompt) in enumerate(zip(every, prompts, strict=True)):
             lookup = LookupRequest(prompt, options[i].within(manager.tiers))
             tokens = None if device_tokens is None else device_tokens[i]
