@@ -11,10 +11,11 @@ import ctypes
 import hashlib
 import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -25,8 +26,10 @@ from lightcache import _arguments, namespaces
 from lightcache._arguments import Keys, Offsets, Pages
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, Detached, LightcacheError
+from lightcache.hashing import KeySpec
 from lightcache.namespaces import Namespace
 from lightcache.page_index import PageIndex
+from lightcache.prompt import Prompt
 from lightcache.shm import names
 from lightcache.shm.codes import Code, check
 
@@ -43,10 +46,12 @@ class RouterPolicy:
         compute = (n - max(device, host)) * page_tokens
         load    = max(host - device, 0) * page_tokens
         cost    = compute + host_weight * load + load_weight * load_of(worker)
+
+    For a `Prompt`, tokens are counted: n is its length, and each index has its own page size.
     """
 
     page_tokens: int | None = None
-    """Tokens of a page; None: as in the host index."""
+    """Tokens of a page, of routed keys; None: as in the host index."""
     load_weight: float = 1.0
     """Tokens of prefill that one unit of `loads` is worth: 1 if loads are waiting tokens."""
     host_weight: float = 0.1
@@ -111,12 +116,21 @@ class Source:
     handles are read-only: they take no slot and cannot change anything.
     """
 
-    def __init__(self, index: PageIndex | str | None, *, owned: bool, page_tokens: int) -> None:
+    def __init__(
+        self,
+        index: PageIndex | str | None,
+        *,
+        owned: bool,
+        page_tokens: int,
+        any_size: bool = False,
+    ) -> None:
         """Attaches to nothing yet.
 
         Args:
             owned: True: the index is stale if no client attached for writing lives.
             page_tokens: page size of the keys that are looked up.
+            any_size: True: keys are made for the index's own page size, and `page_tokens` is only
+                for an index that does not state its own.
 
         Raises:
             ConfigError: neither an index nor a segment's name.
@@ -125,7 +139,9 @@ class Source:
             raise ConfigError(f"expected a PageIndex, its name or None, found {index!r}")
         self._index = index if isinstance(index, PageIndex) else None
         self._ours = False
-        self._owned, self._page_tokens = owned, page_tokens
+        self._owned, self._any_size, self._default = owned, any_size, page_tokens
+        self.page_tokens = page_tokens
+        """Tokens of a page of the keys to look up here, as of the last refresh."""
         self.name = index.name if isinstance(index, PageIndex) else index
         if self.name is not None:
             names.object_name(self.name)
@@ -156,14 +172,16 @@ class Source:
             # A reader prevents replacing a segment, and its next owner may need a different one.
             self.let_go()
             self.problem = _DEAD
-        elif (tokens := page_tokens_of(self._index)) not in (None, self._page_tokens):
+        elif self._any_size:
+            self.page_tokens = page_tokens_of(self._index) or self._default
+        elif (tokens := page_tokens_of(self._index)) not in (None, self._default):
             name = self._index.name
             self.let_go()
             self.misfit = True
             self.problem = (
                 f"index {name!r} has pages of {tokens} tokens, and the routed keys are of pages of "
-                f"{self._page_tokens}, so none of them can be found there; give the router indexes "
-                "and keys of one page size (policy.page_tokens=): docs/guides/router.md, Keys"
+                f"{self._default}, so none of them can be found there; give the router a spec= and "
+                "route prompts, or keys of this page size (docs/guides/router.md, Keys)"
             )
 
     def _usable(self, index: PageIndex) -> bool:
@@ -247,6 +265,8 @@ def page_tokens_of(index: PageIndex) -> int | None:
 _log = logging.getLogger("lightcache.router")
 _IN_A_ROW = 64
 """Number of consecutive requests without a page in any index that causes a warning, once."""
+_MOST_SPECS = 4096
+"""Specs that a router keeps: sixteen times the namespaces of an index."""
 
 
 @dataclass(frozen=True)
@@ -255,9 +275,10 @@ class RoutingDecision:
 
     worker: str
     device_pages: int
-    """Pages of the prompt on the worker's device."""
+    """Pages of the prompt on the worker's device, in pages of its index."""
     host_pages: int
-    """Pages of the prompt in the node's host pool; those beyond `device_pages` can be loaded."""
+    """Pages of the prompt in the node's host pool, in pages of that; what they have beyond
+    `device_pages` can be loaded."""
     costs: Mapping[str, float]
     """Cost of each candidate worker, in tokens of prefill."""
     stale: tuple[str, ...] = ()
@@ -267,7 +288,8 @@ class RoutingDecision:
 
 @dataclass(frozen=True)
 class RouterStats:
-    """Totals of a router."""
+    """Totals of a router. Pages are those of the routed keys, or of the router's `spec`; then each
+    request's are rounded down."""
 
     requests: int
     by_worker: Mapping[str, int]
@@ -297,11 +319,12 @@ class _Tally:
     missed: int = 0
     other_namespace: int = 0
 
-    def note(self, n: int, decision: RoutingDecision) -> None:
+    def note(self, n: int, decision: RoutingDecision, device: int, host: int) -> None:
+        """Count a request, with its pages in one unit."""
         self.requests[decision.worker] += 1
         self.pages += n
-        self.device += decision.device_pages
-        self.host += max(decision.host_pages - decision.device_pages, 0)
+        self.device += device
+        self.host += max(host - device, 0)
         self.stale += bool(decision.stale)
 
 
@@ -324,6 +347,12 @@ class Router:
         router = Router(cache, {"gpu0": "llama-gpu0", "gpu1": "llama-gpu1"})
         choice = router.route(keys, {"gpu0": 1200, "gpu1": 0})
 
+    With a `spec` it takes prompts instead of keys, and makes keys for each index, whatever its page
+    size:
+
+        router = Router(cache, {"gpu0": "llama-gpu0"}, spec=cache.key_spec())
+        choice = router.route(Prompt(tokens, tenant="a"), {"gpu0": 0}, weights="step-1000")
+
     It takes no slot and no lock of any index and changes nothing in them. An index that is missing,
     was replaced, or has lost its owner is not an error: its worker counts as having no pages on its
     device and is named in `RoutingDecision.stale`. The router attaches again when the index
@@ -336,6 +365,7 @@ class Router:
         workers: Mapping[str, PageIndex | str | None],
         *,
         policy: RouterPolicy | None = None,
+        spec: KeySpec | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Checks all indexes once.
@@ -345,12 +375,16 @@ class Router:
             workers: the device index of each worker or data-parallel rank, by name: an attached
                 index (the caller closes it), a segment's name, or None if the worker publishes
                 none.
+            spec: of the managers' keys, as from `Cache.key_spec`: `route` then takes prompts.
+                Its page size is that of indexes which do not state their own; its weights are the
+                default of `route`. None: `route` takes keys of one page size.
             clock: returns seconds; tests pass their own.
 
         Raises:
-            ConfigError: no worker, a name that is not text, an invalid index, no page size given,
-                or an index whose page size differs from that of the keys. An index of another page
-                size that appears later is not an error: see `problems`.
+            ConfigError: no worker, a name that is not text, an invalid index or spec, no page size
+                given, or two (`policy.page_tokens` and that of `spec`). Without a spec also an
+                index whose page size differs from that of the keys; one that appears later is not
+                an error: see `problems`.
         """
         if not workers:
             raise ConfigError("workers: expected at least one")
@@ -361,11 +395,14 @@ class Router:
         if index is not None and not isinstance(index, PageIndex):
             raise ConfigError(f"host: expected a Cache, a PageIndex or None, found {host!r}")
         self.policy = RouterPolicy() if policy is None else policy
-        tokens = self._page_tokens = _page_tokens(self.policy, index)
-        self._index = index
-        self._host = Source(index, owned=False, page_tokens=tokens)
+        tokens = self._page_tokens = _page_tokens(self.policy, index, spec)
+        self._index, self._spec = index, spec
+        self._specs: dict[tuple[int, str, str], KeySpec] = {}
+        """Specs by page size, weights and tenant: a prompt knows its keys by the spec's object."""
+        any_size = spec is not None
+        self._host = Source(index, owned=False, page_tokens=tokens, any_size=any_size)
         self._workers = {
-            name: Source(index_or_name, owned=True, page_tokens=tokens)
+            name: Source(index_or_name, owned=True, page_tokens=tokens, any_size=any_size)
             for name, index_or_name in workers.items()
         }
         self._seeds = {name: seed_of(name) for name in workers}
@@ -390,30 +427,43 @@ class Router:
 
     def route(
         self,
-        keys: Keys,
+        keys: Keys | Prompt,
         loads: Mapping[str, float],
         *,
         among: Iterable[str] | None = None,
         namespace: Namespace | None = None,
+        weights: str | None = None,
     ) -> RoutingDecision:
         """Return the worker with the least cost. Ties go to the least loaded worker, then to one
         chosen by the prompt's first key. That choice is always the same, so a conversation returns
         to the pages that it left.
 
-        About 2 us a worker and 5 ns a key of its prefix.
+        About 2 us a worker and 5 ns a key of its prefix. The keys of a prompt are hashed once for
+        each page size, weights version and router.
 
         Args:
-            keys: of the prompt's pages, uint64 of shape (n, 2).
+            keys: of the prompt's pages, uint64 of shape (n, 2); or, for a router with a `spec`, the
+                prompt.
             loads: load of each candidate worker, at least 0. One unit is worth `policy.load_weight`
                 tokens of prefill. Other entries are ignored.
             among: the candidate workers; None: all.
-            namespace: of the keys, by its names; None: that of the host index.
+            namespace: of the keys, by its names; None: that of the host index. Not with a prompt,
+                which has its tenant.
+            weights: version of the weights, of a prompt; None: that of `spec`.
 
         Raises:
-            ConfigError: keys of another shape, dtype or layout; a load that is missing, negative or
-                not finite; an unknown worker, or no candidates.
+            ConfigError: keys of another shape, dtype or layout; keys with a spec, or a prompt
+                without one; a load that is missing, negative or not finite; an unknown worker, or
+                no candidates; names that no namespace can have.
             Detached: closed.
         """
+        if isinstance(keys, Prompt):
+            if namespace is not None:
+                raise ConfigError(
+                    "namespace: expected none with a prompt, which has its tenant; give weights="
+                )
+            return self._route_prompt(keys, loads, among, weights)
+        self._check_takes_keys("route", weights)
         n = _arguments.keys(keys)[1]
         with self._lock:
             query = self._query(loads, among, namespace)
@@ -425,6 +475,74 @@ class Router:
             decision = self._choose(n, int(keys[0, 0]) if n else 0, host, device, query)
             self._note(n, decision, host or any(device), query)
             return decision
+
+    def _check_takes_keys(self, call: str, weights: str | None = None) -> None:
+        if self._spec is not None:
+            raise ConfigError(
+                f"{call}: expected a Prompt for `route`, since this router has a spec= and makes "
+                "the keys of each index; found keys or another object"
+            )
+        if weights is not None:
+            raise ConfigError("weights: expected none with keys; give namespace=")
+
+    def _route_prompt(
+        self,
+        prompt: Prompt,
+        loads: Mapping[str, float],
+        among: Iterable[str] | None,
+        weights: str | None,
+    ) -> RoutingDecision:
+        if self._spec is None:
+            raise ConfigError(
+                "route: expected keys, found a Prompt; make the router with spec=, as from "
+                "`Cache.key_spec`, to route prompts"
+            )
+        version = self._spec.weights if weights is None else weights
+        names = version, prompt.tenant
+        with self._lock:
+            query = self._query(loads, among, None)
+            query.weights, query.tenant, query.named = *names, True
+            first = prompt.first_key(self._spec_of(self._page_tokens, *names))
+            sources = [self._host, *(self._workers[name] for name in query.names)]
+            sizes = {s.page_tokens for s in sources if s.problem is None and s.name is not None}
+            keys = {size: prompt.keys(self._spec_of(size, *names)) for size in sizes}
+            pages = [
+                source.peek(keys[source.page_tokens], *names) if source.page_tokens in keys else 0
+                for source in sources
+            ]
+            tokens = [n * source.page_tokens for n, source in zip(pages, sources, strict=True)]
+            query.stale = self._stale(query.names)
+            chosen, costs = self._cheapest(
+                len(prompt), int.from_bytes(first[:8], sys.byteorder), tokens[0], tokens[1:], query
+            )
+            decision = RoutingDecision(
+                query.names[chosen], pages[1 + chosen], pages[0], costs, query.stale
+            )
+            unit = self._page_tokens
+            self._tally.note(
+                len(prompt) // unit, decision, tokens[1 + chosen] // unit, tokens[0] // unit
+            )
+            self._note_hits(any(pages), len(prompt) >= min(s.page_tokens for s in sources), query)
+            return decision
+
+    def _spec_of(self, page_tokens: int, weights: str, tenant: str) -> KeySpec:
+        """The spec of one page size and namespace, the same object at each call.
+
+        Raises:
+            ConfigError: a name that no namespace can have.
+        """
+        spec = self._specs.get((page_tokens, weights, tenant))
+        if spec is None:
+            assert self._spec is not None
+            for what, name in (("weights", weights), ("tenant", tenant)):
+                if not isinstance(name, str):
+                    raise ConfigError(f"{what}: expected text, found {name!r}")
+                namespaces.encoded(name, what)
+            if len(self._specs) >= _MOST_SPECS:
+                self._specs.clear()
+            spec = replace(self._spec, page_tokens=page_tokens, weights=weights, namespace=tenant)
+            self._specs[page_tokens, weights, tenant] = spec
+        return spec
 
     def route_many(
         self,
@@ -444,8 +562,10 @@ class Router:
                 for the requests after it. False: all of them may go to the same idle worker.
 
         Raises:
-            As `route`; also ConfigError for offsets that do not ascend to the number of keys.
+            As `route`; also ConfigError for offsets that do not ascend to the number of keys, and
+            for a router with a `spec`: route its prompts one by one.
         """
+        self._check_takes_keys("route_many")
         bounds = _arguments.offsets(offsets, _arguments.keys(keys)[1])
         with self._lock:
             query = self._query(loads, among, namespace)
@@ -506,11 +626,21 @@ class Router:
     def _choose(
         self, n: int, first: int, host: int, device: list[int], query: _Query
     ) -> RoutingDecision:
-        """`asked.loads` are in tokens."""
-        page, weight = self._page_tokens, self.policy.host_weight
+        """For keys: n, host and device are in pages of one size."""
+        page = self._page_tokens
+        tokens = [pages * page for pages in device]
+        chosen, costs = self._cheapest(n * page, first, host * page, tokens, query)
+        return RoutingDecision(query.names[chosen], device[chosen], host, costs, query.stale)
+
+    def _cheapest(
+        self, n: int, first: int, host: int, device: list[int], query: _Query
+    ) -> tuple[int, Mapping[str, float]]:
+        """The number of the chosen worker, and the costs by worker. All in tokens, `query.loads`
+        too."""
+        weight = self.policy.host_weight
         costs = [
-            ((n - max(pages, host)) + weight * max(host - pages, 0)) * page + load
-            for pages, load in zip(device, query.loads, strict=True)
+            (n - max(tokens, host)) + weight * max(host - tokens, 0) + load
+            for tokens, load in zip(device, query.loads, strict=True)
         ]
         least = min(costs)
         best = [i for i, cost in enumerate(costs) if cost == least]
@@ -520,16 +650,18 @@ class Router:
         chosen = best[0]
         if len(best) > 1:
             chosen = max(best, key=lambda i: mixed(self._seeds[query.names[i]] ^ first))
-        by_worker = MappingProxyType(dict(zip(query.names, costs, strict=True)))
-        return RoutingDecision(query.names[chosen], device[chosen], host, by_worker, query.stale)
+        return chosen, MappingProxyType(dict(zip(query.names, costs, strict=True)))
 
     # ---- requests without a hit
 
     def _note(self, n: int, decision: RoutingDecision, hits: int, query: _Query) -> None:
-        self._tally.note(n, decision)
+        self._tally.note(n, decision, decision.device_pages, decision.host_pages)
+        self._note_hits(bool(hits), n > 0, query)
+
+    def _note_hits(self, hits: bool, has_keys: bool, query: _Query) -> None:
         if hits:
             self._in_a_row = 0
-        elif n:
+        elif has_keys:
             self._tally.missed += 1
             self._look_elsewhere(query)
 
@@ -573,8 +705,8 @@ class Router:
         self._told.add(("weights", query.weights))
         _log.warning(
             "requests are routed with weights %r, tenant %r, and no index has a page of these; "
-            "there are pages of %s: pass the same namespace= to hash_pages and route, or `use` it "
-            "in the router's cache",
+            "there are pages of %s: pass the same namespace= to hash_pages and route (with a "
+            "prompt: weights=), or `use` it in the router's cache",
             query.weights,
             query.tenant,
             ", ".join(f"weights {one!r}, tenant {two!r}" for one, two in sorted(others)[:4]),
@@ -632,7 +764,16 @@ class Router:
         self.close()
 
 
-def _page_tokens(policy: RouterPolicy, host: PageIndex | None) -> int:
+def _page_tokens(policy: RouterPolicy, host: PageIndex | None, spec: KeySpec | None) -> int:
+    if spec is not None:
+        if not isinstance(spec, KeySpec):
+            raise ConfigError(f"spec: expected a KeySpec, as of `Cache.key_spec`, found {spec!r}")
+        if policy.page_tokens not in (None, spec.page_tokens):
+            raise ConfigError(
+                f"policy: expected no page_tokens beside spec=, which has {spec.page_tokens}, "
+                f"found {policy.page_tokens}; leave it out"
+            )
+        return spec.page_tokens
     tokens = None if host is None else page_tokens_of(host)
     if policy.page_tokens is not None:
         if tokens not in (None, policy.page_tokens):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.manager_case import tokens
 
-from lightcache import Cache, Router, RouterPolicy
+from lightcache import Cache, Router
 from lightcache.manager import (
     KVCacheManager,
     ManagedBlocks,
@@ -119,7 +119,7 @@ def test_a_router_finds_what_two_ranks_have(stack: ExitStack, segment_name: str)
     run(ranks[1], "b", tokens(18, seed=1))
     maker = stack.enter_context(Cache.attach(f"{names[0]}.keys", readonly=True))
     devices = dict(zip("01", names, strict=True))
-    router = stack.enter_context(Router(None, devices, policy=RouterPolicy(page_tokens=4)))
+    router = stack.enter_context(Router(None, devices, spec=maker.key_spec()))
     for seed, worker in ((0, "0"), (1, "1")):
-        keys = maker.hash_pages(tokens(18, seed=seed))
-        assert router.route(keys, {"0": 0.0, "1": 0.0}).worker == worker
+        choice = router.route(Prompt(tokens(18, seed=seed)), {"0": 0.0, "1": 0.0})
+        assert (choice.worker, choice.device_pages) == (worker, 4)
