@@ -72,7 +72,9 @@ def test_an_index_that_states_no_page_size_has_that_of_the_spec(index: Made) -> 
         assert choice.costs == {"a": 300 - 128, "b": 300}
 
 
-def test_weights_and_tenant_are_in_the_keys_and_in_the_namespace(index: Made) -> None:
+def test_weights_and_tenant_are_in_the_keys_and_in_the_namespace(
+    index: Made, caplog: pytest.LogCaptureFixture
+) -> None:
     host, a = index("host", page_tokens=64), index("a", block_tokens=16)
     publish(host, 1, 64)
     publish(a, 2, 16)
@@ -91,6 +93,10 @@ def test_weights_and_tenant_are_in_the_keys_and_in_the_namespace(index: Made) ->
         assert router.statistics.other_namespace == 2
         salted = Prompt(IDS, salt="x")
         assert router.route(salted, {"a": 0}).device_pages == 0
+        assert (router.statistics.missed, router.statistics.other_namespace) == (3, 2)
+        assert not caplog.records, "a new tenant of known weights is no news"
+        pages("", "step-3")
+        assert "weights 'step-3'" in caplog.text
 
 
 def test_a_prompt_is_hashed_once_for_each_page_size(index: Made) -> None:
