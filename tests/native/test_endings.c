@@ -53,6 +53,20 @@ static void doomed_pages_go_in_pieces(void) {
     tear_down();
 }
 
+/* Of more pages than one hold of the lock works off: what is left is not forgotten. */
+static void doomed_reservation_ends_in_several_holds(void) {
+    set_up(700);
+    prompt_make(&p, 1, 600);
+    CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 600);
+    doom(&b, p.op.rid);
+    prompt_unpin(&a, &p);
+    collect(&b);
+    CHECK_EQ(index_counts(&a).reservations, 0);
+    CHECK_EQ(index_counts(&a).writing, 0);
+    index_check(&s);
+    tear_down();
+}
+
 static void doomed_pages_are_not_published_ones(void) {
     set_up(100);
     prompt_make(&p, 1, 10);
@@ -291,6 +305,7 @@ static void clear_that_nobody_counts_is_damage(void) {
 
 const test ending_tests[] = {
     TEST(doomed_pages_go_in_pieces),
+    TEST(doomed_reservation_ends_in_several_holds),
     TEST(doomed_pages_are_not_published_ones),
     TEST(published_pages_that_are_anothers_are_left),
     TEST(bit_of_what_goes_on_is_taken_back),
