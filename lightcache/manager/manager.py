@@ -41,7 +41,8 @@ from lightcache.manager.frees import PendingFrees
 from lightcache.manager.limits import nothing, seconds_of
 from lightcache.manager.load import LoadHandle, begin_load, no_load
 from lightcache.manager.lookup import PendingRequest, PrefixLookup, wait_for_read
-from lightcache.manager.offload import NOTHING, FullBlocks, Offloader, WriteBack
+from lightcache.manager.naming import NOTHING, FullBlocks
+from lightcache.manager.offload import Offloader
 from lightcache.manager.request import (
     ANY,
     DEVICE_ALONE,
@@ -66,6 +67,7 @@ from lightcache.manager.request import (
 from lightcache.manager.state import ManagerState
 from lightcache.manager.stats import Counters, ManagerStats, TierGauges
 from lightcache.manager.weights import CheckedSpaces, WeightsState, open_keys
+from lightcache.manager.write_back import WriteBack
 from lightcache.shm.errors import leave
 from lightcache.shm.locking import Hurried
 

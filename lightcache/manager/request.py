@@ -301,6 +301,11 @@ class NoChain(Chain):
         """Does nothing."""
 
 
+def keys_of(packed: list[bytes]) -> Keys:
+    """An array of the pieces of `Chain.packed`, shape (n, 2)."""
+    return np.frombuffer(bytearray().join(packed), np.uint64).reshape(-1, 2)
+
+
 @dataclass(eq=False)
 class Delivery:
     """Whether a call reached its return, so its caller has the result."""
@@ -595,6 +600,7 @@ __all__ = [
     "check_hashable",
     "check_ids",
     "check_table",
+    "keys_of",
     "slots_of",
     "slots_of_blocks",
 ]
