@@ -1,4 +1,5 @@
-"""Pending frees: blocks and pages of ended requests, held until no copy touches them."""
+"""Pending frees: blocks and pages of ended requests, held until no copy touches them. Then the
+offloader begins their write to storage, and they are given back."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ from lightcache._together import together
 from lightcache.errors import Detached, LeaseLost, LightcacheError, WaitTimeout
 from lightcache.leases import Allocation, Lease
 from lightcache.manager.blocks import ManagedBlocks
-from lightcache.manager.limits import nothing
 from lightcache.manager.naming import FullBlocks
 from lightcache.manager.offload import Offloader
 from lightcache.manager.request import HELD, PINNED, Request
@@ -62,7 +62,7 @@ class PendingFrees:
                 return
             for request in self._waiting:
                 for transfer in request.transfers:
-                    if transfer is request.loading or not request.stored:
+                    if transfer is request.loading or not request.publish:
                         transfer.cancel()
                 request.let_go_of_host()
             if any(not transfer.over for request in ended for transfer in request.transfers):
@@ -125,7 +125,7 @@ class _Holdings:
     def __init__(self, state: ManagerState, offloader: Offloader, requests: list[Request]) -> None:
         """The requests still hold all parts."""
         self._state, self._offloader, self.requests = state, offloader, requests
-        self._stored = False
+        self._leases_closed = False
         self.pinned: Lease | None = None
         self.held: Allocation | None = None
 
@@ -150,26 +150,16 @@ class _Holdings:
     @property
     def over(self) -> bool:
         """Whether all parts were given back."""
-        return self._stored and (self.held is None or self.held.ended)
+        return self._leases_closed and (self.held is None or self.held.ended)
 
     def give_back(self) -> None:
-        """Give all parts back, even if a storage raises; blocks without a key as soon as the lock
-        comes."""
+        """Let the offloader begin the write to storage, then give all parts back, even if a storage
+        raises; blocks without a key as soon as the lock comes."""
         try:
-            if not self._stored and self._state.storage is not None:
-                for request in self.requests:
-                    self._store(request)
+            if not self._leases_closed:
+                self._offloader.store(self.requests)
         finally:  # also after an interrupt
             self._let_go()
-
-    def _store(self, request: Request) -> None:
-        state = self._state
-        try:
-            state.guard.run(partial(self._offloader.store, request), nothing)
-        except LightcacheError:
-            state.counts.add(errors=1)
-        except Exception as error:
-            state.traffic.foreign.note(error)
 
     def _let_go(self) -> None:
         try:
@@ -178,7 +168,7 @@ class _Holdings:
                     request.hit.close()
             if self.pinned is not None:
                 self.pinned.close()
-            self._stored = True
+            self._leases_closed = True
         finally:
             self._free()
 

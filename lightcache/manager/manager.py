@@ -731,7 +731,7 @@ class KVCacheManager:
         ended = [running[each] for each in dict.fromkeys(requests) if each in running]
         for each in ended:
             self.lookup.computed(each)
-            each.stored = publish
+            each.publish = publish
         together(
             partial(self._frees.extend, ended),
             partial(deque, map(running.pop, [each.id for each in ended]), 0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy.typing as npt
 
 from lightcache._arguments import Keys, Pages
 from lightcache.errors import LightcacheError, LockTimeout
+from lightcache.manager.limits import nothing
 from lightcache.manager.request import CacheScope, Request, WritePolicy, keys_of, slots_of_blocks
 from lightcache.manager.state import ManagerState
 from lightcache.manager.transfers import BlockTransfer
@@ -25,7 +27,8 @@ Span = tuple[Request, int, int]
 
 
 class Offloader:
-    """Writes full pages of requests to the host. The manager's lock is around every call."""
+    """Writes full pages of requests to the host, and from there to storage when the request has
+    ended. The manager's lock is around every call."""
 
     def __init__(self, state: ManagerState) -> None:
         """No page is written yet."""
@@ -96,14 +99,26 @@ class Offloader:
         """Begin to write these pages now, whatever the policy."""
         self._write([(request, begin, end)])
 
-    def store(self, request: Request) -> None:
-        """Write the pages of a request from the host to storage, when it has ended and its copies
-        have finished. The tier decides which pages are worth storing."""
+    def store(self, ended: list[Request]) -> None:
+        """Begin to write the pages of ended requests, whose copies have finished, from the host to
+        storage. The tier decides which pages are worth storing. Errors are counted or noted."""
+        state = self._state
+        if state.storage is None:
+            return
+        for request in ended:
+            try:
+                state.guard.run(partial(self._store, request), nothing)
+            except LightcacheError:
+                state.counts.add(errors=1)
+            except Exception as error:
+                state.traffic.foreign.note(error)
+
+    def _store(self, request: Request) -> None:
         storage, options, space = self._state.storage, request.options, request.space
         if storage is None or space is None or not options.write or "storage" not in options.tiers:
             return
         pages = request.publishable() // self._state.page_tokens
-        if pages and request.stored and self._state.weights.good(space):
+        if pages and request.publish and self._state.weights.good(space):
             keys = request.host_chain.keys[:pages]
             ids = request.token_ids(pages * self._state.page_tokens)
             task = storage.write(

@@ -380,8 +380,9 @@ class Request:
     """What it added to the manager's counters."""
     generated: bytearray | None = None
     """Ids of generated tokens, packed by `pack_tokens`; None: the storage does not want them."""
-    stored: bool = True
-    """Whether its pages are written to storage when it ends: not if it was aborted."""
+    publish: bool = True
+    """Whether, when it ends, its queued copies to the host are made and its pages are written to
+    storage: not if it was aborted."""
     owed: Owed | None = None
     """Blocks that the last commit exchanged in its table."""
     sound: Callable[[], bool] | None = None

@@ -236,7 +236,10 @@ def test_a_manager_keeps_none_that_nobody_wants(worlds: Any) -> None:
     seen: list[Any] = []
     world = worlds(storage=over(Recorder))
     note = world.manager.offloader.store
-    world.manager.offloader.store = lambda one: (seen.append(one.generated), note(one))
+    world.manager.offloader.store = lambda ended: (
+        seen.extend(one.generated for one in ended),
+        note(ended),
+    )
     storage = stored_by(world, np.asarray(tokens(10), np.uint32), np.arange(500, 511))
     assert seen == [None]
     assert storage.stats().pages == 5
