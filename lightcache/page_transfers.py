@@ -279,9 +279,9 @@ class _InFlight:
         out."""
         return self.transfer.nbytes
 
-    def _begin(self, engine: Engine, source: Releasable, verb: str, move: Move, how: Any) -> None:
+    def _begin(self, engine: Engine, source: Releasable, call: Callable[..., Transfer]) -> None:
         self._keeper = Keeper(source)
-        self.transfer = self._keeper.begin(engine, partial(getattr(engine, verb), move, **how))
+        self.transfer = self._keeper.begin(engine, call)
 
     def done(self) -> bool:
         """Whether the copy has finished, and its pages are given back. Does not block; publishing
@@ -373,7 +373,7 @@ class Offload(_InFlight):
         if positions is None and isinstance(held, Reservation):
             positions = held.new
         move = Move(pages, _slots_of(len(pages), positions, integers(slots, "slots"), tokens))
-        self._begin(engine, held, "offload", move, how)
+        self._begin(engine, held, partial(engine.offload, move, **how))
 
     @property
     def ready(self) -> bool | None:
@@ -443,7 +443,7 @@ class Load(_InFlight):
         move = Move(lease.pages, slots, first, skip)
         self.tokens: int = len(lease) * engine.geometry.page_tokens
         """Tokens of the lease's pages: so many of the prompt need not be computed."""
-        self._begin(engine, lease, "load", move, how)
+        self._begin(engine, lease, partial(engine.load, move, **how))
 
     def __enter__(self) -> Load:
         return self

@@ -322,7 +322,9 @@ class StateTransfers:
                 owner.reached_host(path, count)
 
         touched = np.array([slot], np.int32)
-        return self.moves.begin(touched, backend, "offload", new, slots, over, of=of, ends=let_go)
+        return self.moves.begin(
+            touched, backend, backend.offload, new, (slots,), over, of=of, ends=let_go
+        )
 
     # ---- from the host
 
@@ -340,7 +342,7 @@ class StateTransfers:
 
         where, touched = np.array([slot], np.int64), np.array([slot], np.int32)
         with owner.lock:
-            return self.moves.begin(touched, backend, "load", lease, where, over, of=of)
+            return self.moves.begin(touched, backend, backend.load, lease, (where, 0), over, of=of)
 
     # ---- making room
 

@@ -181,9 +181,9 @@ class _Saving:
         manager.state.traffic.begin(
             blocks,
             manager.backend,
-            "save",
+            manager.backend.save,
             held,
-            slots,
+            (slots,),
             saving.over,
             of=request.transfers,
             ends=saving.ended,
@@ -414,9 +414,9 @@ class _Adopted:
         transfer = manager.state.traffic.begin(
             blocks,
             manager.backend,
-            "load",
+            manager.backend.load,
             lease,
-            slots,
+            (slots, 0),
             over,
             of=request.transfers,
             ends=self._tell,

@@ -137,9 +137,9 @@ def begin_load(state: ManagerState, request: Request, without: int) -> LoadHandl
     transfer = state.traffic.begin(
         blocks,
         state.backend,
-        "load",
+        state.backend.load,
         lease,
-        slots,
+        (slots, 0),
         over,
         of=request.transfers,
         into=(request, "loading"),

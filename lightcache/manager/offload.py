@@ -269,7 +269,8 @@ class Offloader:
                 self._failed += 1
                 state.counts.add(failed_offloads=1)
 
-        return state.traffic.begin(blocks, state.backend, "offload", new, slots, over, of=of)
+        backend = state.backend
+        return state.traffic.begin(blocks, backend, backend.offload, new, (slots,), over, of=of)
 
 
 __all__ = ["Offloader"]

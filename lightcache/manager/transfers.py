@@ -48,7 +48,6 @@ class State(Enum):
 _QUEUED, _BEGINNING, _RUNNING = State.QUEUED, State.BEGINNING, State.RUNNING
 _DONE, _FAILED, _CANCELLED = State.DONE, State.FAILED, State.CANCELLED
 _UNDER_WAY, _UNFINISHED = (_BEGINNING, _RUNNING), (_QUEUED, _BEGINNING, _RUNNING)
-_FIRST = (0,)  # `first` of a load
 
 
 Over = Callable[[bool, "int | None"], None]
@@ -74,15 +73,15 @@ class BlockTransfer:
         traffic: TransferTracker,
         blocks: Pages,
         backend: TransferBackend,
-        verb: str,
+        call: Callable[..., TransferHandle],
         held: Releasable,
-        slots: Any,
+        arguments: tuple[Any, ...],
         over: Over,
         ends: Ends | None,
     ) -> None:
         """For `TransferTracker.begin`."""
-        self._traffic, self._backend, self._verb = traffic, backend, verb
-        self._held, self._slots = held, slots
+        self._traffic, self._backend, self._call = traffic, backend, call
+        self._held, self._arguments = held, arguments
         self._over, self._ends = over, ends
         self.blocks = blocks
         """Device blocks that it reads or writes."""
@@ -179,12 +178,11 @@ class BlockTransfer:
             self._finish(_DONE if self._result[0] else _FAILED)
 
     def _start(self) -> None:
-        call, slots = getattr(self._backend, self._verb), (self._slots,)
-        arguments = (slots, _FIRST) if self._verb == "load" else (slots,)
+        arguments = [(each,) for each in self._arguments]
         self._asked = iter((self._held,))
         self.state = _BEGINNING
         try:
-            keep_result(self._box, call, self._asked, *arguments)
+            keep_result(self._box, self._call, self._asked, *arguments)
         except Exception as error:  # as in `block`
             self._why = without_frames(error)
             self._see_what_began()
@@ -313,9 +311,9 @@ class TransferTracker:
         self,
         blocks: Pages,
         backend: TransferBackend,
-        verb: str,
+        call: Callable[..., TransferHandle],
         held: Releasable,
-        slots: Any,
+        arguments: tuple[Any, ...],
         over: Over,
         *,
         of: list[BlockTransfer] | None = None,
@@ -328,12 +326,12 @@ class TransferTracker:
         Args:
             blocks: device blocks that it touches.
             backend: makes the copy.
-            verb: "load", "offload" or "save". What this method raises fails the transfer and is not
-                raised here; an exception that is none of our errors goes to `foreign`.
+            call: the backend's `load`, `offload` or `save`. What it raises fails the transfer and
+                is not raised here; an exception that is none of our errors goes to `foreign`.
             held: pages for the transfer backend. The transfer owns them from now on: it gives them
                 back if it never begins and if it fails, unless the transfer backend has done so or
                 has taken them over.
-            slots: for the transfer backend.
+            arguments: of the call, after `held`.
             over: called with whether it succeeded and how many bytes it moved (None: the backend
                 does not know). For counting: an interrupt may lose this call.
             of: list of transfers of the owner of its blocks, to which it is appended. None: the
@@ -342,7 +340,7 @@ class TransferTracker:
             into: an object and an attribute that is set to this transfer in the same instant.
             instead_of: an object and an attribute that had `held`, set to None in the same instant.
         """
-        transfer = BlockTransfer(self, blocks, backend, verb, held, slots, over, ends)
+        transfer = BlockTransfer(self, blocks, backend, call, held, arguments, over, ends)
         if into is None and instead_of is None:  # nearly always, and faster
             append_to((self._all,) if of is None else (self._all, of), transfer)
         else:
