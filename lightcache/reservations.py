@@ -238,7 +238,7 @@ class Reservation(Releasable):
     def _end(self) -> None:
         """Abandon first, while the pins still hold the pages, then unpin. Can be repeated after an
         interrupt at any point."""
-        self._give_up()
+        self.give_up()
         code = self._core.quick.lci_unreserve(
             self._core.handle,
             ctypes.byref(self._progress),
@@ -253,7 +253,7 @@ class Reservation(Releasable):
     def hold(self) -> Hold:
         """For modules of lightcache that take the pages over."""
         note = partial(setattr, self, "_ready", True)
-        return Hold(self._core, self._give_back, self._give_up, self._publish_all, note)
+        return Hold(self._core, self._give_back, self.give_up, self._publish_all, note)
 
     def _publish_all(self) -> bool:
         """For a copy that has taken over a reservation of one shard."""
@@ -261,8 +261,9 @@ class Reservation(Releasable):
             raise LeaseLost("publish: the reservation's shard was adopted by another client")
         return self._ready
 
-    def _give_up(self) -> None:
-        """Abandon unpublished pages but keep the pins, so that the pages are not handed out yet."""
+    def give_up(self) -> None:
+        """For modules of lightcache: abandon unpublished pages but keep the pins, so that the pages
+        are not handed out yet. May be repeated."""
         if self._progress.gen and not self._ready:
             # LeaseLost: already ended, since a shard's owner died or the namespace was cleared
             with contextlib.suppress(LeaseLost):

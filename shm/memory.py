@@ -35,7 +35,7 @@ def available(
             rooms = [FreeMemory(free, "of free memory")]
     except OSError:
         rooms = [FreeMemory(0, f"{folder} is missing; mount a tmpfs there")]
-    rooms += _cgroup_rooms(cgroups, own / "cgroup")
+    rooms += cgroup_rooms(cgroups, own / "cgroup")
     return min(rooms, key=lambda room: room.bytes)
 
 
@@ -65,7 +65,7 @@ def huge_available(
     return min(rooms, key=lambda room: room.bytes)
 
 
-def _cgroup_rooms(root: Path, membership: Path) -> list[FreeMemory]:
+def cgroup_rooms(root: Path, membership: Path) -> list[FreeMemory]:
     """The remaining memory of our cgroup and of each one above it."""
     rooms = []
     for folder, version in _memory_groups(root, membership):

@@ -243,7 +243,7 @@ def _kind_of(folder: Path) -> str:
 
 def cgroup() -> list[Finding]:
     """The lowest memory limit of our cgroups: beyond it the kernel kills."""
-    rooms = memory._cgroup_rooms(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    rooms = memory.cgroup_rooms(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     if not rooms:
         return [ok("cgroup memory", "no visible limit")]
     room = min(rooms, key=lambda room: room.bytes)

@@ -517,14 +517,14 @@ class ReadJob(Job):
     def abandon_keys(self) -> None:
         """See `Job`."""
         for _, _, reservation in self.held:
-            reservation._give_up()
+            reservation.give_up()
         self.lose()
 
     def lose(self) -> None:
         """See `Job`."""
         with self.lock:
             if self._reservation is not None:
-                self._reservation._give_up()
+                self._reservation.give_up()
 
     def _end_reservation(self) -> None:
         """Abandon the current reservation unless it is published, and unpin."""
