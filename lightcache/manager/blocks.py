@@ -218,7 +218,8 @@ def capacity_of(index: PageIndex | None) -> TierCapacity:
 
 Heir = tuple[int, Keys, Namespace]
 """A block that inherits the name of another block, with the key and the namespace."""
-Chain = tuple[Keys, Offsets, Any]
+NamingKeys = tuple[Keys, Offsets, Any]
+"""Keys, offsets and starts, as `PageIndex.name_many` takes them."""
 
 
 @dataclass(eq=False)
@@ -304,7 +305,7 @@ class MirroredBlocks(DeviceTier):
         self,
         blocks: Pages,
         own: Keys,
-        chain: Chain,
+        chain: NamingKeys,
         space: Namespace,
         into: NamingResult | None = None,
     ) -> None:
@@ -442,7 +443,7 @@ def _positions(offsets: Offsets, starts: Any) -> npt.NDArray[np.int64]:
 # ---- ManagedBlocks
 
 
-# Without DISCARDED, which demotes blocks: `Demotion` counts those, by cause.
+# Without DISCARDED, which write-back asks for: `WriteBack` counts those, by cause.
 _EVICTED = {
     Cause.ASKED: "room",
     Cause.ROOM: "room",

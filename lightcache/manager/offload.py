@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from lightcache._arguments import Keys, Pages
 from lightcache.errors import LightcacheError, LockTimeout
+from lightcache.kernels.moves import slots_of_blocks
 from lightcache.manager.limits import nothing
-from lightcache.manager.request import CacheScope, Request, WritePolicy, keys_of, slots_of_blocks
+from lightcache.manager.request import CacheScope, Request, WritePolicy, keys_of
 from lightcache.manager.state import ManagerState
 from lightcache.manager.transfers import BlockTransfer
 from lightcache.reservations import Reservation

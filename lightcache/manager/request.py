@@ -13,6 +13,7 @@ import numpy.typing as npt
 from lightcache._arguments import Keys, Pages, count, pages
 from lightcache.errors import ConfigError
 from lightcache.hashing import KeySpec, PageHasher, Tokens, pack_tokens
+from lightcache.kernels.moves import slots_of_blocks
 from lightcache.leases import Lease
 from lightcache.manager.blocks import NO_KEYS, NONE, DeviceTier
 from lightcache.manager.stats import Counters
@@ -466,15 +467,12 @@ class Request:
 def slots_of(table: Pages, block_tokens: int, begin: int, end: int) -> npt.NDArray[np.int64]:
     """Device slots of tokens [begin, end) of a block table."""
     first = begin // block_tokens
-    slots = slots_of_blocks(table[first : -(-end // block_tokens)], block_tokens)
-    return slots[begin - first * block_tokens : end - first * block_tokens]
-
-
-def slots_of_blocks(blocks: Pages, block_tokens: int) -> npt.NDArray[np.int64]:
-    """Device slots of all tokens of these blocks."""
-    starts = blocks.astype(np.int64) * block_tokens
-    slots: npt.NDArray[np.int64] = np.add.outer(starts, np.arange(block_tokens)).reshape(-1)
-    return slots
+    return slots_of_blocks(
+        table[first : -(-end // block_tokens)],
+        block_tokens,
+        first=begin - first * block_tokens,
+        tokens=end - begin,
+    )
 
 
 # ---- Argument checks: a refused call changes nothing
@@ -603,5 +601,4 @@ __all__ = [
     "check_table",
     "keys_of",
     "slots_of",
-    "slots_of_blocks",
 ]

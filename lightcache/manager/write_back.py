@@ -14,6 +14,7 @@ import numpy as np
 
 from lightcache._arguments import Keys, Pages
 from lightcache.errors import LightcacheError
+from lightcache.kernels.moves import slots_of_blocks
 from lightcache.leases import Lease
 from lightcache.manager.blocks import ManagedBlocks, MirroredBlocks
 from lightcache.manager.limits import nothing
@@ -251,9 +252,8 @@ class WriteBack:
 
     def _slots(self, origin: _Origin, before: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         tokens, block = self._state.page_tokens, self._state.device.block_tokens
-        rows = origin.blocks.astype(np.int64)[:, None] * block + np.arange(block)
-        flat = rows.reshape(-1)[origin.offset : origin.offset + tokens]
-        return np.concatenate([np.full(before * tokens, -1, np.int64), flat])
+        own = slots_of_blocks(origin.blocks, block, first=origin.offset, tokens=tokens)
+        return np.concatenate([np.full(before * tokens, -1, np.int64), own])
 
     def poll(self) -> None:
         """Free blocks whose copies have finished. If an index fails, they stay."""
