@@ -19,7 +19,7 @@ from lightcache.cache import Cache
 from lightcache.errors import ConfigError, InUse, LightcacheError, NotReady
 from lightcache.shm.clients import ClientInfo
 from lightcache.storage import StorageSpec, open_storage
-from lightcache.storage.backends import Deadline
+from lightcache.storage.common import Deadline
 from lightcache.storage.service import StorageService
 from lightcache.storage.service.board import ServiceStats, service_stats
 from lightcache.storage.tasks import TierStats

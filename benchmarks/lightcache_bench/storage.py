@@ -29,7 +29,7 @@ import numpy as np
 from lightcache._arguments import Keys
 from lightcache.errors import ConfigError, StorageError
 from lightcache.page_index import geometry
-from lightcache.storage.backends import checksum
+from lightcache.storage.common import checksum
 from lightcache.storage.disk import DiskStorage
 from lightcache.storage.disk.slots import slot_bytes
 from lightcache.storage.protocol import StorageSpec

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lightcache.errors import ConfigError
-from lightcache.storage.backends import Clock
+from lightcache.storage.common import Clock
 
 _KEPT = 0.9
 """Decay of older measurements with each new one: the last ten have two thirds of the weight."""

@@ -27,7 +27,7 @@ from typing import Generic, TypeVar
 
 from lightcache.errors import Detached, StorageError
 from lightcache.shm.waiting import Condition
-from lightcache.storage.backends import Clock, Deadline
+from lightcache.storage.common import Clock, Deadline
 
 T = TypeVar("T")
 READ, WRITE = 0, 1

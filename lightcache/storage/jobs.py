@@ -32,7 +32,7 @@ from lightcache.errors import ConfigError, LightcacheError, StorageError, WaitTi
 from lightcache.leases import Lease, Positions
 from lightcache.namespaces import Namespace
 from lightcache.reservations import Reservation
-from lightcache.storage.backends import (
+from lightcache.storage.common import (
     Clock,
     Deadline,
     checked_contains,

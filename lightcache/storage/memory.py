@@ -12,7 +12,7 @@ import numpy as np
 from lightcache import _arguments
 from lightcache._arguments import parse_size
 from lightcache.errors import ConfigError, StorageError
-from lightcache.storage.backends import (
+from lightcache.storage.common import (
     Calls,
     Counters,
     Deadline,

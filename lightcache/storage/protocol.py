@@ -188,7 +188,7 @@ class Storage(ABC):
     Keys are uint64 of shape (n, 2). There is one buffer for each key, contiguous, of exactly
     `spec.page_bytes` bytes. Buffers of `read` are writable, and pages are read straight into them.
     Bad keys or buffers raise ConfigError before anything is done
-    (`lightcache.storage.backends.check_batch`).
+    (`lightcache.storage.common.check_batch`).
 
     After `close`, every call except `close` and `stats` raises Detached. In a forked child, every
     call except `stats` does, and leaving the `with` statement does nothing: see `backends.Owned`.
@@ -266,7 +266,7 @@ class Storage(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close. Stored pages stay if the medium keeps them. A second call does nothing. Waits for
-        calls of other threads, for a limited time (`lightcache.storage.backends.Calls.end`).
+        calls of other threads, for a limited time (`lightcache.storage.common.Calls.end`).
 
         Raises:
             StorageError: a call has not returned, or something could not be closed; call again.

@@ -17,7 +17,7 @@ from lightcache import _arguments
 from lightcache.breaker import CircuitBreaker
 from lightcache.errors import ConfigError, LightcacheError, StorageError
 from lightcache.shm.waiting import Condition
-from lightcache.storage.backends import (
+from lightcache.storage.common import (
     Calls,
     Clock,
     Counters,

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 from lightcache.errors import ConfigError, Detached, WaitTimeout
 from lightcache.shm.waiting import Condition
-from lightcache.storage.backends import Deadline
+from lightcache.storage.common import Deadline
 
 
 class TaskState(Enum):

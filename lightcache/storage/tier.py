@@ -24,7 +24,7 @@ from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
 from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import leave
-from lightcache.storage.backends import Clock, Deadline, check_keys, log, storage_breaker
+from lightcache.storage.common import Clock, Deadline, check_keys, log, storage_breaker
 from lightcache.storage.costs import ReadCosts
 from lightcache.storage.jobs import JobExecutor, LastReadyJob, TierOptions, WriteJob
 from lightcache.storage.protocol import Keys, Storage, StorageSpec, TokenRows

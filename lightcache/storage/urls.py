@@ -23,7 +23,7 @@ from urllib.parse import unquote
 
 from lightcache.errors import ConfigError, LightcacheError, StorageError
 from lightcache.storage import stacked
-from lightcache.storage.backends import check_spec
+from lightcache.storage.common import check_spec
 from lightcache.storage.memory import MemoryStorage
 from lightcache.storage.protocol import Storage, StorageSpec
 from lightcache.storage.testing.faults import FlakyStorage

@@ -25,7 +25,7 @@ from support.refusals import refused
 from lightcache.errors import LightcacheError, NotReady
 from lightcache.shm import Segment
 from lightcache.shm.waiting import Condition, Event
-from lightcache.storage.backends import Deadline
+from lightcache.storage.common import Deadline
 from lightcache.storage.executor import READ, Executor
 
 BY_NAME = pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)

@@ -16,7 +16,7 @@ from support.refusals import refused
 
 from lightcache import ConfigError, Detached, StorageError
 from lightcache.storage import MemoryStorage, Storage, StorageSpec, open_storage
-from lightcache.storage.backends import Deadline, checksum
+from lightcache.storage.common import Deadline, checksum
 from lightcache.storage.protocol import ReadStatus, WriteStatus
 from lightcache.storage.testing import FlakyStorage
 from lightcache.storage.testing.conformance import (

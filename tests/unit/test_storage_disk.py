@@ -34,7 +34,7 @@ from support.scripts import with_support
 from lightcache import ConfigError, Detached, LockTimeout, PageIndex, StorageError
 from lightcache.shm.waiting import Condition
 from lightcache.storage import StorageSpec, executor, open_storage
-from lightcache.storage.backends import Deadline
+from lightcache.storage.common import Deadline
 from lightcache.storage.disk import DiskStorage
 from lightcache.storage.disk.backend import Dropped, drop
 from lightcache.storage.disk.slots import SlotFiles
@@ -428,7 +428,7 @@ def test_closing_waits_for_calls(where: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_call_that_hangs_holds_closing_up(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightcache.storage.backends.CLOSING", 0.01)
+    monkeypatch.setattr("lightcache.storage.common.CLOSING", 0.01)
     whole, hanging = SlotFiles.read, Gate()
     storage = disk(where)
     put(storage, KEYS[:1])

@@ -19,7 +19,7 @@ from support.refusals import refused
 from lightcache import ConfigError, StorageError
 from lightcache._arguments import parse_size
 from lightcache.storage import MemoryStorage, StackedStorage, open_storage
-from lightcache.storage.backends import Calls, Deadline
+from lightcache.storage.common import Calls, Deadline
 from lightcache.storage.executor import READ, Executor
 from lightcache.storage.protocol import WriteStatus
 from lightcache.storage.testing.conformance import PAGE_BYTES, SPEC, make_keys, pages_of

@@ -12,7 +12,7 @@ from support.refusals import refused
 
 from lightcache import Detached, StorageError
 from lightcache.breaker import CircuitBreaker
-from lightcache.storage.backends import Deadline
+from lightcache.storage.common import Deadline
 from lightcache.storage.executor import READ, WRITE, Call, Executor, Exhausted, Late, Work
 
 Wait = Callable[[Callable[[], bool], str], None]

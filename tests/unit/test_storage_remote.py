@@ -14,7 +14,7 @@ from support.refusals import refused
 
 from lightcache import Detached, StorageError
 from lightcache.storage import StorageSpec
-from lightcache.storage.backends import Deadline
+from lightcache.storage.common import Deadline
 from lightcache.storage.protocol import ReadStatus, WriteStatus
 from lightcache.storage.remote.base import (
     TRAILER_BYTES,

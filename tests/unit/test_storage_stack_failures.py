@@ -407,7 +407,7 @@ def test_no_memory_for_a_lower(monkeypatch: pytest.MonkeyPatch) -> None:
 
     stack, _, lower = noting(upper=[0], lower=[0, 1])
     with stack:
-        monkeypatch.setattr("lightcache.storage.backends.mmap.mmap", none)
+        monkeypatch.setattr("lightcache.storage.common.mmap.mmap", none)
         result = get(stack, [0, 1])
         assert result.statuses == (OK, FAILED)
         assert "no memory for 1 pages" in result.reason

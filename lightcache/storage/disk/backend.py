@@ -27,7 +27,7 @@ from lightcache.errors import (
 )
 from lightcache.layout import Cause
 from lightcache.reservations import Reservation
-from lightcache.storage.backends import (
+from lightcache.storage.common import (
     CLOSING,
     Calls,
     Clock,

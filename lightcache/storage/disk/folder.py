@@ -34,7 +34,7 @@ from lightcache.errors import (
 from lightcache.namespaces import NamespaceState
 from lightcache.page_index import MAX_PAGES, PageIndex
 from lightcache.shm import Segment, ofd
-from lightcache.storage.backends import log
+from lightcache.storage.common import log
 from lightcache.storage.disk.slots import (
     NAME,
     NO_PARENT,

@@ -52,7 +52,7 @@ class Footer:
     """Time of the write in ns: after a rebuild, the page written last is evicted last."""
     length: int
     checksum: int
-    """Of key and page, see `lightcache.storage.backends.checksum`."""
+    """Of key and page, see `lightcache.storage.common.checksum`."""
 
     def pack(self) -> bytes:
         """Its BLOCK bytes on the disk."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from lightcache.errors import ConfigError, Detached, LightcacheError, StorageError
 from lightcache.shm.waiting import Condition
-from lightcache.storage.backends import (
+from lightcache.storage.common import (
     Calls,
     Counters,
     Deadline,

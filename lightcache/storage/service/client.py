@@ -26,7 +26,7 @@ from lightcache.errors import (
 )
 from lightcache.namespaces import Namespace
 from lightcache.shm.waiting import Condition
-from lightcache.storage.backends import Clock, Deadline, log
+from lightcache.storage.common import Clock, Deadline, log
 from lightcache.storage.protocol import Keys, TokenRows
 from lightcache.storage.service import board
 from lightcache.storage.service.board import Board, Service, ServiceStats, stats_of, tier_stats

@@ -16,7 +16,7 @@ from lightcache.errors import Detached, LightcacheError, LockTimeout, WaitTimeou
 from lightcache.shm import SharedRing, sweep
 from lightcache.shm.errors import leave
 from lightcache.shm.waiting import Event
-from lightcache.storage.backends import Deadline, log
+from lightcache.storage.common import Deadline, log
 from lightcache.storage.protocol import Storage
 from lightcache.storage.service import board
 from lightcache.storage.service.board import COUNTED, Board, Phase, ServiceStats, stats_of

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 from lightcache.errors import ConfigError, StorageError
 from lightcache.shm.waiting import Condition
-from lightcache.storage.backends import (
+from lightcache.storage.common import (
     Calls,
     Clock,
     Counters,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from lightcache.errors import ConfigError, StorageError
 from lightcache.shm.waiting import Condition
-from lightcache.storage.backends import CLOSING, Deadline
+from lightcache.storage.common import CLOSING, Deadline
 from lightcache.storage.executor import Call, Executor
 from lightcache.storage.protocol import ReadStatus, StorageSpec, WriteStatus
 from lightcache.storage.remote.base import (

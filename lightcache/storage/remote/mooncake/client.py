@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightcache.errors import ConfigError, StorageError
-from lightcache.storage.backends import Options
+from lightcache.storage.common import Options
 
 # ---- Error codes of the client: those of 0.3.13 that occur here
 

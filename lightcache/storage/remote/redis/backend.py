@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from lightcache.errors import StorageError
-from lightcache.storage.backends import CLOSING, Deadline
+from lightcache.storage.common import CLOSING, Deadline
 from lightcache.storage.executor import READ, WRITE, Executor
 from lightcache.storage.protocol import ReadStatus, StorageSpec, WriteStatus
 from lightcache.storage.remote.base import (

@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from lightcache.errors import ConfigError, StorageError
-from lightcache.storage.backends import Deadline, Options
+from lightcache.storage.common import Deadline, Options
 from lightcache.storage.remote.base import TRAILER_BYTES
 
 # ---- URLs such as `redis://user:password@host:6379/0?ttl=3600`

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightcache.errors import ConfigError, StorageError
-from lightcache.storage.backends import Deadline, Options
+from lightcache.storage.common import Deadline, Options
 from lightcache.storage.protocol import ReadStatus, StorageSpec, WriteStatus
 from lightcache.storage.remote.base import (
     TRAILER_BYTES,
