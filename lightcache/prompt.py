@@ -117,7 +117,7 @@ class Prompt:
     def is_hashed(self, spec: KeySpec) -> bool:
         """Whether the keys of `spec` are hashed already."""
         hashed = False
-        for known in self._keys:  # two at most; `any` takes four times as long
+        for known in self._keys:  # a few; `any` takes four times as long
             hashed |= known[0] is spec
         return hashed
 
