@@ -454,7 +454,8 @@ class CheckRecord(ctypes.Structure):
         ("held", ctypes.c_uint32),
         ("queued", ctypes.c_uint32),
         ("pins", ctypes.c_uint32),
-        ("message", ctypes.c_char * 204),
+        ("late", ctypes.c_uint32),
+        ("message", ctypes.c_char * 200),
     ]
 
 

@@ -75,6 +75,10 @@ class CheckReport:
     doomed: int
     held: int
     pins: int
+    """Pins that keep pages."""
+    late_pins: int
+    """Pins of tickets that were not adopted in time. They keep nothing: the next call that evicts
+    releases them."""
     quiet: bool
     """True if pins were also checked, because no client was pinning at that moment."""
     recovered: int
@@ -152,7 +156,8 @@ def check_copy(copy: Bytes, pages: int, *, quiet: bool) -> CheckReport:
         ready=record.ready,
         doomed=record.doomed,
         held=record.held,
-        pins=record.pins,
+        pins=max(0, record.pins - record.late),
+        late_pins=record.late,
         quiet=quiet,
         recovered=undone,
     )

@@ -210,6 +210,7 @@ def _damaged(message: str) -> CheckReport:
         doomed=0,
         held=0,
         pins=0,
+        late_pins=0,
         quiet=True,
         recovered=0,
     )
@@ -247,6 +248,11 @@ def _say(name: str, result: Result) -> None:
         f"  {report.ready} ready, {report.writing} writing, {report.doomed} doomed, "
         f"{report.held} held, the rest free; {report.pins} pins"
     )
+    if report.late_pins:
+        click.echo(
+            f"  {report.late_pins} more pins are of tickets that were not adopted in time: the "
+            "next call that evicts releases them"
+        )
     if pool:
         held = f"{format_size(pool.allocated)} of {format_size(pool.length)} in memory"
         click.echo(f"  pool: {printable(pool.path)}, {held}")

@@ -274,7 +274,8 @@ LC_API int lci_check(uint8_t *base, uint64_t bytes, uint64_t pages, int quiet, l
     lci_geometry g;
     memset(out, 0, sizeof *out);
     if (lci_geometry_of(pages, &g) != LC_OK || bytes < g.end) return LC_E_RANGE;
-    checker c = {.h = lci_handle_on(base, &g, NULL), .out = out, .quiet = quiet};
+    checker c = {.h = lci_handle_on(base, &g, NULL), .out = out, .quiet = quiet,
+                 .now = lcs_now_ns()};
     c.seen = calloc(pages, 1);
     c.children = calloc(pages, 4);
     c.row0 = calloc(pages, 2);

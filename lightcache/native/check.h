@@ -16,6 +16,7 @@ typedef struct checker {
     uint8_t *chunk_owned; /* by a list, or free */
     uint32_t ns_pages[LCI_NAMESPACES];
     bool quiet;
+    uint64_t now;       /* tickets whose deadline has passed are late */
 } checker;
 enum { SEEN_FREE = 1, SEEN_CHAIN = 2, SEEN_QUEUE = 4, SEEN_DOOMED = 8, SEEN_CLIMBED = 16 };
 

@@ -143,7 +143,9 @@ static bool ticket(checker *c, uint32_t index, uint32_t *chunks) {
         strangers(k->failed, k->adopters))
         BROKEN(c, 54, index, state, "ticket %u: somebody adopted, was done or failed unasked",
                index);
-    return page_list(c, &k->pages, "ticket", index, note_ticket, chunks);
+    if (!page_list(c, &k->pages, "ticket", index, note_ticket, chunks)) return false;
+    if (state != LCI_TICKET_BUILDING && lc_load(&k->deadline_ns) <= c->now) c->out->late += count;
+    return true;
 }
 
 static bool tickets(checker *c, uint32_t *chunks) {

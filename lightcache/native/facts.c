@@ -221,6 +221,7 @@ static const lc_fact facts[] = {
     LC_FACT_FIELD(lci_report, held),
     LC_FACT_FIELD(lci_report, queued),
     LC_FACT_FIELD(lci_report, pins),
+    LC_FACT_FIELD(lci_report, late),
     LC_FACT_FIELD(lci_report, message),
     LC_FACT_CONST(LCI_CHUNK_PAGES),
     LC_FACT_CONST(LCI_SHARDS),

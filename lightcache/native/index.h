@@ -338,7 +338,8 @@ typedef struct lci_report {
     uint32_t page;
     uint32_t other;
     uint32_t free, named, writing, ready, doomed, held, queued, pins;
-    char message[204];
+    uint32_t late; /* of the pins: those of tickets whose deadline has passed */
+    char message[200];
 } lci_report;
 
 enum lci_op {

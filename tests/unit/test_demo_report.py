@@ -17,7 +17,7 @@ from lightcache.tools.demo.conversations import Conversations, Turn
 from lightcache.tools.demo.messages import Answer
 from lightcache.tools.demo.report import Kill, Outcome, Served, sample
 
-CLEAN = CheckReport(True, "every invariant holds", 0, 0, 1, 0, 0, 0, 0, 0, True, 0)
+CLEAN = CheckReport(True, "every invariant holds", 0, 0, 1, 0, 0, 0, 0, 0, 0, True, 0)
 
 
 def served(number: int, attempts: int = 1, **reused: int) -> Served:

@@ -52,6 +52,20 @@ def test_a_revoked_ticket_is_nobodys(segment_name: str) -> None:
             assert (index.stats().doomed, index.stats().free) == (0, 4)
 
 
+@pytest.mark.parametrize(("timeout", "late"), [(0.0, 2), (3600.0, 0)])
+def test_check_counts_late_pins_apart(
+    giver: PageIndex, taker: PageIndex, timeout: float, late: int
+) -> None:
+    ticket = give(giver, taker, timeout=timeout)
+    with giver.match(prompt(1, 2)):
+        report = giver.check()
+        assert report.clean
+        assert (report.pins, report.late_pins) == (4 - late, late)
+    settle(giver)
+    assert giver.check().late_pins == 0
+    ticket.drop()
+
+
 def test_a_lease_is_handed_on(giver: PageIndex, taker: PageIndex) -> None:
     with give(giver, taker) as ticket:
         assert pins(giver) == 2, "pinned by the ticket alone"

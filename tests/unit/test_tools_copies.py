@@ -528,4 +528,7 @@ def test_dump_says_what_can_be_had(run: Run, made: str, timeout: float, late: in
         said = " ".join(found["hints"])
         assert ("6 pins belong to tickets that were not adopted in time" in said) == bool(late)
         assert "without evicting" in run("dump", made).stdout
+        checked = run("check", made).stdout
+        assert f"{6 - late} pins" in checked
+        assert ("6 more pins are of tickets that were not adopted in time" in checked) == bool(late)
         ticket.drop()
