@@ -81,6 +81,7 @@ int lcs_event_notify(lcs_attachment *at, uint64_t offset);
 int lcs_event_wait(lcs_attachment *at, uint64_t offset, uint32_t seen, uint64_t nanoseconds);
 int lcs_robust_take(lcs_attachment *at, uint32_t operation, int wait, uint64_t deadline);
 int lcs_robust_drop(lcs_attachment *at);
+int lcs_recover_copy(uint8_t *base, uint64_t bytes);
 
 const char *lci_layout(void);
 int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t grown);

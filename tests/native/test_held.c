@@ -30,6 +30,18 @@ static void held_pages_are_in_no_structure(void) {
     tear_down();
 }
 
+static void held_pages_have_a_sound_word_again_after_repair(void) {
+    set_up(300);
+    CHECK_EQ(allocate(&a, 2), LC_OK);
+    lc_store(&a.h->pages[pages[0]].word, lci_held_word(a.slot) | UINT32_C(3) << LCI_RES_SHIFT);
+    CHECK_EQ(index_broken(&s), 61);
+    CHECK_EQ(lci_repair(b.h, BLOCKING), LC_OK);
+    CHECK_EQ(word_of(pages[0]), lci_held_word(a.slot));
+    index_check(&s);
+    CHECK_EQ(free_pages(&a, pages, 2), LC_OK);
+    tear_down();
+}
+
 static void held_pages_all_or_none(void) {
     set_up(300);
     prompt_fill(&b, &p, 1, 100);
@@ -515,6 +527,7 @@ static void held_pages_of_half_a_naming(void) {
 
 const test held_tests[] = {
     TEST(held_pages_are_in_no_structure),
+    TEST(held_pages_have_a_sound_word_again_after_repair),
     TEST(held_pages_all_or_none),
     TEST(held_pages_wait_for_memory),
     TEST(held_calls_go_on_where_they_were),

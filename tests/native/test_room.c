@@ -122,6 +122,47 @@ static void room_is_what_a_late_ticket_held(void) {
     tear_down();
 }
 
+/* ------------------------------------------------------------------ what can be had, by the count */
+
+static void doomed_pages_count_as_room_when_nobody_pins_them(void) {
+    set_up(10);
+    prompt_fill(&a, &p, 1, 10);
+    CHECK_EQ(match(&b, &p, &l), 10);
+    CHECK_EQ(lci_clear(a.h, NS, BLOCKING), LC_OK);
+    CHECK_EQ(index_counts(&a).doomed, 10);
+    CHECK_EQ(index_counts(&a).idle, 0);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    CHECK_EQ(index_counts(&a).idle, 10);
+    tear_down();
+}
+
+static void give_to_b(uint32_t number, uint32_t n, lci_ticket_ref *ref) {
+    prompt_fill(&a, &p, number, n);
+    CHECK_EQ(match(&a, &p, &l), n);
+    CHECK_EQ(lci_ticket_give(a.h, l.pages, n, LC_NIL, 0, UINT64_C(1) << b.slot, FOREVER, ref,
+                             BLOCKING), LC_OK);
+    CHECK_EQ(lci_release(a.h, &l.head), LC_OK);
+}
+
+static void pages_of_a_ticket_count_as_room_when_it_is_late(void) {
+    lci_ticket_ref waits, adopted;
+    set_up(10);
+    give_to_b(1, 6, &waits);
+    give_to_b(2, 4, &adopted);
+    CHECK_EQ(lci_adopt(b.h, &adopted, 0, &l.head.held, l.pages, 2 * MAX_KEYS, &(uint32_t){0},
+                       &(uint32_t){0}, BLOCKING), 4);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    prompt_make(&p, 1, 6); /* now it is doomed, pinned by the ticket alone */
+    CHECK_EQ(lci_clear(a.h, NS, BLOCKING), LC_OK);
+    CHECK_EQ(index_counts(&a).doomed, 6);
+    CHECK_EQ(index_counts(&a).idle, 0);
+    lc_store(&a.h->tickets[waits.index].deadline_ns, 1); /* time passes; the other has no pages */
+    CHECK_EQ(index_counts(&a).idle, 6);
+    CHECK_EQ(lci_ticket_drop(a.h, &waits, BLOCKING), LC_OK);
+    CHECK_EQ(lci_ticket_drop(a.h, &adopted, BLOCKING), LC_OK);
+    tear_down();
+}
+
 static void a_key_after_itself_does_not_hang_on_itself(void) {
     set_up(10);
     prompt_fill(&a, &p, 1, 1);
@@ -445,6 +486,8 @@ const test room_tests[] = {
     TEST(room_is_asked_for_again_by_the_same_call),
     TEST(room_in_one_chain_costs_no_other),
     TEST(room_is_what_a_late_ticket_held),
+    TEST(doomed_pages_count_as_room_when_nobody_pins_them),
+    TEST(pages_of_a_ticket_count_as_room_when_it_is_late),
     TEST(a_key_after_itself_does_not_hang_on_itself),
     TEST(a_page_used_again_forgets_who_pinned_it),
     TEST(a_reservation_begins_empty),

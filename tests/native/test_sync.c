@@ -2,6 +2,7 @@
 #include "world.h"
 
 #include <pthread.h>
+#include <stdlib.h>
 #include <unistd.h>
 
 enum { OP_LOAD, OP_STORE, OP_ADD, OP_OR, OP_AND, OP_SWAP };
@@ -148,6 +149,38 @@ static void robust_lock_tells_whose_owner_died(void) {
     tear_down();
 }
 
+static int recovered(uint64_t bytes) {
+    uint8_t *copy = malloc(s.bytes);
+    CHECK(copy);
+    memcpy(copy, s.base, s.bytes);
+    int rc = lcs_recover_copy(copy, bytes);
+    if (rc >= 0) CHECK_EQ(lc_load((_Atomic uint32_t *)(copy + WORD)), 7);
+    free(copy);
+    return rc;
+}
+
+static void copy_is_recovered_as_by_the_next_holder(void) {
+    set_up();
+    lcs_lock *lock = lcs_lock_of(c.at);
+    _Atomic uint32_t *word = (_Atomic uint32_t *)(s.base + WORD);
+    lc_store(word, 7);
+    CHECK_EQ(recovered(s.bytes), 0);
+    CHECK_EQ(lcs_robust_take(c.at, 1, BLOCKING), 0);
+    lc_txn t = {.base = s.base, .lock = lock,
+                .log = (_Atomic uint64_t *)(s.base + LCS_LOG_OFFSET)};
+    lc_txn_set(&t, word, 8);
+    CHECK_EQ(recovered(s.bytes), 1);
+    CHECK_EQ(recovered(LCS_PAYLOAD_OFFSET - 1), LC_E_RANGE);
+    uint32_t holder = lc_load(&lock->word);
+    lc_store(&lock->word, 0); /* entries, and nobody holds the lock: forged */
+    CHECK_EQ(recovered(s.bytes), LC_E_CORRUPT);
+    lc_store(&lock->word, holder);
+    lc_txn_undo(s.base, lock, LCS_PAYLOAD_OFFSET, s.bytes);
+    CHECK_EQ(lcs_robust_drop(c.at), LC_OK);
+    CHECK_EQ(lc_load(word), 7);
+    tear_down();
+}
+
 const test sync_tests[] = {
     TEST(sync_atomics),
     TEST(sync_compare_exchange),
@@ -155,5 +188,6 @@ const test sync_tests[] = {
     TEST(event_does_not_sleep_past_a_notification),
     TEST(event_wakes_its_sleepers),
     TEST(robust_lock_tells_whose_owner_died),
+    TEST(copy_is_recovered_as_by_the_next_holder),
     END_OF_TESTS,
 };

@@ -81,6 +81,7 @@ static void two_reapers(stage *s) {
     NEED(lcs_slot_mend(r->at, s->notes->other[0]) == LC_OK);
 }
 static void reap_at_last(stage *s) {
+    if (s->other[1].at->life_fd < 0) return; /* it has died with the victim */
     lcs_slot_mended(s->other[1].at, s->notes->other[0]);
     deed_reap(&s->other[1], s->notes->other[0]);
 }
