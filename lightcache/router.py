@@ -26,6 +26,7 @@ from lightcache import _arguments, namespaces
 from lightcache._arguments import Keys, Offsets, Pages
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, Detached, LightcacheError
+from lightcache.groups import Group, GroupSet, Rule
 from lightcache.hashing import KeySpec
 from lightcache.namespaces import Namespace
 from lightcache.page_index import PageIndex
@@ -40,8 +41,8 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class RouterPolicy:
-    """The cost of a request, in tokens of prefill. For a worker with `device` pages of the prompt,
-    a node with `host` pages of it, and n pages in total:
+    """The cost of a request, in tokens of prefill. For a worker with `device` usable pages of the
+    prompt, a node with `host` usable pages of it, and n pages in total:
 
         compute = (n - max(device, host)) * page_tokens
         load    = max(host - device, 0) * page_tokens
@@ -106,11 +107,12 @@ def mixed(word: int) -> int:
 _NOT_YET = "has not been checked yet"
 _DEAD = "no client attached for writing lives"
 _Names = tuple[str, str]
+_PREFIX, _POINT = Rule.prefix(), Rule.point()
 
 
 class Source:
-    """One index by name, or none. A missing or broken index is not an error: the source is then
-    stale and has no pages.
+    """One index, by name. A missing or broken index is not an error: the source is then stale and
+    has no pages.
 
     A handle that the caller passed is used while it is usable, and never closed. The source's own
     handles are read-only: they take no slot and cannot change anything.
@@ -118,11 +120,12 @@ class Source:
 
     def __init__(
         self,
-        index: PageIndex | str | None,
+        index: PageIndex | str,
         *,
         owned: bool,
         page_tokens: int,
         any_size: bool = False,
+        rule: Rule = _PREFIX,
     ) -> None:
         """Attaches to nothing yet.
 
@@ -131,33 +134,38 @@ class Source:
             page_tokens: page size of the keys that are looked up.
             any_size: True: keys are made for the index's own page size, and `page_tokens` is only
                 for an index that does not state its own.
+            rule: of the layers whose pages it has.
 
         Raises:
             ConfigError: neither an index nor a segment's name.
         """
-        if index is not None and not isinstance(index, (PageIndex, str)):
-            raise ConfigError(f"expected a PageIndex, its name or None, found {index!r}")
+        if not isinstance(index, (PageIndex, str)):
+            raise ConfigError(f"expected a PageIndex or its name, found {index!r}")
         self._index = index if isinstance(index, PageIndex) else None
         self._ours = False
         self._owned, self._any_size, self._default = owned, any_size, page_tokens
-        self.page_tokens = page_tokens
-        """Tokens of a page of the keys to look up here, as of the last refresh."""
+        self._rule = rule
+        self.is_prefix, self.is_point = rule == _PREFIX, rule == _POINT
+        self.size: int | None = None
+        """Tokens of a page, as of the last refresh; None: stale, or states, whose pages hold no
+        tokens."""
         self.name = index.name if isinstance(index, PageIndex) else index
-        if self.name is not None:
-            names.object_name(self.name)
-        self.problem: str | None = None if index is None else _NOT_YET
+        names.object_name(self.name)
+        self.problem: str | None = _NOT_YET
         """Why it counts as having no pages; None: it is usable."""
         self.misfit = False
-        """True if the problem is a page size that differs from that of the keys."""
+        """True if the problem is a page size that differs from that of the keys, or of the other
+        indexes of its target."""
         self._refs: dict[_Names, Namespace | None] = {}
+        self._sets: dict[Namespace, GroupSet] = {}
+        """Of a window or chunk: the group in each namespace."""
 
     def refresh(self) -> None:
         """Check that the index exists and has a live owner. Does not block. Takes about 60 us, and
         twice as long if it attaches."""
-        if self.name is None:
-            return
         self._refs.clear()
-        self.problem, self.misfit = None, False
+        self._sets.clear()
+        self.problem, self.misfit, self.size = None, False, None
         if self._index is not None and not self._usable(self._index):
             self.let_go()
         try:
@@ -172,17 +180,23 @@ class Source:
             # A reader prevents replacing a segment, and its next owner may need a different one.
             self.let_go()
             self.problem = _DEAD
-        elif self._any_size:
-            self.page_tokens = page_tokens_of(self._index) or self._default
-        elif (tokens := page_tokens_of(self._index)) not in (None, self._default):
-            name = self._index.name
-            self.let_go()
-            self.misfit = True
-            self.problem = (
-                f"index {name!r} has pages of {tokens} tokens, and the routed keys are of pages of "
-                f"{self._default}, so none of them can be found there; give the router a spec= and "
-                "route prompts, or keys of this page size (docs/guides/router.md, Keys)"
+            return
+        tokens = page_tokens_of(self._index)
+        if not self._any_size and tokens not in (None, self._default):
+            self.refuse(
+                f"index {self.name!r} has pages of {tokens} tokens, and the routed keys are of "
+                f"pages of {self._default}, so none of them can be found there; give the router a "
+                "spec= and route prompts, or keys of this page size (docs/guides/router.md, Keys)"
             )
+        elif self.is_point:  # its pages hold no tokens, and usually it says 1
+            self.size = None if tokens == 1 else tokens
+        else:
+            self.size = tokens or self._default
+
+    def refuse(self, problem: str) -> None:
+        """Count it as having no pages until the next refresh, because of a page size."""
+        self.let_go()
+        self.problem, self.misfit, self.size = problem, True, None
 
     def _usable(self, index: PageIndex) -> bool:
         with contextlib.suppress(LightcacheError):
@@ -202,17 +216,30 @@ class Source:
         self._ours = False
 
     def peek(self, keys: Keys, weights: str, tenant: str) -> int:
-        """Pages of the longest ready prefix; 0 if the source is stale."""
+        """Pages of the deepest position that the rule accepts: of a prefix, the longest ready one;
+        of a point, the last ready page. 0 if the source is stale."""
         try:
             space = self._space(weights, tenant)
             if space is not None and self._index is not None:
-                return self._index.peek(keys, namespace=space)
+                if self.is_prefix:
+                    return self._index.peek(keys, namespace=space)
+                if self.is_point:
+                    return self._index.last_ready(keys, namespace=space)
+                return self._group(self._index, space).peek(keys).pages
         except LightcacheError as error:
             self._fail(error)
         return 0
 
+    def _group(self, index: PageIndex, space: Namespace) -> GroupSet:
+        group = self._sets.get(space)
+        if group is None:
+            assert self.size is not None
+            one = Group(self._rule.name, self._rule, index, space)
+            group = self._sets[space] = GroupSet([one], page_tokens=self.size)
+        return group
+
     def peek_many(self, keys: Keys, offsets: Offsets, weights: str, tenant: str) -> Pages:
-        """`peek` for many requests: int32 of shape (requests,)."""
+        """`peek` of a prefix for many requests: int32 of shape (requests,)."""
         try:
             space = self._space(weights, tenant)
             if space is not None and self._index is not None:
@@ -260,6 +287,235 @@ def page_tokens_of(index: PageIndex) -> int | None:
     return tokens if type(tokens) is int else None
 
 
+Indexes = Mapping[Rule, Cache | PageIndex | str]
+"""The index of each match rule of a model's layers."""
+
+
+class Target:
+    """The indexes of a worker's device, or of the host: one for each match rule of the model. Most
+    models have one rule, a prefix."""
+
+    def __init__(
+        self,
+        what: str,
+        indexes: PageIndex | str | Indexes | None,
+        *,
+        owned: bool,
+        page_tokens: int,
+        any_size: bool,
+    ) -> None:
+        """Attaches to nothing yet.
+
+        Args:
+            what: name of the target in errors.
+            indexes: one index of a prefix, several by rule, or None: it has none.
+            owned, page_tokens, any_size: as `Source`.
+
+        Raises:
+            ConfigError: no index, no rule, or several indexes although `any_size` is False.
+        """
+        if not isinstance(indexes, Mapping):
+            groups: Mapping[Any, Any] = {} if indexes is None else {_PREFIX: indexes}
+        elif not any_size:
+            raise ConfigError(
+                f"{what}: expected one index, since this router has no spec=, found indexes by "
+                "rule; make it with spec=, as from `Cache.key_spec`, and route prompts"
+            )
+        elif not indexes:
+            raise ConfigError(
+                f"{what}: expected an index of one rule at least, found none; give None instead"
+            )
+        else:
+            groups = indexes
+        self.groups: dict[Rule, Source] = {}
+        for rule, index in groups.items():
+            if not isinstance(rule, Rule):
+                raise ConfigError(
+                    f"{what}: expected a Rule for each index, such as Rule.prefix(), found {rule!r}"
+                )
+            try:
+                self.groups[rule] = Source(
+                    index.index if isinstance(index, Cache) else index,
+                    owned=owned,
+                    page_tokens=page_tokens,
+                    any_size=any_size,
+                    rule=rule,
+                )
+            except ConfigError as error:
+                raise ConfigError(f"{what}, rule {rule.name!r}: {error}") from None
+        self.page_tokens: int | None = None
+        """Tokens of a page, as of the last refresh; None: no usable index has a page size."""
+
+    def refresh(self) -> None:
+        """Check each index, and that all have pages of one size."""
+        sources = self.groups.values()
+        for source in sources:
+            source.refresh()
+        sizes = {source.size for source in sources if source.size is not None}
+        if len(sizes) > 1:
+            found = ", ".join(f"{s.size} tokens in {s.name!r}" for s in sources if s.size)
+            for source in sources:
+                source.refuse(
+                    f"expected pages of one size in the indexes of all rules, found {found}; make "
+                    "them with the same page_tokens"
+                )
+            sizes.clear()
+        self.page_tokens = next(iter(sizes), None)
+
+    @property
+    def problem(self) -> str | None:
+        """Why one of its indexes counts as having no pages; None: all are usable."""
+        for source in self.groups.values():
+            if source.problem is not None:
+                return source.problem
+        return None
+
+    @property
+    def misfit(self) -> bool:
+        """As `Source.misfit`, of any of them."""
+        return any(source.misfit for source in self.groups.values())
+
+    def let_go(self) -> None:
+        """Close the target's own handles."""
+        for source in self.groups.values():
+            source.let_go()
+
+    def peek(self, keys: Keys, weights: str, tenant: str) -> int:
+        """Pages of the longest ready prefix, for keys of one page size."""
+        source = self.groups.get(_PREFIX)
+        return 0 if source is None else source.peek(keys, weights, tenant)
+
+    def peek_many(self, keys: Keys, offsets: Offsets, weights: str, tenant: str) -> Pages:
+        """`peek` for many requests: int32 of shape (requests,)."""
+        source = self.groups.get(_PREFIX)
+        if source is None:
+            return np.zeros(len(offsets) - 1, np.int32)
+        return source.peek_many(keys, offsets, weights, tenant)
+
+
+# ---- The usable part of a prompt
+
+_Layers = tuple[Source | None, Source | None]
+"""The indexes of the layers with one rule: the worker's, the host's."""
+
+
+def joined_layers(worker: Target, host: Target) -> list[_Layers]:
+    """The layers of a model, by what a worker and the host have of them. A prefix comes first."""
+    rules = sorted({**worker.groups, **host.groups}, key=lambda rule: rule != _PREFIX)
+    return [(worker.groups.get(rule), host.groups.get(rule)) for rule in rules]
+
+
+class UsablePrefix:
+    """The part of one prompt that a request need not compute, at each worker of a call: as far as
+    the layers of every rule have the pages that they need, on the device or on the host. Each index
+    is looked up once, however many workers it serves, but for positions that other layers refuse.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        host: Target,
+        spec_of: Callable[[int, str, str], KeySpec],
+        weights: str,
+        default: int,
+    ) -> None:
+        """Looks nothing up yet.
+
+        Args:
+            spec_of: the spec of a page size, weights version and tenant.
+            default: page size where no index of a worker and the host has one.
+        """
+        self._prompt, self._host, self._spec_of, self._default = prompt, host, spec_of, default
+        self._names = weights, prompt.tenant
+        self._most = max(0, len(prompt) - 1)  # a request computes its last token
+        self._worker = host
+        """The one that is being looked at."""
+        self._keys: dict[int, Keys] = {}
+        self._runs: dict[tuple[Source, int], int] = {}
+        self._positions: dict[tuple[Source, int], tuple[int, int]] = {}
+        """Of windows and states: the pages that were asked for, and those found."""
+        self.hit = False
+        """Whether any index had a page, usable or not."""
+
+    def of(self, worker: Target, layers: list[_Layers]) -> tuple[int, int]:
+        """Usable tokens: on the device, and on the host, which may include those. The larger of
+        both need not be computed. A device's part is that of the first layers."""
+        self._worker, items = worker, self._prompt.items
+        position = self._most if layers else 0
+        while position:
+            before = position
+            for device, host in layers:
+                position = self._accepted(device, host, position)
+            while items and (cut := self._prompt.cut_item(position)) is not None:
+                position = cut.start
+            if position == before or (len(layers) == 1 and not items):
+                break
+        device, host = layers[0] if layers else (None, None)
+        on_device = self._tokens(device, position)
+        return on_device, position if on_device < position else self._tokens(host, position)
+
+    def _accepted(self, device: Source | None, host: Source | None, position: int) -> int:
+        """The deepest position up to this one that these layers accept."""
+        on_host = self._tokens(host, position)
+        if on_host == position:
+            return position
+        on_device = self._tokens(device, position)
+        if host is not None and host.is_prefix and on_device > on_host:
+            return max(on_device, self._continued(host, on_device, position))
+        return max(on_device, on_host)
+
+    def _continued(self, host: Source, on_device: int, position: int) -> int:
+        """The end of the host's pages that continue those of a device."""
+        if host.size is None:
+            return 0
+        first, last = on_device // host.size, position // host.size
+        if not self._run(host, host.size) < first < last:
+            return 0  # the host lacks the first, or the position needs none
+        return min(first + self._run(host, host.size, first), last) * host.size
+
+    def _tokens(self, source: Source | None, position: int) -> int:
+        """The deepest position up to this one that one index accepts by itself."""
+        if source is None or not position:
+            return 0
+        size = self._state_size() if source.is_point else source.size
+        if size is None:
+            return 0
+        count = position // size
+        if source.is_prefix:
+            run = self._run(source, size)
+            return (run if run < count else count) * size
+        asked, found = self._positions.get((source, size), (-1, 0))
+        if not found <= count <= asked:
+            found = self._peek(source, self._keys_of(size)[:count])
+            self._positions[source, size] = count, found
+        return found * size
+
+    def _state_size(self) -> int:
+        """Tokens of the keys of states: of the smaller pages, of the device or the host."""
+        sizes = self._worker.page_tokens, self._host.page_tokens
+        return min(filter(None, sizes), default=self._default)
+
+    def _run(self, source: Source, size: int, first: int = 0) -> int:
+        """Pages of a prefix from this one on."""
+        known = self._runs.get((source, first))
+        if known is None:
+            known = self._peek(source, self._keys_of(size)[first:])
+            self._runs[source, first] = known
+        return known
+
+    def _peek(self, source: Source, keys: Keys) -> int:
+        pages = source.peek(keys, *self._names)
+        self.hit |= pages > 0
+        return pages
+
+    def _keys_of(self, size: int) -> Keys:
+        keys = self._keys.get(size)
+        if keys is None:
+            spec = self._spec_of(size, *self._names)
+            keys = self._keys[size] = self._prompt.keys(spec)[: self._most // size]
+        return keys
+
+
 # ---- The router.
 
 _log = logging.getLogger("lightcache.router")
@@ -275,15 +531,16 @@ class RoutingDecision:
 
     worker: str
     device_pages: int
-    """Pages of the prompt on the worker's device, in pages of its index."""
+    """Usable pages of the prompt on the worker's device, in pages of its index: of its prefix, if
+    it has several indexes."""
     host_pages: int
-    """Pages of the prompt in the node's host pool, in pages of that; what they have beyond
-    `device_pages` can be loaded."""
+    """The same in the node's host pool, in pages of that; what they have beyond `device_pages` can
+    be loaded."""
     costs: Mapping[str, float]
     """Cost of each candidate worker, in tokens of prefill."""
     stale: tuple[str, ...] = ()
-    """Candidates whose device index is gone or whose owner is dead. They count as having no pages.
-    `Router.problems` has the reasons."""
+    """Candidates with a device index that is gone or whose owner is dead. It counts as having no
+    pages. `Router.problems` has the reasons."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +560,7 @@ class RouterStats:
     """Requests for which a worker counted as having no pages because its index could not be read:
     `RoutingDecision.stale`."""
     missed: int = 0
-    """Requests whose first page was in no index."""
+    """Requests of which no index had a page, usable or not."""
     other_namespace: int = 0
     """Of these, requests whose namespace has no page in any index, while other namespaces have
     pages."""
@@ -353,6 +610,13 @@ class Router:
         router = Router(cache, {"gpu0": "llama-gpu0"}, spec=cache.key_spec())
         choice = router.route(Prompt(tokens, tenant="a"), {"gpu0": 0}, weights="step-1000")
 
+    Where the layers of a model have indexes of their own, a worker and the host have one for each
+    rule, and what counts is what is usable: as far as the layers of every rule have their pages.
+
+        host = {Rule.prefix(): cache, Rule.point(): states}
+        gpu0 = {Rule.prefix(): "gpu0", Rule.point(): "gpu0-states"}
+        router = Router(host, {"gpu0": gpu0}, spec=cache.key_spec())
+
     It takes no slot and no lock of any index and changes nothing in them. An index that is missing,
     was replaced, or has lost its owner is not an error: its worker counts as having no pages on its
     device and is named in `RoutingDecision.stale`. The router attaches again when the index
@@ -361,8 +625,8 @@ class Router:
 
     def __init__(
         self,
-        host: Cache | PageIndex | None,
-        workers: Mapping[str, PageIndex | str | None],
+        host: Cache | PageIndex | Indexes | None,
+        workers: Mapping[str, PageIndex | str | Indexes | None],
         *,
         policy: RouterPolicy | None = None,
         spec: KeySpec | None = None,
@@ -371,20 +635,23 @@ class Router:
         """Checks all indexes once.
 
         Args:
-            host: the node's cache, or its index; None: there is none. The caller closes it.
+            host: the node's cache, or its index; or a dict of these, or of names, by the rules of
+                the layers; None: there is none. The caller closes them.
             workers: the device index of each worker or data-parallel rank, by name: an attached
-                index (the caller closes it), a segment's name, or None if the worker publishes
-                none.
+                index (the caller closes it), a segment's name, a dict of these by rule, or None if
+                the worker publishes none.
             spec: of the managers' keys, as from `Cache.key_spec`: `route` then takes prompts.
                 Its page size is that of indexes which do not state their own; its weights are the
                 default of `route`. None: `route` takes keys of one page size.
             clock: returns seconds; tests pass their own.
 
         Raises:
-            ConfigError: no worker, a name that is not text, an invalid index or spec, no page size
-                given, or two (`policy.page_tokens` and that of `spec`). Without a spec also an
-                index whose page size differs from that of the keys; one that appears later is not
-                an error: see `problems`.
+            ConfigError: no worker, a name that is not text, an invalid index, rule or spec, the
+                spec of another cache than the host's first, no page size given, or two
+                (`policy.page_tokens` and that of `spec`). Indexes by rule without a spec, none of
+                them, or of several page sizes in one dict. Without a spec also an index whose page
+                size differs from that of the keys. Sizes of one that appears later are not an
+                error: see `problems`.
         """
         if not workers:
             raise ConfigError("workers: expected at least one")
@@ -392,18 +659,26 @@ class Router:
             if name == "" or not isinstance(name, str):
                 raise ConfigError(f"workers: expected names, found {name!r}")
         index = host.index if isinstance(host, Cache) else host
-        if index is not None and not isinstance(index, PageIndex):
-            raise ConfigError(f"host: expected a Cache, a PageIndex or None, found {host!r}")
+        if index is not None and not isinstance(index, (PageIndex, Mapping)):
+            raise ConfigError(
+                "host: expected a Cache, a PageIndex, a dict of these by rule, or None, found "
+                f"{host!r}"
+            )
         self.policy = RouterPolicy() if policy is None else policy
-        tokens = self._page_tokens = _page_tokens(self.policy, index, spec)
-        self._index, self._spec = index, spec
+        self._index = index if isinstance(index, PageIndex) else None
+        tokens = self._page_tokens = _page_tokens(self.policy, self._index, spec)
+        _check_fingerprint(host, spec)
+        self._spec = spec
         self._specs: dict[tuple[int, str, str], KeySpec] = {}
         """Specs by page size, weights and tenant: a prompt knows its keys by the spec's object."""
-        any_size = spec is not None
-        self._host = Source(index, owned=False, page_tokens=tokens, any_size=any_size)
+        how: dict[str, Any] = {"page_tokens": tokens, "any_size": spec is not None}
+        self._host = Target("host", index, owned=False, **how)
         self._workers = {
-            name: Source(index_or_name, owned=True, page_tokens=tokens, any_size=any_size)
-            for name, index_or_name in workers.items()
+            name: Target(f"worker {name!r}", indexes, owned=True, **how)
+            for name, indexes in workers.items()
+        }
+        self._layers = {
+            name: joined_layers(worker, self._host) for name, worker in self._workers.items()
         }
         self._seeds = {name: seed_of(name) for name in workers}
         self._tally = _Tally(dict.fromkeys(workers, 0))
@@ -418,10 +693,10 @@ class Router:
         indexes, and the other namespaces that have pages."""
         self._in_a_row = 0
         self._look()
-        for name, source in {"host": self._host, **self._workers}.items():
-            if source.misfit:
+        for name, target in {"host": self._host, **self._workers}.items():
+            if target.misfit:
                 self.close()
-                raise ConfigError(f"{name}: {source.problem}")
+                raise ConfigError(f"{name}: {target.problem}")
 
     # ---- routing
 
@@ -439,7 +714,8 @@ class Router:
         to the pages that it left.
 
         About 2 us a worker and 5 ns a key of its prefix. The keys of a prompt are hashed once for
-        each page size, weights version and router.
+        each page size, weights version and router. Of a prompt at most all tokens but the last
+        count, as in a manager's plan.
 
         Args:
             keys: of the prompt's pages, uint64 of shape (n, 2); or, for a router with a `spec`, the
@@ -503,26 +779,25 @@ class Router:
             query = self._query(loads, among, None)
             query.weights, query.tenant, query.named = *names, True
             first = prompt.first_key(self._spec_of(self._page_tokens, *names))
-            sources = [self._host, *(self._workers[name] for name in query.names)]
-            sizes = {s.page_tokens for s in sources if s.problem is None and s.name is not None}
-            keys = {size: prompt.keys(self._spec_of(size, *names)) for size in sizes}
-            pages = [
-                source.peek(keys[source.page_tokens], *names) if source.page_tokens in keys else 0
-                for source in sources
-            ]
-            tokens = [n * source.page_tokens for n, source in zip(pages, sources, strict=True)]
+            usable = UsablePrefix(prompt, self._host, self._spec_of, version, self._page_tokens)
+            tokens = [usable.of(self._workers[name], self._layers[name]) for name in query.names]
             query.stale = self._stale(query.names)
             chosen, costs = self._cheapest(
-                len(prompt), int.from_bytes(first[:8], sys.byteorder), tokens[0], tokens[1:], query
+                len(prompt), int.from_bytes(first[:8], sys.byteorder), tokens, query
             )
-            decision = RoutingDecision(
-                query.names[chosen], pages[1 + chosen], pages[0], costs, query.stale
-            )
+            name, (device, host) = query.names[chosen], tokens[chosen]
             unit = self._page_tokens
-            self._tally.note(
-                len(prompt) // unit, decision, tokens[1 + chosen] // unit, tokens[0] // unit
+            decision = RoutingDecision(
+                name,
+                device // (self._workers[name].page_tokens or unit),
+                host // (self._host.page_tokens or unit),
+                costs,
+                query.stale,
             )
-            self._note_hits(any(pages), len(prompt) >= min(s.page_tokens for s in sources), query)
+            self._tally.note(len(prompt) // unit, decision, device // unit, host // unit)
+            targets = [self._host, *(self._workers[each] for each in query.names)]
+            least = min(filter(None, (one.page_tokens for one in targets)), default=unit)
+            self._note_hits(usable.hit, len(prompt) > least, query)
             return decision
 
     def _spec_of(self, page_tokens: int, weights: str, tenant: str) -> KeySpec:
@@ -628,19 +903,23 @@ class Router:
     ) -> RoutingDecision:
         """For keys: n, host and device are in pages of one size."""
         page = self._page_tokens
-        tokens = [pages * page for pages in device]
-        chosen, costs = self._cheapest(n * page, first, host * page, tokens, query)
+        tokens = [(pages * page, host * page) for pages in device]
+        chosen, costs = self._cheapest(n * page, first, tokens, query)
         return RoutingDecision(query.names[chosen], device[chosen], host, costs, query.stale)
 
     def _cheapest(
-        self, n: int, first: int, host: int, device: list[int], query: _Query
+        self, n: int, first: int, usable: list[tuple[int, int]], query: _Query
     ) -> tuple[int, Mapping[str, float]]:
         """The number of the chosen worker, and the costs by worker. All in tokens, `query.loads`
-        too."""
+        too.
+
+        Args:
+            usable: on the device of each worker, and on the host.
+        """
         weight = self.policy.host_weight
         costs = [
-            (n - max(tokens, host)) + weight * max(host - tokens, 0) + load
-            for tokens, load in zip(device, query.loads, strict=True)
+            (n - max(device, host)) + weight * max(host - device, 0) + load
+            for (device, host), load in zip(usable, query.loads, strict=True)
         ]
         least = min(costs)
         best = [i for i, cost in enumerate(costs) if cost == least]
@@ -670,7 +949,8 @@ class Router:
         managers' keys look like keys of a new prompt, so warn about the cases that differ."""
         names = query.weights, query.tenant
         if names not in self._where:
-            sources = [self._host, *(self._workers[name] for name in query.names)]
+            targets = [self._host, *(self._workers[name] for name in query.names)]
+            sources = [source for target in targets for source in target.groups.values()]
             counts = [source.pages_of(*names) for source in sources]
             others = {names for _, list_of_others in counts for names in list_of_others}
             self._where[names] = sum(own for own, _ in counts), others
@@ -716,18 +996,18 @@ class Router:
 
     def _look(self) -> None:
         self._where.clear()
-        for source in (self._host, *self._workers.values()):
-            source.refresh()
-            if source.misfit and source.problem not in self._told:
-                self._told.add(source.problem)
-                _log.warning("%s", source.problem)
+        for target in (self._host, *self._workers.values()):
+            target.refresh()
+            if target.misfit and target.problem not in self._told:
+                self._told.add(target.problem)
+                _log.warning("%s", target.problem)
         self._next = self._clock() + self.policy.refresh
 
     @property
     def problems(self) -> Mapping[str, str]:
         """Why each stale worker is stale, as of the last check. The host index has the name ""."""
-        sources = {"": self._host, **self._workers}
-        return {name: s.problem for name, s in sources.items() if s.problem is not None}
+        targets = {"": self._host, **self._workers}
+        return {name: t.problem for name, t in targets.items() if t.problem is not None}
 
     @property
     def statistics(self) -> RouterStats:
@@ -749,8 +1029,8 @@ class Router:
         """Close the indexes that the router attached. A second call does nothing."""
         with self._lock:
             self._closed = True
-            for source in (self._host, *self._workers.values()):
-                source.let_go()
+            for target in (self._host, *self._workers.values()):
+                target.let_go()
 
     def __enter__(self) -> Router:
         return self
@@ -762,6 +1042,18 @@ class Router:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _check_fingerprint(host: object, spec: KeySpec | None) -> None:
+    """The host's first cache gives a model's keys."""
+    first = host
+    if isinstance(host, Mapping):
+        first = host.get(_PREFIX, next(iter(host.values()), None))
+    if isinstance(first, Cache) and spec is not None and first.fingerprint != spec.fingerprint:
+        raise ConfigError(
+            f"spec: expected the fingerprint {first.fingerprint!r} of the host {first.name!r}, "
+            f"found {spec.fingerprint!r}, whose keys are not there; give that cache's `key_spec()`"
+        )
 
 
 def _page_tokens(policy: RouterPolicy, host: PageIndex | None, spec: KeySpec | None) -> int:
@@ -788,12 +1080,16 @@ def _page_tokens(policy: RouterPolicy, host: PageIndex | None, spec: KeySpec | N
 
 
 __all__ = [
+    "Indexes",
     "Router",
     "RouterPolicy",
     "RouterStats",
     "RoutingDecision",
     "Source",
+    "Target",
+    "UsablePrefix",
     "check_figure",
+    "joined_layers",
     "mixed",
     "page_tokens_of",
     "seed_of",

@@ -23,6 +23,7 @@ from support.refusals import refused
 from support.scripts import with_support
 
 from lightcache import Cache, ConfigError, Detached, PageIndex, Router, RouterPolicy
+from lightcache.groups import Rule
 from lightcache.router import _Query
 from lightcache.shm.layout import SegmentHeader
 
@@ -501,7 +502,7 @@ def test_it_holds_no_slot_and_changes_nothing(index: Made) -> None:
         for _ in range(3):
             router.route(prompt(1, 3), {"a": 0})
             router.route_many(prompt(1, 3), np.array([0, 3]), {"a": 0})
-        source = router._workers["a"]._index
+        source = router._workers["a"].groups[Rule.prefix()]._index
         assert source is not None
         assert source.readonly
     assert everything() == before
