@@ -312,15 +312,10 @@ class Target:
             owned, page_tokens, any_size: as `Source`.
 
         Raises:
-            ConfigError: no index, no rule, or several indexes although `any_size` is False.
+            ConfigError: an empty dict, keys that are no rules, or no index of a rule.
         """
         if not isinstance(indexes, Mapping):
             groups: Mapping[Any, Any] = {} if indexes is None else {_PREFIX: indexes}
-        elif not any_size:
-            raise ConfigError(
-                f"{what}: expected one index, since this router has no spec=, found indexes by "
-                "rule; make it with spec=, as from `Cache.key_spec`, and route prompts"
-            )
         elif not indexes:
             raise ConfigError(
                 f"{what}: expected an index of one rule at least, found none; give None instead"
@@ -666,6 +661,11 @@ class Router:
             )
         self.policy = RouterPolicy() if policy is None else policy
         self._index = index if isinstance(index, PageIndex) else None
+        if spec is None and any(isinstance(one, Mapping) for one in (index, *workers.values())):
+            raise ConfigError(
+                "spec: expected a KeySpec beside indexes by rule, found None; give that of the "
+                "cache whose keys they have, `Cache.key_spec()`, and route prompts"
+            )
         tokens = self._page_tokens = _page_tokens(self.policy, self._index, spec)
         _check_fingerprint(host, spec)
         self._spec = spec
