@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import itertools
 import logging
 import math
 import sys
@@ -435,16 +436,17 @@ class UsablePrefix:
     def of(self, worker: Target, layers: list[_Layers]) -> tuple[int, int]:
         """Usable tokens: on the device, and on the host, which may include those. The larger of
         both need not be computed. A device's part is that of the first layers."""
-        self._worker, items = worker, self._prompt.items
-        position = self._most if layers else 0
-        while position:
-            before = position
-            for device, host in layers:
-                position = self._accepted(device, host, position)
-            while items and (cut := self._prompt.cut_item(position)) is not None:
-                position = cut.start
-            if position == before or (len(layers) == 1 and not items):
-                break
+        self._worker = worker
+        position, agreed = self._most if layers else 0, 0
+        for device, host in itertools.cycle(layers):
+            deepest = self._accepted(device, host, position)
+            agreed = agreed + 1 if deepest == position else 1
+            position = deepest
+            if agreed >= len(layers):
+                cut = self._prompt.cut_item(position) if self._prompt.items else None
+                if cut is None:
+                    break
+                position, agreed = cut.start, 0
         device, host = layers[0] if layers else (None, None)
         on_device = self._tokens(device, position)
         return on_device, position if on_device < position else self._tokens(host, position)

@@ -1,4 +1,5 @@
-"""The page index: lookups, reservations, other ways of doing it, many processes, memory, import.
+"""The page index: lookups, reservations, other ways of doing it, many processes, a router, memory,
+import.
 
 Measured from a process that did not create the pool, with all checks of arguments; pages of a
 prompt lie all over the pool. 64 client slots. Every ratio is of medians of repetitions that took
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from lightcache.page_index import geometry
-from lightcache_bench import Row, _contention, _latency, _pool, meets
+from lightcache_bench import Row, _contention, _latency, _pool, _routing, meets
 from lightcache_bench._timing import spread
 
 SIZES = (20_000, 1_000_000)
@@ -48,6 +49,7 @@ def rows(quick: bool) -> Iterator[Row]:
             yield from _latency.beside_doomed(index, quick)
         with _pool.pool(pages, min(prompts, 5)) as index:
             yield from _contention.throughput(index, min(prompts, 5), quick)
+    yield from _routing.routes(quick)
     yield memory()
     yield importing(quick)
 
