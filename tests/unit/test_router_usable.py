@@ -402,30 +402,34 @@ def accepted(
 # ---- against a hybrid manager
 
 
-@pytest.mark.parametrize("tail", [False, True])
+@pytest.mark.parametrize(
+    ("tail", "missing"),
+    [(False, {}), (True, {}), (True, {"slots": None}), (False, {"state_pages": None})],
+)
 @pytest.mark.parametrize(("block", "page"), [(4, 4), (4, 8), (8, 4)])
 def test_a_hybrid_manager_plans_what_a_router_counts(
-    hybrids: Any, block: int, page: int, tail: bool
+    hybrids: Any, block: int, page: int, tail: bool, missing: dict[str, None]
 ) -> None:
-    world = hybrids(block=block, page=page, tail=tail)
+    world = hybrids(block=block, page=page, tail=tail, **missing)
     chance = np.random.default_rng(block * page)
     cache: Cache = world.world.cache
-    host = {PREFIX: cache, POINT: world.states}
-    worker = {PREFIX: world.world.index.name, POINT: world.slots}
-    step, deep = world.hybrid.parts.step, set()
+    host = cache if world.states is None else {PREFIX: cache, POINT: world.states}
+    device = world.world.index.name
+    worker = device if world.slots is None else {PREFIX: device, POINT: world.slots}
+    step, found = world.hybrid.parts.step, set()
     with routed(host, worker, cache.key_spec()) as router:
         for seed in range(40):
             tokens = np.arange(41) + 1000 * seed
             world.compute(Prompt(tokens[: chance.integers(5, 42)]))
             for position in chance.choice(np.arange(step, 41, step), 2, replace=False):
                 world.save(Prompt(tokens), int(position))
-            evicted = (world.slots, world.states, cache, world.world.index)
-            for one in evicted:
-                one.evict(int(chance.choice((0, 0, 1, 4, 64))))
+            for one in (world.slots, world.states, cache, world.world.index):
+                if one is not None:
+                    one.evict(int(chance.choice((0, 0, 1, 4, 64))))
             for prompt in (Prompt(tokens), Prompt(tokens[:33]), Prompt(tokens[:20])):
                 match = world.look(prompt)
                 assert usable(router, prompt) == match.usable
                 choice = router.route(prompt, {"a": 0})
                 assert choice.device_pages * block == match.device_tokens
-                deep.add((match.usable, match.tier))
-    assert len(deep) >= 6, "of many positions, in both tiers"
+                found.add(match.usable)
+    assert len(found) >= 4, "many positions"

@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from support.connecting import held  # noqa: E402
+from support.hybrid_models import hybrid  # noqa: E402
 from support.refusals import refused  # noqa: E402
 from support.scripts import with_support  # noqa: E402
 from support.tiny_models import assert_same, model, prompt  # noqa: E402
@@ -29,9 +30,11 @@ from support.window_models import (  # noqa: E402
     windowed,
 )
 
-from lightcache import Cache, ConfigError, LayoutMismatch  # noqa: E402
+from lightcache import Cache, ConfigError, LayoutMismatch, Router, RouterPolicy  # noqa: E402
 from lightcache.connectors import transformers as lct  # noqa: E402
 from lightcache.connectors.cache_layers import WindowTail  # noqa: E402
+from lightcache.kernels import Rule  # noqa: E402
+from lightcache.prompt import Prompt  # noqa: E402
 
 pytestmark = pytest.mark.models
 
@@ -62,6 +65,33 @@ def ask(connector: lct.Connector, of: Any, ids: Any, *, steps: int = 4) -> tuple
     reused, found = request(connector, of, ids, steps=steps)
     assert_same(found, answered(of, ids, steps=steps))
     return reused, found.tokens
+
+
+# ---- a router beside it
+
+
+@pytest.mark.parametrize("kind", ["Llama4", "Gemma2", "Mistral", "Mamba", "Qwen3Next"])
+def test_a_router_counts_what_is_restored(caches: Callable[..., lct.Caches], kind: str) -> None:
+    made = hybrid(kind) if kind == "Qwen3Next" else windowed(kind)
+    every = caches(made, page=4)
+    layers = lct.describe(made, page_tokens=4).attention
+    host = {of.rule: every.windows.get(of.name, every.kv) for of in layers}
+    if every.states is not None or not layers:
+        host[Rule.point()] = every.states or every.kv
+    policy = RouterPolicy(host_weight=0.0)
+    first, counts = prompt(70), []
+    turns = [first, together(first[:, :40], prompt(20, seed=1)), together(first, prompt(9, seed=2))]
+    with (
+        lct.Connector(every, made, chunk=4) as connector,
+        Router(host, {"one": None}, policy=policy, spec=every.kv.key_spec()) as router,
+    ):
+        for ids in [*turns, *turns, *turns]:
+            if len(counts) > 5:
+                every.all[len(counts) % len(every.all)].evict(1)
+            choice = router.route(Prompt(ids[0].tolist()), {"one": 0})
+            counts.append(ids.shape[1] - choice.costs["one"])
+            assert counts[-1] == ask(connector, made, ids)[0]
+    assert len({*counts}) > 2
 
 
 # ---- two processes
