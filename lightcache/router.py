@@ -453,7 +453,7 @@ class UsablePrefix:
 
     def _accepted(self, device: Source | None, host: Source | None, position: int) -> int:
         """The deepest position up to this one that these layers accept."""
-        on_host = self._tokens(host, position)
+        on_host = self._tokens(host, position)  # first: it is known from another worker
         if on_host == position:
             return position
         on_device = self._tokens(device, position)
@@ -715,9 +715,9 @@ class Router:
         chosen by the prompt's first key. That choice is always the same, so a conversation returns
         to the pages that it left.
 
-        About 2 us a worker and 5 ns a key of its prefix. The keys of a prompt are hashed once for
-        each page size, weights version and router. Of a prompt at most all tokens but the last
-        count, as in a manager's plan.
+        About 4 us a worker and 5 ns a key of its prefix; with a prompt 7 us, and 6 more for each
+        further rule. The keys of a prompt are hashed once for each page size, weights version and
+        router. Of a prompt at most all tokens but the last count, as in a manager's plan.
 
         Args:
             keys: of the prompt's pages, uint64 of shape (n, 2); or, for a router with a `spec`, the
