@@ -148,12 +148,6 @@ class StateSpaces:
                 self._slots.clear(space.device)
             del self._known[key]  # last: after a failure it is cleared again
 
-    def clear_everywhere(self, weights: str, tenant: str | None = None) -> None:
-        """Clear a version or a tenant, also spaces that other processes opened."""
-        if self._host is not None:
-            clear_states(self._host, weights, tenant)
-        self.clear(weights, tenant)
-
 
 def clear_states(states: Cache, weights: str, tenant: str | None = None) -> None:
     """Clear a version, or one of its tenants, in a host cache, whichever process opened it. KV must
@@ -605,6 +599,16 @@ class PathBound:
         return forks
 
 
+def last_ready(index: PageIndex, parts: list[Keys], space: Namespace) -> list[int]:
+    """For each prompt, the number of keys up to its last checkpoint in one tier. A single one is
+    looked up directly: joining arrays would cost more than the lookup."""
+    if len(parts) == 1:
+        return [index.last_ready(parts[0], namespace=space)]
+    keys, offsets = joined(parts)
+    positions: list[int] = index.last_ready_many(keys, offsets, namespace=space).tolist()
+    return positions
+
+
 def _standing(index: PageIndex, keys: Keys, space: Namespace | None) -> Positions:
     """Positions of checkpoints on a path, ascending. They are few among thousands of
     keys, so `last_ready` steps from one to the next, 5 ns a key in all."""
@@ -687,8 +691,9 @@ class Checkpoints:
         if storage is not None and host is None:
             raise ConfigError("checkpoints: storage is read and written through a host cache")
         self.slots, self.host, self.copier, self.storage = slots, host, copier, storage
-        both = ((tier, self._index(tier)) for tier in Tier)
-        self._tiers = [(tier, index) for tier, index in both if index is not None]
+        both = ((tier, tier.value, self._index(tier)) for tier in Tier)
+        self.tiers = [(tier, name, index) for tier, name, index in both if index is not None]
+        """The existing tiers, their names and indexes; the device first."""
         self.write = write if slots is not None else WritePolicy.THROUGH
         if low_water is None:
             low_water = _low_water(slots) if self.write is WritePolicy.BACK else 0
@@ -708,10 +713,6 @@ class Checkpoints:
             return self.slots
         return None if self.host is None else self.host.index
 
-    def tiers(self) -> list[tuple[Tier, PageIndex]]:
-        """The existing tiers with their indexes; the device first."""
-        return self._tiers
-
     # ---- lookup
 
     def last_ready(
@@ -726,8 +727,8 @@ class Checkpoints:
         """
         best: Found | None = None
         keys, first = path.keys[:most], 0
-        for tier, index in self._tiers:
-            if first == len(keys) or (tiers is not None and tier.value not in tiers):
+        for tier, name, index in self.tiers:
+            if first == len(keys) or (tiers is not None and name not in tiers):
                 continue
             rest = keys[first:] if first else keys
             position = index.last_ready(rest, namespace=path.space.of(tier))
@@ -735,18 +736,6 @@ class Checkpoints:
                 first += position
                 best = tier, first
         return best
-
-    def last_ready_many(self, parts: list[Keys], space: StateSpace, tier: Tier) -> list[int]:
-        """For many prompts in one call, in one tier: the number of keys of each part up to its last
-        checkpoint, as `PageIndex.last_ready_many`."""
-        index = self._index(tier)
-        assert index is not None
-        if len(parts) == 1:
-            return [index.last_ready(parts[0], namespace=space.of(tier))]
-        keys, offsets = joined(parts)
-        namespace = space.of(tier)
-        positions: list[int] = index.last_ready_many(keys, offsets, namespace=namespace).tolist()
-        return positions
 
     def plan(self, request: Hashable, path: Path, found: Found, ttl: float) -> bool:
         """Pin a checkpoint tentatively, and drop the request's earlier plan; returns False if the
@@ -934,7 +923,7 @@ class Checkpoints:
             Detached, LockTimeout: as `PageIndex.protect`.
         """
         kept = 0
-        for tier, index in self._tiers:
+        for tier, _, index in self.tiers:
             namespace = path.space.of(tier)
             count = index.last_ready(path.keys, namespace=namespace)
             kept += index.protect(path.key(count), namespace=namespace) if count else 0
@@ -944,14 +933,15 @@ class Checkpoints:
         """Undo `protect` for all checkpoints of a path. Returns how many were protected; errors as
         `protect`."""
         return sum(
-            index.unprotect(path.keys, namespace=path.space.of(tier)) for tier, index in self._tiers
+            index.unprotect(path.keys, namespace=path.space.of(tier))
+            for tier, _, index in self.tiers
         )
 
     def drop(self, path: Path, first: int = 0) -> int:
         """Evict the checkpoints after the first `first` positions of a path, except those in use
         and protected ones. Returns how many were evicted, in both tiers; errors as `protect`."""
         dropped = 0
-        for tier, index in self._tiers:
+        for tier, _, index in self.tiers:
             namespace = path.space.of(tier)
             for position in _standing(index, path.keys, namespace).tolist():
                 if position >= first:
@@ -987,19 +977,13 @@ class Checkpoints:
             self.traffic.moves.paused = False
             self.traffic.poll()
 
-    def clear_weights(self, weights: str, *, everywhere: bool) -> None:
-        """Clear a version on the device and, if `everywhere`, all of it on the host; else only the
-        spaces opened here."""
+    def clear(self, weights: str, tenant: str | None = None, *, everywhere: bool = True) -> None:
+        """Clear a version, or one of its tenants: the spaces opened here and, if `everywhere`,
+        those on the host that other processes opened."""
         with self.lock:
-            if everywhere:
-                self.spaces.clear_everywhere(weights)
-            else:
-                self.spaces.clear(weights)
-
-    def clear_tenant(self, weights: str, tenant: str) -> None:
-        """Clear one tenant of a version, here and on the host, whichever process opened it."""
-        with self.lock:
-            self.spaces.clear_everywhere(weights, tenant)
+            if everywhere and self.host is not None:
+                clear_states(self.host, weights, tenant)
+            self.spaces.clear(weights, tenant)
 
     def poll(self) -> int:
         """Call in each step: notices finished copies, begins waiting ones. Returns the number in
@@ -1072,4 +1056,5 @@ __all__ = [
     "StateTransfers",
     "Tier",
     "clear_states",
+    "last_ready",
 ]

@@ -1202,7 +1202,7 @@ class HybridManager:
         with self._lock:
             version = self.inner.weights.version
             self.manager.begin_update(wait=False)
-            self.checkpoints.clear_weights(version, everywhere=self.inner.weights.ours)
+            self.checkpoints.clear(version, everywhere=self.inner.weights.ours)
         if wait:
             self.inner.traffic.wait(None, timeout)
             self.checkpoints.traffic.moves.wait(None, timeout)
@@ -1210,7 +1210,7 @@ class HybridManager:
     def finish_update(self, version: str) -> None:
         """As `KVCacheManager.finish_update`."""
         with self._lock:
-            self.checkpoints.clear_weights(self.inner.weights.version, everywhere=False)
+            self.checkpoints.clear(self.inner.weights.version, everywhere=False)
             self.manager.finish_update(version)
 
     def clear_tenant(self, tenant: str) -> bool:
@@ -1219,7 +1219,7 @@ class HybridManager:
             weights = self.inner.weights.version
             cleared = self.manager.clear_tenant(tenant)
             if cleared:
-                self.checkpoints.clear_tenant(weights, tenant)
+                self.checkpoints.clear(weights, tenant)
             return cleared
 
     @property

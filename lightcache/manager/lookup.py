@@ -248,7 +248,7 @@ def there(index: PageIndex, packed: list[bytes], space: Namespace) -> list[int]:
     return [i for i, ready in zip(asked, found.tolist(), strict=True) if ready]
 
 
-def peeked(index: PageIndex, parts: list[Keys], space: Namespace) -> list[int]:
+def peeked(index: PageIndex, parts: Sequence[Keys], space: Namespace) -> list[int]:
     """Number of leading ready keys of each part. A single part, as when one request is planned, is
     looked up directly: joining arrays would cost more than the lookup."""
     if len(parts) == 1:
@@ -270,7 +270,7 @@ def pinned(
     return found
 
 
-def joined(parts: list[Keys]) -> tuple[Keys, Offsets]:
+def joined(parts: Sequence[Keys]) -> tuple[Keys, Offsets]:
     """The keys of several requests in one array, and their offsets."""
     offsets = np.zeros(len(parts) + 1, np.int64)
     np.cumsum([len(part) for part in parts], out=offsets[1:])

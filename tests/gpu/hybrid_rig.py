@@ -322,7 +322,7 @@ class Rig:
         self.where.synchronize()
         found: dict[str, list[int]] = {}
         path = self._path(tokens)
-        for tier, index in self.checkpoints.tiers():
+        for tier, _, index in self.checkpoints.tiers:
             found[tier.value] = []
             for at in range(len(path.keys)):
                 with index.match(path.keys[at : at + 1], namespace=path.space.of(tier)) as lease:
