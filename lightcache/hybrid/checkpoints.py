@@ -412,10 +412,11 @@ class StateTransfers:
 
     def _there(self, origin: _Origin, tier: Tier) -> bool:
         """Whether a tier has that checkpoint; False if it does not answer."""
-        index = self._owner.slots if tier is Tier.DEVICE else self._owner.host
         path, key = origin.path, np.ascontiguousarray(origin.path.key(origin.count))
-        with contextlib.suppress(LightcacheError):
-            return index is not None and bool(index.peek(key, namespace=path.space.of(tier)))
+        for each, _, index in self._owner.tiers:
+            if each is tier:
+                with contextlib.suppress(LightcacheError):
+                    return bool(index.peek(key, namespace=path.space.of(tier)))
         return False
 
     # ---- upkeep
@@ -691,8 +692,8 @@ class Checkpoints:
         if storage is not None and host is None:
             raise ConfigError("checkpoints: storage is read and written through a host cache")
         self.slots, self.host, self.copier, self.storage = slots, host, copier, storage
-        both = ((tier, tier.value, self._index(tier)) for tier in Tier)
-        self.tiers = [(tier, name, index) for tier, name, index in both if index is not None]
+        both = zip(Tier, (slots, None if host is None else host.index), strict=True)
+        self.tiers = [(tier, tier.value, index) for tier, index in both if index is not None]
         """The existing tiers, their names and indexes; the device first."""
         self.write = write if slots is not None else WritePolicy.THROUGH
         if low_water is None:
@@ -708,10 +709,9 @@ class Checkpoints:
         self._later: list[int] = []
         """Slots that could not be given back yet."""
 
-    def _index(self, tier: Tier) -> PageIndex | None:
-        if tier is Tier.DEVICE:
-            return self.slots
-        return None if self.host is None else self.host.index
+    def _index(self, tier: Tier) -> PageIndex:
+        """The index of an existing tier."""
+        return next(index for each, _, index in self.tiers if each is tier)
 
     # ---- lookup
 
@@ -745,7 +745,6 @@ class Checkpoints:
         if self._planned.get(request, tier) is not tier:
             self.cancel(request)
         index = self._index(tier)
-        assert index is not None
         self._planned[request] = tier
         key, space = path.key(count), path.space.of(tier)
         return bool(index.plan(request, key, namespace=space, timeout=ttl, frozen=True))
@@ -760,7 +759,6 @@ class Checkpoints:
         if tier is None:
             return None
         index = self._index(tier)
-        assert index is not None
         lease = index.take(request)
         if len(lease):
             return tier, lease
@@ -770,9 +768,8 @@ class Checkpoints:
     def cancel(self, request: Hashable) -> None:
         """Drop a plan. Harmless if there is none."""
         tier = self._planned.pop(request, None)
-        index = None if tier is None else self._index(tier)
-        if index is not None:
-            index.cancel(request)
+        if tier is not None:
+            self._index(tier).cancel(request)
 
     # ---- slots
 
@@ -900,7 +897,6 @@ class Checkpoints:
     def chain(self, tier: Tier, path: Path, count: int) -> Keys:
         """The key of a new checkpoint, preceded by that of the last checkpoint before it."""
         index = self._index(tier)
-        assert index is not None
         before = index.last_ready(path.keys[: count - 1], namespace=path.space.of(tier))
         if not before:
             return path.key(count)
@@ -1021,7 +1017,8 @@ class Checkpoints:
 
     def room(self) -> dict[str, TierCapacity]:
         """Slots and host pages: total, free, and available."""
-        return {"device": capacity_of(self.slots), "host": capacity_of(self._index(Tier.HOST))}
+        rooms = {name: capacity_of(index) for _, name, index in self.tiers}
+        return {tier.value: rooms.get(tier.value, capacity_of(None)) for tier in Tier}
 
     def close(self, timeout: float | None = 10.0) -> None:
         """Wait for copies, give everything back.

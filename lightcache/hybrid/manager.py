@@ -88,6 +88,17 @@ class HybridRequest:
     """Its counts in the statistics."""
 
     @property
+    def own_slots(self) -> RequestSlots:
+        """Its slots.
+
+        Raises:
+            ConfigError: it was not restored.
+        """
+        if self.slots is None:
+            raise ConfigError(f"the request {self.id!r} has no slots; restore it first")
+        return self.slots
+
+    @property
     def busy(self) -> bool:
         """Whether a copy used its slots at the last look."""
         self.transfers = [transfer for transfer in self.transfers if not transfer.over]
@@ -158,6 +169,9 @@ class HybridLoadHandle:
     def __init__(self, request: HybridRequest, kv: LoadHandle) -> None:
         """For `HybridManager.load`."""
         self._request, self._kv = request, kv
+        self._loads: list[BlockTransfer | LoadHandle] = [kv]
+        if request.loading is not None:
+            self._loads.append(request.loading)
 
     @property
     def tokens(self) -> int:
@@ -175,9 +189,8 @@ class HybridLoadHandle:
         Raises:
             TransferFailed: either failed.
         """
-        loading = self._request.loading
-        state = loading is None or loading.done()
-        return self._kv.done() and state
+        finished = [load.done() for load in self._loads]
+        return all(finished)
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until both have finished.
@@ -187,9 +200,8 @@ class HybridLoadHandle:
             TransferFailed: as `done`.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        self._kv.wait(timeout)
-        if self._request.loading is not None:
-            self._request.loading.wait(None if end is None else max(0.0, end - time.monotonic()))
+        for load in self._loads:
+            load.wait(None if end is None else max(0.0, end - time.monotonic()))
 
     def wait_on(self, stream: Any = None) -> None:
         """Let a device stream (None: the current one) wait for both, instead of this thread.
@@ -261,33 +273,6 @@ class Donor:
 
     # ---- while a request runs
 
-    def saving(self, request: HybridRequest, position: int) -> int | None:
-        """See `HybridManager.saving`."""
-        slots = _slots_of(request)
-        if position < 1 or position % self._owner.parts.step:
-            raise ConfigError(
-                f"saving {request.id!r}: expected a position that is a multiple of "
-                f"{self._owner.parts.step}, found {position}; use that of `save_plan`"
-            )
-        if request.states is None:
-            return None
-        # states that found no replacement slot, or waited for a load
-        self._exchange(request, slots)
-        return slots.begin_save(position)
-
-    def save(self, running: list[HybridRequest], positions: list[int], stream: Any) -> list[bool]:
-        """See `HybridManager.save`."""
-        pairs: list[tuple[HybridRequest, int, int]] = []
-        saved = []
-        for request, position in zip(running, positions, strict=True):
-            slot = self.saving(request, position)
-            saved.append(slot is not None)
-            if slot is not None:
-                pairs.append((request, _slots_of(request).working, slot))
-        if pairs:
-            self.copy(pairs, stream)
-        return saved
-
     def copy(self, pairs: list[tuple[HybridRequest, int, int]], stream: Any) -> tuple[Pages, Pages]:
         """Copy from slot to slot of each request, in one launch. Takes over checkpoints that are
         being restored. Returns the sources and targets."""
@@ -305,7 +290,7 @@ class Donor:
 
     def zero(self, running: list[HybridRequest], stream: Any) -> Pages:
         """Set the working slots of these requests to zero. Returns them."""
-        slots = _slots([_slots_of(request).working for request in running])
+        slots = _slots([request.own_slots.working for request in running])
         if running:
             copying = self._owner.copier.zero(slots, stream)
             copied = self._owner.checkpoints.traffic.copied(copying, slots, [])
@@ -313,18 +298,7 @@ class Donor:
                 request.copies.append(copied)
         return slots
 
-    def saved(self, request: HybridRequest, position: int) -> bool:
-        """See `HybridManager.saved`."""
-        slots = _slots_of(request)
-        slots.confirm(position)
-        newest = slots.newest
-        if newest is None or newest.position != position or position > len(request.prompt):
-            return False  # rejected, or from decoding, whose last state is donated at the end
-        if self._owner.checkpoints.slots is None:
-            return self._lend(request, slots, newest)
-        return position in self._exchange(request, slots)
-
-    def _exchange(self, request: HybridRequest, slots: RequestSlots) -> list[int]:
+    def exchange(self, request: HybridRequest, slots: RequestSlots) -> list[int]:
         """Turn saved states of the prompt into checkpoints, if a replacement slot is free for each;
         first the state to keep. Returns the positions of the new checkpoints."""
         checkpoints = self._owner.checkpoints
@@ -345,7 +319,7 @@ class Donor:
                 donated.append(slot.position)
         return donated
 
-    def _lend(self, request: HybridRequest, slots: RequestSlots, newest: Saved) -> bool:
+    def lend(self, request: HybridRequest, slots: RequestSlots, newest: Saved) -> bool:
         """Without device slots for checkpoints: the host gets a copy, the request keeps the
         slot."""
         if not request.sound():
@@ -503,12 +477,6 @@ class Donor:
 
 def _slots(numbers: list[int]) -> Pages:
     return np.array(numbers, np.int32)
-
-
-def _slots_of(request: HybridRequest) -> RequestSlots:
-    if request.slots is None:
-        raise ConfigError(f"the request {request.id!r} has no slots; restore it first")
-    return request.slots
 
 
 # ---- The manager
@@ -948,7 +916,18 @@ class HybridManager:
                 before.
         """
         with self._lock:
-            return self._donor.saving(self._request(request), position)
+            running = self._request(request)
+            slots = running.own_slots
+            if position < 1 or position % self.parts.step:
+                raise ConfigError(
+                    f"saving {request!r}: expected a position that is a multiple of "
+                    f"{self.parts.step}, found {position}; use that of `save_plan`"
+                )
+            if running.states is None:
+                return None
+            # states that found no replacement slot, or waited for a load
+            self._donor.exchange(running, slots)
+            return slots.begin_save(position)
 
     def save(
         self, requests: Sequence[Hashable], positions: Sequence[int], stream: Any = None
@@ -958,7 +937,15 @@ class HybridManager:
         arrived."""
         with self._lock:
             running = [self._request(name) for name in requests]
-            return self._donor.save(running, list(positions), stream)
+            slots = [self.saving(*each) for each in zip(requests, positions, strict=True)]
+            pairs = [
+                (request, request.own_slots.working, slot)
+                for request, slot in zip(running, slots, strict=True)
+                if slot is not None
+            ]
+            if pairs:
+                self._donor.copy(pairs, stream)
+            return [slot is not None for slot in slots]
 
     def saved(self, request: Hashable, position: int) -> bool:
         """Confirm a save: the results of its pass have arrived. A state of the prompt becomes a
@@ -971,7 +958,15 @@ class HybridManager:
             ConfigError: not the oldest save in flight.
         """
         with self._lock:
-            return self._donor.saved(self._request(request), position)
+            running = self._request(request)
+            slots = running.own_slots
+            slots.confirm(position)
+            newest = slots.newest
+            if newest is None or newest.position != position or position > len(running.prompt):
+                return False  # rejected, or from decoding, whose last state is donated at the end
+            if self.checkpoints.slots is None:
+                return self._donor.lend(running, slots, newest)
+            return position in self._donor.exchange(running, slots)
 
     def reject(self, request: Hashable, accepted: int) -> Saved | None:
         """Speculation failed and only the first `accepted` tokens count: see

@@ -121,10 +121,6 @@ class Grid:
         """`floor` over all positions that have a key, where a prompt's last state may be."""
         return tokens // self.fine * self.fine
 
-    def positions(self, begin: int, end: int) -> Tokens:
-        """All positions of the grid in (begin, end], ascending, int64 of shape (n,)."""
-        return np.arange(self.floor(begin) + self.grid, end + 1, self.grid, dtype=np.int64)
-
     def branching(self, kv: int, checkpoint: int) -> int | None:
         """The branching point: the last position of the grid within the cached KV, if it is after
         the last checkpoint, else None.
