@@ -263,6 +263,11 @@ class StateTransfers:
             if ends is not None:
                 ends(ok)
 
+        def over(ok: bool, _: int | None) -> None:
+            self._owner.counts.add(**{"offloads" if ok else "failed_offloads": 1})
+            if ok:
+                self._owner.reached_host(path, count)
+
         with self._owner.lock:
             new = None
             try:
@@ -272,7 +277,13 @@ class StateTransfers:
                     let_go(False)
             if new is None:
                 return None
-            return self._launch(slot, new, path, count, let_go, of)
+            slots = np.full(int(new.new[0]) + 1, -1, np.int64)
+            slots[-1] = slot
+            touched, backend = np.array([slot], np.int32), self._backend
+            assert backend is not None
+            return self.moves.begin(
+                touched, backend, backend.offload, new, (slots,), over, of=of, ends=let_go
+            )
 
     def _reserved(self, path: Path, count: int) -> Reservation | None:
         owner = self._owner
@@ -295,30 +306,6 @@ class StateTransfers:
         owner.counts.add(no_room=len(new.missing))
         new.release()
         return None
-
-    def _launch(
-        self,
-        slot: int,
-        new: Reservation,
-        path: Path,
-        count: int,
-        let_go: Ends,
-        of: list[BlockTransfer] | None,
-    ) -> BlockTransfer:
-        owner, backend = self._owner, self._backend
-        assert backend is not None
-        slots = np.full(int(new.new[0]) + 1, -1, np.int64)
-        slots[-1] = slot
-
-        def over(ok: bool, _: int | None) -> None:
-            owner.counts.add(**{"offloads" if ok else "failed_offloads": 1})
-            if ok:
-                owner.reached_host(path, count)
-
-        touched = np.array([slot], np.int32)
-        return self.moves.begin(
-            touched, backend, backend.offload, new, (slots,), over, of=of, ends=let_go
-        )
 
     # ---- from the host
 

@@ -34,6 +34,7 @@ from lightcache.hybrid.saving import (
     check_features,
 )
 from lightcache.leases import Lease
+from lightcache.manager.limits import seconds_of
 from lightcache.manager.load import LoadHandle, wait_on
 from lightcache.manager.lookup import LookupBatch, LookupRequest, begin_when_read
 from lightcache.manager.manager import KVCacheManager
@@ -1175,9 +1176,10 @@ class HybridManager:
 
         Raises:
             WaitTimeout: some are still in flight; all is paused.
+            ConfigError: no number of seconds; nothing is paused.
         """
+        timeout = seconds_of(timeout)
         with self._lock:
-            self.inner.traffic.paused = True
             self.checkpoints.traffic.moves.paused = True
         self.manager.pause(timeout)
         self.checkpoints.pause(timeout)

@@ -48,11 +48,6 @@ class HybridParts:
         return self.manager.state
 
     @property
-    def owned(self) -> bool:
-        """Whether the manager evicts blocks of the device."""
-        return self.manager.device.owned
-
-    @property
     def by_blocks(self) -> bool:
         """Whether keys are those of device blocks, not of host pages."""
         return self.grid.block_tokens <= self.grid.page_tokens
@@ -403,7 +398,7 @@ class HybridPlanner:
         the last checkpoint within it is chosen.
         """
         parts, device_tokens, plan.ends = self._parts, plan.given, False
-        if device_tokens is None and parts.owned:
+        if device_tokens is None and parts.manager.device.owned:
             self._choose(plan, plan.most // parts.step)
             if plan.found is None or self._stands(plan):
                 return False
