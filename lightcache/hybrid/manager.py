@@ -64,16 +64,13 @@ Taken = tuple[Tier, Lease]
 class HybridRequest:
     """One request, from `take` until no copy uses its slots any more."""
 
-    id: Hashable
-    prompt: Prompt
-    options: RequestOptions
+    inner: Request
+    """Its request in the KV manager."""
     match: HybridMatch
     states: StateSpace | None
     """None: it saves no checkpoints."""
     found: Taken | None
     """Until it is restored."""
-    running: Request
-    """Its request in the KV manager."""
     slots: RequestSlots | None = None
     """Its slots, from `restore` on."""
     loading: BlockTransfer | None = None
@@ -96,7 +93,7 @@ class HybridRequest:
             ConfigError: it was not restored.
         """
         if self.slots is None:
-            raise ConfigError(f"the request {self.id!r} has no slots; restore it first")
+            raise ConfigError(f"the request {self.inner.id!r} has no slots; restore it first")
         return self.slots
 
     @property
@@ -114,10 +111,10 @@ class HybridRequest:
     def sound(self) -> bool:
         """Whether both of its loads have finished and succeeded. Until then no other request may
         find what it computes after them. Does not block."""
-        if self.running.match.load > 0 and self.running.loading is None:
+        if self.inner.match.load > 0 and self.inner.loading is None:
             return False  # not loaded yet, or the manager had disabled itself
         return all(
-            _went_well(load) for load in (self.loading, self.running.loading) if load is not None
+            _went_well(load) for load in (self.loading, self.inner.loading) if load is not None
         )
 
     def let_go(self) -> None:
@@ -228,7 +225,7 @@ class TailEviction:
 
     def note(self, request: HybridRequest) -> None:
         """Note a request that ends, before the KV manager releases it."""
-        owner, running = self._owner, self._owner.inner.requests.get(request.id)
+        owner, running = self._owner, self._owner.inner.requests.get(request.inner.id)
         if not owner.config.drop_tails or request.states is None or running is None:
             return
         if running.space is not None:
@@ -303,7 +300,7 @@ class Donor:
         """Turn saved states of the prompt into checkpoints, if a replacement slot is free for each;
         first the state to keep. Returns the positions of the new checkpoints."""
         checkpoints = self._owner.checkpoints
-        waiting = [state for state in slots.confirmed if state.position <= len(request.prompt)]
+        waiting = [state for state in slots.confirmed if state.position <= request.match.tokens]
         if checkpoints.slots is None or not waiting or not request.sound():
             return []
         donated = []
@@ -347,7 +344,7 @@ class Donor:
             state.slot,
             path,
             state.position // owner.parts.step,
-            host="host" in request.options.tiers,
+            host="host" in request.inner.options.tiers,
             fork=state.position == request.match.branching,
             of=request.transfers,
             ends=ends,
@@ -357,7 +354,7 @@ class Donor:
     def _path(self, request: HybridRequest, position: int) -> Path | None:
         """None: the request may not save, or its keys are unknown since its tokens were not
         reported."""
-        owner, running = self._owner, self._owner.inner.requests.get(request.id)
+        owner, running = self._owner, self._owner.inner.requests.get(request.inner.id)
         if request.states is None or running is None or running.space is None:
             return None
         every = running.device_chain if owner.parts.by_blocks else running.host_chain
@@ -438,7 +435,7 @@ class Donor:
 
     def _last(self, request: HybridRequest, kept: int | None, position: int | None) -> list[Saved]:
         """The saved states to donate: the newest, preceded by the one to keep."""
-        running, slots = self._owner.inner.requests.get(request.id), request.slots
+        running, slots = self._owner.inner.requests.get(request.inner.id), request.slots
         if slots is None or running is None or request.states is None or not request.sound():
             return []
         limit = running.publishable()
@@ -473,7 +470,7 @@ class Donor:
     def slots_alone(self) -> int:
         """Of these, those whose KV has been given back already."""
         has_ended = self._owner.manager.has_ended
-        return sum([has_ended(request.running) for request in self._ending])
+        return sum([has_ended(request.inner) for request in self._ending])
 
 
 def _slots(numbers: list[int]) -> Pages:
@@ -730,9 +727,7 @@ class HybridManager:
         states = None
         if inner.space is not None and inner.options.write and "device" in inner.options.tiers:
             states = self.parts.states_of(inner.space)
-        running = HybridRequest(
-            request, inner.prompt, inner.options, match, states, checkpoint, inner
-        )
+        running = HybridRequest(inner, match, states, checkpoint)
         inner.sound = running.sound
         running.counted = Counts(
             requests=1, usable_tokens=match.usable, unusable_tokens=match.unusable
@@ -782,7 +777,7 @@ class HybridManager:
             running = [self._request(name) for name in requests]
             for request in running:
                 if request.slots is not None:
-                    raise ConfigError(f"restore: the request {request.id!r} has its slots already")
+                    raise ConfigError(f"restore: {request.inner.id!r} has its slots already")
             numbers_of = self._acquired(len(running)) if slots is None else slots
             slots_of = [
                 RequestSlots(
@@ -817,7 +812,7 @@ class HybridManager:
                 pairs.append((request, int(request.found[1].pages[0]), slots.working))
             else:
                 (_, lease), request.found = request.found, None
-                request.loading = loads[request.id] = traffic.load(
+                request.loading = loads[request.inner.id] = traffic.load(
                     lease, slots.working, request.transfers
                 )
         working = _slots([slots.working for slots in slots_of])
@@ -882,12 +877,13 @@ class HybridManager:
 
     def _begin_anew(self, running: HybridRequest, limit: int) -> None:
         """Plan and take again, with at most `limit` tokens."""
-        del self._requests[running.id]
+        inner = running.inner
+        del self._requests[inner.id]
         running.let_go()
         self.checkpoints.counts.subtract(running.counted)
-        self.manager.untake(running.id)
-        self.plan(running.id, running.prompt, options=running.options, limit=limit)
-        self._begin(running.id)
+        self.manager.untake(inner.id)
+        self.plan(inner.id, inner.prompt, options=inner.options, limit=limit)
+        self._begin(inner.id)
 
     # ---- saving
 
@@ -902,7 +898,11 @@ class HybridManager:
         with self._lock:
             running = self._request(request)
             stretch = Stretch(
-                begin, end, len(running.prompt), running.match.checkpoint, running.match.branching
+                begin,
+                end,
+                running.match.tokens,
+                running.match.checkpoint,
+                running.match.branching,
             )
             if running.states is None:
                 return SavePlan(begin, end, None)
@@ -963,7 +963,7 @@ class HybridManager:
             slots = running.own_slots
             slots.confirm(position)
             newest = slots.newest
-            if newest is None or newest.position != position or position > len(running.prompt):
+            if newest is None or newest.position != position or position > running.match.tokens:
                 return False  # rejected, or from decoding, whose last state is donated at the end
             if self.checkpoints.slots is None:
                 return self._donor.lend(running, slots, newest)
