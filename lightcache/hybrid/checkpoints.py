@@ -114,7 +114,7 @@ class StateSpaces:
     def _usable(self, kv: Namespace) -> StateSpace | None:
         """The state space opened here for this very KV namespace, unless it was cleared."""
         space = self._known.get((kv.weights, kv.tenant))
-        if space is None or space.kv != kv:
+        if space is None or (space.kv is not kv and space.kv != kv):  # nearly always the same
             return None
         if space.host is None or self._host is None:
             return space
