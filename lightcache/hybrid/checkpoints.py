@@ -114,7 +114,7 @@ class StateSpaces:
     def _usable(self, kv: Namespace) -> StateSpace | None:
         """The state space opened here for this very KV namespace, unless it was cleared."""
         space = self._known.get((kv.weights, kv.tenant))
-        if space is None or space.kv != kv:
+        if space is None or (space.kv is not kv and space.kv != kv):  # nearly always the same
             return None
         if space.host is None or self._host is None:
             return space
@@ -147,12 +147,6 @@ class StateSpaces:
             if self._slots is not None and space.device is not None:
                 self._slots.clear(space.device)
             del self._known[key]  # last: after a failure it is cleared again
-
-    def clear_everywhere(self, weights: str, tenant: str | None = None) -> None:
-        """Clear a version or a tenant, also spaces that other processes opened."""
-        if self._host is not None:
-            clear_states(self._host, weights, tenant)
-        self.clear(weights, tenant)
 
 
 def clear_states(states: Cache, weights: str, tenant: str | None = None) -> None:
@@ -269,6 +263,11 @@ class StateTransfers:
             if ends is not None:
                 ends(ok)
 
+        def over(ok: bool, _: int | None) -> None:
+            self._owner.counts.add(**{"offloads" if ok else "failed_offloads": 1})
+            if ok:
+                self._owner.reached_host(path, count)
+
         with self._owner.lock:
             new = None
             try:
@@ -278,7 +277,13 @@ class StateTransfers:
                     let_go(False)
             if new is None:
                 return None
-            return self._launch(slot, new, path, count, let_go, of)
+            slots = np.full(int(new.new[0]) + 1, -1, np.int64)
+            slots[-1] = slot
+            touched, backend = np.array([slot], np.int32), self._backend
+            assert backend is not None
+            return self.moves.begin(
+                touched, backend, backend.offload, new, (slots,), over, of=of, ends=let_go
+            )
 
     def _reserved(self, path: Path, count: int) -> Reservation | None:
         owner = self._owner
@@ -301,30 +306,6 @@ class StateTransfers:
         owner.counts.add(no_room=len(new.missing))
         new.release()
         return None
-
-    def _launch(
-        self,
-        slot: int,
-        new: Reservation,
-        path: Path,
-        count: int,
-        let_go: Ends,
-        of: list[BlockTransfer] | None,
-    ) -> BlockTransfer:
-        owner, backend = self._owner, self._backend
-        assert backend is not None
-        slots = np.full(int(new.new[0]) + 1, -1, np.int64)
-        slots[-1] = slot
-
-        def over(ok: bool, _: int | None) -> None:
-            owner.counts.add(**{"offloads" if ok else "failed_offloads": 1})
-            if ok:
-                owner.reached_host(path, count)
-
-        touched = np.array([slot], np.int32)
-        return self.moves.begin(
-            touched, backend, backend.offload, new, (slots,), over, of=of, ends=let_go
-        )
 
     # ---- from the host
 
@@ -418,10 +399,11 @@ class StateTransfers:
 
     def _there(self, origin: _Origin, tier: Tier) -> bool:
         """Whether a tier has that checkpoint; False if it does not answer."""
-        index = self._owner.slots if tier is Tier.DEVICE else self._owner.host
         path, key = origin.path, np.ascontiguousarray(origin.path.key(origin.count))
-        with contextlib.suppress(LightcacheError):
-            return index is not None and bool(index.peek(key, namespace=path.space.of(tier)))
+        for each, _, index in self._owner.tiers:
+            if each is tier:
+                with contextlib.suppress(LightcacheError):
+                    return bool(index.peek(key, namespace=path.space.of(tier)))
         return False
 
     # ---- upkeep
@@ -605,6 +587,16 @@ class PathBound:
         return forks
 
 
+def last_ready(index: PageIndex, parts: list[Keys], space: Namespace) -> list[int]:
+    """For each prompt, the number of keys up to its last checkpoint in one tier. A single one is
+    looked up directly: joining arrays would cost more than the lookup."""
+    if len(parts) == 1:
+        return [index.last_ready(parts[0], namespace=space)]
+    keys, offsets = joined(parts)
+    positions: list[int] = index.last_ready_many(keys, offsets, namespace=space).tolist()
+    return positions
+
+
 def _standing(index: PageIndex, keys: Keys, space: Namespace | None) -> Positions:
     """Positions of checkpoints on a path, ascending. They are few among thousands of
     keys, so `last_ready` steps from one to the next, 5 ns a key in all."""
@@ -687,8 +679,9 @@ class Checkpoints:
         if storage is not None and host is None:
             raise ConfigError("checkpoints: storage is read and written through a host cache")
         self.slots, self.host, self.copier, self.storage = slots, host, copier, storage
-        both = ((tier, self._index(tier)) for tier in Tier)
-        self._tiers = [(tier, index) for tier, index in both if index is not None]
+        both = zip(Tier, (slots, None if host is None else host.index), strict=True)
+        self.tiers = [(tier, tier.value, index) for tier, index in both if index is not None]
+        """The existing tiers, their names and indexes; the device first."""
         self.write = write if slots is not None else WritePolicy.THROUGH
         if low_water is None:
             low_water = _low_water(slots) if self.write is WritePolicy.BACK else 0
@@ -703,14 +696,9 @@ class Checkpoints:
         self._later: list[int] = []
         """Slots that could not be given back yet."""
 
-    def _index(self, tier: Tier) -> PageIndex | None:
-        if tier is Tier.DEVICE:
-            return self.slots
-        return None if self.host is None else self.host.index
-
-    def tiers(self) -> list[tuple[Tier, PageIndex]]:
-        """The existing tiers with their indexes; the device first."""
-        return self._tiers
+    def _index(self, tier: Tier) -> PageIndex:
+        """The index of an existing tier."""
+        return next(index for each, _, index in self.tiers if each is tier)
 
     # ---- lookup
 
@@ -726,8 +714,8 @@ class Checkpoints:
         """
         best: Found | None = None
         keys, first = path.keys[:most], 0
-        for tier, index in self._tiers:
-            if first == len(keys) or (tiers is not None and tier.value not in tiers):
+        for tier, name, index in self.tiers:
+            if first == len(keys) or (tiers is not None and name not in tiers):
                 continue
             rest = keys[first:] if first else keys
             position = index.last_ready(rest, namespace=path.space.of(tier))
@@ -735,18 +723,6 @@ class Checkpoints:
                 first += position
                 best = tier, first
         return best
-
-    def last_ready_many(self, parts: list[Keys], space: StateSpace, tier: Tier) -> list[int]:
-        """For many prompts in one call, in one tier: the number of keys of each part up to its last
-        checkpoint, as `PageIndex.last_ready_many`."""
-        index = self._index(tier)
-        assert index is not None
-        if len(parts) == 1:
-            return [index.last_ready(parts[0], namespace=space.of(tier))]
-        keys, offsets = joined(parts)
-        namespace = space.of(tier)
-        positions: list[int] = index.last_ready_many(keys, offsets, namespace=namespace).tolist()
-        return positions
 
     def plan(self, request: Hashable, path: Path, found: Found, ttl: float) -> bool:
         """Pin a checkpoint tentatively, and drop the request's earlier plan; returns False if the
@@ -756,7 +732,6 @@ class Checkpoints:
         if self._planned.get(request, tier) is not tier:
             self.cancel(request)
         index = self._index(tier)
-        assert index is not None
         self._planned[request] = tier
         key, space = path.key(count), path.space.of(tier)
         return bool(index.plan(request, key, namespace=space, timeout=ttl, frozen=True))
@@ -771,7 +746,6 @@ class Checkpoints:
         if tier is None:
             return None
         index = self._index(tier)
-        assert index is not None
         lease = index.take(request)
         if len(lease):
             return tier, lease
@@ -781,9 +755,8 @@ class Checkpoints:
     def cancel(self, request: Hashable) -> None:
         """Drop a plan. Harmless if there is none."""
         tier = self._planned.pop(request, None)
-        index = None if tier is None else self._index(tier)
-        if index is not None:
-            index.cancel(request)
+        if tier is not None:
+            self._index(tier).cancel(request)
 
     # ---- slots
 
@@ -911,7 +884,6 @@ class Checkpoints:
     def chain(self, tier: Tier, path: Path, count: int) -> Keys:
         """The key of a new checkpoint, preceded by that of the last checkpoint before it."""
         index = self._index(tier)
-        assert index is not None
         before = index.last_ready(path.keys[: count - 1], namespace=path.space.of(tier))
         if not before:
             return path.key(count)
@@ -934,7 +906,7 @@ class Checkpoints:
             Detached, LockTimeout: as `PageIndex.protect`.
         """
         kept = 0
-        for tier, index in self._tiers:
+        for tier, _, index in self.tiers:
             namespace = path.space.of(tier)
             count = index.last_ready(path.keys, namespace=namespace)
             kept += index.protect(path.key(count), namespace=namespace) if count else 0
@@ -944,14 +916,15 @@ class Checkpoints:
         """Undo `protect` for all checkpoints of a path. Returns how many were protected; errors as
         `protect`."""
         return sum(
-            index.unprotect(path.keys, namespace=path.space.of(tier)) for tier, index in self._tiers
+            index.unprotect(path.keys, namespace=path.space.of(tier))
+            for tier, _, index in self.tiers
         )
 
     def drop(self, path: Path, first: int = 0) -> int:
         """Evict the checkpoints after the first `first` positions of a path, except those in use
         and protected ones. Returns how many were evicted, in both tiers; errors as `protect`."""
         dropped = 0
-        for tier, index in self._tiers:
+        for tier, _, index in self.tiers:
             namespace = path.space.of(tier)
             for position in _standing(index, path.keys, namespace).tolist():
                 if position >= first:
@@ -987,19 +960,13 @@ class Checkpoints:
             self.traffic.moves.paused = False
             self.traffic.poll()
 
-    def clear_weights(self, weights: str, *, everywhere: bool) -> None:
-        """Clear a version on the device and, if `everywhere`, all of it on the host; else only the
-        spaces opened here."""
+    def clear(self, weights: str, tenant: str | None = None, *, everywhere: bool = True) -> None:
+        """Clear a version, or one of its tenants: the spaces opened here and, if `everywhere`,
+        those on the host that other processes opened."""
         with self.lock:
-            if everywhere:
-                self.spaces.clear_everywhere(weights)
-            else:
-                self.spaces.clear(weights)
-
-    def clear_tenant(self, weights: str, tenant: str) -> None:
-        """Clear one tenant of a version, here and on the host, whichever process opened it."""
-        with self.lock:
-            self.spaces.clear_everywhere(weights, tenant)
+            if everywhere and self.host is not None:
+                clear_states(self.host, weights, tenant)
+            self.spaces.clear(weights, tenant)
 
     def poll(self) -> int:
         """Call in each step: notices finished copies, begins waiting ones. Returns the number in
@@ -1037,7 +1004,8 @@ class Checkpoints:
 
     def room(self) -> dict[str, TierCapacity]:
         """Slots and host pages: total, free, and available."""
-        return {"device": capacity_of(self.slots), "host": capacity_of(self._index(Tier.HOST))}
+        rooms = {name: capacity_of(index) for _, name, index in self.tiers}
+        return {tier.value: rooms.get(tier.value, capacity_of(None)) for tier in Tier}
 
     def close(self, timeout: float | None = 10.0) -> None:
         """Wait for copies, give everything back.
@@ -1072,4 +1040,5 @@ __all__ = [
     "StateTransfers",
     "Tier",
     "clear_states",
+    "last_ready",
 ]

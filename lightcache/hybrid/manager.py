@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import numpy as np
 
 from lightcache._arguments import Pages
 from lightcache.errors import ConfigError, LeaseLost, LightcacheError, OutOfPages, TransferFailed
-from lightcache.hashing import Tokens
 from lightcache.hybrid.checkpoints import (
     Checkpoints,
     CheckpointStats,
@@ -35,8 +34,9 @@ from lightcache.hybrid.saving import (
     check_features,
 )
 from lightcache.leases import Lease
+from lightcache.manager.limits import seconds_of
 from lightcache.manager.load import LoadHandle, wait_on
-from lightcache.manager.lookup import LookupBatch, LookupRequest, wait_for_read
+from lightcache.manager.lookup import LookupBatch, LookupRequest, begin_when_read
 from lightcache.manager.manager import KVCacheManager
 from lightcache.manager.request import (
     ANY,
@@ -64,16 +64,13 @@ Taken = tuple[Tier, Lease]
 class HybridRequest:
     """One request, from `take` until no copy uses its slots any more."""
 
-    id: Hashable
-    prompt: Prompt
-    options: RequestOptions
+    inner: Request
+    """Its request in the KV manager."""
     match: HybridMatch
     states: StateSpace | None
     """None: it saves no checkpoints."""
     found: Taken | None
     """Until it is restored."""
-    running: Request
-    """Its request in the KV manager."""
     slots: RequestSlots | None = None
     """Its slots, from `restore` on."""
     loading: BlockTransfer | None = None
@@ -87,6 +84,17 @@ class HybridRequest:
 
     counted: Counts = field(default_factory=Counts)
     """Its counts in the statistics."""
+
+    @property
+    def own_slots(self) -> RequestSlots:
+        """Its slots.
+
+        Raises:
+            ConfigError: it was not restored.
+        """
+        if self.slots is None:
+            raise ConfigError(f"the request {self.inner.id!r} has no slots; restore it first")
+        return self.slots
 
     @property
     def busy(self) -> bool:
@@ -103,10 +111,10 @@ class HybridRequest:
     def sound(self) -> bool:
         """Whether both of its loads have finished and succeeded. Until then no other request may
         find what it computes after them. Does not block."""
-        if self.running.match.load > 0 and self.running.loading is None:
+        if self.inner.match.load > 0 and self.inner.loading is None:
             return False  # not loaded yet, or the manager had disabled itself
         return all(
-            _went_well(load) for load in (self.loading, self.running.loading) if load is not None
+            _went_well(load) for load in (self.loading, self.inner.loading) if load is not None
         )
 
     def let_go(self) -> None:
@@ -159,6 +167,9 @@ class HybridLoadHandle:
     def __init__(self, request: HybridRequest, kv: LoadHandle) -> None:
         """For `HybridManager.load`."""
         self._request, self._kv = request, kv
+        self._loads: list[BlockTransfer | LoadHandle] = [kv]
+        if request.loading is not None:
+            self._loads.append(request.loading)
 
     @property
     def tokens(self) -> int:
@@ -176,9 +187,8 @@ class HybridLoadHandle:
         Raises:
             TransferFailed: either failed.
         """
-        loading = self._request.loading
-        state = loading is None or loading.done()
-        return self._kv.done() and state
+        finished = [load.done() for load in self._loads]
+        return all(finished)
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until both have finished.
@@ -188,9 +198,8 @@ class HybridLoadHandle:
             TransferFailed: as `done`.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        self._kv.wait(timeout)
-        if self._request.loading is not None:
-            self._request.loading.wait(None if end is None else max(0.0, end - time.monotonic()))
+        for load in self._loads:
+            load.wait(None if end is None else max(0.0, end - time.monotonic()))
 
     def wait_on(self, stream: Any = None) -> None:
         """Let a device stream (None: the current one) wait for both, instead of this thread.
@@ -203,93 +212,7 @@ class HybridLoadHandle:
             wait_on(self._request.loading, stream)
 
 
-def restore(
-    owner: HybridManager,
-    running: list[HybridRequest],
-    slots: Sequence[Sequence[int]] | None,
-    stream: Any,
-) -> Restored:
-    """See `HybridManager.restore`."""
-    for request in running:
-        if request.slots is not None:
-            raise ConfigError(f"restore: the request {request.id!r} has its slots already")
-    ahead = owner.config.ahead
-    numbers_of = _acquired(owner, len(running)) if slots is None else slots
-    slots_of = [
-        RequestSlots(numbers[0], numbers[1:], ahead=ahead, keep=request.match.branching)
-        for request, numbers in zip(running, numbers_of, strict=True)
-    ]
-    for request, request_slots in zip(running, slots_of, strict=True):
-        request.slots = request_slots
-    return _launch(owner, running, slots_of, stream)
-
-
-def _acquired(owner: HybridManager, requests: int) -> list[list[int]]:
-    """Slots for each request: only a working slot if there are too few."""
-    needed = RequestSlots.needed(owner.config.ahead) if owner.config.alternating else 0
-    try:
-        every = owner.checkpoints.acquire(requests * (1 + needed))
-    except OutOfPages:
-        every = owner.checkpoints.acquire(requests)
-    numbers: list[list[int]] = every.reshape(requests, -1).tolist() if requests else []
-    return numbers
-
-
-def _launch(
-    owner: HybridManager, running: list[HybridRequest], slots_of: list[RequestSlots], stream: Any
-) -> Restored:
-    traffic, loads = owner.checkpoints.traffic, {}
-    pairs: list[tuple[HybridRequest, int, int]] = []
-    empty: list[tuple[HybridRequest, int]] = []
-    for request, slots in zip(running, slots_of, strict=True):
-        if request.found is None:
-            empty.append((request, slots.working))
-        elif request.found[0] is Tier.DEVICE:
-            pairs.append((request, int(request.found[1].pages[0]), slots.working))
-        else:
-            (_, lease), request.found = request.found, None
-            request.loading = loads[request.id] = traffic.load(
-                lease, slots.working, request.transfers
-            )
-    zeroed = _slots([slot for _, slot in empty])
-    sources, targets = _slots([pair[1] for pair in pairs]), _slots([pair[2] for pair in pairs])
-    zero([request for request, _ in empty], zeroed, owner, stream)
-    if pairs:
-        copying = owner.copier.copy(sources, targets, stream)
-        leases = []
-        for request, _, _ in pairs:
-            assert request.found is not None
-            leases.append(request.found[1])
-            request.found = None
-        copied = traffic.copied(copying, targets, leases)
-        for request, _, _ in pairs:
-            request.copies.append(copied)
-        owner.checkpoints.counts.add(copies=len(pairs))
-    return Restored(_slots([slots.working for slots in slots_of]), sources, targets, zeroed, loads)
-
-
-def zero(running: list[HybridRequest], slots: Pages, owner: HybridManager, stream: Any) -> None:
-    """Set working slots to zero, on the computing stream."""
-    if not len(slots):
-        return
-    copied = owner.checkpoints.traffic.copied(owner.copier.zero(slots, stream), slots, [])
-    for request in running:
-        request.copies.append(copied)
-
-
-def _slots(numbers: list[int]) -> Pages:
-    return np.array(numbers, np.int32)
-
-
 # ---- Tail eviction: KV after the last checkpoint of a path
-
-
-@dataclass(eq=False)
-class _Tail:
-    """The tail of a request that ended."""
-
-    running: Request
-    path: Path
 
 
 class TailEviction:
@@ -298,37 +221,36 @@ class TailEviction:
     def __init__(self, owner: HybridManager) -> None:
         """Notes no request yet."""
         self._owner = owner
-        self._waiting: list[_Tail] = []
+        self._waiting: list[tuple[Request, Path]] = []
 
     def note(self, request: HybridRequest) -> None:
         """Note a request that ends, before the KV manager releases it."""
-        owner, running = self._owner, self._owner.inner.requests.get(request.id)
+        owner, running = self._owner, self._owner.inner.requests.get(request.inner.id)
         if not owner.config.drop_tails or request.states is None or running is None:
             return
         if running.space is not None:
             chain = running.device_chain if owner.parts.by_blocks else running.host_chain
             path = Path(owner.parts.strided(chain.keys), request.states)
-            self._waiting.append(_Tail(running, path))
+            self._waiting.append((running, path))
 
     def poll(self) -> None:
         """Evict tails that no copy uses any more."""
         still = []
-        for tail in self._waiting:
-            if self._owner.manager.has_ended(tail.running):
+        for running, path in self._waiting:
+            if self._owner.manager.has_ended(running):
                 with contextlib.suppress(LightcacheError):  # then eviction takes it in its order
-                    self._drop(tail)
+                    self._drop(running, path)
             else:
-                still.append(tail)
+                still.append((running, path))
         self._waiting = still
 
-    def _drop(self, tail: _Tail) -> None:
-        owner, request = self._owner, tail.running
-        manager, space = owner.manager, request.space
+    def _drop(self, request: Request, path: Path) -> None:
+        owner, space = self._owner, request.space
         if space is None or not owner.inner.weights.good(space):
             return
-        last_ready = owner.checkpoints.last_ready(tail.path)
+        last_ready = owner.checkpoints.last_ready(path)
         begin = 0 if last_ready is None else last_ready[1] * owner.parts.step
-        dropped = manager.drop_keys(
+        dropped = owner.manager.drop_keys(
             space, request.host_chain.keys, request.device_chain.keys, begin
         )
         owner.checkpoints.counts.add(dropped_tokens=sum(dropped.values()))
@@ -349,58 +271,36 @@ class Donor:
 
     # ---- while a request runs
 
-    def saving(self, request: HybridRequest, position: int) -> int | None:
-        """See `HybridManager.saving`."""
-        slots = _slots_of(request)
-        if position < 1 or position % self._owner.parts.step:
-            raise ConfigError(
-                f"saving {request.id!r}: expected a position that is a multiple of "
-                f"{self._owner.parts.step}, found {position}; use that of `save_plan`"
-            )
-        if request.states is None:
-            return None
-        # states that found no replacement slot, or waited for a load
-        self._exchange(request, slots)
-        return slots.begin_save(position)
-
-    def save(self, running: list[HybridRequest], positions: list[int], stream: Any) -> list[bool]:
-        """See `HybridManager.save`."""
-        pairs: list[tuple[HybridRequest, int, int]] = []
-        saved = []
-        for request, position in zip(running, positions, strict=True):
-            slot = self.saving(request, position)
-            saved.append(slot is not None)
-            if slot is not None:
-                pairs.append((request, _slots_of(request).working, slot))
-        if pairs:
-            self._copy(pairs, stream)
-        return saved
-
-    def _copy(self, pairs: list[tuple[HybridRequest, int, int]], stream: Any) -> None:
-        owner = self._owner
-        sources = np.array([pair[1] for pair in pairs], np.int32)
-        targets = np.array([pair[2] for pair in pairs], np.int32)
+    def copy(self, pairs: list[tuple[HybridRequest, int, int]], stream: Any) -> tuple[Pages, Pages]:
+        """Copy from slot to slot of each request, in one launch. Takes over checkpoints that are
+        being restored. Returns the sources and targets."""
+        owner, leases = self._owner, []
+        sources, targets = _slots([pair[1] for pair in pairs]), _slots([pair[2] for pair in pairs])
         copying = owner.copier.copy(sources, targets, stream)
-        copied = owner.checkpoints.traffic.copied(copying, targets, [])
+        for request, _, _ in pairs:
+            taken, request.found = request.found, None
+            if taken is not None:
+                leases.append(taken[1])
+        copied = owner.checkpoints.traffic.copied(copying, targets, leases)
         for request, _, _ in pairs:
             request.copies.append(copied)
+        return sources, targets
 
-    def saved(self, request: HybridRequest, position: int) -> bool:
-        """See `HybridManager.saved`."""
-        slots = _slots_of(request)
-        slots.confirm(position)
-        newest = slots.newest
-        if newest is None or newest.position != position or position > len(request.prompt):
-            return False  # rejected, or from decoding, whose last state is donated at the end
-        if self._owner.checkpoints.slots is None:
-            return self._lend(request, slots, newest)
-        return position in self._exchange(request, slots)
+    def zero(self, running: list[HybridRequest], stream: Any) -> Pages:
+        """Set the working slots of these requests to zero. Returns them."""
+        slots = _slots([request.own_slots.working for request in running])
+        if running:
+            copying = self._owner.copier.zero(slots, stream)
+            copied = self._owner.checkpoints.traffic.copied(copying, slots, [])
+            for request in running:
+                request.copies.append(copied)
+        return slots
 
-    def _exchange(self, request: HybridRequest, slots: RequestSlots) -> list[int]:
+    def exchange(self, request: HybridRequest, slots: RequestSlots) -> list[int]:
         """Turn saved states of the prompt into checkpoints, if a replacement slot is free for each;
         first the state to keep. Returns the positions of the new checkpoints."""
         checkpoints = self._owner.checkpoints
-        waiting = [state for state in slots.confirmed if state.position <= len(request.prompt)]
+        waiting = [state for state in slots.confirmed if state.position <= request.match.tokens]
         if checkpoints.slots is None or not waiting or not request.sound():
             return []
         donated = []
@@ -417,7 +317,7 @@ class Donor:
                 donated.append(slot.position)
         return donated
 
-    def _lend(self, request: HybridRequest, slots: RequestSlots, newest: Saved) -> bool:
+    def lend(self, request: HybridRequest, slots: RequestSlots, newest: Saved) -> bool:
         """Without device slots for checkpoints: the host gets a copy, the request keeps the
         slot."""
         if not request.sound():
@@ -444,7 +344,7 @@ class Donor:
             state.slot,
             path,
             state.position // owner.parts.step,
-            host="host" in request.options.tiers,
+            host="host" in request.inner.options.tiers,
             fork=state.position == request.match.branching,
             of=request.transfers,
             ends=ends,
@@ -454,7 +354,7 @@ class Donor:
     def _path(self, request: HybridRequest, position: int) -> Path | None:
         """None: the request may not save, or its keys are unknown since its tokens were not
         reported."""
-        owner, running = self._owner, self._owner.inner.requests.get(request.id)
+        owner, running = self._owner, self._owner.inner.requests.get(request.inner.id)
         if request.states is None or running is None or running.space is None:
             return None
         every = running.device_chain if owner.parts.by_blocks else running.host_chain
@@ -535,7 +435,7 @@ class Donor:
 
     def _last(self, request: HybridRequest, kept: int | None, position: int | None) -> list[Saved]:
         """The saved states to donate: the newest, preceded by the one to keep."""
-        running, slots = self._owner.inner.requests.get(request.id), request.slots
+        running, slots = self._owner.inner.requests.get(request.inner.id), request.slots
         if slots is None or running is None or request.states is None or not request.sound():
             return []
         limit = running.publishable()
@@ -570,13 +470,11 @@ class Donor:
     def slots_alone(self) -> int:
         """Of these, those whose KV has been given back already."""
         has_ended = self._owner.manager.has_ended
-        return sum([has_ended(request.running) for request in self._ending])
+        return sum([has_ended(request.inner) for request in self._ending])
 
 
-def _slots_of(request: HybridRequest) -> RequestSlots:
-    if request.slots is None:
-        raise ConfigError(f"the request {request.id!r} has no slots; restore it first")
-    return request.slots
+def _slots(numbers: list[int]) -> Pages:
+    return np.array(numbers, np.int32)
 
 
 # ---- The manager
@@ -594,12 +492,34 @@ class HybridGauges(TierGauges):
     """Host pages, in states."""
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _of_kv(
+    method: Callable[Concatenate[KVCacheManager, P], R],
+) -> Callable[Concatenate[HybridManager, P], R]:
+    """A method of a hybrid manager that is the KV manager's method of that name."""
+
+    @wraps(method)
+    def call(self: HybridManager, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        result: R = getattr(self.manager, method.__name__)(*args, **kwargs)
+        return result
+
+    return call
+
+
 class HybridManager:
     """Joins a `KVCacheManager` and `Checkpoints` for the scheduler of a hybrid model.
 
     A request makes the same calls as a dense one, on this object: `plan`, `take`, `allocate`,
     `restore` and `load`, `commit`, `release`. A hit is as long as both the prompt's KV and a
     checkpoint reach. Calls share the manager's lock; none waits for bytes unless documented.
+
+    Methods with the docstring of `KVCacheManager` are its own: `commit`, `demote` and those of
+    blocks. They leave checkpoints and slots as they are; see `Checkpoints.demote`,
+    `Checkpoints.in_flight` and `gauges` for these. What a request commits is found by others once
+    its loads have succeeded; a later commit, or its release, makes up for that.
     """
 
     def __init__(
@@ -739,21 +659,14 @@ class HybridManager:
             LeaseLost: not planned, or cancelled; plan it first.
             ConfigError: the request is running already.
         """
-        broken = False
-        while True:
-            with self._lock:
-                if request in self._requests:
-                    raise ConfigError(
-                        f"take: the request {request!r} runs already; release it first"
-                    )
-                now = time.monotonic()
-                look = partial(self._planner.reading, request, now)
-                reading = self._guard.run(look, lambda: None, proves=False)
-                if broken or reading is None:
-                    return self._begin(request)
-            if not wait:
-                return None
-            broken = not wait_for_read(*reading)  # other requests continue meanwhile
+        return begin_when_read(
+            self._lock,
+            partial(self.manager.check_take, request),
+            partial(self._planner.reading, request),
+            partial(self._begin, request),
+            self._guard,
+            wait,
+        )
 
     def _begin(self, request: Hashable) -> HybridMatch:
         """Begin a request with the pages present now. If its plan expired and its pins were
@@ -814,9 +727,7 @@ class HybridManager:
         states = None
         if inner.space is not None and inner.options.write and "device" in inner.options.tiers:
             states = self.parts.states_of(inner.space)
-        running = HybridRequest(
-            request, inner.prompt, inner.options, match, states, checkpoint, inner
-        )
+        running = HybridRequest(inner, match, states, checkpoint)
         inner.sound = running.sound
         running.counted = Counts(
             requests=1, usable_tokens=match.usable, unusable_tokens=match.unusable
@@ -831,13 +742,14 @@ class HybridManager:
 
     # ---- running
 
-    def allocate(self, request: Hashable, tokens: int, *, timeout: float | None = 0.0) -> Pages:
-        """See `KVCacheManager.allocate`."""
-        return self.manager.allocate(request, tokens, timeout=timeout)
-
-    def can_allocate(self, blocks: int, *, evict: bool = False) -> bool:
-        """See `KVCacheManager.can_allocate`; `gauges` tells of slots."""
-        return self.manager.can_allocate(blocks, evict=evict)
+    allocate = _of_kv(KVCacheManager.allocate)
+    can_allocate = _of_kv(KVCacheManager.can_allocate)
+    commit = _of_kv(KVCacheManager.commit)
+    commit_many = _of_kv(KVCacheManager.commit_many)
+    wait_blocks = _of_kv(KVCacheManager.wait_blocks)
+    evicted = _of_kv(KVCacheManager.evicted)
+    evicting = _of_kv(KVCacheManager.evicting)
+    demote = _of_kv(KVCacheManager.demote)
 
     def restore(
         self,
@@ -863,7 +775,53 @@ class HybridManager:
         """
         with self._lock:
             running = [self._request(name) for name in requests]
-            return restore(self, running, slots, stream)
+            for request in running:
+                if request.slots is not None:
+                    raise ConfigError(f"restore: {request.inner.id!r} has its slots already")
+            numbers_of = self._acquired(len(running)) if slots is None else slots
+            slots_of = [
+                RequestSlots(
+                    numbers[0], numbers[1:], ahead=self.config.ahead, keep=request.match.branching
+                )
+                for request, numbers in zip(running, numbers_of, strict=True)
+            ]
+            for request, request_slots in zip(running, slots_of, strict=True):
+                request.slots = request_slots
+            return self._launch(running, slots_of, stream)
+
+    def _acquired(self, requests: int) -> list[list[int]]:
+        """Slots for each request: only a working slot if there are too few."""
+        needed = RequestSlots.needed(self.config.ahead) if self.config.alternating else 0
+        try:
+            every = self.checkpoints.acquire(requests * (1 + needed))
+        except OutOfPages:
+            every = self.checkpoints.acquire(requests)
+        numbers: list[list[int]] = every.reshape(requests, -1).tolist() if requests else []
+        return numbers
+
+    def _launch(
+        self, running: list[HybridRequest], slots_of: list[RequestSlots], stream: Any
+    ) -> Restored:
+        traffic, loads = self.checkpoints.traffic, {}
+        pairs: list[tuple[HybridRequest, int, int]] = []
+        empty: list[HybridRequest] = []
+        for request, slots in zip(running, slots_of, strict=True):
+            if request.found is None:
+                empty.append(request)
+            elif request.found[0] is Tier.DEVICE:
+                pairs.append((request, int(request.found[1].pages[0]), slots.working))
+            else:
+                (_, lease), request.found = request.found, None
+                request.loading = loads[request.inner.id] = traffic.load(
+                    lease, slots.working, request.transfers
+                )
+        working = _slots([slots.working for slots in slots_of])
+        zeroed = self._donor.zero(empty, stream)
+        sources = targets = _slots([])
+        if pairs:
+            sources, targets = self._donor.copy(pairs, stream)
+            self.checkpoints.counts.add(copies=len(pairs))
+        return Restored(working, sources, targets, zeroed, loads)
 
     def load(self, request: Hashable, table: Pages | None = None) -> HybridLoadHandle:
         """Load KV found on the host to the device; see `KVCacheManager.load`. The result covers the
@@ -914,40 +872,18 @@ class HybridManager:
             restarted.copies, restarted.transfers = running.copies, running.transfers
             slots.reject(0)
             slots.keep = restarted.match.branching
-            zero([restarted], np.array([slots.working], np.int32), self, stream)
+            self._donor.zero([restarted], stream)
             return restarted.match
 
     def _begin_anew(self, running: HybridRequest, limit: int) -> None:
         """Plan and take again, with at most `limit` tokens."""
-        del self._requests[running.id]
+        inner = running.inner
+        del self._requests[inner.id]
         running.let_go()
         self.checkpoints.counts.subtract(running.counted)
-        self.manager.untake(running.id)
-        self.plan(running.id, running.prompt, options=running.options, limit=limit)
-        self._begin(running.id)
-
-    def commit(
-        self,
-        request: Hashable,
-        total: int,
-        *,
-        new_tokens: Tokens | None = None,
-        table: Pages | None = None,
-    ) -> Mapping[int, int]:
-        """See `KVCacheManager.commit`. Until the request's loads have succeeded, other requests
-        find nothing that it computes; a later commit, or its release, makes up for that."""
-        return self.manager.commit(request, total, new_tokens=new_tokens, table=table)
-
-    def commit_many(
-        self,
-        requests: Sequence[Hashable],
-        totals: Sequence[int],
-        new_tokens: Sequence[Tokens | None] | None = None,
-        tables: Sequence[Pages] | None = None,
-    ) -> list[Mapping[int, int]]:
-        """`commit` for a batch of different requests in one call. Arguments and errors as
-        `KVCacheManager.commit_many`: a refused call changes nothing."""
-        return self.manager.commit_many(requests, totals, new_tokens, tables)
+        self.manager.untake(inner.id)
+        self.plan(inner.id, inner.prompt, options=inner.options, limit=limit)
+        self._begin(inner.id)
 
     # ---- saving
 
@@ -962,7 +898,11 @@ class HybridManager:
         with self._lock:
             running = self._request(request)
             stretch = Stretch(
-                begin, end, len(running.prompt), running.match.checkpoint, running.match.branching
+                begin,
+                end,
+                running.match.tokens,
+                running.match.checkpoint,
+                running.match.branching,
             )
             if running.states is None:
                 return SavePlan(begin, end, None)
@@ -977,7 +917,18 @@ class HybridManager:
                 before.
         """
         with self._lock:
-            return self._donor.saving(self._request(request), position)
+            running = self._request(request)
+            slots = running.own_slots
+            if position < 1 or position % self.parts.step:
+                raise ConfigError(
+                    f"saving {request!r}: expected a position that is a multiple of "
+                    f"{self.parts.step}, found {position}; use that of `save_plan`"
+                )
+            if running.states is None:
+                return None
+            # states that found no replacement slot, or waited for a load
+            self._donor.exchange(running, slots)
+            return slots.begin_save(position)
 
     def save(
         self, requests: Sequence[Hashable], positions: Sequence[int], stream: Any = None
@@ -987,7 +938,15 @@ class HybridManager:
         arrived."""
         with self._lock:
             running = [self._request(name) for name in requests]
-            return self._donor.save(running, list(positions), stream)
+            slots = [self.saving(*each) for each in zip(requests, positions, strict=True)]
+            pairs = [
+                (request, request.own_slots.working, slot)
+                for request, slot in zip(running, slots, strict=True)
+                if slot is not None
+            ]
+            if pairs:
+                self._donor.copy(pairs, stream)
+            return [slot is not None for slot in slots]
 
     def saved(self, request: Hashable, position: int) -> bool:
         """Confirm a save: the results of its pass have arrived. A state of the prompt becomes a
@@ -1000,7 +959,15 @@ class HybridManager:
             ConfigError: not the oldest save in flight.
         """
         with self._lock:
-            return self._donor.saved(self._request(request), position)
+            running = self._request(request)
+            slots = running.own_slots
+            slots.confirm(position)
+            newest = slots.newest
+            if newest is None or newest.position != position or position > running.match.tokens:
+                return False  # rejected, or from decoding, whose last state is donated at the end
+            if self.checkpoints.slots is None:
+                return self._donor.lend(running, slots, newest)
+            return position in self._donor.exchange(running, slots)
 
     def reject(self, request: Hashable, accepted: int) -> Saved | None:
         """Speculation failed and only the first `accepted` tokens count: see
@@ -1109,21 +1076,6 @@ class HybridManager:
             found = self.manager.in_flight(blocks)
             return found if blocks is not None else found + self.checkpoints.in_flight()
 
-    def wait_blocks(
-        self, blocks: Pages | Sequence[int] | None = None, timeout: float | None = None
-    ) -> None:
-        """See `KVCacheManager.wait_blocks`: blocks this thread, for blocks of KV. Slots need no
-        wait: the next request gets none that a copy uses."""
-        self.manager.wait_blocks(blocks, timeout)
-
-    def evicted(self, blocks: Pages | Sequence[int]) -> int:
-        """See `KVCacheManager.evicted`. Checkpoints stay: the host may have the same KV."""
-        return self.manager.evicted(blocks)
-
-    def evicting(self, blocks: Pages | Sequence[int]) -> int:
-        """See `KVCacheManager.evicting`. Checkpoints stay."""
-        return self.manager.evicting(blocks)
-
     @property
     def leaving(self) -> int:
         """Number of ended requests whose slots a copy still uses."""
@@ -1166,11 +1118,10 @@ class HybridManager:
             Detached, LockTimeout: as `protect`.
         """
         with self._lock:
-            tokens, path = self.manager.unprotect(prompt), self.parts.path_of(prompt, len(prompt))
-            return {
-                **tokens,
-                "checkpoints": 0 if path is None else self.checkpoints.unprotect(path),
-            }
+            tokens = self.manager.unprotect(prompt)
+            path = self.parts.path_of(prompt, len(prompt))
+            count = 0 if path is None else self.checkpoints.unprotect(path)
+            return {**tokens, "checkpoints": count}
 
     def drop(self, prompt: Prompt, start: int = 0) -> Mapping[str, int]:
         """As `KVCacheManager.drop`, and all checkpoints after token `start` that are not in use.
@@ -1180,12 +1131,10 @@ class HybridManager:
             ConfigError, Detached, LockTimeout: as `KVCacheManager.drop`.
         """
         with self._lock:
-            tokens, path = self.manager.drop(prompt, start), self.parts.path_of(prompt, len(prompt))
-            first = start // self.parts.step
-            return {
-                **tokens,
-                "checkpoints": 0 if path is None else self.checkpoints.drop(path, first),
-            }
+            tokens = self.manager.drop(prompt, start)
+            path = self.parts.path_of(prompt, len(prompt))
+            count = 0 if path is None else self.checkpoints.drop(path, start // self.parts.step)
+            return {**tokens, "checkpoints": count}
 
     def prefetch(self, prompt: Prompt) -> list[StorageTask]:
         """Begin to read a prompt's KV and its last stored checkpoint from storage to the host,
@@ -1204,10 +1153,6 @@ class HybridManager:
             if storage is not None and path is not None:
                 tasks.append(storage.prefetch_last_ready(path.keys, namespace=path.space.host))
             return tasks
-
-    def demote(self, blocks: int) -> int:
-        """See `KVCacheManager.demote`; `Checkpoints.demote` is for states."""
-        return self.manager.demote(blocks)
 
     def set_blocks(self, blocks: int) -> None:
         """See `KVCacheManager.set_blocks`: plans are forgotten, with their checkpoints. Slots
@@ -1231,9 +1176,10 @@ class HybridManager:
 
         Raises:
             WaitTimeout: some are still in flight; all is paused.
+            ConfigError: no number of seconds; nothing is paused.
         """
+        timeout = seconds_of(timeout)
         with self._lock:
-            self.inner.traffic.paused = True
             self.checkpoints.traffic.moves.paused = True
         self.manager.pause(timeout)
         self.checkpoints.pause(timeout)
@@ -1253,7 +1199,7 @@ class HybridManager:
         with self._lock:
             version = self.inner.weights.version
             self.manager.begin_update(wait=False)
-            self.checkpoints.clear_weights(version, everywhere=self.inner.weights.ours)
+            self.checkpoints.clear(version, everywhere=self.inner.weights.ours)
         if wait:
             self.inner.traffic.wait(None, timeout)
             self.checkpoints.traffic.moves.wait(None, timeout)
@@ -1261,7 +1207,7 @@ class HybridManager:
     def finish_update(self, version: str) -> None:
         """As `KVCacheManager.finish_update`."""
         with self._lock:
-            self.checkpoints.clear_weights(self.inner.weights.version, everywhere=False)
+            self.checkpoints.clear(self.inner.weights.version, everywhere=False)
             self.manager.finish_update(version)
 
     def clear_tenant(self, tenant: str) -> bool:
@@ -1270,7 +1216,7 @@ class HybridManager:
             weights = self.inner.weights.version
             cleared = self.manager.clear_tenant(tenant)
             if cleared:
-                self.checkpoints.clear_tenant(weights, tenant)
+                self.checkpoints.clear(weights, tenant)
             return cleared
 
     @property
@@ -1318,6 +1264,4 @@ __all__ = [
     "Restored",
     "TailEviction",
     "Taken",
-    "restore",
-    "zero",
 ]

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightcache._arguments import count
 from lightcache.cache import Cache
@@ -16,15 +16,10 @@ from lightcache.kernels import layouts
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane
 from lightcache.kernels.planes import DevicePlanes, join
 from lightcache.kernels.states import StateCopier
-from lightcache.manager.backend import EngineBackend
 from lightcache.manager.blocks import create_index
+from lightcache.manager.opening import EngineKV
 from lightcache.page_index import PageIndex
 from lightcache.shm.errors import leave
-
-if TYPE_CHECKING:
-    from lightcache.kernels.moves import Engine
-    from lightcache.kernels.pinned import PinnedPages
-
 
 # ---- The index of a device's slots
 
@@ -141,26 +136,22 @@ class States:
         self.slots = slots
         """The index of the device's slots; None: checkpoints have no device slots."""
         self.host = host
-        self.pinned: PinnedPages | None = None
-        """The host's pool as a GPU sees it; registered in the background: `pinned.wait()`."""
-        self.engine: Engine | None = None
-        self.backend: EngineBackend | None = None
-        """None: there is no host."""
+        self.copies: EngineKV | None = None
+        """Copies between tensors and host: the pool as a GPU sees it (`pinned`, registered in the
+        background), the `engine`, and the transfer `backend`. None: there is no host."""
         if host is not None:
-            if layout.planes.device != "cpu":
-                self.pinned = host.pin(device=layout.planes.device)
-            self.engine = host.transfer_engine(layout.geometry, layout.planes, memory=self.pinned)
-            self.backend = EngineBackend(self.engine)
+            self.copies = EngineKV(host, layout.geometry, layout.planes)
 
     def checkpoints(self, **how: Any) -> Checkpoints:
         """`Checkpoints` of these states; `how` as there: write, most, low_water, storage,
         time_limit. Close it before this."""
-        return Checkpoints(self.slots, self.host, self.backend, self.copier, **how)
+        backend = None if self.copies is None else self.copies.backend
+        return Checkpoints(self.slots, self.host, backend, self.copier, **how)
 
     def close(self) -> None:
         """Wait for copies, release the host's cache and the slots. The tensors stay."""
         with contextlib.ExitStack() as stack:
-            for part in (self.slots, self.host, self.engine):
+            for part in (self.slots, self.copies):
                 if part is not None:
                     stack.callback(part.close)
 
@@ -221,10 +212,17 @@ def open_states(
             "(size= or pages=), or both, found neither"
         )
     limit = layout.slots if slots is None else count(slots, "slots", 1, layout.slots)
-    decided = _decided(model, layout)
+    geometry = layout.geometry
+    decided: dict[str, Any] = {
+        "page_bytes": geometry.page_bytes,
+        "page_tokens": 1,
+        "fingerprint": f"{model} {layout.dtypes} {geometry.fingerprint()}",
+        "device": layout.planes.device != "cpu",
+        "independent": True,
+    }
     if twice := sorted(decided.keys() & options.keys()):
         raise ConfigError(f"states: {', '.join(twice)} follow from the tensors; leave them out")
-    copier = StateCopier(layout.geometry, layout.planes)
+    copier = StateCopier(geometry, layout.planes)
     with contextlib.ExitStack() as stack:
         device = host = None
         if index is not None:
@@ -236,17 +234,6 @@ def open_states(
         states = States(layout, copier, device, host)
         stack.pop_all()
     return states
-
-
-def _decided(model: str, layout: StateLayout) -> dict[str, Any]:
-    geometry = layout.geometry
-    return {
-        "page_bytes": geometry.page_bytes,
-        "page_tokens": 1,
-        "fingerprint": f"{model} {layout.dtypes} {geometry.fingerprint()}",
-        "device": layout.planes.device != "cpu",
-        "independent": True,
-    }
 
 
 __all__ = ["Parts", "StateLayout", "States", "create_slots", "open_states", "state_layout"]

@@ -13,9 +13,9 @@ import numpy as np
 
 from lightcache._arguments import Keys
 from lightcache.errors import LightcacheError
-from lightcache.hybrid.checkpoints import Path, StateSpace, Tier
+from lightcache.hybrid.checkpoints import Path, StateSpace, Tier, last_ready
 from lightcache.manager.limits import Foreign
-from lightcache.manager.lookup import LookupBatch, LookupRequest, peeked
+from lightcache.manager.lookup import Arguments, LookupBatch, LookupRequest, peeked
 from lightcache.manager.request import NO_KEYS, CacheScope, PrefixMatch, Prompt, RequestOptions
 
 if TYPE_CHECKING:
@@ -46,11 +46,6 @@ class HybridParts:
     def inner(self) -> ManagerState:
         """The state shared by the manager's parts."""
         return self.manager.state
-
-    @property
-    def owned(self) -> bool:
-        """Whether the manager evicts blocks of the device."""
-        return self.manager.device.owned
 
     @property
     def by_blocks(self) -> bool:
@@ -192,58 +187,14 @@ class Stored:
             foreign.cancel(task)
 
 
-class StorageLookup:
-    """Reads from storage once for each request."""
-
-    def __init__(self, parts: HybridParts) -> None:
-        """Reads nothing yet."""
-        self._parts = parts
-
-    def read(self, plan: HybridPlan) -> None:
-        """Request a checkpoint after the plan's from storage; once it has arrived, KV up to it."""
-        tier = self._parts.checkpoints.storage
-        if tier is None or plan.path is None or not {"host", "storage"} <= plan.asked.options.tiers:
-            return
-        stored = plan.stored
-        if stored.state is None:
-            stored.first = 0 if plan.found is None else plan.found[1]
-            rest = plan.path.keys[stored.first : self._most(plan)]
-            if len(rest):
-                keys = np.ascontiguousarray(rest)
-                stored.state = tier.prefetch_last_ready(keys, namespace=plan.path.space.host)
-        elif stored.news:
-            stored.seen = True
-            self._read_kv(plan, stored.brought * self._parts.step)
-
-    def _most(self, plan: HybridPlan) -> int:
-        """Positions worth requesting: storage may have KV after the KV found here."""
-        tokens = plan.kv.usable if self._parts.inner.storage is None else plan.most
-        return tokens // self._parts.step
-
-    def _read_kv(self, plan: HybridPlan, position: int) -> None:
-        manager, space, tier = self._parts.manager, plan.space, self._parts.inner.storage
-        if tier is None or space is None or position <= plan.kv.usable:
-            return
-        keys = plan.asked.prompt.keys(space.host_spec)[: position // manager.page_tokens]
-        present = manager.host.peek(keys, namespace=space.host)
-        plan.stored.kv = tier.prefetch(keys, present, namespace=space.host)
-
-
 # ---- Plans
 
 _NONE = PrefixMatch(0)
 
 
-@dataclass(eq=False, slots=True)
-class Edge:
-    """The keys that show whether cached KV still ends where it did."""
-
-    device: Keys
-    """The key of the last cached block, and the key after it."""
-    host: Keys
-    """The same for host pages."""
-    present: tuple[int, int]
-    """How many of each are present if nothing has changed."""
+Edge = tuple[Keys, Keys, int, int]
+"""Keys that show whether cached KV still ends where it did: of the last cached block and the block
+after it, and of host pages likewise; and how many of each are present if nothing has changed."""
 
 
 @dataclass(eq=False, slots=True)
@@ -265,7 +216,7 @@ class HybridPlan:
     ends: bool = False
     """Whether the device had no KV after the checkpoint when that was chosen."""
     looked: bool = False
-    """Whether `changed` may check if the lookup's result still holds."""
+    """Whether `_changed` may check if the lookup's result still holds."""
     edge: Edge | None = None
     """Made by the first such check."""
     found: Found | None = None
@@ -280,169 +231,7 @@ class HybridPlan:
     """Time until which `take` waits for storage; None: it has not been called."""
 
 
-# ---- Lookup: the end of cached KV, and the last checkpoint within it. Pins nothing.
-
-
-class CheckpointLookup:
-    """The lookups of one `HybridManager`. Its lock is held around every call."""
-
-    def __init__(self, parts: HybridParts) -> None:
-        """Looks nothing up yet."""
-        self._parts = parts
-
-    def look(self, plan: HybridPlan) -> bool:
-        """Choose a checkpoint. False: the end of KV is unknown until `look_beyond`, after planning.
-
-        Tries the last checkpoint first. If the KV key that ends with it is present, so is all KV
-        before it, in a tier that evicts from the ends; planning checks that anyway. Only if the key
-        is missing, or the engine evicts in its own order, KV is looked up from the beginning, and
-        the last checkpoint within it is chosen.
-        """
-        parts, device_tokens, plan.ends = self._parts, plan.given, False
-        if device_tokens is None and parts.owned:
-            self.choose(plan, plan.most // parts.step)
-            if plan.found is None or self._stands(plan):
-                return False
-        (plan.kv,) = parts.manager.peek_many(
-            [plan.asked.prompt],
-            options=[plan.asked.options],
-            limits=[plan.asked.limit],
-            device_tokens=None if device_tokens is None else [device_tokens],
-        )
-        self._looked(plan, device_tokens is None)
-        self.choose(plan, plan.kv.usable // parts.step)
-        return True
-
-    def look_beyond(self, request: Hashable, plan: HybridPlan) -> None:
-        """Find the end of KV for a new plan: at least as far as planned, then by lookup."""
-        match: PrefixMatch | None = plan.planned
-        if not self._ends_there(plan):
-            match = self._parts.manager.lookup.peek_beyond(request, plan.asked.limit)
-        plan.kv = plan.planned if match is None else match
-        self._looked(plan, match is not None)
-
-    def _looked(self, plan: HybridPlan, believed: bool) -> None:
-        """Note whether `changed` may check the result. The check itself makes `edge`."""
-        plan.looked, plan.edge = believed and plan.space is not None, None
-
-    def choose(self, plan: HybridPlan, most: int) -> None:
-        """Choose the last checkpoint among the first `most` positions."""
-        plan.found = None
-        if plan.path is not None and most:
-            plan.found = self._parts.checkpoints.last_ready(
-                plan.path, most, tiers=plan.asked.options.tiers
-            )
-
-    def _stands(self, plan: HybridPlan) -> bool:
-        """Whether the KV key that ends with the checkpoint is present; also notes whether the
-        device has no KV after it."""
-        manager, space, lookup = self._parts.manager, plan.space, plan.asked
-        if space is None or plan.found is None:
-            return False
-        position, block = plan.found[1] * self._parts.step, manager.device.block_tokens
-        for tier, index, where, spec, tokens in (
-            ("device", manager.device.index, space.device, space.device_spec, block),
-            ("host", manager.host.index, space.host, space.host_spec, manager.page_tokens),
-        ):
-            page = position // tokens
-            if index is None or where is None or tier not in lookup.options.tiers:
-                continue
-            if page * tokens != position:
-                continue
-            window = lookup.prompt.keys(spec)[page - 1 : min(page + 1, plan.most // tokens)]
-            present = index.peek(window, namespace=where)
-            if present:
-                plan.ends = present == 1 and tier == "device"
-                return True
-        return False
-
-    def _ends_there(self, plan: HybridPlan) -> bool:
-        """Whether KV ends where the plan ends: neither the device (see `HybridPlan.ends`) nor the
-        host has more."""
-        position, space, index = plan.planned.device, plan.space, self._parts.manager.host.index
-        if not plan.ends or space is None or position != plan.planned.usable:
-            return False
-        if plan.found is None or position != plan.found[1] * self._parts.step:
-            return False
-        tokens = self._parts.manager.page_tokens
-        page = position // tokens
-        if "host" not in plan.asked.options.tiers or page >= plan.most // tokens:
-            return True
-        return not index.peek(
-            plan.asked.prompt.keys(space.host_spec)[page : page + 1], namespace=space.host
-        )
-
-    # ---- checks of earlier results
-
-    def changed(self, plans: list[HybridPlan]) -> list[bool]:
-        """For each plan, whether its KV ends elsewhere than before, its checkpoint is gone, or a
-        later one exists."""
-        changed = [not plan.looked or plan.stored.news for plan in plans]
-        if not all(changed):
-            self._other_kv(plans, changed)
-            self._other_checkpoints(plans, changed)
-        return changed
-
-    def _other_kv(self, plans: list[HybridPlan], changed: list[bool]) -> None:
-        manager = self._parts.manager
-        unchanged = [i for i, other in enumerate(changed) if not other]
-        for space in {plans[i].space for i in unchanged}:
-            assert space is not None
-            members = [i for i in unchanged if plans[i].space is space]
-            edges = [self._edge_of(plans[i], space) for i in members]
-            for index, where, windows, tier in (
-                (manager.device.index, space.device, [e.device for e in edges], 0),
-                (manager.host.index, space.host, [e.host for e in edges], 1),
-            ):
-                if index is not None and where is not None:
-                    peeks = peeked(index, windows, where)
-                    for i, edge, count in zip(members, edges, peeks, strict=True):
-                        changed[i] |= count != edge.present[tier]
-
-    def _other_checkpoints(self, plans: list[HybridPlan], changed: list[bool]) -> None:
-        """The checkpoint found must still exist, with none between it and the end of KV."""
-        parts = self._parts
-        groups: dict[tuple[StateSpace, Tier], list[tuple[int, Keys, int]]] = {}
-        tiers = [tier for tier, _ in parts.checkpoints.tiers()]
-        for i, plan in enumerate(plans):
-            if plan.path is None:
-                continue
-            first = 0 if plan.found is None else plan.found[1]
-            last = max(first, plan.kv.usable // parts.step)
-            for tier in tiers:
-                its = int(plan.found is not None and plan.found[0] is tier)
-                if last > first - its and tier.value in plan.asked.options.tiers:
-                    keys = plan.path.keys[first - its : last]
-                    groups.setdefault((plan.path.space, tier), []).append((i, keys, its))
-        for (space, tier), group in groups.items():
-            positions = parts.checkpoints.last_ready_many(
-                [keys for _, keys, _ in group], space, tier
-            )
-            for (i, _, its), count in zip(group, positions, strict=True):
-                changed[i] |= count != its
-
-    def _edge_of(self, plan: HybridPlan, space: CacheScope) -> Edge:
-        """Made on first use: a request that is taken immediately needs none."""
-        if plan.edge is None:
-            kv, manager, (prompt, options, _) = plan.kv, self._parts.manager, plan.asked
-            block, tokens = manager.device.block_tokens, manager.page_tokens
-            device = host = NO_KEYS
-            blocks, first = kv.device // block, kv.device // tokens
-            pages = -(-(kv.device + kv.host) // tokens) - first if kv.host else 0
-            if "device" in options.tiers and options.read:
-                every = prompt.keys(space.device_spec)[: plan.most // block]
-                device = every[max(0, blocks - 1) : blocks + 1]
-            if "host" in options.tiers and options.read:
-                every = prompt.keys(space.host_spec)[first : plan.most // tokens]
-                host = every[max(0, pages - 1) : pages + 1]
-            plan.edge = Edge(device, host, (min(blocks, 1), min(pages, 1)))
-        return plan.edge
-
-
 # ---- Plans of waiting requests
-
-Asks = tuple[Prompt, RequestOptions, int | None]
-"""The fields of a `LookupRequest`, which is only made for a new plan."""
 
 
 class HybridPlanner:
@@ -452,8 +241,6 @@ class HybridPlanner:
         """Plans nothing yet."""
         self._parts = parts
         self._plans: dict[Hashable, HybridPlan] = {}
-        self._lookup = CheckpointLookup(parts)
-        self._storage = StorageLookup(parts)
 
     def plan(self, many: LookupBatch) -> list[HybridMatch]:
         """See `HybridManager.plan_many`."""
@@ -467,13 +254,13 @@ class HybridPlanner:
             if tenant not in wheres:
                 wheres[tenant] = self._parts.where(tenant)
             plans.append(self._known(request, asks, tokens, wheres[tenant]))
-        changed, now = self._lookup.changed(plans), time.monotonic()
+        changed, now = self._changed(plans), time.monotonic()
         for (request, _), plan, other in zip(many.entries, plans, changed, strict=True):
             self._renew(request, plan, other, now)
         return [self._match(plan) for plan in plans]
 
     def _known(
-        self, request: Hashable, asks: Asks, device_tokens: int | None, where: Where
+        self, request: Hashable, asks: Arguments, device_tokens: int | None, where: Where
     ) -> HybridPlan:
         """The plan of a request: its current plan, if it asks for the same as before."""
         known, (space, states) = self._plans.get(request), where
@@ -524,7 +311,7 @@ class HybridPlanner:
             tokens = None if device_tokens is None else device_tokens[i]
             plan = self._new(lookup, tokens, wheres[prompt.tenant])
             plan.kv = kv
-            self._lookup.choose(plan, kv.usable // step)
+            self._choose(plan, kv.usable // step)
             plans.append(plan)
         rest = plans
         while rest:  # as `_agree`: an earlier checkpoint where KV up to it is not usable
@@ -538,9 +325,7 @@ class HybridPlanner:
                 plan.planned = kv
             rest = [plan for plan in rest if plan.planned.usable < self.position(plan)]
             for plan in rest:
-                self._lookup.choose(
-                    plan, min(self.position(plan) - step, plan.planned.usable) // step
-                )
+                self._choose(plan, min(self.position(plan) - step, plan.planned.usable) // step)
         return [self._match(plan) for plan in plans]
 
     # ---- the usable part
@@ -552,11 +337,11 @@ class HybridPlanner:
             if not self._parts.manager.lookup.holds(request, now):
                 self._agree(request, plan)
             return
-        seen = self._lookup.look(plan)
+        seen = self._look(plan)
         self._agree(request, plan)
         if not seen:
-            self._lookup.look_beyond(request, plan)
-        self._storage.read(plan)
+            self._look_beyond(request, plan)
+        self._read(plan)
 
     def _agree(self, request: Hashable, plan: HybridPlan) -> None:
         """Pin the checkpoint, and plan KV up to it. If KV is shorter now, or the checkpoint is
@@ -566,7 +351,7 @@ class HybridPlanner:
             while plan.found is not None and plan.path is not None:
                 if parts.checkpoints.plan(request, plan.path, plan.found, ttl):
                     break
-                self._lookup.choose(plan, plan.found[1] - 1)
+                self._choose(plan, plan.found[1] - 1)
             else:
                 parts.checkpoints.cancel(request)
             position = self.position(plan)
@@ -577,7 +362,7 @@ class HybridPlanner:
             plan.planned = kv
             if plan.found is None or kv.usable >= position:
                 return
-            self._lookup.choose(plan, min(plan.found[1] - 1, kv.usable // parts.step))
+            self._choose(plan, min(plan.found[1] - 1, kv.usable // parts.step))
 
     def position(self, plan: HybridPlan) -> int:
         """Position of its checkpoint, in tokens."""
@@ -602,6 +387,185 @@ class HybridPlanner:
         )
         return plan.match
 
+    # ---- lookup: the end of cached KV, and the last checkpoint within it; pins nothing
+
+    def _look(self, plan: HybridPlan) -> bool:
+        """Choose a checkpoint. False: the end of KV is unknown until `_look_beyond`.
+
+        Tries the last checkpoint first. If the KV key that ends with it is present, so is all KV
+        before it, in a tier that evicts from the ends; planning checks that anyway. Only if the key
+        is missing, or the engine evicts in its own order, KV is looked up from the beginning, and
+        the last checkpoint within it is chosen.
+        """
+        parts, device_tokens, plan.ends = self._parts, plan.given, False
+        if device_tokens is None and parts.manager.device.owned:
+            self._choose(plan, plan.most // parts.step)
+            if plan.found is None or self._stands(plan):
+                return False
+        (plan.kv,) = parts.manager.peek_many(
+            [plan.asked.prompt],
+            options=[plan.asked.options],
+            limits=[plan.asked.limit],
+            device_tokens=None if device_tokens is None else [device_tokens],
+        )
+        self._looked(plan, device_tokens is None)
+        self._choose(plan, plan.kv.usable // parts.step)
+        return True
+
+    def _look_beyond(self, request: Hashable, plan: HybridPlan) -> None:
+        """Find the end of KV for a new plan: at least as far as planned, then by lookup."""
+        match: PrefixMatch | None = plan.planned
+        if not self._ends_there(plan):
+            match = self._parts.manager.lookup.peek_beyond(request, plan.asked.limit)
+        plan.kv = plan.planned if match is None else match
+        self._looked(plan, match is not None)
+
+    def _looked(self, plan: HybridPlan, believed: bool) -> None:
+        """Note whether `_changed` may check the result. The check itself makes `edge`."""
+        plan.looked, plan.edge = believed and plan.space is not None, None
+
+    def _choose(self, plan: HybridPlan, most: int) -> None:
+        """Choose the last checkpoint among the first `most` positions."""
+        plan.found = None
+        if plan.path is not None and most:
+            plan.found = self._parts.checkpoints.last_ready(
+                plan.path, most, tiers=plan.asked.options.tiers
+            )
+
+    def _stands(self, plan: HybridPlan) -> bool:
+        """Whether the KV key that ends with the checkpoint is present; also notes whether the
+        device has no KV after it."""
+        manager, space, lookup = self._parts.manager, plan.space, plan.asked
+        if space is None or plan.found is None:
+            return False
+        position, block = plan.found[1] * self._parts.step, manager.device.block_tokens
+        for tier, index, where, spec, tokens in (
+            ("device", manager.device.index, space.device, space.device_spec, block),
+            ("host", manager.host.index, space.host, space.host_spec, manager.page_tokens),
+        ):
+            page = position // tokens
+            if index is None or where is None or tier not in lookup.options.tiers:
+                continue
+            if page * tokens != position:
+                continue
+            window = lookup.prompt.keys(spec)[page - 1 : min(page + 1, plan.most // tokens)]
+            present = index.peek(window, namespace=where)
+            if present:
+                plan.ends = present == 1 and tier == "device"
+                return True
+        return False
+
+    def _ends_there(self, plan: HybridPlan) -> bool:
+        """Whether KV ends where the plan ends: neither the device (see `HybridPlan.ends`) nor the
+        host has more."""
+        position, space, index = plan.planned.device, plan.space, self._parts.manager.host.index
+        if not plan.ends or space is None or position != plan.planned.usable:
+            return False
+        if plan.found is None or position != plan.found[1] * self._parts.step:
+            return False
+        tokens = self._parts.manager.page_tokens
+        page = position // tokens
+        if "host" not in plan.asked.options.tiers or page >= plan.most // tokens:
+            return True
+        return not index.peek(
+            plan.asked.prompt.keys(space.host_spec)[page : page + 1], namespace=space.host
+        )
+
+    # ---- checks of earlier results
+
+    def _changed(self, plans: list[HybridPlan]) -> list[bool]:
+        """For each plan, whether its KV ends elsewhere than before, its checkpoint is gone, or a
+        later one exists."""
+        changed = [not plan.looked or plan.stored.news for plan in plans]
+        if not all(changed):
+            self._other_kv(plans, changed)
+            self._other_checkpoints(plans, changed)
+        return changed
+
+    def _other_kv(self, plans: list[HybridPlan], changed: list[bool]) -> None:
+        """The last key of KV must be present and the key after it absent, in each tier."""
+        manager = self._parts.manager
+        unchanged = [i for i, other in enumerate(changed) if not other]
+        for space in {plans[i].space for i in unchanged}:
+            assert space is not None
+            members = [i for i in unchanged if plans[i].space is space]
+            edges = [self._edge_of(plans[i], space) for i in members]
+            device, host, blocks, pages = zip(*edges, strict=True)
+            for index, where, keys, present in (
+                (manager.device.index, space.device, device, blocks),
+                (manager.host.index, space.host, host, pages),
+            ):
+                if index is not None and where is not None:
+                    counts = peeked(index, keys, where)
+                    for i, count, expected in zip(members, counts, present, strict=True):
+                        changed[i] |= count != expected
+
+    def _other_checkpoints(self, plans: list[HybridPlan], changed: list[bool]) -> None:
+        """The checkpoint found must still exist, with none between it and the end of KV."""
+        step = self._parts.step
+        for tier, name, index in self._parts.checkpoints.tiers:
+            groups: dict[StateSpace, list[tuple[int, Keys, int]]] = {}
+            for i, plan in enumerate(plans):
+                if changed[i] or plan.path is None or name not in plan.asked.options.tiers:
+                    continue
+                begin = end = 0
+                if plan.found is not None:
+                    end = plan.found[1]
+                    begin = end - 1 if plan.found[0] is tier else end
+                expected, end = end - begin, max(end, plan.kv.usable // step)
+                if end > begin:
+                    member = i, plan.path.keys[begin:end], expected
+                    groups.setdefault(plan.path.space, []).append(member)
+            for space, group in groups.items():
+                counts = last_ready(index, [keys for _, keys, _ in group], space.of(tier))
+                for (i, _, expected), count in zip(group, counts, strict=True):
+                    changed[i] = count != expected
+
+    def _edge_of(self, plan: HybridPlan, space: CacheScope) -> Edge:
+        """Made on first use: a request that is taken immediately needs none."""
+        if plan.edge is None:
+            kv, manager, (prompt, options, _) = plan.kv, self._parts.manager, plan.asked
+            block, tokens = manager.device.block_tokens, manager.page_tokens
+            device = host = NO_KEYS
+            blocks, first = kv.device // block, kv.device // tokens
+            pages = -(-(kv.device + kv.host) // tokens) - first if kv.host else 0
+            if "device" in options.tiers and options.read:
+                every = prompt.keys(space.device_spec)[: plan.most // block]
+                device = every[max(0, blocks - 1) : blocks + 1]
+            if "host" in options.tiers and options.read:
+                every = prompt.keys(space.host_spec)[first : plan.most // tokens]
+                host = every[max(0, pages - 1) : pages + 1]
+            plan.edge = device, host, min(blocks, 1), min(pages, 1)
+        return plan.edge
+
+    # ---- storage: checkpoints that only it has, and KV up to them; read once for each request
+
+    def _read(self, plan: HybridPlan) -> None:
+        """Request a checkpoint after the plan's from storage; once it has arrived, KV up to it."""
+        tier = self._parts.checkpoints.storage
+        if tier is None or plan.path is None or not {"host", "storage"} <= plan.asked.options.tiers:
+            return
+        stored = plan.stored
+        if stored.state is None:
+            stored.first = 0 if plan.found is None else plan.found[1]
+            # Storage may have KV after the KV found here.
+            most = plan.kv.usable if self._parts.inner.storage is None else plan.most
+            rest = plan.path.keys[stored.first : most // self._parts.step]
+            if len(rest):
+                keys = np.ascontiguousarray(rest)
+                stored.state = tier.prefetch_last_ready(keys, namespace=plan.path.space.host)
+        elif stored.news:
+            stored.seen = True
+            self._read_kv(plan, stored.brought * self._parts.step)
+
+    def _read_kv(self, plan: HybridPlan, position: int) -> None:
+        manager, space, tier = self._parts.manager, plan.space, self._parts.inner.storage
+        if tier is None or space is None or position <= plan.kv.usable:
+            return
+        keys = plan.asked.prompt.keys(space.host_spec)[: position // manager.page_tokens]
+        present = manager.host.peek(keys, namespace=space.host)
+        plan.stored.kv = tier.prefetch(keys, present, namespace=space.host)
+
     # ---- ending
 
     def reading(self, request: Hashable, now: float) -> tuple[StorageTask, float] | None:
@@ -613,7 +577,7 @@ class HybridPlanner:
             return None
         if plan.stored.state is None and lookup.reading(request, now) is None:
             return None
-        (changed,) = self._lookup.changed([plan])
+        (changed,) = self._changed([plan])
         self._renew(request, plan, changed, now)  # pages that arrived may lead to more
         read = lookup.reading(request, now)
         running = [*plan.stored.running, *([] if read is None else read[:1])]
@@ -656,11 +620,8 @@ class HybridPlanner:
 
 
 __all__ = [
-    "CheckpointLookup",
-    "Edge",
     "HybridMatch",
     "HybridPlan",
     "HybridPlanner",
-    "StorageLookup",
     "Stored",
 ]

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from lightcache._arguments import Pages, count, pages
 from lightcache.errors import ConfigError
+from lightcache.kernels.moves import integers
 
 if TYPE_CHECKING:
     from lightcache.hybrid.checkpoints import Checkpoints
@@ -120,10 +121,6 @@ class Grid:
     def fine_floor(self, tokens: int) -> int:
         """`floor` over all positions that have a key, where a prompt's last state may be."""
         return tokens // self.fine * self.fine
-
-    def positions(self, begin: int, end: int) -> Tokens:
-        """All positions of the grid in (begin, end], ascending, int64 of shape (n,)."""
-        return np.arange(self.floor(begin) + self.grid, end + 1, self.grid, dtype=np.int64)
 
     def branching(self, kv: int, checkpoint: int) -> int | None:
         """The branching point: the last position of the grid within the cached KV, if it is after
@@ -308,14 +305,12 @@ def decode_saves(grid: Grid, before: npt.ArrayLike, after: npt.ArrayLike) -> Dec
     Raises:
         ConfigError: not two rows of integers of one length, or a sequence that goes back.
     """
-    old, new = np.asarray(before), np.asarray(after)
-    integers = old.dtype.kind in "iu" and new.dtype.kind in "iu"
-    if old.ndim != 1 or old.shape != new.shape or not (integers or old.size == 0):
+    old = integers(before, "decode_saves: before")
+    new = integers(after, "decode_saves: after").astype(np.int64, copy=False)
+    if len(old) != len(new):
         raise ConfigError(
-            f"decode_saves: expected two rows of integers of one length, found {old.dtype} "
-            f"{old.shape} and {new.dtype} {new.shape}"
+            f"decode_saves: expected rows of one length, found {len(old)} and {len(new)}"
         )
-    new = new.astype(np.int64, copy=False)
     positions = new // grid.interval * grid.interval
     if (new < old).any():
         row = int(np.argmax(new < old))
@@ -465,7 +460,7 @@ class Drafts:
         Raises:
             ConfigError: parents that are no tree, no such node, or tokens before this step's.
         """
-        steps = _integers(behind, "behind")
+        steps = _integers(behind, "behind", self.drafted)
         checked = self._nodes(nodes, steps.size)
         tree = self._tree(parents, len(checked))
         order = np.arange(len(checked))
@@ -482,18 +477,16 @@ class Drafts:
     # ---- arguments
 
     def _rows(self, rows: npt.ArrayLike) -> Tokens:
-        integers = _integers(rows, "rows")
-        if integers.size and not 0 <= integers.min() <= integers.max() < self.running:
-            raise ConfigError(f"rows: expected 0 to {self.running - 1}, found {integers.tolist()}")
-        if len(np.unique(integers)) != len(integers):
-            raise ConfigError(f"rows: expected each once, found {integers.tolist()}")
-        return integers
+        row_numbers = _integers(rows, "rows", self.running - 1)
+        if len(np.unique(row_numbers)) != len(row_numbers):
+            raise ConfigError(f"rows: expected each once, found {row_numbers.tolist()}")
+        return row_numbers
 
     def _nodes(self, nodes: npt.ArrayLike, wanted: int) -> Tokens:
-        integers = _integers(nodes, "nodes", wanted)
-        if integers.size and not 0 <= integers.min() <= integers.max() <= self.drafted:
-            raise ConfigError(f"nodes: expected 0 to {self.drafted}, found {integers.tolist()}")
-        return integers
+        numbers = _integers(nodes, "nodes", self.drafted)
+        if len(numbers) != wanted:
+            raise ConfigError(f"nodes: expected {wanted}, found {len(numbers)}")
+        return numbers
 
     def _working(self, working: npt.ArrayLike, wanted: int) -> Pages:
         working_slots = pages(working)
@@ -514,15 +507,11 @@ class Drafts:
         return np.broadcast_to(tree.astype(np.int64), (wanted, nodes))
 
 
-def _integers(values: npt.ArrayLike, name: str, wanted: int | None = None) -> Tokens:
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ConfigError(
-            f"{name}: expected one row of integers, found {array.dtype} {array.shape}"
-        )
-    if wanted is not None and len(array) != wanted:
-        raise ConfigError(f"{name}: expected {wanted}, found {len(array)}")
-    return array.astype(np.int64)
+def _integers(values: npt.ArrayLike, name: str, most: int) -> Tokens:
+    array = integers(values, name).astype(np.int64)
+    if array.size and not 0 <= array.min() <= array.max() <= most:
+        raise ConfigError(f"{name}: expected 0 to {most}, found {array.tolist()}")
+    return array
 
 
 # ---- The device slots of a running request, and which saved state is in which.

@@ -7,11 +7,12 @@ plan pins what it finds, a peek does not.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from lightcache._arguments import Keys, Offsets
 from lightcache.errors import ConfigError, LeaseLost, LightcacheError, WaitTimeout
 from lightcache.leases import Lease
 from lightcache.manager.blocks import NO_KEYS
+from lightcache.manager.limits import FailOpen, nothing
 from lightcache.manager.request import (
     ANY,
     TIERS,
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
     from lightcache.page_index import PageIndex
     from lightcache.storage.tasks import StorageTask
 
+
+M = TypeVar("M")
+"""A match."""
 
 # ---- Arguments of a lookup
 
@@ -243,7 +248,7 @@ def there(index: PageIndex, packed: list[bytes], space: Namespace) -> list[int]:
     return [i for i, ready in zip(asked, found.tolist(), strict=True) if ready]
 
 
-def peeked(index: PageIndex, parts: list[Keys], space: Namespace) -> list[int]:
+def peeked(index: PageIndex, parts: Sequence[Keys], space: Namespace) -> list[int]:
     """Number of leading ready keys of each part. A single part, as when one request is planned, is
     looked up directly: joining arrays would cost more than the lookup."""
     if len(parts) == 1:
@@ -265,7 +270,7 @@ def pinned(
     return found
 
 
-def joined(parts: list[Keys]) -> tuple[Keys, Offsets]:
+def joined(parts: Sequence[Keys]) -> tuple[Keys, Offsets]:
     """The keys of several requests in one array, and their offsets."""
     offsets = np.zeros(len(parts) + 1, np.int64)
     np.cumsum([len(part) for part in parts], out=offsets[1:])
@@ -947,16 +952,38 @@ class PrefixLookup:
         self._failed.clear()
 
 
-def wait_for_read(task: StorageTask, seconds: float) -> bool:
-    """Wait for a read from storage. False: the wait failed; pages that were read are there, and
-    count."""
-    try:
-        task.wait(seconds)
-    except WaitTimeout:
-        return True
-    except LightcacheError:
-        return False
-    return True
+def begin_when_read(
+    lock: threading.RLock,
+    check: Callable[[], None],
+    look: Callable[[float], tuple[StorageTask, float] | None],
+    begin: Callable[[], M],
+    guard: FailOpen,
+    wait: bool,
+) -> M | None:
+    """`take`: begin a request as soon as no storage read holds it up. None: one does.
+
+    Args:
+        lock: the manager's, held around all calls and not while waiting.
+        check: raises if the request cannot begin at all.
+        look: the read, and the seconds left to wait for it, at this time; None: there is none.
+        wait: block until then. If the wait fails, pages that were read are there, and count.
+    """
+    while True:
+        with lock:
+            check()
+            reading = guard.run(partial(look, time.monotonic()), nothing, proves=False)
+            if reading is None:
+                return begin()
+        if not wait:
+            return None
+        try:
+            reading[0].wait(reading[1])  # other threads may call meanwhile
+        except WaitTimeout:
+            continue
+        except LightcacheError:
+            with lock:
+                check()
+                return begin()
 
 
 __all__ = [
@@ -965,9 +992,9 @@ __all__ = [
     "PendingRequest",
     "PrefixLookup",
     "Usable",
+    "begin_when_read",
     "by_space",
     "joined",
     "lookup_batch",
     "peeked",
-    "wait_for_read",
 ]

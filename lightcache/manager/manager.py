@@ -40,7 +40,7 @@ from lightcache.manager.blocks import (
 from lightcache.manager.frees import PendingFrees
 from lightcache.manager.limits import nothing, seconds_of
 from lightcache.manager.load import LoadHandle, begin_load, no_load
-from lightcache.manager.lookup import PendingRequest, PrefixLookup, wait_for_read
+from lightcache.manager.lookup import PendingRequest, PrefixLookup, begin_when_read
 from lightcache.manager.naming import NOTHING, FullBlocks
 from lightcache.manager.offload import Offloader
 from lightcache.manager.request import (
@@ -348,25 +348,27 @@ class KVCacheManager:
             LeaseLost: the request was not planned, or was cancelled; plan it first.
             ConfigError: the request runs already.
         """
-        broken = False
-        while True:
-            with self._lock:
-                self._check_take(request)
-                look = partial(self.lookup.reading, request, time.monotonic())
-                reading = None if broken else self._guard.run(look, nothing, proves=False)
-                if reading is None:
-                    return self._begin(request)
-            if not wait:
-                return None
-            broken = not wait_for_read(*reading)  # other threads may call meanwhile
+        return begin_when_read(
+            self._lock,
+            partial(self.check_take, request),
+            partial(self.lookup.reading, request),
+            partial(self._begin, request),
+            self._guard,
+            wait,
+        )
 
     def begin(self, request: Hashable) -> PrefixMatch:
         """`take` without waiting for a storage read; for a manager that is built on this one, under
         the lock. Raises as `take`."""
-        self._check_take(request)
+        self.check_take(request)
         return self._begin(request)
 
-    def _check_take(self, request: Hashable) -> None:
+    def check_take(self, request: Hashable) -> None:
+        """Check, for `take`, that a request does not run yet.
+
+        Raises:
+            ConfigError: it runs already, or its id is not hashable.
+        """
         check_hashable([request], "take")
         if request in self._requests:
             raise ConfigError(f"take: the request {request!r} runs already; release it first")

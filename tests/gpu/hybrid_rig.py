@@ -180,11 +180,13 @@ class Rig:
         )
         assert self.states.slots is not None
         assert self.states.host is not None
+        assert self.states.copies is not None
         self.slots, self.host = self.states.slots, self.states.host
+        self.copies = self.states.copies
         self.checkpoints = Checkpoints(
             self.slots,
             self.host,
-            EngineBackend(self.states.engine, after=self.after),
+            EngineBackend(self.copies.engine, after=self.after),
             self.states.copier,
             **{"most": None, **(states or {})},
         )
@@ -322,7 +324,7 @@ class Rig:
         self.where.synchronize()
         found: dict[str, list[int]] = {}
         path = self._path(tokens)
-        for tier, index in self.checkpoints.tiers():
+        for tier, _, index in self.checkpoints.tiers:
             found[tier.value] = []
             for at in range(len(path.keys)):
                 with index.match(path.keys[at : at + 1], namespace=path.space.of(tier)) as lease:
@@ -371,7 +373,7 @@ class Rig:
     def warm(self) -> None:
         """Compile, load and allocate whatever a test needs while a gate is shut: nothing of that
         may wait for the device then."""
-        for pinned in (self.pinned, self.states.pinned):
+        for pinned in (self.pinned, self.copies.pinned):
             if pinned is not None:
                 pinned.wait(timeout=DEADLINE)
         tokens = list(range(900, 937))
@@ -381,7 +383,7 @@ class Rig:
             self.forget_device()
         self.run("warm", tokens, 25)  # from the host
         self.settle()
-        for cache, engine in ((self.cache, self.engine), (self.host, self.states.engine)):
+        for cache, engine in ((self.cache, self.engine), (self.host, self.copies.engine)):
             held = cache.reserve(cache.hash_pages(tokens, page_tokens=cache.index.page_tokens)[-1:])
             slots = list(range(len(held.pages) * (cache.index.page_tokens or 1)))
             moves = Move(held.pages, slots)

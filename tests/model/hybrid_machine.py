@@ -502,7 +502,7 @@ class HybridMachine(RuleBasedStateMachine):
         assert world is not None
         for prompt in self.known:
             path, stamps = world.path(prompt), self.stamps(prompt.tokens)
-            for tier, index in world.checkpoints.tiers():
+            for tier, _, index in world.checkpoints.tiers:
                 for count in range(1, len(path.keys) + 1):
                     key = np.ascontiguousarray(path.key(count))
                     with index.match(key, namespace=path.space.of(tier)) as lease:

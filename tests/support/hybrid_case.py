@@ -277,7 +277,7 @@ class HybridWorld:
     def there(self, what: Any) -> dict[str, list[int]]:
         """Positions of a prompt's checkpoints, in each tier."""
         path, found = self.path(as_prompt(what)), {}
-        for tier, index in self.checkpoints.tiers():
+        for tier, _, index in self.checkpoints.tiers:
             flags = index.peek_many(
                 path.keys, np.arange(len(path.keys) + 1), namespace=path.space.of(tier)
             )
@@ -308,7 +308,7 @@ class HybridWorld:
         self.world.nothing_left()
         assert not self.hybrid._requests
         assert not self.hybrid.leaving
-        for _, index in self.checkpoints.tiers():
+        for _, _, index in self.checkpoints.tiers:
             unused(index)
 
     def close(self) -> None:

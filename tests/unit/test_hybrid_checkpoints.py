@@ -347,7 +347,7 @@ def test_tenants_and_versions_are_apart(hybrids: Any) -> None:
     assert world.there(other) == {"device": [], "host": []}
     world.save(other, 8)
     world.manager.begin_update()
-    world.checkpoints.clear_weights("v1", everywhere=True)
+    world.checkpoints.clear("v1")
     world.manager.finish_update("v1")
     assert world.there(one) == world.there(other) == {"device": [], "host": []}
 
@@ -359,7 +359,7 @@ def test_clearing_while_a_copy_goes_on(hybrids: Any) -> None:
     slot = int(world.checkpoints.acquire(1)[0])
     path = world.path(prompt)
     world.checkpoints.donate(slot, path, 2)
-    world.checkpoints.clear_weights("", everywhere=True)
+    world.checkpoints.clear("")
     world.settle()
     assert world.there(prompt) == {"device": [], "host": []}
     slot = int(world.checkpoints.acquire(1)[0])

@@ -6,8 +6,6 @@ import dataclasses
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.refusals import refused
 
 from lightcache.errors import ConfigError
@@ -71,19 +69,6 @@ def test_floors() -> None:
     grid = Grid(16, 64)
     assert [grid.floor(n) for n in (0, 63, 64, 127, 128)] == [0, 0, 64, 64, 128]
     assert [grid.fine_floor(n) for n in (0, 15, 16, 63, 64)] == [0, 0, 16, 48, 64]
-
-
-@given(st.integers(0, 99), st.integers(0, 99), st.integers(-1, 1), st.sampled_from(SIZES))
-def test_positions_lie_behind_the_begin_and_not_behind_the_end(
-    steps: int, more: int, off: int, row: tuple[tuple[int, ...], tuple[int, ...]]
-) -> None:
-    grid = Grid(*row[0])
-    begin = steps * grid.fine
-    end = max(begin, begin + more * grid.fine + off)
-    wanted = [n for n in range(begin + 1, end + 1) if n % grid.grid == 0]
-    assert grid.positions(begin, end).tolist() == wanted
-    for position in wanted:
-        assert position % grid.block_tokens == position % grid.page_tokens == 0
 
 
 def test_branching() -> None:

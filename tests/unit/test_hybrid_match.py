@@ -176,9 +176,9 @@ def test_the_same_plan_is_the_same_match(hybrids: Any) -> None:
     world.save(prompt, 24)
     first = world.plan(prompt)
     looks = []
-    lookup = world.hybrid._planner._lookup
-    look = lookup.look
-    lookup.look = lambda *what: looks.append(1) or look(*what)
+    planner = world.hybrid._planner
+    look = planner._look
+    planner._look = lambda *what: looks.append(1) or look(*what)
     assert world.plan(prompt) is first
     assert not looks
     world.save(prompt, 32)

@@ -134,7 +134,7 @@ def test_no_slots_for_checkpoints_or_no_host(segment_name: str, tensors: Any) ->
         assert states.slots is None
         states.checkpoints().close()
     with open_(segment_name, tensors, pages=None) as states:
-        assert (states.host, states.engine, states.backend) == (None, None, None)
+        assert (states.host, states.copies) == (None, None)
         states.checkpoints().close()
 
 

@@ -234,8 +234,8 @@ def test_decoding_against_a_loop(steps: list[tuple[int, int]]) -> None:
     ("before", "after", "what"),
     [
         ([1, 2], [1], "one length"),
-        ([[1]], [[2]], "rows of integers"),
-        ([1.0], [2.0], "rows of integers"),
+        ([[1]], [[2]], "whole numbers|of one length"),
+        ([1.0], [2.0], "whole numbers|of one length"),
         ([1, 9], [2, 8], "row 1 goes back from 9 to 8"),
     ],
 )

@@ -20,7 +20,7 @@ OTHER = Prompt(tokens(41), tenant="b")
 
 def states_left(world: HybridWorld) -> list[int]:
     """Checkpoints in each tier, whoever could find them."""
-    return [index.stats().ready for _, index in world.checkpoints.tiers()]
+    return [index.stats().ready for _, _, index in world.checkpoints.tiers]
 
 
 def test_a_tenant_is_cleared_whole(hybrids: Any) -> None:
