@@ -226,11 +226,11 @@ class StateTransfers:
                 if goes_on(copy.copying):
                     raise  # not an error of the copy: as in `BlockTransfer.block`
                 self.moves.foreign.note(error)
-            self._copies.remove(copy)
-            copy.over = True
             for lease in copy.leases:
-                lease.release()
-            copy.leases.clear()
+                with contextlib.suppress(LeaseLost):  # released by a look that was interrupted
+                    lease.release()
+            copy.over = True
+            self._copies.remove(copy)  # last: until here an interrupted look is repeated
 
     # ---- to the host
 
@@ -694,6 +694,8 @@ class Checkpoints:
         self.most = most
         self._bound = PathBound(most, self.counts, parting)
         self._later: list[int] = []
+        self._giving: list[int] = []
+        """What `give_back` was given, if an interrupt has cut it."""
         """Slots that could not be given back yet."""
 
     def _index(self, tier: Tier) -> PageIndex:
@@ -776,6 +778,7 @@ class Checkpoints:
                 f"acquire: expected at most {self.slots.pages} slots, all there are, found {n}"
             )
         with self.lock:
+            self._complete()
             if self.write is WritePolicy.BACK and self.host is not None:
                 self._make_room(n, self.slots)
             slots = self.slots.allocate(n).detach()
@@ -870,16 +873,35 @@ class Checkpoints:
             pass
         return int(named.pages[0]) if named.status[0] in (_NEW, _PRESENT) else None
 
-    def give_back(self, slots: Sequence[int]) -> None:
-        """As `free`, now or as soon as the lock is available."""
-        if self.slots is None or not len(slots):
+    def give_back(self, slots: list[int]) -> None:
+        """As `free`, now or as soon as the lock is available. Empties the list, after that: so it
+        may be called again with the same list after an interrupt."""
+        if self.slots is None:
             return
+        self._complete()
+        if not slots:
+            return
+        self._giving = slots
         try:
             self.slots.free(np.array(slots, np.int32))
         except LeaseLost:
+            self._giving = []
             raise
         except LightcacheError:
+            self._giving = []
+            if slots is self._later:
+                return
             self._later += slots
+        slots.clear()
+
+    def _complete(self) -> None:
+        """Complete a `give_back` that an interrupt has cut. Some of its slots may be free already,
+        so this comes before any is acquired."""
+        if self._giving and self.slots is not None:
+            for slot in self._giving:
+                with contextlib.suppress(LeaseLost):
+                    self.slots.free(np.array([slot], np.int32))
+            self._giving.clear()
 
     def chain(self, tier: Tier, path: Path, count: int) -> Keys:
         """The key of a new checkpoint, preceded by that of the last checkpoint before it."""
@@ -973,8 +995,7 @@ class Checkpoints:
         flight. Raises exceptions of a transfer backend, copier or storage that are not
         LightcacheErrors, as `KVCacheManager.poll` does."""
         with self.lock:
-            later, self._later = self._later, []
-            self.give_back(later)
+            self.give_back(self._later)
             if self.slots is not None and self.low_water and self.host is not None:
                 missing = self.low_water - self.slots.stats().free - self.traffic.going
                 with contextlib.suppress(LightcacheError):  # later, when the indexes answer

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar,
 import numpy as np
 
 from lightcache._arguments import Pages
+from lightcache._together import together
 from lightcache.errors import ConfigError, LeaseLost, LightcacheError, OutOfPages, TransferFailed
 from lightcache.hybrid.checkpoints import (
     Checkpoints,
@@ -27,6 +28,7 @@ from lightcache.hybrid.saving import (
     Grid,
     HybridConfig,
     RequestSlots,
+    Rest,
     Saved,
     SavePlan,
     SavePolicy,
@@ -79,8 +81,10 @@ class HybridRequest:
     """Copies between its slots and the host, including `loading`."""
     copies: list[Copied] = field(default_factory=list)
     """Launches that write its slots."""
-    leaving: list[int] = field(default_factory=list)
-    """After its end: slots to give back."""
+    ended: tuple[bool, Any] = (False, None)
+    """At its end: whether no step of it is in flight, and the stream of its last one."""
+    leaving: list[int] | None = None
+    """After its end: slots to give back. None: not known yet."""
 
     counted: Counts = field(default_factory=Counts)
     """Its counts in the statistics."""
@@ -266,7 +270,8 @@ class Donor:
     def __init__(self, owner: HybridManager) -> None:
         """No request saves yet."""
         self._owner = owner
-        self._ending: list[HybridRequest] = []
+        self.ending: list[HybridRequest] = []
+        """Ended requests that still hold slots."""
         self._tails = TailEviction(owner)
 
     # ---- while a request runs
@@ -369,11 +374,9 @@ class Donor:
         kept: Sequence[int | None],
         at: Sequence[int | None],
         publish: bool,
-        stream: Any,
     ) -> list[int]:
-        """See `HybridManager.release_many`. Returns the position of the last state that each
-        donated."""
-        self._ending += running  # first: slots are given back also after an exception
+        """See `HybridManager.release_many`. The requests are in `ending` already: slots are given
+        back also after an exception. Returns the position of the last state that each donated."""
         positions = []
         try:
             for request in running:
@@ -383,7 +386,7 @@ class Donor:
             for request, limit, position in zip(running, kept, at, strict=True):
                 positions.append(self._donate_last(request, limit, position) if publish else 0)
         finally:
-            self._leave(running, at, stream)
+            self._leave(running)
             for request in running:
                 self._tails.note(request)
         return positions
@@ -406,21 +409,16 @@ class Donor:
             with contextlib.suppress(LeaseLost):  # it has a key already, or was given back
                 self._owner.checkpoints.give_back([state.slot])
 
-    def _leave(self, running: list[HybridRequest], at: Sequence[int | None], stream: Any) -> None:
-        """Give back the requests' remaining slots once no copy uses them."""
-        written = []
-        for request, position in zip(running, at, strict=True):
-            if request.slots is not None:
-                rest = request.slots.rest(idle=position is not None)
-                request.leaving = [*rest.free]
-                if rest.busy:  # a launched step may still write them
-                    written.append((request, rest.busy))
-        if not written:
-            return
-        mark = self._mark(_slots([slot for _, busy in written for slot in busy]), stream)
-        for request, busy in written:
-            request.copies += mark
-            request.leaving += busy  # not after an interrupt: the end of the step is unknown
+    def _leave(self, running: list[HybridRequest]) -> None:
+        """Note the remaining slots of requests whose last steps were on one stream: they go back
+        once no copy uses them. May be repeated after an interrupt: `leaving` is set last."""
+        rests = [(request, _rest(request)) for request in running if request.leaving is None]
+        busy = [slot for _, rest in rests for slot in rest.busy]  # a launched step may write them
+        mark = self._mark(_slots(busy), running[0].ended[1]) if busy else []
+        for request, rest in rests:
+            if rest.busy:
+                request.copies += mark
+            request.leaving = [*rest.free, *rest.busy]
 
     def _mark(self, busy: Pages, stream: Any) -> list[Copied]:
         """Note when all work launched before has been executed. Empty if the device failed: then
@@ -453,28 +451,33 @@ class Donor:
     def poll(self) -> None:
         """Give back slots that no copy uses."""
         still, checkpoints = [], self._owner.checkpoints
-        for request in self._ending:
+        for request in self.ending:
+            self._leave([request])
             if request.busy:
                 still.append(request)
-            else:
+            elif request.leaving:
                 checkpoints.give_back(request.leaving)
-        self._ending = still
+        self.ending = still
         self._tails.poll()
 
     @property
     def going(self) -> int:
         """Number of ended requests that still hold slots."""
-        return len(self._ending)
+        return len(self.ending)
 
     @property
     def slots_alone(self) -> int:
         """Of these, those whose KV has been given back already."""
         has_ended = self._owner.manager.has_ended
-        return sum([has_ended(request.inner) for request in self._ending])
+        return sum([has_ended(request.inner) for request in self.ending])
 
 
 def _slots(numbers: list[int]) -> Pages:
     return np.array(numbers, np.int32)
+
+
+def _rest(request: HybridRequest) -> Rest:
+    return Rest((), ()) if request.slots is None else request.slots.rest(idle=request.ended[0])
 
 
 # ---- The manager
@@ -868,17 +871,21 @@ class HybridManager:
             slots = running.slots
             self._begin_anew(running, 0)
             restarted = self._request(request)
-            restarted.slots = slots
             restarted.copies, restarted.transfers = running.copies, running.transfers
+            together(
+                partial(self._donor.ending.remove, running),
+                partial(setattr, restarted, "slots", slots),
+            )
             slots.reject(0)
             slots.keep = restarted.match.branching
             self._donor.zero([restarted], stream)
             return restarted.match
 
     def _begin_anew(self, running: HybridRequest, limit: int) -> None:
-        """Plan and take again, with at most `limit` tokens."""
+        """Plan and take again, with at most `limit` tokens. Until the caller takes them, its slots
+        are those of a request that has ended."""
         inner = running.inner
-        del self._requests[inner.id]
+        together(partial(self._donor.ending.append, running), partial(self._requests.pop, inner.id))
         running.let_go()
         self.checkpoints.counts.subtract(running.counted)
         self.manager.untake(inner.id)
@@ -1038,11 +1045,16 @@ class HybridManager:
             for request in requests:
                 self._planner.cancel(request)
             rows = [row for row, request in enumerate(requests) if request in self._requests]
-            running = [self._requests.pop(requests[row]) for row in rows]
-            positions = [0] * n
+            running, positions = [self._requests[requests[row]] for row in rows], [0] * n
+            for row, each in zip(rows, running, strict=True):
+                each.ended = at[row] is not None, stream
+            together(
+                partial(self._donor.ending.extend, running),
+                *(partial(self._requests.pop, requests[row]) for row in rows),
+            )
             try:
                 ended = self._donor.end(
-                    running, [kept[i] for i in rows], [at[i] for i in rows], publish, stream
+                    running, [kept[i] for i in rows], [at[i] for i in rows], publish
                 )
                 for row, position in zip(rows, ended, strict=True):
                     positions[row] = position

@@ -19,13 +19,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from lightcache._arguments import Pages, count, pages
+from lightcache._together import assign, together
 from lightcache.errors import ConfigError
 from lightcache.kernels.moves import integers
 
@@ -603,7 +604,7 @@ class RequestSlots:
         self._writes: deque[_Write] = deque()  # in the order of their launch
         self._read: set[int] = set()
         self._given: set[int] = set()
-        self._over = self._rested = False
+        self._over = False
 
     @staticmethod
     def needed(ahead: bool) -> int:
@@ -629,24 +630,25 @@ class RequestSlots:
         count(position, "position", 1, 1 << 62)
         if any(position <= state.position for state in self._states()):
             return None
-        slot = self._to_overwrite()
-        if slot is not None:
-            self._writes.append(_Write(slot, position))
+        found = self._to_overwrite()
+        if found is None:
+            return None
+        slot, leave = found
+        together(leave, partial(self._writes.append, _Write(slot, position)))
         return slot
 
-    def _to_overwrite(self) -> int | None:
+    def _to_overwrite(self) -> tuple[int, partial[Any]] | None:
+        """The slot, and the call that takes it from where it is."""
         for slot in self._free:
             if slot not in self._read:
-                self._free.remove(slot)
-                return slot
+                return slot, partial(self._free.remove, slot)
         # Of two confirmed states, the older that is not kept. A single one only without running
         # ahead: then no step is in flight that might be the request's last.
         spare = [state for state in self._confirmed if state.position != self.keep]
         enough = len(self._confirmed) > (1 if self.ahead else 0)
         if not enough or not spare or spare[0].slot in self._read:
             return None
-        self._confirmed.remove(spare[0])
-        return spare[0].slot
+        return spare[0].slot, partial(self._confirmed.remove, spare[0])
 
     def confirm(self, position: int) -> None:
         """Confirm a save: the results of its step have arrived. Call once for each `begin_save`
@@ -661,11 +663,11 @@ class RequestSlots:
                 f"confirm: expected the oldest write in flight, {expected}, found {position}; "
                 "confirm each once, in the order of launching"
             )
-        write = self._writes.popleft()
+        write = self._writes[0]
+        known: partial[Any] = partial(self._free.append, write.slot)
         if write.valid:
-            self._confirmed.append(Saved(write.slot, position))
-        else:
-            self._free.append(write.slot)
+            known = partial(self._confirmed.append, Saved(write.slot, position))
+        together(partial(self._writes.popleft), known)
 
     def reject(self, accepted: int) -> Saved | None:
         """Speculation failed and only the first `accepted` tokens count. Saved states after them
@@ -681,8 +683,9 @@ class RequestSlots:
         for write in self._writes:
             write.valid = write.valid and write.position <= accepted
         # A confirmed write has finished, so void slots may be written again immediately.
-        self._free += [state.slot for state in self._confirmed if state.position > accepted]
-        self._confirmed = [state for state in self._confirmed if state.position <= accepted]
+        free = [state.slot for state in self._confirmed if state.position > accepted]
+        kept = [state for state in self._confirmed if state.position <= accepted]
+        assign((self, self), ("_free", "_confirmed"), (self._free + free, kept))
         return self.newest
 
     @property
@@ -775,18 +778,12 @@ class RequestSlots:
         return None
 
     def rest(self, *, idle: bool = False) -> Rest:
-        """The slots that the request still had, now the caller's. The request has ended. Call it
-        once.
+        """The slots that the request still had, now the caller's. The request has ended.
 
         Args:
             idle: no step of the request is in flight.
-
-        Raises:
-            ConfigError: called before.
         """
-        if self._rested:
-            raise ConfigError("rest: these slots were given back before")
-        self._over = self._rested = True
+        self._over = True
         every = [slot for slot in self._every() if slot not in self._given]
         written = set() if idle else {self.working, *(write.slot for write in self._writes)}
         busy = written | self._read
