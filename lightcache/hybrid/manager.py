@@ -537,8 +537,8 @@ class HybridManager:
             grid: positions at which states are saved, made for the manager's blocks and pages.
 
         Raises:
-            ConfigError: a grid of other blocks or pages, no copier, or, if the config gives the
-                number of running requests, conflicting settings, all in one message.
+            ConfigError: a grid of other blocks or pages, no copier, or conflicting settings, all in
+                one message.
         """
         sizes = manager.device.block_tokens, manager.page_tokens
         if (grid.block_tokens, grid.page_tokens) != sizes:
