@@ -639,6 +639,19 @@ class RequestSlots:
             self._writes.append(_Write(slot, position))
         return slot
 
+    def next_slot(self, position: int) -> int | None:
+        """As `begin_save`, but the state after `position` tokens stays in the working slot. The
+        step being launched reads that slot, and writes the returned one, which is the working slot
+        from now on. None: the state is not saved, and the step writes the working slot.
+
+        Raises:
+            ConfigError: as `begin_save`.
+        """
+        slot = self.begin_save(position)
+        if slot is not None:
+            self._writes[-1].slot, self.working = self.working, slot
+        return slot
+
     def _to_overwrite(self) -> int | None:
         for slot in self._free:
             if slot not in self._read:
