@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightcache import Cache, Lease, Namespace, hybrid
-from lightcache._arguments import Keys, Pages
+from lightcache._arguments import Keys, Pages, count
 from lightcache.connectors._requirements import torch
 from lightcache.connectors.cache_layers import (
     DECODED,
@@ -46,9 +46,8 @@ from lightcache.connectors.trial import forward
 from lightcache.connectors.windows import WindowGroup
 from lightcache.errors import Abandoned, ConfigError, LightcacheError, TransferFailed
 from lightcache.groups import Group, GroupMatch, GroupSet, Rule
-from lightcache.hybrid import Features, Grid
+from lightcache.hybrid import Grid
 from lightcache.hybrid.checkpoints import Path, Tier
-from lightcache.hybrid.saving import Saves
 from lightcache.kernels.groups import whole
 from lightcache.manager.load import wait_on
 from lightcache.namespaces import NamespaceState
@@ -585,7 +584,7 @@ class HybridPrefixes:
         figures: counters of the connector.
 
         Raises:
-            ConfigError: sizes out of range, or settings that conflict, all in one message.
+            ConfigError: sizes out of range.
         """
         self._cache, self._model, self._pages = caches.kv, model, pages
         tokens = pages.page_tokens
@@ -594,7 +593,8 @@ class HybridPrefixes:
         self._figures = figures
         states = None if pages.states is None else caches.states or caches.kv
         if states is not None:
-            self._check_grid(states, chunk, path_limit)
+            count(path_limit, "path_limit", 0, 1 << 20)
+            self._check_grid(states, chunk)
         self.windows: list[WindowGroup] = []
         """Layers of windows and chunks, with a cache for each of their settings."""
         self.checkpoints: Checkpoints | None = None
@@ -613,7 +613,7 @@ class HybridPrefixes:
                 self.checkpoints = Checkpoints(caches.kv, pool, pages.states, path_limit or None)
             stack.pop_all()
 
-    def _check_grid(self, states: Cache, chunk: int, path_limit: int) -> None:
+    def _check_grid(self, states: Cache, chunk: int) -> None:
         tokens = self._pages.page_tokens
         if self.grid.grid > max(tokens, chunk):
             self._figures.say_once(
@@ -622,15 +622,6 @@ class HybridPrefixes:
                 f"the least common multiple of page_tokens={tokens} and chunk={chunk}; shorter "
                 "prompts save none. Choose one a multiple of the other",
             )
-        Features(  # one sequence at a time, in its own tensors; saved states are on the host
-            self.grid,
-            Saves.END_ONLY,
-            running=1,
-            device_slots=1,
-            device_states=0,
-            host_states=states.pages,
-            path_limit=path_limit,
-        ).check()
 
     def empty(self, ids: TokenIds | None) -> HybridPrefixCache:
         """An empty cache for these tokens."""

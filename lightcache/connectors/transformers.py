@@ -84,16 +84,15 @@ class Connector(LeaseCalls):
             chunk, every: of the `Grid` at which states and windows are saved: states of a prompt at
                 multiples of chunk and page_tokens, windows at those of page_tokens; while decoding,
                 both at those of `every` as well. Processes may use different values.
-            path_limit: bound on states of a hybrid model on one path, at least 2; the first ones
-                beyond it are evicted, except where prompts diverge, and those in use. 0: no bound.
-                The default is that of `lightcache.hybrid.Checkpoints`.
+            path_limit: bound on states of a hybrid model on one path; the first ones beyond it are
+                evicted, except where prompts diverge, and those in use. 0: no bound. The default is
+                that of `lightcache.hybrid.Checkpoints`.
 
         Raises:
             LayoutMismatch: a cache is of another model; says what differs.
             ConfigError: as `describe`; or not a cache, a cache without page_tokens, too few or too
                 many caches for the model, one of states or windows that is not independent, or for
-                a model on a GPU a cache opened without device=True; or conflicting settings of a
-                hybrid model, all in one message.
+                a model on a GPU a cache opened without device=True; or sizes out of range.
             InUse: this process has pinned a pool already; pass `pinned`.
             Detached: a cache is closed.
         """

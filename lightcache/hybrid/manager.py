@@ -540,8 +540,8 @@ class HybridManager:
             grid: positions at which states are saved, made for the manager's blocks and pages.
 
         Raises:
-            ConfigError: a grid of other blocks or pages, no copier, or, if the config gives the
-                number of running requests, conflicting settings, all in one message.
+            ConfigError: a grid of other blocks or pages, no copier, or conflicting settings, all in
+                one message.
         """
         sizes = manager.device.block_tokens, manager.page_tokens
         if (grid.block_tokens, grid.page_tokens) != sizes:
@@ -924,18 +924,36 @@ class HybridManager:
                 before.
         """
         with self._lock:
-            running = self._request(request)
-            slots = running.own_slots
-            if position < 1 or position % self.parts.step:
-                raise ConfigError(
-                    f"saving {request!r}: expected a position that is a multiple of "
-                    f"{self.parts.step}, found {position}; use that of `save_plan`"
-                )
-            if running.states is None:
-                return None
-            # states that found no replacement slot, or waited for a load
-            self._donor.exchange(running, slots)
-            return slots.begin_save(position)
+            slots = self._saving(request, position)
+            return None if slots is None else slots.begin_save(position)
+
+    def next_slot(self, request: Hashable, position: int) -> int | None:
+        """As `saving`, without a copy, for kernels that read one slot and write another: the
+        working slot keeps the state after `position` tokens. The step being launched begins at that
+        position or crosses it, and writes the returned slot, which is the working slot from now on;
+        call `saved` with the results of this step. None: save nothing, continue in the same slot.
+
+        Raises:
+            ConfigError: as `saving`.
+        """
+        with self._lock:
+            slots = self._saving(request, position)
+            return None if slots is None else slots.next_slot(position)
+
+    def _saving(self, request: Hashable, position: int) -> RequestSlots | None:
+        """The slots of a request that saves at this position. None: it saves nothing."""
+        running = self._request(request)
+        slots = running.own_slots
+        if position < 1 or position % self.parts.step:
+            raise ConfigError(
+                f"saving {request!r}: expected a position that is a multiple of "
+                f"{self.parts.step}, found {position}; use that of `save_plan`"
+            )
+        if running.states is None:
+            return None
+        # states that found no replacement slot, or waited for a load
+        self._donor.exchange(running, slots)
+        return slots
 
     def save(
         self, requests: Sequence[Hashable], positions: Sequence[int], stream: Any = None

@@ -338,12 +338,15 @@ class HybridConfig:
     alternating: bool = True
     """Running requests have slots beside their working slot, to save states in."""
     running: int | None = None
-    """Number of requests that run at a time. If given, the manager checks its settings as one
-    `Features`; None: the engine has checked its own."""
+    """Number of requests that run at a time. The manager checks its settings as one `Features`;
+    None: without what depends on this number."""
     drafted: int = 0
-    """Drafted tokens of a request in a step; checked only if `running` is given."""
+    """Drafted tokens of a request in a step."""
     draft_slots: int = 0
-    """Device slots for drafts; checked only if `running` is given."""
+    """Device slots for drafts."""
+    state_block_tokens: int | None = None
+    """Tokens of a block if the engine addresses states by blocks: `state_block_tables`. None: it
+    addresses them by slots."""
     drop_tails: bool = False
     """When a request ends, evict KV after the last checkpoint of its path, unless another request
     uses it: no request can begin there. For managed blocks and the host."""
@@ -353,6 +356,8 @@ class HybridConfig:
             raise ConfigError(f"saves: expected a Saves, found {self.saves!r}")
         if self.running is not None:
             count(self.running, "running", 1, 1 << 31)
+        if self.state_block_tokens is not None:
+            count(self.state_block_tokens, "state_block_tokens", 1, 1 << 20)
         for name in ("drafted", "draft_slots"):
             count(getattr(self, name), name, 0, 1 << 31)
 
@@ -637,6 +642,19 @@ class RequestSlots:
         together(leave, partial(self._writes.append, _Write(slot, position)))
         return slot
 
+    def next_slot(self, position: int) -> int | None:
+        """As `begin_save`, but the state after `position` tokens stays in the working slot. The
+        step being launched reads that slot, and writes the returned one, which is the working slot
+        from now on. None: the state is not saved, and the step writes the working slot.
+
+        Raises:
+            ConfigError: as `begin_save`.
+        """
+        slot = self.begin_save(position)
+        if slot is not None:
+            self._writes[-1].slot, self.working = self.working, slot
+        return slot
+
     def _to_overwrite(self) -> tuple[int, partial[Any]] | None:
         """The slot, and the call that takes it from where it is."""
         for slot in self._free:
@@ -810,7 +828,7 @@ class RequestSlots:
 
 # ---- Conflicting settings: checked once, when a model is configured, in one message
 
-_COUNTS = ("running", "alternating", "drafted", "draft_slots", "host_states", "path_limit")
+_COUNTS = ("alternating", "drafted", "draft_slots", "host_states")
 
 
 @dataclass(frozen=True)
@@ -819,8 +837,8 @@ class Features:
 
     grid: Grid
     saves: Saves
-    running: int
-    """Requests at a time."""
+    running: int | None
+    """Requests at a time; None: unknown, and what depends on it is not checked."""
     device_slots: int
     """For all states on the device: of requests, drafts, checkpoints."""
     ahead: bool = False
@@ -839,8 +857,6 @@ class Features:
     """Checkpoints are written from the host to storage."""
     tail: bool = False
     """Save at a prompt's last key: `SavePolicy.tail`."""
-    path_limit: int = 0
-    """Checkpoints on one path, at most; 0: any number."""
     state_block_tokens: int | None = None
     """Tokens of a block if the engine addresses states by blocks: `state_block_tables`. None: it
     addresses them by slots."""
@@ -856,8 +872,10 @@ class Features:
                 raise ConfigError(
                     f"{name}: expected a {kind.__name__}, found {getattr(self, name)!r}"
                 )
+        if self.running is not None:
+            count(self.running, "running", 1, 1 << 31)
         for name in _COUNTS:
-            count(getattr(self, name), name, 1 if name == "running" else 0, 1 << 31)
+            count(getattr(self, name), name, 0, 1 << 31)
         count(self.device_slots, "device_slots", 0, 1 << 31)
         if self.device_states is not None:
             count(self.device_states, "device_states", 0, 1 << 31)
@@ -882,9 +900,11 @@ class Features:
         return (*self._of_slots(), *self._of_checkpoints(), *self._of_tables())
 
     @property
-    def spare_slots(self) -> int:
+    def spare_slots(self) -> int | None:
         """Device slots that running requests and drafts leave to checkpoints; negative: so many
-        slots are missing."""
+        slots are missing. None: the number of requests is unknown."""
+        if self.running is None:
+            return None
         return self.device_slots - self.running * (1 + self.alternating) - self.draft_slots
 
     def _of_slots(self) -> Iterator[str]:
@@ -895,7 +915,7 @@ class Features:
                 f"{'runs' if self.ahead else 'does not run'} ahead needs {wanted} for each "
                 "request, or none"
             )
-        room = Drafts.room(self.running, self.drafted) if self.drafted else 0
+        room = Drafts.room(self.running, self.drafted) if self.running and self.drafted else 0
         if self.draft_slots < room:
             yield (
                 f"draft_slots={self.draft_slots}: {self.drafted} drafted tokens for each of "
@@ -904,7 +924,7 @@ class Features:
             )
         if self.draft_slots and not self.drafted:
             yield f"draft_slots={self.draft_slots}: nothing is drafted; give them to checkpoints"
-        if self.spare_slots < 0:
+        if self.spare_slots is not None and self.spare_slots < 0:
             yield (
                 f"device_slots={self.device_slots}: {self.running} requests with "
                 f"{self.alternating} alternating slots, and {self.draft_slots} for drafts, need "
@@ -920,10 +940,11 @@ class Features:
             )
         if self.storage and not self.host_states:
             yield "storage: states are written to storage from the host; give host_states"
-        if self.device_states is not None and self.device_states > max(0, self.spare_slots):
+        spare = self.device_slots if self.spare_slots is None else max(0, self.spare_slots)
+        if self.device_states is not None and self.device_states > spare:
             yield (
                 f"device_states={self.device_states}: of {self.device_slots} device slots, "
-                f"requests and drafts leave {max(0, self.spare_slots)}"
+                f"requests and drafts leave {spare}"
             )
         if self.device_states is None and self.spare_slots == 0 and not self.host_states:
             yield (
@@ -940,21 +961,16 @@ class Features:
                 f"tail: keys and grid both have steps of {self.grid.grid} tokens, so there is no "
                 "key after the grid's last position; use smaller blocks or pages, or turn it off"
             )
-        if self.path_limit == 1:
-            yield (
-                "path_limit=1: a prompt's last state would evict that of its branching point, "
-                "before other prompts reach it; use at least 2, or 0 for any number"
-            )
 
     def _of_tables(self) -> Iterator[str]:
         block = self.state_block_tokens
         if block is None:
             return
-        if self.grid.grid % block:
+        step = self.grid.fine if self.tail else self.grid.grid
+        if step % block:
             yield (
-                f"state_block_tokens={block}: states are saved every {self.grid.grid} tokens, not "
-                "always at the end of a block, and the rest of the block would overwrite them; use "
-                "a divisor"
+                f"state_block_tokens={block}: states are saved every {step} tokens, not always at "
+                "the end of a block, and the rest of the block would overwrite them; use a divisor"
             )
         if self.saves is Saves.INTERIOR and block % self.grid.chunk:
             yield (
@@ -971,22 +987,19 @@ class Features:
 
 
 def check_features(config: HybridConfig, checkpoints: Checkpoints, grid: Grid) -> None:
-    """Check a manager's settings, if its config has the number of running requests. Without device
-    slots for checkpoints, requests use the engine's own slots.
+    """Check a manager's settings. Without device slots for checkpoints, requests use the engine's
+    own slots.
 
     Raises:
         ConfigError: see `Features.check`; or an invalid value.
     """
-    running = config.running
-    if running is None:
-        return
     alternating = RequestSlots.needed(config.ahead) if config.alternating else 0
     slots, host = checkpoints.slots, checkpoints.host
-    needed = running * (1 + alternating) + config.draft_slots
+    needed = (config.running or 1) * (1 + alternating) + config.draft_slots
     Features(
         grid,
         config.saves,
-        running,
+        config.running,
         device_slots=needed if slots is None else slots.pages,
         ahead=config.ahead,
         alternating=alternating,
@@ -996,7 +1009,7 @@ def check_features(config: HybridConfig, checkpoints: Checkpoints, grid: Grid) -
         host_states=0 if host is None else host.pages,
         storage=checkpoints.storage is not None,
         tail=config.tail,
-        path_limit=checkpoints.most or 0,
+        state_block_tokens=config.state_block_tokens,
     ).check()
 
 

@@ -52,9 +52,11 @@ ELSEWHERE = {
         "bad_input": ["gave groups, planes or states", "gave a rank outside"]
     },
     "unit/test_host_engine.py": {"sides_that_do_not_fit": ["made a transfer engine of planes"]},
+    "unit/test_hybrid_features.py": {
+        "what_does_not": ["gave a hybrid model conflicting settings"],
+    },
     "unit/test_hybrid_refusals.py": {
         "caches_that_do_not_fit": ["gave a model with windows or states"],
-        "settings_that_do_not_go_together": ["gave a hybrid model conflicting settings"],
         "cropping": ["cropped the cache"],
     },
     "unit/test_layouts_input.py": {

@@ -114,6 +114,22 @@ def test_the_bound_looks_behind_the_new_one(hybrids: Any) -> None:
     assert world.there(prompt) == {"device": [60], "host": [60]}
 
 
+@pytest.mark.parametrize("between", [False, True])
+def test_a_bound_of_one_keeps_the_last_and_where_prompts_part(hybrids: Any, between: bool) -> None:
+    world = hybrids(chunk=16, blocks=80, states={"most": 1}, config={"between": between})
+    stem = tokens(54)
+    found = []
+    for seed in range(1, 5):
+        prompt = Prompt([*stem, *tokens(21, seed)])
+        found.append(world.run(seed, prompt).usable)
+    assert found == [0, 0, 48, 48]
+    for seed in range(2):
+        prompt = Prompt([*prompt.tokens, *tokens(40, seed)])
+        found.append(world.run(prompt, prompt).usable)
+    assert found[4:] == [64, 112]
+    assert world.there(prompt)["device"] == [48, 144]
+
+
 def test_the_bound_knows_the_request_s_own_path(hybrids: Any) -> None:
     world = hybrids(states={"most": 2}, chunk=8)
     prompt = Prompt(tokens(62))

@@ -29,7 +29,7 @@ GOOD = Features(
         {"host_states": 10, "storage": True},
         {"tail": True},
         {"saves": Saves.END_ONLY, "tail": True},
-        {"path_limit": 2},
+        {"running": None, "device_slots": 3},
         {"state_block_tokens": 64},
         {"saves": Saves.END_ONLY, "state_block_tokens": 16},
     ],
@@ -53,9 +53,13 @@ CONFLICTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"device_states": 77}, ["device_states=77: of 100 device slots, .* leave 76"]),
     ({"storage": True}, ["storage: "]),
     ({"grid": Grid(64, 64), "tail": True}, ["tail: "]),
-    ({"path_limit": 1}, ["path_limit=1"]),
     ({"state_block_tokens": 128}, ["every 64 tokens, not always at the end"]),
     ({"state_block_tokens": 32}, ["only every 64 tokens"]),
+    (
+        {"saves": Saves.END_ONLY, "tail": True, "state_block_tokens": 32},
+        ["every 16 tokens, not always at the end"],
+    ),
+    ({"running": None, "ahead": False, "draft_slots": 1}, ["alternating=2", "nothing is drafted"]),
     (
         {"drafted": 3, "draft_slots": 32, "saves": Saves.END_ONLY, "state_block_tokens": 2},
         ["may cross more than one block"],
@@ -100,7 +104,6 @@ def test_what_does_not(more: dict[str, Any], texts: list[str]) -> None:
         ("draft_slots", -1),
         ("device_states", -1),
         ("host_states", None),
-        ("path_limit", "2"),
         ("state_block_tokens", 0),
     ],
 )

@@ -284,6 +284,20 @@ def test_the_newest_confirmed_is_not_overwritten_for_one_in_flight() -> None:
     assert slots.begin_save(192) == FIRST
 
 
+def test_a_state_that_stays_in_its_slot() -> None:
+    slots = ahead()
+    assert (slots.next_slot(64), slots.working) == (FIRST, FIRST)
+    assert slots.next_slot(128) == SECOND
+    assert slots.next_slot(192) is None  # neither of the two is confirmed
+    assert slots.working == SECOND
+    slots.confirm(64)
+    slots.confirm(128)
+    assert slots.confirmed == (Saved(WORKING, 64), Saved(FIRST, 128))
+    assert slots.next_slot(192) == WORKING
+    assert slots.donate(200) == Saved(FIRST, 128)
+    assert slots.rest() == Rest((), (WORKING, SECOND))
+
+
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_plain_decoding_skips_no_save(is_ahead: bool) -> None:
     grid = Grid(16, 16, chunk=16, every=16)

@@ -128,12 +128,19 @@ def test_settings_that_go_together(hybrids: Any, how: dict[str, Any]) -> None:
     [
         ({"config": {"running": 9}}, ["device_slots=16: 9 requests with 1 alternating"]),
         ({"slots": 10, "state_pages": None, "config": {"running": 5}}, ["no checkpoint would"]),
-        ({"slots": None, "states": {"most": 1}, "config": {"running": 50}}, ["path_limit=1"]),
+        ({"slots": None, "config": {"running": 50, "draft_slots": 1}}, ["nothing is drafted"]),
+        ({"config": {"alternating": False}}, ["interior saves: .* alternating=1"]),
+        ({"config": {"state_block_tokens": 3}}, ["not always at the end", "only every 4 tokens"]),
         (
             {
-                "tail": True,
                 "chunk": 4,
-                "config": {"running": 5, "ahead": True, "alternating": False, "drafted": 3},
+                "config": {
+                    "running": 5,
+                    "ahead": True,
+                    "alternating": False,
+                    "drafted": 3,
+                    "tail": True,
+                },
             },
             ["draft_slots=0: 3 drafted", "interior saves: .* alternating=2", "tail: "],
         ),
@@ -142,12 +149,12 @@ def test_settings_that_go_together(hybrids: Any, how: dict[str, Any]) -> None:
 def test_settings_that_do_not(hybrids: Any, how: dict[str, Any], texts: list[str]) -> None:
     lines = r"\n.*".join(f"{number}. .*{text}.*" for number, text in enumerate(texts, 1))
     match = f"{len(texts)} of its settings conflict:\n" + lines
-    config = HybridConfig(tail=how.get("tail", False), **how.pop("config"))
+    config = HybridConfig(**how.pop("config"))
     world = hybrids(**how)
     with pytest.raises(ConfigError, match=match):
         HybridManager(world.manager, world.checkpoints, world.grid, config=config)
 
 
-@pytest.mark.parametrize("name", ["running", "drafted", "draft_slots"])
+@pytest.mark.parametrize("name", ["running", "drafted", "draft_slots", "state_block_tokens"])
 def test_figures_that_are_none(name: str) -> None:
     refused(ConfigError, name, HybridConfig, **{name: -1})

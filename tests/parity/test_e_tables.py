@@ -1,0 +1,226 @@
+"""Rows E1 to E5 by an engine that addresses states by blocks: a linear recurrence, whose steps read
+and write the slots that the tables of its requests give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support.manager_case import open_cache
+from support.refusals import refused
+
+from lightcache.errors import ConfigError
+from lightcache.hybrid import Checkpoints, Grid, HybridConfig, HybridManager, state_block_tables
+from lightcache.hybrid.copiers import ArrayCopier
+from lightcache.hybrid.opening import create_slots
+from lightcache.hybrid.saving import Saves, decode_saves
+from lightcache.hybrid.tables import StateTables
+from lightcache.manager import KVCacheManager, ManagedBlocks, NullBackend, Prompt
+
+BLOCK, WIDTH, SLOTS = 8, 4, 24
+DECAY = np.linspace(0.5, 0.99, WIDTH)
+
+
+def after(state: Any, tokens: Any) -> Any:
+    """The state of the model after these tokens."""
+    for token in tokens:
+        state = DECAY * state + np.sin(np.arange(1, WIDTH + 1) * token)
+    return state
+
+
+def next_token(state: Any) -> int:
+    return int(abs(state).sum() * 1e6) % 997
+
+
+def uncached(tokens: list[int], generate: int) -> tuple[list[int], Any]:
+    """All tokens, and the last state, of a run that computes everything."""
+    state = after(np.zeros(WIDTH), tokens)
+    for _ in range(generate):
+        tokens = [*tokens, next_token(state)]
+        state = after(state, tokens[-1:])
+    return tokens, state
+
+
+class CountingCopier(ArrayCopier):
+    """Counts the slots that it copies."""
+
+    pairs = 0
+
+    def copy(self, sources: Any, targets: Any, stream: Any = None) -> Any:
+        self.pairs += len(sources)
+        return super().copy(sources, targets, stream)
+
+
+class Engine:
+    """Serves requests one after another, each step of them by the table of its blocks."""
+
+    def __init__(self, name: str, **config: Any) -> None:
+        self.states = np.zeros((SLOTS, WIDTH))
+        self.host = open_cache(name, 64, BLOCK)
+        self.device = ManagedBlocks(f"{name}.device", block_tokens=BLOCK, blocks=64)
+        self.manager = KVCacheManager(self.host, self.device, NullBackend())
+        self.slots = create_slots(f"{name}.slots", SLOTS)
+        self.copier = CountingCopier(self.states)
+        self.checkpoints = Checkpoints(self.slots, None, copier=self.copier, most=None)
+        self.grid = Grid(BLOCK, BLOCK, chunk=BLOCK, every=2 * BLOCK)
+        self.hybrid = HybridManager(
+            self.manager,
+            self.checkpoints,
+            self.grid,
+            config=HybridConfig(state_block_tokens=BLOCK, running=4, **config),
+        )
+        self.donated: dict[int, int] = {}
+        """Of the last request: the slot of each position that became a checkpoint while it ran."""
+
+    def serve(self, tokens: list[int], generate: int, budget: int = 20) -> tuple[list[int], Any]:
+        """Returns the match's tokens by `usable`, and all tokens with the last state."""
+        hybrid, prompt, known = self.hybrid, Prompt(tokens), len(tokens)
+        hybrid.plan("a", prompt)
+        self.match = hybrid.take("a", wait=True)
+        hybrid.allocate("a", known + generate)
+        slot = int(hybrid.restore(["a"]).working[0])
+        hybrid.load("a")
+        self.donated, done, due = {}, self.match.usable, None
+        table = {(done - 1) // BLOCK: slot} if done else {}
+        while done < known + generate:
+            begin, saved = done, None
+            if due is not None:  # the state after `begin` tokens stays in the slot of its block
+                slot, saved = self.turn(slot, due)
+            if begin < known:
+                plan = hybrid.save_plan("a", begin, min(known, begin + budget))
+                end, due = plan.end, plan.position if plan.final else None
+                if plan.position is not None and not plan.final:
+                    assert saved is None
+                    table[(plan.position - 1) // BLOCK] = slot
+                    slot, saved = self.turn(slot, plan.position)
+            else:
+                end = begin + 1
+                positions = decode_saves(self.grid, [begin], [end]).positions.tolist()
+                due = positions[0] if positions else None
+                tokens = [*tokens, next_token(self.states[table[(begin - 1) // BLOCK]])]
+            table[(end - 1) // BLOCK] = slot
+            self.forward(table, begin, end, tokens, saved)
+            hybrid.commit("a", end, new_tokens=tokens[begin:end] if begin >= known else None)
+            if saved is not None:
+                where = table[(saved[0] - 1) // BLOCK]
+                assert where == saved[1]
+                if hybrid.saved("a", saved[0]):
+                    self.donated[saved[0]] = where
+            done = end
+        state = self.states[slot].copy()
+        hybrid.release("a", at=done)
+        hybrid.poll()
+        return tokens, state
+
+    def turn(self, slot: int, position: int) -> tuple[int, tuple[int, int] | None]:
+        """The slot to write from now on, and the position and slot that are saved."""
+        other = self.hybrid.next_slot("a", position)
+        return (slot, None) if other is None else (other, (position, slot))
+
+    def forward(self, table: Any, begin: int, end: int, tokens: Any, saved: Any) -> None:
+        """One pass: what it reads and writes is what the tables say."""
+        blocks = sorted(table)
+        rows = state_block_tables(
+            StateTables.compact([table[block] for block in blocks], [0, len(blocks)], blocks),
+            [begin],
+            [end],
+            block_tokens=BLOCK,
+            names=["a"],
+        )
+        ((read, write),) = rows.table.tolist()
+        state = np.zeros(WIDTH) if read < 0 else self.states[read]
+        if saved is not None and saved[0] > begin:  # inside of the pass
+            state = after(state, tokens[begin : saved[0]])
+            self.states[table[(saved[0] - 1) // BLOCK]] = state
+            begin = saved[0]
+        self.states[write] = after(state, tokens[begin:end])
+
+    def checkpoint_slots(self, tokens: list[int]) -> dict[int, int]:
+        """The slot of each checkpoint of a path, by position."""
+        path = self.hybrid.parts.path_of(Prompt([*tokens, 0]), len(tokens))
+        found = {}
+        for count in range(1, len(path.keys) + 1):
+            with self.slots.match(path.key(count), namespace=path.space.device) as lease:
+                if len(lease):
+                    found[count * self.hybrid.parts.step] = int(lease.pages[0])
+        return found
+
+    def close(self) -> None:
+        for part in (self.hybrid, self.checkpoints, self.manager, self.device, self.slots):
+            part.close()
+        self.host.close()
+
+
+@pytest.fixture
+def engines(segment_name: str) -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+
+    def make(**config: Any) -> Engine:
+        made.append(Engine(f"{segment_name}.{len(made)}", **config))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("saves", Saves)
+def test_e1_the_slot_of_an_old_block_becomes_a_checkpoint(
+    engines: Any, saves: Saves, ahead: bool
+) -> None:
+    engine = engines(saves=saves, ahead=ahead)
+    stem = list(range(1, 38))
+    hits = 0
+    for seed in range(6):
+        tokens = [*stem, *range(100 * seed, 100 * seed + 9)]
+        got = engine.serve(tokens, 40)
+        wanted = uncached(tokens, 40)
+        assert got[0] == wanted[0]
+        assert (got[1] == wanted[1]).all()
+        hits += engine.match.usable > 0
+        assert engine.donated or engine.match.usable  # crossed in the prompt
+        found = engine.checkpoint_slots(got[0])
+        for position, slot in found.items():
+            assert (engine.states[slot] == after(np.zeros(WIDTH), got[0][:position])).all()
+        for position, slot in engine.donated.items():
+            assert found[position] == slot
+        assert max(found) > len(tokens)  # one of the generated tokens, too
+        # All that was copied is the checkpoints that requests began with.
+        assert engine.copier.pairs == hits
+        turn = [*got[0], 5, 6]
+        if seed == 5:
+            assert engine.serve(turn, 3)[0] == uncached(turn, 3)[0]
+            assert engine.match.usable == max(found)
+    assert hits >= 4
+
+
+@pytest.mark.parametrize(
+    ("table", "counts", "text"),
+    [
+        ({}, (0, 1), "sequence 'a': .*an empty table"),
+        ({0: 1}, (0, 0), "sequence 'a': expected total_tokens of 1 or more"),
+        ({1: 1}, (3, 9), "sequence 'a': expected a slot for its block 0"),
+        ({0: 1}, (8, 9), "sequence 'a': expected a slot for its block 1"),
+    ],
+)
+def test_e5_a_step_without_its_slot(
+    engines: Any, table: dict[int, int], counts: tuple[int, int], text: str
+) -> None:
+    engine = engines(saves=Saves.END_ONLY)
+    refused(ConfigError, text, engine.forward, table, *counts, [1] * 9, None)
+
+
+def test_e4_blocks_that_do_not_fit(engines: Any) -> None:
+    engine = engines(saves=Saves.END_ONLY)
+    for block, saves, texts in (
+        (2 * BLOCK, Saves.END_ONLY, r"1 of .*\n1\. .*not always at the end"),
+        (BLOCK // 2, Saves.INTERIOR, r"1 of .*\n1\. .*only every 8 tokens"),
+        (3, Saves.INTERIOR, r"2 of .*\n1\. .*not always .*\n2\. .*only every"),
+    ):
+        config = HybridConfig(saves, state_block_tokens=block)
+        made = (engine.manager, engine.checkpoints, engine.grid)
+        with pytest.raises(ConfigError, match=texts):
+            HybridManager(*made, config=config)
