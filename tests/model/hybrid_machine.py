@@ -18,7 +18,7 @@ from support.hybrid_case import HybridWorld
 from support.stamped import stamps_of
 
 from lightcache.errors import OutOfPages, TransferFailed, WaitTimeout
-from lightcache.hybrid.saving import Saves
+from lightcache.hybrid.saving import Grid, Saves
 from lightcache.manager import Prompt, WritePolicy
 
 _numbers = itertools.count()
@@ -90,6 +90,10 @@ class HybridMachine(RuleBasedStateMachine):
     ) -> None:
         """An engine of some shape."""
         self.roomy = shape["blocks"] == 2000
+        # Where blocks, pages and grid are the same there is no key after the grid's last position.
+        block, page = shape.get("block", 4), shape.get("page", 4)
+        grid = Grid(block, page, shape.get("chunk", 4), 16)
+        tail = tail and grid.grid > grid.fine
         self.world = HybridWorld(
             self.name,
             tail=tail,

@@ -754,9 +754,9 @@ def _try_place(scene: Scene, world: Any, at: int, how: Callable[[Action, int], b
 
 def _throw_away(world: Any) -> None:
     """A world that is not as it should be."""
-    for close in (world.manager.close, world.device.close, world.cache.close):
+    for name in ("manager", "device", "cache"):
         with contextlib.suppress(Exception):
-            close()
+            getattr(world, name).close()
 
 
 __all__ = ["SCENES", "Place", "Scene", "Tried", "WaitTimeout", "try_scene"]

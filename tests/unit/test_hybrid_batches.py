@@ -378,6 +378,7 @@ def test_prefixes_while_the_weights_change(hybrids: Any) -> None:
     world = hybrids(storage=lambda cache: StorageTier(cache, MemoryStorage(StorageSpec.of(cache))))
     world.run("a", PROMPTS[0])
     world.settle()
+    assert world.manager._storage._executor.wait_idle(60.0)  # a write pins pages
     world.hybrid.begin_update()
     nothing = {"host": 0, "device": 0, "checkpoints": 0}
     for call in (world.hybrid.protect, world.hybrid.unprotect, world.hybrid.drop):

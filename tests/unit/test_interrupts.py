@@ -1,7 +1,7 @@
 """An interrupt at any place of any call: nothing is lost by it, and nothing is left.
 
-What the scenes are is in `support.interrupted`. `make test` tries a share of their places, `make
-test-all` every one.
+The scenes are in `support.interrupted` and `support.interrupted_hybrid`. `make test` tries a
+share of their places, `make test-all` every one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from support.interrupted import SCENES, Place, Scene, cached, ready, try_scene
+from support.interrupted import SCENES as MANAGER_SCENES
+from support.interrupted import Place, Scene, cached, ready, try_scene
+from support.interrupted_hybrid import HYBRID_SCENES
 from support.interrupts import interrupt, interrupt_call
 from support.manager_case import open_cache
 from support.refusals import refused
@@ -28,6 +30,7 @@ from lightcache.shm.waiting import Condition, Event
 from lightcache.storage.common import Deadline
 from lightcache.storage.executor import READ, Executor
 
+SCENES = [*MANAGER_SCENES, *HYBRID_SCENES]
 BY_NAME = pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
 # What is raised while a generator that an interrupt has left is closed, Python prints and drops.
 LEFT = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
