@@ -30,7 +30,7 @@ class Agreement(MachineBase):
         report = index.check()
         assert report.clean, report.message
         assert report.quiet
-        assert report.pins == model.total_pins()
+        assert report.pins + report.late_pins == model.total_pins()
         states = Counter(p.state for p in model.named())
         assert (report.writing, report.ready) == (states["writing"], states["ready"])
         stats = index.stats()
