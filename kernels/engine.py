@@ -131,7 +131,7 @@ class TransferEngine:
 
     @property
     def slots(self) -> int:
-        """Slots that every plane has."""
+        """Tokens that every plane has room for."""
         return self._parts.joined.plan.slots
 
     def _join(self, share: Share, planes: DevicePlanes) -> Joined:

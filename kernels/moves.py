@@ -92,7 +92,7 @@ class Engine(Protocol):
     geometry: PageGeometry
     """Of the pages."""
     slots: int
-    """Tokens that its planes have room for. `EngineBackend` does without it."""
+    """Tokens that its planes have room for. `EngineBackend` does without it, if there is none."""
 
     def offload(
         self,

@@ -32,7 +32,7 @@ def device_name(device: object) -> str:
         device: "cpu", "cuda" or "cuda:0", a torch.device, or the number of a GPU. A GPU without a
             number is this thread's current GPU, or GPU 0 if torch has not used any yet: asking
             torch then would make a context, which a process must not have before it is attached to
-            a cache (docs/design.md, section 12).
+            a cache (docs/design/index.md, section 12).
 
     Raises:
         ConfigError: not a device.

@@ -42,8 +42,8 @@ class PendingFrees:
 
     @property
     def extend(self) -> Callable[[list[Request]], None]:
-        """A C function that adds ended requests; `poll` gives their blocks back. Their queued
-        copies are cancelled, except those that publish."""
+        """A C function that adds ended requests. `poll` then cancels their queued copies, except
+        those that publish, and gives their blocks back."""
         return self._waiting.extend
 
     def poll(self, ended: Sequence[Request] = ()) -> None:

@@ -191,7 +191,8 @@ class Storage(ABC):
     (`lightcache.storage.common.check_batch`).
 
     After `close`, every call except `close` and `stats` raises Detached. In a forked child, every
-    call except `stats` does, and leaving the `with` statement does nothing: see `backends.Owned`.
+    call except `stats` does, and leaving the `with` statement does nothing:
+    `lightcache.storage.common.Owned` does both.
     """
 
     spec: StorageSpec
