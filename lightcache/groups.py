@@ -20,6 +20,7 @@ from lightcache.errors import ConfigError, LightcacheError
 from lightcache.kernels.groups import Rule
 from lightcache.leases import Lease, buffer_for
 from lightcache.namespaces import Namespace
+from lightcache.runs import PLAIN, Run
 from lightcache.shm.codes import check
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ class Group:
     """Its pages are reserved with `independent=True`, except for rule `prefix`."""
     namespace: Namespace | None = None
     """None: the index's default one."""
+    run: Run = PLAIN
+    """How its pages lie in the index, with which they were reserved. Groups of one index and one
+    namespace have different numbers."""
 
 
 class GroupMatch:
@@ -50,9 +54,9 @@ class GroupMatch:
         self.pages = pages
         """The position, in pages: the deepest that every group accepts; 0: none."""
         self.leases = tuple(leases)
-        """The pinned pages of each group."""
+        """The pinned pages of each group; of a run all parts, page by page."""
         self.first = tuple(first)
-        """The number of the first of these in the sequence."""
+        """The number of the first of the group's pages in the sequence."""
         self.limit = limit
         """Name of the group that has no deeper position; None: no group limits it."""
 
@@ -117,7 +121,14 @@ class GroupSet:
             self._refuse_misfit(group)
         self._records = (layout.GroupRecord * len(self.groups))(
             *(
-                layout.GroupRecord(group.index.core.handle, None, group.rule.align, group.rule.back)
+                layout.GroupRecord(
+                    group.index.core.handle,
+                    None,
+                    group.rule.align,
+                    group.rule.back,
+                    number=group.run.group,
+                    parts=group.run.parts,
+                )
                 for group in self.groups
             )
         )
@@ -143,7 +154,8 @@ class GroupSet:
     def _is_dense(self) -> bool:
         """One group that needs all pages: a plain match of its index says the same, with less to
         prepare."""
-        return len(self.groups) == 1 and self.groups[0].rule == Rule.prefix()
+        only = self.groups[0]
+        return len(self.groups) == 1 and only.rule == Rule.prefix() and only.run == PLAIN
 
     def match(self, keys: Keys, *, step: int = 1) -> GroupMatch:
         """Pin every page that the deepest position accepted by all groups needs. Takes no lock, and
@@ -167,7 +179,7 @@ class GroupSet:
         records, each = self._prepared()
         leases = []
         for record, group, most in zip(each, self.groups, self._most, strict=True):
-            room = min(n, most)
+            room = min(n, most) * group.run.parts
             buffer = buffer_for(room)
             buffer[1] = room
             record.lease = ctypes.addressof(buffer)

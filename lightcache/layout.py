@@ -24,6 +24,8 @@ DIGITS = 64
 LISTS = LEVELS * DIGITS + 1
 DOOMED_LIST = LEVELS * DIGITS
 GROUPS = 16
+NUMBERS = 32
+PARTS = 4096
 CHAIN_MAX = 32
 MAX_PAGES = 40_000_000
 """Limit of the undo log's addresses: an index of 8 GiB."""
@@ -47,6 +49,8 @@ KEPT = 0x20
 INDEPENDENT = 0x40
 NAMESPACE_SHIFT = 8
 RESERVATION_SHIFT = 16
+RESERVATION_MASK = 0x7FF
+GROUP_SHIFT = 27
 
 
 class KeyStatus(IntEnum):
@@ -287,6 +291,8 @@ class GroupRecord(ctypes.Structure):
         ("back", ctypes.c_uint64),
         ("ns", ctypes.c_uint32),
         ("first", ctypes.c_uint32),
+        ("number", ctypes.c_uint32),
+        ("parts", ctypes.c_uint32),
     ]
 
 
@@ -321,7 +327,9 @@ class ReserveProgress(ctypes.Structure):
         ("kept", ctypes.c_uint32),
         ("no_memory", ctypes.c_uint32),
         ("doomed", ctypes.c_uint32),
-        ("independent", ctypes.c_uint32),
+        ("run", ctypes.c_uint32),
+        ("group", ctypes.c_uint32),
+        ("whole", ctypes.c_uint32),
         ("pad", ctypes.c_uint32),
         ("look", LookProgress),
     ]
@@ -497,6 +505,8 @@ CONSTANTS: Mapping[str, int] = {
     "LCI_LISTS": LISTS,
     "LCI_CAUSES": len(Cause),
     "LCI_GROUPS": GROUPS,
+    "LCI_NUMBERS": NUMBERS,
+    "LCI_PARTS": PARTS,
     "LC_CHAIN_MAX": CHAIN_MAX,
     "LC_NIL": NIL,
 }
@@ -527,6 +537,7 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_children": (INT, (ADDRESS, ADDRESS, U32, U32, ADDRESS)),
     "lci_match1": (INT, (ADDRESS, ADDRESS, U32, U32, ADDRESS)),
     "lci_match": (INT, (ADDRESS, ADDRESS, ADDRESS, U32, U32, ADDRESS, ADDRESS)),
+    "lci_part_keys": (INT, (ADDRESS, U32, U32, U32, U32, ADDRESS)),
     "lci_match_groups": (INT, (ADDRESS, U32, ADDRESS, U32, U32, U32, ADDRESS)),
     "lci_peek_groups": (INT, (ADDRESS, U32, ADDRESS, U32, U32, U32, ADDRESS)),
     "lci_release": (INT, (ADDRESS, ADDRESS)),
@@ -543,6 +554,7 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_unreserve_many": (INT, (ADDRESS, ADDRESS, ADDRESS, ADDRESS, U32, ADDRESS, ADDRESS)),
     "lci_abandon": (INT, (ADDRESS, U32, U32, *LOCKED)),
     "lci_evict_pages": (INT, (ADDRESS, U32, ADDRESS, *LOCKED)),
+    "lci_evict_group": (INT, (ADDRESS, U32, U32, ADDRESS, *LOCKED)),
     "lci_take_evicted": (INT, (ADDRESS, ADDRESS)),
     "lci_clear": (INT, (ADDRESS, U32, *LOCKED)),
     "lci_grow": (INT, (ADDRESS, U32, *LOCKED)),

@@ -58,6 +58,7 @@ from lightcache.plans import (
     seconds_of,
 )
 from lightcache.reservations import Reservation, ReservationBatch, ReservationShard
+from lightcache.runs import PLAIN, Run
 from lightcache.shm import Segment
 from lightcache.shm import layout as shm_layout
 from lightcache.shm.clients import ClientInfo, ClientSlot
@@ -664,6 +665,7 @@ class PageIndex:
         *,
         shards: int = 1,
         independent: bool | None = None,
+        run: Run = PLAIN,
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> Reservation:
@@ -683,7 +685,10 @@ class PageIndex:
                 writes.
             independent: True: the new pages may be evicted while they have children; False: only
                 after them; None: as the index was created. Pages that are there stay what they
-                are. A page has a parent only of its own kind.
+                are. A page has a parent only of its own kind, and of its own group.
+            run: how pages of a group lie in this index; then `keys` are those of `Run.keys`, and
+                `start` counts them. Independent ones are all reserved, or none of them is, and only
+                the last part of each page may be evicted before what hangs on it.
             timeout: seconds to wait for the lock; None: the handle's `lock_timeout`.
 
         Raises:
@@ -696,7 +701,7 @@ class PageIndex:
         """
         ref = self._ref(namespace)
         return reservations.reserve(
-            self.core, keys, start, shards, ref, self._kind(independent), timeout
+            self.core, keys, start, shards, ref, self._kind(independent), run, timeout
         )
 
     def reserve_batch(
@@ -798,15 +803,25 @@ class PageIndex:
         self.wait(keys, timeout=timeout, namespace=namespace)
         return self.peek_many(keys, offsets, namespace=namespace)
 
-    def evict(self, n: int) -> int:
+    def evict(self, n: int, *, group: int | None = None) -> int:
         """Free up to n pages, least recently used first. Never frees pinned or protected pages, or
         the `minimum` of a namespace. Returns the number of pages freed.
 
+        Args:
+            group: only pages of the group with this number, the oldest of each 4,096 records; with
+                the last part of a run those before it, so a few more than n. None: all.
+
         Raises:
-            ConfigError: `n` is no number of pages.
+            ConfigError: `n` is no number of pages, or `group` none of a group.
             LockTimeout, PermissionDenied, Detached.
         """
         _arguments.count(n, "n", 0, MAX_PAGES)
+        if group is not None:
+            number = _arguments.count(group, "group", 0, layout.NUMBERS - 1)
+            walk = layout.WalkProgress()
+            arguments = (number, n, ctypes.byref(walk))
+            check(self.core.locked("lci_evict_group", *arguments, what="evict"), "evict")
+            return int(walk.pages)
         freed = ctypes.c_uint32()
         check(self.core.locked("lci_evict_pages", n, ctypes.byref(freed), what="evict"), "evict")
         return freed.value

@@ -34,6 +34,7 @@ from lightcache.shm.errors import leave
 if TYPE_CHECKING:
     from lightcache._arguments import Keys, Offsets, Pages
     from lightcache.leases import ClientId
+    from lightcache.runs import Run
 
 NOT_ADOPTED = layout.NIL - 1  # the id of a shard's reservation until the core has set it
 _WHY = {
@@ -419,14 +420,26 @@ def reserve(
     shards: int,
     namespace: int,
     independent: bool,
+    run: Run,
     timeout: float | None,
 ) -> Reservation:
     """See `PageIndex.reserve`."""
     where, n = _arguments.keys(keys)
     _arguments.count(start, "start", 0, n)
     _arguments.count(shards, "shards", 1, layout.SHARDS)
+    if n % run.parts or start % run.parts:
+        raise ConfigError(
+            f"reserve: expected keys and start in multiples of {run.parts} parts, as `Run.keys` "
+            f"makes them, found {n} keys and start {start}"
+        )
     page, status = np.full(n - start, -1, np.int32), np.zeros(n - start, np.uint8)
-    progress = layout.ReserveProgress(shards=shards, ns=namespace, independent=independent)
+    progress = layout.ReserveProgress(
+        shards=shards,
+        ns=namespace,
+        run=run.parts if independent else 0,
+        group=run.group,
+        whole=independent and run.group != 0,
+    )
     reservation = Reservation(core, start, page, status, progress)
     arguments = (
         ctypes.byref(progress),
@@ -618,7 +631,7 @@ def reserve_batch(
     progress = np.frombuffer(records, _PROGRESS)
     progress["shards"] = shards
     progress["ns"] = namespace
-    progress["independent"] = independent
+    progress["run"] = independent
     batch = ReservationBatch(core, bounds, begins, page, status, records)
     arguments = (
         _arguments.address(progress),

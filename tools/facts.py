@@ -43,7 +43,7 @@ def _page(found: npt.NDArray[Any], pins: npt.NDArray[np.uint16], page: int) -> F
     record = found[page]
     word, used, parent = int(record["word"]), int(record["used"]), int(record["parent"])
     valid = parent < len(found) and found[parent]["gen"] == record["parent_gen"]
-    reservation = word >> layout.RESERVATION_SHIFT
+    reservation = word >> layout.RESERVATION_SHIFT & layout.RESERVATION_MASK
     held = word & layout.STATE_MASK == PageState.HELD  # then these bits are its client
     return {
         "page": page,
@@ -60,6 +60,7 @@ def _page(found: npt.NDArray[Any], pins: npt.NDArray[np.uint16], page: int) -> F
         "reservation": reservation - 1 if reservation else None,
         "kept": bool(word & layout.KEPT),
         "independent": bool(word & layout.INDEPENDENT),
+        "group": 0 if held else word >> layout.GROUP_SHIFT,
     }
 
 

@@ -145,27 +145,28 @@ static bool page_state(checker *c, uint32_t page) {
                "(1 free, 2 chain, 4 queue, 8 doomed)", page, state, seen, expected);
     if (state == LCI_FREE && word) BROKEN(c, 40, page, word, "free page %u has the word %#x", page, word);
     if (state == LCI_HELD && !held_by_somebody(c, page)) return false;
-    if (state == LCI_WRITING && word >> LCI_RES_SHIFT == 0)
+    if (state == LCI_WRITING && !lci_res_of(word))
         BROKEN(c, 32, page, word, "page %u is being written under no reservation", page);
-    if ((state == LCI_WRITING || state == LCI_READY) && word >> LCI_RES_SHIFT &&
-        c->listed[page] != word >> LCI_RES_SHIFT)
-        BROKEN(c, 33, page, word >> LCI_RES_SHIFT, "page %u says reservation %u, which does not list it",
-               page, (word >> LCI_RES_SHIFT) - 1);
+    if ((state == LCI_WRITING || state == LCI_READY) && lci_res_of(word) &&
+        c->listed[page] != lci_res_of(word))
+        BROKEN(c, 33, page, lci_res_of(word), "page %u says reservation %u, which does not list it",
+               page, lci_res_of(word) - 1);
     if ((state == LCI_WRITING || state == LCI_READY)) {
         uint32_t parent = lci_parent(c->h, p);
         if (parent != LC_NIL) {
             c->children[parent]++;
-            if (!lci_same_kind(c->h, parent, word))
+            if (!lci_may_hang(c->h, parent, word))
                 BROKEN(c, 41, page, parent, "page %u (word %#x) hangs on page %u (word %#x), which is of "
-                       "another namespace, or one of them is independent", page, word, parent,
+                       "another namespace or group, or one of them is independent", page, word, parent,
                        lc_load(&c->h->pages[parent].word));
         }
         c->ns_pages[lci_ns_of(word)]++;
     }
     if (word & LCI_KEPT && state != LCI_READY)
         BROKEN(c, 63, page, word, "page %u is kept and has state %u", page, state);
-    if (word & LCI_INDEPENDENT && state != LCI_WRITING && state != LCI_READY)
-        BROKEN(c, 66, page, word, "page %u is independent and has state %u", page, state);
+    if (word & (LCI_INDEPENDENT | LCI_GROUP_MASK) && state != LCI_WRITING && state != LCI_READY)
+        BROKEN(c, 66, page, word, "page %u is independent or of a group and has state %u (word %#x)",
+               page, state, word);
     return true;
 }
 
@@ -176,7 +177,7 @@ static bool totals(checker *c) {
         const lci_page *p = &c->h->pages[page];
         uint32_t word = lc_load(&p->word), state = lci_state_of(word);
         bool is_named = state == LCI_WRITING || state == LCI_READY;
-        if (is_named && word >> LCI_RES_SHIFT) uncollected++;
+        if (is_named && lci_res_of(word)) uncollected++;
         if (word & LCI_KEPT) kept++;
         if (is_named && lc_load(&p->children) != c->children[page])
             BROKEN(c, 34, page, c->children[page], "page %u has %u children, its count says %u", page,
@@ -226,7 +227,7 @@ static bool at_rest(checker *c) {
     const lci_handle *h = c->h;
     uint64_t clock = lc_load(&h->root->clock);
     for (uint32_t page = 0; page < lc_load(&h->root->fresh); page++) {
-        uint32_t word = lc_load(&h->pages[page].word), rid = word >> LCI_RES_SHIFT;
+        uint32_t word = lc_load(&h->pages[page].word), rid = lci_res_of(word);
         uint64_t tick = lci_tick(&h->pages[page]);
         if (!(c->seen[page] & SEEN_CHAIN)) continue;
         if (tick > clock)

@@ -5,7 +5,7 @@ typedef bool note(checker *c, uint32_t page, uint32_t index);
 
 static bool note_reservation(checker *c, uint32_t page, uint32_t rid) {
     uint32_t word = lc_load(&c->h->pages[page].word), ns = lci_ns_id(lc_load(&c->h->res[rid].ns));
-    if (word >> LCI_RES_SHIFT != rid + 1) return true; /* doomed, and perhaps used again since */
+    if (lci_res_of(word) != rid + 1) return true; /* doomed, and perhaps used again since */
     if (c->listed[page] == rid + 1)
         BROKEN(c, 51, page, rid, "reservation %u lists page %u twice", rid, page);
     if (lci_ns_of(word) != ns && lci_state_of(word) != LCI_DOOMED)

@@ -68,7 +68,7 @@ bool lci_open_reservation(lci_handle *h, lc_txn *t, uint32_t shards, lci_ns_ref 
 static uint32_t adopt_page(lci_handle *h, lc_txn *t, uint32_t page, uint32_t rid) {
     lci_page *p = &h->pages[page];
     uint32_t word = lc_load_acquire(&p->word);
-    if (word >> LCI_RES_SHIFT != rid + 1) return 0; /* doomed and perhaps used again since */
+    if (lci_res_of(word) != rid + 1) return 0; /* doomed and perhaps used again since */
     while (lci_state_of(word) == LCI_WRITING) {
         uint32_t ready = (word & ~LCI_STATE_MASK) | LCI_READY;
         if (atomic_compare_exchange_strong_explicit(&p->word, &word, ready, memory_order_acq_rel,
@@ -98,7 +98,7 @@ static uint32_t drain_chunk(lci_handle *h, lc_txn *t, uint32_t rid, bool doomed)
             t->error = LC_E_CORRUPT;
         } else if (!doomed) {
             joined += adopt_page(h, t, page, rid);
-        } else if (lc_load(&h->pages[page].word) >> LCI_RES_SHIFT == rid + 1) {
+        } else if (lci_res_of(lc_load(&h->pages[page].word)) == rid + 1) {
             lci_doom(h, t, page);
         }
     }

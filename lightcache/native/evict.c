@@ -77,6 +77,20 @@ void lci_evict_page(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page) {
     follow(h, t, e, page, mark(h, t, page), false);
 }
 
+/* A chosen page and those before it that were last used with it: `most` of them in all, but of a run
+ * as far as a batch has room, for what is left of it is of no use. Returns how many are marked then. */
+static uint32_t evict_with(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page,
+                           uint32_t *marked, uint32_t n, uint32_t most) {
+    if (lc_load(&h->pages[page].word) & LCI_GROUP_MASK) most = LCI_BATCH;
+    lci_queue_remove(h, t, page);
+    while (page != LC_NIL) {
+        marked[n++] = page;
+        uint32_t parent = mark(h, t, page);
+        page = follow(h, t, e, page, parent, n < most);
+    }
+    return n;
+}
+
 uint32_t lci_evict_settle(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *marked, uint32_t n) {
     uint32_t freed = 0;
     LC_PAUSE(LC_AT_EVICT_MARKED);
@@ -128,14 +142,15 @@ static uint32_t youngest(const lci_handle *h, const uint32_t *pages, uint32_t n)
     return at;
 }
 
-/* The oldest evictable pages of a namespace among the next LCI_WINDOW records. */
+/* The oldest evictable pages among the next LCI_WINDOW records, of those whose word has these bits
+ * (`mask`): of a namespace, or of a group. */
 static uint32_t choose(const lci_handle *h, const lci_eviction *e, uint32_t *out, uint32_t want,
-                       uint32_t ns) {
-    uint32_t n = 0, at = lc_load(&h->ns[ns].hand), end = lc_load(&h->root->fresh);
+                       uint32_t mask, uint32_t bits, uint32_t *hand) {
+    uint32_t n = 0, at = *hand, end = lc_load(&h->root->fresh);
     if (end > h->page_count) end = h->page_count;
     for (uint32_t i = 0; i < LCI_WINDOW && i < end; i++, at++) {
         if (at >= end) at = 0;
-        if (lci_ns_of(lc_load(&h->pages[at].word)) != ns || !may_go(h, e, at)) continue;
+        if ((lc_load(&h->pages[at].word) & mask) != bits || !may_go(h, e, at)) continue;
         if (n < want) {
             out[n++] = at;
             continue;
@@ -143,8 +158,22 @@ static uint32_t choose(const lci_handle *h, const lci_eviction *e, uint32_t *out
         uint32_t last = youngest(h, out, n);
         if (lci_tick(&h->pages[at]) < lci_tick(&h->pages[out[last]])) out[last] = at;
     }
-    lc_store(&h->ns[ns].hand, at);
+    *hand = at;
     return n;
+}
+
+/* The oldest of what was chosen first, until as many are marked as are wanted. */
+static uint32_t evict_chosen(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *chosen,
+                             uint32_t n, uint32_t want) {
+    uint32_t marked[LCI_BATCH], done = 0;
+    while (n > 0 && done < want && !t->error) {
+        uint32_t first = 0;
+        for (uint32_t i = 1; i < n; i++)
+            if (lci_tick(&h->pages[chosen[i]]) < lci_tick(&h->pages[chosen[first]])) first = i;
+        done = evict_with(h, t, e, chosen[first], marked, done, want);
+        chosen[first] = chosen[--n];
+    }
+    return done ? lci_evict_settle(h, t, e, marked, done) : 0;
 }
 
 /* Free pages of one namespace: what a tenant over its quota pays with. Looks at LCI_WINDOW records
@@ -152,10 +181,53 @@ static uint32_t choose(const lci_handle *h, const lci_eviction *e, uint32_t *out
  * idea is Redis's). The next call continues after these records. */
 uint32_t lci_evict_namespace(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want,
                              uint32_t ns) {
-    uint32_t marked[LCI_BATCH];
-    uint32_t n = choose(h, e, marked, want < LCI_BATCH ? want : LCI_BATCH, ns);
-    for (uint32_t i = 0; i < n; i++) lci_evict_page(h, t, e, marked[i]);
-    return n ? lci_evict_settle(h, t, e, marked, n) : 0;
+    uint32_t chosen[LCI_BATCH], hand = lc_load(&h->ns[ns].hand);
+    if (want > LCI_BATCH) want = LCI_BATCH;
+    uint32_t n = choose(h, e, chosen, want, LCI_NS_MASK, ns << LCI_NS_SHIFT, &hand);
+    lc_store(&h->ns[ns].hand, hand);
+    return evict_chosen(h, t, e, chosen, n, want);
+}
+
+/* A batch of one group, from the record `op->cursor` on. */
+static void evict_some(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want, uint32_t number,
+                       lci_walk_op *op) {
+    uint32_t chosen[LCI_BATCH], hand = op->cursor;
+    if (want > LCI_BATCH) want = LCI_BATCH;
+    uint32_t n = choose(h, e, chosen, want, LCI_GROUP_MASK | LCI_STATE_MASK,
+                        number << LCI_GROUP_SHIFT | LCI_READY, &hand);
+    uint32_t freed = evict_chosen(h, t, e, chosen, n, want);
+    lci_step(t);
+    if (t->error) return;
+    op->pages += freed;
+    if (freed < want) op->cursor += LCI_WINDOW; /* else there may be more */
+    if (op->cursor < lc_load(&h->root->fresh) || op->ended == op->pages) return;
+    op->cursor = 0; /* what hung on others may go now */
+    op->ended = op->pages;
+}
+
+/* Free up to `want` pages of a group, and with the last part of a run those before it: a few more. Looks
+ * at LCI_WINDOW records at a time and takes the oldest of these, until none may go any more
+ * (`op->ended`: freed when the walk through all of them began). LC_E_BUSY, LC_E_INTR: call again with
+ * the same `op`, zeroed before. */
+LC_API int lci_evict_group(lci_handle *h, uint32_t number, uint32_t want, lci_walk_op *op, int wait,
+                           uint64_t deadline) {
+    lc_txn t;
+    int rc = lcs_usable(h->at);
+    if (rc != LC_OK) return rc;
+    if (h->at->readonly) return LC_E_READONLY;
+    if (number >= LCI_NUMBERS) return LC_E_RANGE;
+    lci_eviction e = {.since = lci_next_tick(h)};
+    while (op->pages < want && op->cursor < lc_load(&h->root->fresh)) {
+        rc = lci_lock(h, &t, LCI_OP_EVICT, wait, deadline);
+        if (rc != LC_OK) return rc;
+        lci_collect(h, &t, 256);
+        if (lc_load(&h->root->ticket_used)) lci_settle_tickets(h, &t, 256);
+        for (int i = 0; i < 8 && op->pages < want && !t.error; i++)
+            evict_some(h, &t, &e, want - op->pages, number, op);
+        rc = lci_unlock(h, &t);
+        if (rc != LC_OK) return rc;
+    }
+    return LC_OK;
 }
 
 /* A chain at its bound: make room in it by one page that may go. */

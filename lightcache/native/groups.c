@@ -35,6 +35,56 @@ static inline void refuse(joint *m, uint32_t i, uint32_t missing) {
     m->limit = (int32_t)i;
 }
 
+/* ------------------------------------------------------------------ pages and their parts */
+
+#define SOME 128 /* keys of parts that are made at a time */
+
+static inline bool whole_pages(const lci_group *g) { return g->number == 0 && g->parts == 1; }
+
+/* A page is there when its last part is: the parts of a run are evicted from the last one on. */
+static void last_keys(const joint *m, const lci_group *g, uint32_t from, uint32_t n, lc_key *out) {
+    for (uint32_t i = 0; i < n; i++)
+        out[i] = lci_part_key(m->keys[from + i], g->number, g->parts - 1);
+}
+
+/* Keys of the parts [from, from + n) of what the group needs, counted over its pages. */
+static void part_keys(const joint *m, const lci_group *g, uint32_t from, uint32_t n, lc_key *out) {
+    uint32_t page = g->first + from / g->parts, part = from % g->parts;
+    for (uint32_t i = 0; i < n; i++) {
+        out[i] = lci_part_key(m->keys[page], g->number, part);
+        if (++part == g->parts) part = 0, page++;
+    }
+}
+
+static inline uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
+
+/* How many pages are there from the first on. */
+static uint32_t ready_from(const joint *m, const lci_group *g, uint32_t to, uint32_t ns) {
+    lc_key some[SOME];
+    if (LC_LIKELY(whole_pages(g))) return lci_peek_run(g->h, m->keys, to, ns);
+    for (uint32_t at = 0, n; at < to; at += n) {
+        n = least(to - at, SOME);
+        last_keys(m, g, at, n, some);
+        uint32_t found = lci_peek_run(g->h, some, n, ns);
+        if (found < n) return at + found;
+    }
+    return to;
+}
+
+/* How many of the pages [from, to) are there without a gap, from the last one back. */
+static uint32_t ready_back(const joint *m, const lci_group *g, uint32_t from, uint32_t to,
+                           uint32_t ns) {
+    lc_key some[SOME];
+    if (LC_LIKELY(whole_pages(g))) return lci_ready_back(g->h, m->keys, from, to, ns);
+    for (uint32_t at = to, n; at > from; at -= n) {
+        n = least(at - from, SOME);
+        last_keys(m, g, at - n, n, some);
+        uint32_t found = lci_ready_back(g->h, some, 0, n, ns);
+        if (found < n) return to - at + found;
+    }
+    return to - from;
+}
+
 /* ------------------------------------------------------------------ what is there */
 
 /* Lower the position until the group has had all its pages. Each key is looked at once, also when
@@ -47,12 +97,12 @@ static void look(joint *m, uint32_t i) {
         uint32_t from = first_of(m, g, m->pages), to = m->pages < *low ? m->pages : *low;
         if (to <= from) return;
         if (from == 0) {
-            uint32_t found = lci_peek_run(g->h, m->keys, to, ns);
+            uint32_t found = ready_from(m, g, to, ns);
             *low = 0;
             if (found < to) refuse(m, i, found);
             return;
         }
-        *low = to - lci_ready_back(g->h, m->keys, from, to, ns);
+        *low = to - ready_back(m, g, from, to, ns);
         if (*low == from) return;
         refuse(m, i, *low - 1);
     }
@@ -80,23 +130,44 @@ static void unpin_all(joint *m) {
     }
 }
 
-/* What each group needs, as far as it is still there: a group that falls short lowers the position
- * for those after it. */
+/* All parts of what the group needs, up to the first that is not there. They are in the lease. */
+static int pin_parts(const joint *m, lci_group *g, uint32_t parts) {
+    lc_key some[SOME];
+    uint32_t *held = &g->lease->held, ns = lci_ns_id(g->ns);
+    while (*held < parts) {
+        uint32_t n = least(parts - *held, SOME);
+        part_keys(m, g, *held, n, some);
+        int found = lci_find_and_pin(g->h, some, n, ns, pages_of(g) + *held, gens_of(g) + *held);
+        if (LC_UNLIKELY(found < 0)) return found;
+        *held += (uint32_t)found;
+        if ((uint32_t)found < n) break;
+    }
+    return LC_OK;
+}
+
+/* What the group needs, as far as it is still there. */
+static int pin(const joint *m, lci_group *g, uint32_t need) {
+    if (LC_UNLIKELY(need > g->lease->capacity / g->parts)) return LC_E_RANGE;
+    if (!whole_pages(g)) return pin_parts(m, g, need * g->parts);
+    int found = lci_find_and_pin(g->h, m->keys + g->first, need, lci_ns_id(g->ns), pages_of(g),
+                                 gens_of(g));
+    if (LC_LIKELY(found >= 0)) g->lease->held = (uint32_t)found;
+    return found < 0 ? found : LC_OK;
+}
+
+/* A group that falls short lowers the position for those after it. */
 static int pin_all(joint *m) {
     for (uint32_t i = 0; i < m->count; i++) {
         lci_group *g = &m->groups[i];
         g->first = first_of(m, g, m->pages);
         uint32_t need = m->pages - g->first;
-        int found = LC_E_RANGE;
-        if (LC_LIKELY(need <= g->lease->capacity))
-            found = lci_find_and_pin(g->h, m->keys + g->first, need, lci_ns_id(g->ns), pages_of(g),
-                                     gens_of(g));
-        if (LC_UNLIKELY(found < 0)) {
+        int rc = pin(m, g, need);
+        if (LC_UNLIKELY(rc != LC_OK)) {
             m->limit = (int32_t)i;
-            return found;
+            return rc;
         }
-        g->lease->held = (uint32_t)found;
-        if ((uint32_t)found < need) refuse(m, i, g->first + (uint32_t)found);
+        uint32_t found = g->lease->held / g->parts;
+        if (found < need) refuse(m, i, g->first + found);
     }
     return LC_OK;
 }
@@ -106,7 +177,7 @@ static bool trim(joint *m) {
     for (uint32_t i = 0; i < m->count; i++) {
         lci_group *g = &m->groups[i];
         if (g->first != first_of(m, g, m->pages)) return false;
-        uint32_t need = m->pages - g->first;
+        uint32_t need = (m->pages - g->first) * g->parts;
         lci_unpin_run(g->h, pages_of(g), need, g->lease->held);
         if (need < g->lease->held) g->lease->held = need;
     }
@@ -129,7 +200,8 @@ static void confirm_all(joint *m) {
         if (!held) continue;
         uint32_t left = lci_confirm(g->h, pages_of(g), gens_of(g), held, lci_ns_id(g->ns),
                                     tick_of(m, i, ticks));
-        if (LC_UNLIKELY(left < held) && g->first + left < m->pages) refuse(m, i, g->first + left);
+        uint32_t page = g->first + left / g->parts;
+        if (LC_UNLIKELY(left < held) && page < m->pages) refuse(m, i, page);
     }
 }
 
@@ -195,12 +267,12 @@ static uint32_t attachments_of(const joint *m, lcs_attachment **at) {
     return n;
 }
 
-/* One lookup of each index: hits are the pages pinned there, misses those of the sequence behind the
+/* One lookup of each index: hits are the groups' pages pinned there, misses those of the sequence behind the
  * position, which have to be computed. */
 static void note(const joint *m, lcs_attachment *at, uint32_t n) {
     uint32_t hit = 0;
     for (uint32_t i = 0; i < m->count; i++)
-        if (m->groups[i].h->at == at) hit += m->groups[i].lease->held;
+        if (m->groups[i].h->at == at) hit += m->groups[i].lease->held / m->groups[i].parts;
     lci_note_lookup(at, hit + n - m->pages, hit);
 }
 
@@ -212,7 +284,9 @@ static int begin(joint *m, lci_group *groups, uint32_t count, const lc_key *keys
     m->pages = n / step * step;
     for (uint32_t i = 0; i < count; i++) {
         m->low[i] = m->pages;
-        int rc = groups[i].align ? lci_usable(groups[i].h) : LC_E_RANGE;
+        bool sound = groups[i].align && groups[i].number < LCI_NUMBERS &&
+                     groups[i].parts - 1 < LCI_PARTS;
+        int rc = sound ? lci_usable(groups[i].h) : LC_E_RANGE;
         if (LC_UNLIKELY(rc != LC_OK)) {
             m->limit = (int32_t)i;
             return rc;
@@ -241,6 +315,16 @@ LC_API int lci_peek_groups(lci_group *groups, uint32_t count, const lc_key *keys
         all_open(&m);
     }
     return end(&m, rc, limit);
+}
+
+/* Keys of the parts [from, to) of n pages, page by page. */
+LC_API int lci_part_keys(const lc_key *keys, uint32_t n, uint32_t number, uint32_t from,
+                         uint32_t to, lc_key *out) {
+    if (number >= LCI_NUMBERS || from > to || to > LCI_PARTS) return LC_E_RANGE;
+    for (uint32_t i = 0; i < n; i++)
+        for (uint32_t part = from; part < to; part++)
+            *out++ = lci_part_key(keys[i], number, part);
+    return LC_OK;
 }
 
 /* The same, and each group's pages from its `first` to the position are pinned, in its lease. After an

@@ -11,8 +11,9 @@
 
 /* ------------------------------------------------------------------ records in the segment */
 
-/* A page's word: state (bits 0..3), flags (4..7), namespace (8..15), reservation + 1 (16..31). A HELD
- * page has no namespace: there stands the slot of the client that holds it, and nothing above. */
+/* A page's word: state (bits 0..3), flags (4..7), namespace (8..15), reservation + 1 (16..26), group
+ * (27..31). A HELD page has no namespace: there stands the slot of the client that holds it, and
+ * nothing above. */
 enum lci_state {
     LCI_FREE = 0, LCI_WRITING = 1, LCI_READY = 2, LCI_EVICTING = 3, LCI_DOOMED = 4, LCI_HELD = 5
 };
@@ -22,9 +23,12 @@ enum lci_state {
 #define LCI_INDEPENDENT UINT32_C(0x40) /* WRITING to EVICTING: may go while others hang on it */
 #define LCI_NS_SHIFT 8
 #define LCI_NS_MASK UINT32_C(0xff00)
-/* What a page keeps of its word as long as it has its key, and has in common with its parent. */
-#define LCI_KIND (LCI_NS_MASK | LCI_INDEPENDENT)
 #define LCI_RES_SHIFT 16
+#define LCI_RES_MASK UINT32_C(0x7ff0000)
+#define LCI_GROUP_SHIFT 27
+#define LCI_GROUP_MASK UINT32_C(0xf8000000)
+/* What a page keeps of its word as long as it has its key. */
+#define LCI_KIND (LCI_NS_MASK | LCI_INDEPENDENT | LCI_GROUP_MASK)
 
 typedef struct lci_page {
     _Atomic uint64_t lo, hi;      /* key */
@@ -221,9 +225,31 @@ typedef struct lci_group {
     uint64_t align;   /* 1 at least */
     uint64_t back;
     lci_ns_ref ns;
-    uint32_t first; /* out: the first page that the position needs */
+    uint32_t first;  /* out: the first page that the position needs */
+    uint32_t number; /* of the group in its index: 0 to 31; 0 and one part: pages have their own keys */
+    uint32_t parts;  /* of each page, 1 at least: the lease has all of them, page by page */
 } lci_group;
 #define LCI_GROUPS 16
+#define LCI_NUMBERS 32 /* of groups in an index: 0 to 31 */
+#define LCI_PARTS 4096 /* of a page of a group, at most */
+
+/* The key of a part of a page. Every step can be undone, so two keys of one part differ if those of
+ * their pages do; and what looks random stays so. `lightcache.runs` says the same of arrays. */
+static inline uint64_t lci_mix(uint64_t x) {
+    x ^= x >> 32;
+    x *= UINT64_C(0xd6e8feb86659fd93);
+    x ^= x >> 32;
+    return x * UINT64_C(0xd6e8feb86659fd93);
+}
+
+static inline lc_key lci_part_key(lc_key key, uint32_t number, uint32_t part) {
+    uint64_t tag = (uint64_t)number << 32 | part;
+    if (tag == 0) return key;
+    key.lo += tag * UINT64_C(0x9e3779b97f4a7c15);
+    key.hi ^= lci_mix(key.lo);
+    key.lo ^= lci_mix(key.hi);
+    return key;
+}
 
 /* ------------------------------------------------------------------ what passes to Python */
 
@@ -255,7 +281,10 @@ typedef struct lci_reserve_op {
     uint32_t kept;     /* pages that were kept when there was no room */
     uint32_t no_memory; /* the caller found none: make do with the pages that have some */
     uint32_t doomed;    /* doomed pages looked at because nothing could be evicted; for the core alone */
-    uint32_t independent; /* its new pages may go while others hang on them */
+    uint32_t run;   /* each so many-th of its keys, from `start` on, gets a page that may go while others
+                     * hang on it; 0: none does */
+    uint32_t group; /* of its new pages */
+    uint32_t whole; /* nothing is evicted for more pages than there can be */
     uint32_t pad;
     lci_look_op look;
 } lci_reserve_op;
@@ -366,6 +395,8 @@ enum lci_op {
 
 static inline uint32_t lci_state_of(uint32_t word) { return word & LCI_STATE_MASK; }
 static inline uint32_t lci_ns_of(uint32_t word) { return (word & LCI_NS_MASK) >> LCI_NS_SHIFT; }
+/* The reservation of a page, + 1; 0: it is in none. */
+static inline uint32_t lci_res_of(uint32_t word) { return (word & LCI_RES_MASK) >> LCI_RES_SHIFT; }
 static inline uint64_t lci_tick(const lci_page *p) { return lc_load(&p->used) >> LCI_TICK_SHIFT; }
 
 static inline _Atomic uint16_t *lci_pin(const lci_handle *h, uint32_t slot, uint32_t page) {
@@ -444,9 +475,12 @@ static inline bool lci_covered(const lci_page *p) {
     return lc_load(&p->children) != 0 && !(lc_load(&p->word) & LCI_INDEPENDENT);
 }
 
-/* May a page with this word hang on that one? Only on a page of its own kind. */
-static inline bool lci_same_kind(const lci_handle *h, uint32_t parent, uint32_t word) {
-    return ((lc_load(&h->pages[parent].word) ^ word) & LCI_KIND) == 0;
+/* May a page with this word hang on that one? On one of its own namespace and group. In group 0 both
+ * are independent or neither is. In others a run's last part alone is, and hangs on one that is not. */
+static inline bool lci_may_hang(const lci_handle *h, uint32_t parent, uint32_t word) {
+    uint32_t other = lc_load(&h->pages[parent].word) ^ word;
+    if (word & LCI_GROUP_MASK) other &= ~LCI_INDEPENDENT;
+    return (other & LCI_KIND) == 0;
 }
 
 /* One call's eviction, over several holds of the lock. */
@@ -598,6 +632,7 @@ LC_API int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, ui
                        uint64_t deadline);
 LC_API int lci_unreserve(lci_handle *h, lci_reserve_op *op, const int32_t *page,
                          const uint8_t *status, uint32_t n);
+LC_API int lci_abandon(lci_handle *h, uint32_t rid, uint32_t gen, int wait, uint64_t deadline);
 LC_API int lci_publish(lci_handle *h, uint32_t rid, uint32_t gen, uint32_t shard,
                        const int32_t *pages, uint32_t n);
 

@@ -146,7 +146,7 @@ static void give_name(naming *k, uint32_t page, uint32_t key, uint32_t parent) {
     lc_store(&p->used, k->op->tick << LCI_TICK_SHIFT);
     lc_store(&p->children, 0);
     lc_store(&p->parent, LC_NIL);
-    if (parent != LC_NIL && lci_same_kind(h, parent, word))
+    if (parent != LC_NIL && lci_may_hang(h, parent, word))
         lci_attach_parent(h, &k->t, page, parent);
     lc_dict_insert(&k->t, &h->dict, page, k->keys[key], word);
     k->fresh[k->news++] = page;
@@ -158,7 +158,7 @@ static uint8_t met(naming *k, uint32_t i, uint32_t there, uint32_t word, uint32_
     uint32_t entry = k->op->done + i, state = lci_state_of(word);
     if (lci_ns_of(word) != lci_ns_id(k->op->ns)) return LCI_NO_ROOM;
     k->there[i] = there;
-    bool ours = k->gen && word >> LCI_RES_SHIFT == k->rid + 1;
+    bool ours = k->gen && lci_res_of(word) == k->rid + 1;
     if (state == LCI_WRITING && !ours) return LCI_BUSY_KEY;
     if (state != LCI_READY && state != LCI_WRITING) {
         k->t.error = LC_E_CORRUPT;

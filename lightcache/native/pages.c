@@ -87,7 +87,7 @@ void lci_attach_parent(lci_handle *h, lc_txn *t, uint32_t page, uint32_t parent)
 void lci_readopt(lci_handle *h, lc_txn *t, uint32_t page, uint32_t parent) {
     const lci_page *p = &h->pages[page];
     if (parent == LC_NIL || parent == page || lc_load(&p->children)) return;
-    if (lci_parent(h, p) == LC_NIL && lci_same_kind(h, parent, lc_load(&p->word)))
+    if (lci_parent(h, p) == LC_NIL && lci_may_hang(h, parent, lc_load(&p->word)))
         lci_attach_parent(h, t, page, parent);
 }
 
@@ -100,7 +100,7 @@ bool lci_doom(lci_handle *h, lc_txn *t, uint32_t page) {
     if (state != LCI_WRITING && state != LCI_READY) return false;
     if (lci_queueable(h, page)) lci_queue_remove(h, t, page);
     lci_detach_parent(h, t, page);
-    uint32_t others = ~(LCI_STATE_MASK | LCI_UNWRITTEN | LCI_KEPT | LCI_INDEPENDENT);
+    uint32_t others = LCI_NS_MASK | LCI_RES_MASK;
     uint32_t flag = state == LCI_WRITING ? LCI_UNWRITTEN : 0;
     uint32_t doomed = (word & others) | LCI_DOOMED | flag;
     while (!lc_txn_swap(t, &p->word, word, doomed)) { /* a publisher was faster: now it is READY */
@@ -112,7 +112,7 @@ bool lci_doom(lci_handle *h, lc_txn *t, uint32_t page) {
     lc_list_append(t, &h->lists, page, LCI_DOOMED_LIST);
     lc_txn_add(t, &h->ns[lci_ns_of(word)].pages, (uint32_t)-1);
     lc_txn_add(t, &h->root->named, (uint32_t)-1);
-    if (word >> LCI_RES_SHIFT) lc_txn_add(t, &h->root->writing, (uint32_t)-1);
+    if (lci_res_of(word)) lc_txn_add(t, &h->root->writing, (uint32_t)-1);
     if (word & LCI_KEPT) lc_txn_add(t, &h->root->kept, (uint32_t)-1);
     lc_txn_add(t, &h->root->doomed, 1);
     return true;

@@ -13,13 +13,14 @@ static int refused(const lci_handle *h, uint32_t word, uint32_t gen) {
 
 /* All shards are there: the pages become ready. The caller pins every one of them, so that none
  * can have been used again under the same reservation number. What their words alone say, whether they
- * are independent, is as it was when they were made. */
+ * are independent and of which group, is as it was when they were made. */
 int lci_make_ready(lci_handle *h, uint32_t rid, uint32_t ns, const int32_t *pages, uint32_t n) {
     uint32_t writing = LCI_WRITING | ns << LCI_NS_SHIFT | (rid + 1) << LCI_RES_SHIFT;
     int rc = 1;
     for (uint32_t i = 0; i < n; i++) {
         if ((uint32_t)pages[i] >= h->page_count) return LC_E_RANGE;
-        uint32_t old = writing | (lc_load(&h->pages[pages[i]].word) & LCI_INDEPENDENT);
+        uint32_t own = lc_load(&h->pages[pages[i]].word) & (LCI_INDEPENDENT | LCI_GROUP_MASK);
+        uint32_t old = writing | own;
         uint32_t ready = (old & ~LCI_STATE_MASK) | LCI_READY;
         /* Release: a process that sees READY sees the bytes. */
         bool swapped = atomic_compare_exchange_strong_explicit(

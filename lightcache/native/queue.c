@@ -49,7 +49,7 @@ static void mark(lci_handle *h, lc_txn *t, uint32_t list, bool full) {
 bool lci_queueable(const lci_handle *h, uint32_t page) {
     const lci_page *p = &h->pages[page];
     uint32_t word = lc_load(&p->word);
-    return (word & (LCI_STATE_MASK | LCI_KEPT)) == LCI_READY && word >> LCI_RES_SHIFT == 0 &&
+    return (word & (LCI_STATE_MASK | LCI_KEPT)) == LCI_READY && !lci_res_of(word) &&
            !lci_covered(p);
 }
 

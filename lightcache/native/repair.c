@@ -22,7 +22,7 @@ static void doom(lci_page *p, uint32_t state) {
 static void settle_reserved(const builder *b, uint32_t page, uint32_t word) {
     const lci_handle *h = b->h;
     lci_page *p = &h->pages[page];
-    uint32_t state = lci_state_of(word), rid = word >> LCI_RES_SHIFT;
+    uint32_t state = lci_state_of(word), rid = lci_res_of(word);
     uint32_t ready = LCI_READY | (word & (LCI_KIND | LCI_KEPT));
     const lci_reservation *r = rid && rid <= h->res_count ? &h->res[rid - 1] : NULL;
     bool listed = r && b->listed[page] == rid;
@@ -53,7 +53,8 @@ static void settle_page(const builder *b, uint32_t page) {
     lci_page *p = &h->pages[page];
     uint32_t word = lc_load(&p->word), state = lci_state_of(word);
     uint64_t clock = lc_load(&h->root->clock);
-    uint32_t stray = named_word(word) ? LCI_KEPT : LCI_KEPT | LCI_INDEPENDENT; /* not READY's */
+    uint32_t named = LCI_INDEPENDENT | LCI_GROUP_MASK;
+    uint32_t stray = named_word(word) ? LCI_KEPT : LCI_KEPT | named; /* not READY's */
     if (lci_tick(p) > clock) lc_store(&p->used, clock << LCI_TICK_SHIFT);
     if (state == LCI_EVICTING) lc_store(&p->word, word = LCI_READY | (word & LCI_KIND));
     else if (state != LCI_READY && word & stray) lc_store(&p->word, word &= ~stray);
@@ -65,7 +66,7 @@ static void settle_page(const builder *b, uint32_t page) {
         lc_store(&p->word, lci_pinned(h, p) ? LCI_DOOMED | LCI_UNWRITTEN : LCI_FREE);
     } else if (named_word(word) && open != LCI_NS_NORMAL && open != LCI_NS_CLEARING) {
         doom(p, state);
-    } else if (state == LCI_WRITING || (state == LCI_READY && word >> LCI_RES_SHIFT)) {
+    } else if (state == LCI_WRITING || (state == LCI_READY && lci_res_of(word))) {
         settle_reserved(b, page, word);
     }
 }
@@ -156,12 +157,12 @@ static void count_page(lci_handle *h, uint32_t page) {
     uint32_t word = lc_load(&p->word), state = lci_state_of(word);
     if (named_word(word)) {
         lc_store(&r->named, lc_load(&r->named) + 1);
-        if (word >> LCI_RES_SHIFT) lc_store(&r->writing, lc_load(&r->writing) + 1);
+        if (lci_res_of(word)) lc_store(&r->writing, lc_load(&r->writing) + 1);
         if (word & LCI_KEPT) lc_store(&r->kept, lc_load(&r->kept) + 1);
         _Atomic uint32_t *pages = &h->ns[lci_ns_of(word)].pages;
         lc_store(pages, lc_load(pages) + 1);
         uint32_t parent = lci_parent(h, p);
-        if (parent != LC_NIL && lci_same_kind(h, parent, word))
+        if (parent != LC_NIL && lci_may_hang(h, parent, word))
             lc_store(&h->pages[parent].children, lc_load(&h->pages[parent].children) + 1);
         else
             lc_store(&p->parent, LC_NIL);

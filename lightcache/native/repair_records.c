@@ -121,7 +121,7 @@ static bool note_pages(builder *b, uint32_t rid) {
     bool once = true;
     if (!take_list(b, list, &chunks)) return false;
     for (walk w = walk_of(list); (page = next_page(h, &w)) != LC_NIL;) {
-        if (lc_load(&h->pages[page].word) >> LCI_RES_SHIFT != rid + 1) continue;
+        if (lci_res_of(lc_load(&h->pages[page].word)) != rid + 1) continue;
         once &= b->listed[page] != rid + 1;
         b->listed[page] = rid + 1;
     }
@@ -131,7 +131,7 @@ static bool note_pages(builder *b, uint32_t rid) {
 
 static bool names(const lci_handle *h, uint32_t page, uint32_t rid) {
     uint32_t word = lc_load(&h->pages[page].word), state = lci_state_of(word);
-    return word >> LCI_RES_SHIFT == rid + 1 && (state == LCI_WRITING || state == LCI_READY);
+    return lci_res_of(word) == rid + 1 && (state == LCI_WRITING || state == LCI_READY);
 }
 
 static void list_again(builder *b, uint32_t rid) {

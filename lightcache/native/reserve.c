@@ -62,18 +62,18 @@ static uint32_t find_locked(const lci_handle *h, const lc_key *key, uint32_t *wo
     return page;
 }
 
-/* What the words of this call's new pages are. */
-static uint32_t new_word(const reserve *r) {
-    uint32_t flag = r->op->independent ? LCI_INDEPENDENT : 0;
+/* What the word of a new page is, that of the i-th key. */
+static uint32_t new_word(const reserve *r, uint32_t i) {
+    uint32_t run = r->op->run, flag = run && (i + 1) % run == 0 ? LCI_INDEPENDENT : 0;
     return LCI_WRITING | flag | lci_ns_id(r->op->ns) << LCI_NS_SHIFT |
-           (r->op->rid + 1) << LCI_RES_SHIFT;
+           (r->op->rid + 1) << LCI_RES_SHIFT | r->op->group << LCI_GROUP_SHIFT;
 }
 
-/* Hang a new page on its parent, if that is of its kind. A parent that is new in this step as well is
+/* Hang a new page on its parent, if it may. A parent that is new in this step as well is
  * as dead as the page itself if the step is undone: its count needs no log, and it is on no list. */
-static void hang(reserve *r, lci_page *p, uint32_t parent, bool parent_is_new) {
+static void hang(reserve *r, lci_page *p, uint32_t word, uint32_t parent, bool parent_is_new) {
     lci_handle *h = r->h;
-    if (parent != LC_NIL && !lci_same_kind(h, parent, new_word(r))) parent = LC_NIL;
+    if (parent != LC_NIL && !lci_may_hang(h, parent, word)) parent = LC_NIL;
     lc_store(&p->parent, parent);
     if (parent == LC_NIL) return;
     lci_page *q = &h->pages[parent];
@@ -98,8 +98,9 @@ static void make_page(reserve *r, uint32_t i, uint32_t page, uint32_t parent, bo
     lc_store(&p->used, r->tick << LCI_TICK_SHIFT);
     lc_store(&p->children, 0);
     lc_store(&p->queue.prev, i >= LCI_HINT ? (uint32_t)r->page[i - LCI_HINT] : LC_NIL);
-    hang(r, p, parent, parent_is_new);
-    lc_dict_insert(t, &h->dict, page, r->keys[r->start + i], new_word(r));
+    uint32_t word = new_word(r, i);
+    hang(r, p, word, parent, parent_is_new);
+    lc_dict_insert(t, &h->dict, page, r->keys[r->start + i], word);
     r->page[i] = (int32_t)page;
     r->status[i] = LCI_NEW;
     r->op->made++;
@@ -162,14 +163,13 @@ static int make_room(reserve *r, uint32_t want) {
     return rc;
 }
 
-static bool stop(reserve *r, uint32_t i, uint32_t why) {
+static void stop(reserve *r, uint32_t i, uint32_t why) {
     for (uint32_t k = i; k < r->n - r->start; k++)
         if (r->status[k] != LCI_PRESENT) r->status[k] = LCI_NO_ROOM;
     bool grows = lc_load(&r->h->root->grown) < r->h->page_count;
     r->op->stopped = 1;
     r->op->reason = why == LCI_WHY_PINNED && grows ? LCI_WHY_MEMORY : why;
     r->op->kept = lc_load(&r->h->root->kept);
-    return false;
 }
 
 /* How many of the absent keys the quota lets in. */
@@ -290,10 +290,24 @@ static int settle_batch(reserve *r, uint32_t from, uint32_t to) {
     return LC_OK;
 }
 
+/* Can there be pages for all keys, if nothing is pinned? Else a caller that needs all of them would
+ * have pages evicted for nothing. */
+static bool too_many(const reserve *r, uint32_t *why) {
+    const lci_root *root = r->h->root;
+    uint32_t rest = r->n - r->start, present = 0;
+    for (uint32_t i = 0; i < rest; i++) present += r->status[i] == LCI_PRESENT;
+    uint32_t quota = lc_load(&r->h->ns[lci_ns_id(r->op->ns)].quota);
+    uint64_t taken = (uint64_t)lc_load(&root->kept) + lc_load(&root->held) + lc_load(&root->writing);
+    bool beyond = quota && rest > quota; /* the quota counts what is there already */
+    *why = beyond ? LCI_WHY_QUOTA : LCI_WHY_PINNED;
+    return beyond || rest - present + taken > r->h->page_count;
+}
+
 /* Work under one hold of the lock: at most 256 keys, fewer when others wait. */
 static int settle(reserve *r) {
-    uint32_t rest = r->n - r->start, worked = 0;
+    uint32_t rest = r->n - r->start, worked = 0, why;
     if (!lci_ns_open(r->h, r->op->ns)) return LC_E_CLEARED;
+    if (r->op->whole && r->op->cursor == 0 && too_many(r, &why)) stop(r, 0, why);
     while (r->op->cursor < rest && !r->op->stopped) {
         uint32_t to = r->op->cursor + LCI_BATCH < rest ? r->op->cursor + LCI_BATCH : rest;
         int rc = settle_batch(r, r->op->cursor, to);
@@ -374,7 +388,23 @@ static int reserve_all(reserve *r, int wait, uint64_t deadline) {
     }
 }
 
-/* Reserve pages for keys [start, n), all new ones of one kind: see `op->independent`. Returns the
+/* A caller that needs all of them has got fewer: they go, and what was present stays pinned. */
+static int give_back(reserve *r, int wait, uint64_t deadline) {
+    lci_handle *h = r->h;
+    int rc = r->op->gen ? lci_abandon(h, r->op->rid, r->op->gen, wait, deadline) : LC_OK;
+    if (rc != LC_OK && rc != LC_E_STALE) return rc;
+    pthread_mutex_lock(&h->at->rows);
+    for (uint32_t i = 0; i < r->n - r->start; i++) {
+        if (r->status[i] != LCI_NEW) continue;
+        lci_unpin_one(h, (uint32_t)r->page[i]);
+        r->status[i] = LCI_NO_ROOM;
+    }
+    r->op->made = r->op->gen = 0;
+    pthread_mutex_unlock(&h->at->rows);
+    return LC_OK;
+}
+
+/* Reserve pages for keys [start, n): see `op->run`, `op->group` and `op->whole`. Returns the
  * number of new pages; LC_E_BUSY, LC_E_INTR and LC_E_GROW: call again with the same `op`, it
  * continues where it was. After any other error the caller gives back what `page` and `status` say
  * it holds. */
@@ -386,6 +416,7 @@ LC_API int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, ui
     if (h->at->readonly) return LC_E_READONLY;
     if (lc_load(&lcs_header_of(h->at)->disabled)) return LC_E_DISABLED;
     if (start > n || op->shards == 0 || op->shards > LCI_SHARDS) return LC_E_RANGE;
+    if (op->group >= LCI_NUMBERS) return LC_E_RANGE;
     if (!lci_ns_open(h, op->ns)) return LC_E_CLEARED;
     reserve r = {.h = h, .op = op, .keys = keys, .n = n, .start = start,
                  .page = page, .status = status};
@@ -402,7 +433,9 @@ LC_API int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, ui
         if (rc != LC_OK) return rc;
         op->pinned = 1;
     }
-    return reserve_all(&r, wait, deadline);
+    rc = reserve_all(&r, wait, deadline);
+    if (LC_UNLIKELY(rc > 0 && op->whole && op->stopped)) rc = give_back(&r, wait, deadline);
+    return rc;
 }
 
 /* Unpin what a reserve holds, once: after a signal the caller calls again. */

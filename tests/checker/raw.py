@@ -129,7 +129,9 @@ class _Findings:
         word = copy.pages["word"]
         self.state = word & layout.STATE_MASK
         self.space = word >> layout.NAMESPACE_SHIFT & 0xFF
-        self.reservation = (word >> layout.RESERVATION_SHIFT).astype(np.int64) - 1
+        rid = word >> layout.RESERVATION_SHIFT & layout.RESERVATION_MASK
+        self.reservation = rid.astype(np.int64) - 1
+        self.group = word >> layout.GROUP_SHIFT
         self.named = (self.state == PageState.WRITING) | (self.state == PageState.READY)
         self.kept = word & layout.KEPT != 0
         self.independent = word & layout.INDEPENDENT != 0
@@ -184,6 +186,8 @@ class _Findings:
             yield f"page {page} is kept, its word is {int(word[page]):#x}"
         for page in np.flatnonzero(self.independent & ~self.named)[:3]:
             yield f"page {page} is independent, its word is {int(word[page]):#x}"
+        for page in np.flatnonzero((self.group != 0) & ~self.named)[:3]:
+            yield f"page {page} is of a group, its word is {int(word[page]):#x}"
         tick = self.c.pages["used"] >> np.uint64(16)
         for page in np.flatnonzero(self.named & (tick > self.c.root["clock"]))[:3]:
             yield f"page {page} was used at {tick[page]}, the clock says {self.c.root['clock']}"
@@ -311,7 +315,10 @@ class _Findings:
             yield f"page {page} has {children[page]} children, it says {pages['children'][page]}"
         for page in np.flatnonzero(valid & (self.space != self.space[inside]))[:3]:
             yield f"page {page} hangs on page {parent[page]} of another namespace"
-        for page in np.flatnonzero(valid & (self.independent != self.independent[inside]))[:3]:
+        for page in np.flatnonzero(valid & (self.group != self.group[inside]))[:3]:
+            yield f"page {page} hangs on page {parent[page]} of another group"
+        mixed = valid & (self.group == 0) & (self.independent != self.independent[inside])
+        for page in np.flatnonzero(mixed)[:3]:
             yield f"page {page} hangs on page {parent[page]}, and one of them is independent"
         up = np.append(np.where(valid, parent, self.n), self.n)  # the last entry: above all roots
         for _ in range(max(1, int(self.n).bit_length())):

@@ -71,7 +71,7 @@ void run_behind(actor *a, run *r, uint32_t number, uint32_t i, uint32_t n) {
     run_keys(keys, number, n);
     memcpy(r->keys, keys + i, (n - i) * sizeof *keys);
     r->n = n - i;
-    r->op = (lci_reserve_op){.shards = 1, .ns = SCENE_NS, .independent = 1};
+    r->op = (lci_reserve_op){.shards = 1, .ns = SCENE_NS, .run = 1};
     AGAIN(lci_reserve(a->h, &r->op, keys + first, n - first, i - first, r->page, r->status,
                       LC_BLOCK, FOREVER));
     for (uint32_t k = 0; k < r->n; k++)

@@ -58,7 +58,7 @@ static void allow_list(judge *j, lci_handle *h, const lci_list *list, uint32_t r
         for (uint32_t i = 0; i < lc_load(&c->count) && left; i++, left--) {
             uint32_t page = lc_load(&c->page[i]);
             if (!rid) allow(j, h->geometry.rows + page * 2 / 4 * 4, 4); /* row 0 */
-            else if (lc_load(&h->pages[page].word) >> LCI_RES_SHIFT == rid) allow_page(j, h, page);
+            else if (lci_res_of(lc_load(&h->pages[page].word)) == rid) allow_page(j, h, page);
         }
     }
 }

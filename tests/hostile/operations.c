@@ -88,8 +88,8 @@ static int children(call *c) {
 static int match_groups(const call *c, const lc_key *keys, uint32_t n, lci_ns_ref ns) {
     lci_lease *leases[2] = {room(sizeof(lci_lease) + 8 * (size_t)n),
                             room(sizeof(lci_lease) + 8 * (size_t)n)};
-    lci_group groups[2] = {{.h = c->w->h, .lease = leases[0], .align = INT64_MAX, .ns = ns},
-                           {.h = c->w->h, .lease = leases[1], .align = 1, .back = 9, .ns = ns}};
+    lci_group groups[2] = {{.h = c->w->h, .lease = leases[0], .align = INT64_MAX, .ns = ns, .parts = 1},
+                           {.h = c->w->h, .lease = leases[1], .align = 1, .back = 9, .ns = ns, .parts = 1}};
     int32_t limit;
     leases[0]->capacity = leases[1]->capacity = n;
     int rc = sane(lci_match_groups(groups, 2, keys, n, 4, 1, &limit), "match groups");
@@ -180,7 +180,7 @@ static int begin_reserve(call *c, reserving *v, uint32_t shards) {
     v->fresh = room(4 * (size_t)(v->n - v->start));
     v->status = room(v->n - v->start);
     v->op = (lci_reserve_op){.shards = shards, .ns = some_namespace(c)};
-    v->op.independent = some_kind(c);
+    v->op.run = some_kind(c);
     int rc = 0;
     for (int i = 0; i < 3; i++) {
         rc = sane(lci_reserve(w->h, &v->op, v->keys, v->n, v->start, v->page, v->status, c->wait,
@@ -243,7 +243,7 @@ static int reserve_several(call *c) {
         starts[i] = below(c->r, n + 1) / 2;
         rest += n - (uint32_t)starts[i];
         ops[i] = (lci_reserve_op){.shards = 1 + below(c->r, 3), .ns = some_namespace(c)};
-        ops[i].independent = some_kind(c);
+        ops[i].run = some_kind(c);
     }
     int32_t *page = room(4 * (size_t)rest), *fresh = room(4 * (size_t)rest), codes[CHAINS];
     uint8_t *status = room(rest);

@@ -64,7 +64,7 @@ static void reserve(const world *w, lci_handle *h, filling *f, uint32_t run, uin
     world_keys(f->keys, run, n);
     f->n = n;
     f->op = (lci_reserve_op){.shards = shards, .ns = ns};
-    f->op.independent = w->variant == MIXED_WORLD && run % 2 == 0;
+    f->op.run = w->variant == MIXED_WORLD && run % 2 == 0;
     NEED(lci_reserve(h, &f->op, f->keys, n, 0, f->page, f->status, LC_BLOCK, FOREVER) >= 0);
     for (uint32_t i = 0; i < n; i++)
         if (f->status[i] == LCI_NEW) f->fresh[f->made++] = f->page[i];

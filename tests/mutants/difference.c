@@ -80,7 +80,7 @@ static bool chunks(const lci_chunk *a, const lci_chunk *b) {
 
 /* Pages of a published reservation become READY at once, and stay so. */
 static bool made_ready(uint32_t is, uint32_t was) {
-    uint32_t rid = was >> LCI_RES_SHIFT;
+    uint32_t rid = lci_res_of(was);
     return lci_state_of(was) == LCI_WRITING && is == (was ^ LCI_WRITING ^ LCI_READY) &&
            lci_complete(&of_undone->res[rid - 1]);
 }

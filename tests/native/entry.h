@@ -121,6 +121,10 @@ int lci_unreserve_many(lci_handle *h, lci_reserve_op *ops, const int64_t *offset
 int lci_wait(lci_handle *h, const lc_key *keys, uint32_t n, uint64_t deadline);
 int lci_abandon(lci_handle *h, uint32_t rid, uint32_t gen, int wait, uint64_t deadline);
 int lci_evict_pages(lci_handle *h, uint32_t want, uint32_t *freed, int wait, uint64_t deadline);
+int lci_evict_group(lci_handle *h, uint32_t number, uint32_t want, lci_walk_op *op, int wait,
+                    uint64_t deadline);
+int lci_part_keys(const lc_key *keys, uint32_t n, uint32_t number, uint32_t from, uint32_t to,
+                  lc_key *out);
 int lci_take_evicted(lci_handle *h, uint64_t *pages);
 int lci_clear(lci_handle *h, lci_ns_ref ref, int wait, uint64_t deadline);
 int lci_grow(lci_handle *h, uint32_t pages, int wait, uint64_t deadline);

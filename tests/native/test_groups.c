@@ -47,9 +47,9 @@ static void set_up_groups(void) {
     for (uint32_t i = 3; i < 20; i++)
         if (i % 4 == 3 || i / 8 * 8 + 5 <= i) fill_one(i);
     memset(groups, 0, sizeof groups);
-    groups[KV] = (lci_group){.h = b.h, .align = EVERYTHING, .ns = NS};
-    groups[WINDOW] = (lci_group){.h = d.h, .align = 1, .back = 3 * TOKENS, .ns = NS};
-    groups[STATES] = (lci_group){.h = d.h, .align = 1, .back = 1, .ns = NS};
+    groups[KV] = (lci_group){.h = b.h, .align = EVERYTHING, .ns = NS, .parts = 1};
+    groups[WINDOW] = (lci_group){.h = d.h, .align = 1, .back = 3 * TOKENS, .ns = NS, .parts = 1};
+    groups[STATES] = (lci_group){.h = d.h, .align = 1, .back = 1, .ns = NS, .parts = 1};
     empty_leases();
 }
 

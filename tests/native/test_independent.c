@@ -9,7 +9,7 @@ static int32_t counts[MAX_KEYS];
 static void put_under(uint32_t number, uint32_t i, lci_ns_ref ns) {
     prompt_make(&q, 0, i ? 2 : 1);
     for (uint32_t k = 0; k < q.n; k++) q.keys[k] = prompt_key(number, i + 1 - q.n + k);
-    q.op = (lci_reserve_op){.shards = 1, .ns = ns, .independent = independent_prompts};
+    q.op = (lci_reserve_op){.shards = 1, .ns = ns, .run = independent_prompts};
     CHECK_EQ(lci_reserve(a.h, &q.op, q.keys, q.n, q.n - 1, q.page, q.status, BLOCKING), 1);
     q.fresh[0] = q.page[0];
     q.made = 1;

@@ -154,7 +154,7 @@ bool independent_prompts;
 
 int prompt_reserve(client *c, prompt *p, lci_ns_ref ns, uint32_t shards) {
     int rc;
-    p->op = (lci_reserve_op){.shards = shards, .ns = ns, .independent = independent_prompts};
+    p->op = (lci_reserve_op){.shards = shards, .ns = ns, .run = independent_prompts};
     do {
         rc = lci_reserve(c->h, &p->op, p->keys, p->n, 0, p->page, p->status, BLOCKING);
     } while (rc == LC_E_INTR);

@@ -15,8 +15,8 @@ static int match_groups(actor *v) {
     run_keys(l->keys, 1, 16);
     l->lease.capacity = window.lease.capacity = MAX_KEYS;
     lci_group groups[] = {
-        {.h = v->h, .lease = &l->lease, .align = INT64_MAX, .ns = SCENE_NS},
-        {.h = v->h, .lease = &window.lease, .align = 1, .back = 16, .ns = SCENE_NS},
+        {.h = v->h, .lease = &l->lease, .align = INT64_MAX, .ns = SCENE_NS, .parts = 1},
+        {.h = v->h, .lease = &window.lease, .align = 1, .back = 16, .ns = SCENE_NS, .parts = 1},
     };
     int found = lci_match_groups(groups, 2, l->keys, 16, 4, 1, &limit);
     NEED(lci_release(v->h, &window.lease) == LC_OK);

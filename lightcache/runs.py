@@ -1,0 +1,76 @@
+"""Runs: pages of a group that are larger than the pages of the index.
+
+A state of a recurrent model is tens of MiB, a page of KV one or two. One index holds both: a page of a
+group lies in several pages of the index, its *parts*, anywhere in the pool. Each part has a key of
+its own, made from the page's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightcache import _arguments, layout
+from lightcache._arguments import Keys
+from lightcache.errors import ConfigError
+from lightcache.shm.codes import check
+
+
+@dataclass(frozen=True)
+class Run:
+    """How the pages of one group lie in an index."""
+
+    group: int = 0
+    """The group's number in its index, 0 to 31. Part of the keys, so pages of different groups never
+    share one. 0: pages have their own keys, and one part."""
+    parts: int = 1
+    """Pages of the index for a page of the group, 1 to 4,096."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            ConfigError: out of range.
+        """
+        _arguments.count(self.group, "group", 0, layout.NUMBERS - 1)
+        _arguments.count(self.parts, "parts", 1, layout.PARTS)
+        if self.group == 0 and self.parts > 1:
+            raise ConfigError(
+                f"a run: expected a group from 1 on for pages of {self.parts} parts, found 0, whose "
+                "pages have one"
+            )
+
+    def keys(self, keys: Keys) -> Keys:
+        """Keys of all parts of each page, uint64 of shape (n * parts, 2): page by page, in order.
+        About 3 ns a part.
+
+        Raises:
+            ConfigError: as `PageIndex.peek`.
+        """
+        return self._made(keys, 0, self.parts)
+
+    def last(self, keys: Keys) -> Keys:
+        """The key of each page's last part, shape (n, 2). A run is evicted from its last part on, so
+        a page whose last part is not ready is not there.
+
+        Raises:
+            ConfigError: as `PageIndex.peek`.
+        """
+        return self._made(keys, self.parts - 1, self.parts)
+
+    def _made(self, keys: Keys, first: int, end: int) -> Keys:
+        where, n = _arguments.keys(keys)
+        if self.group == 0:
+            return keys
+        made = np.empty((n * (end - first), 2), np.uint64)
+        quick = layout.load().quick
+        out = _arguments.address(made) if len(made) else None
+        check(quick.lci_part_keys(where, n, self.group, first, end, out), "keys of parts")
+        return made
+
+
+PLAIN = Run()
+"""Pages of the index as they are."""
+
+__all__ = ["PLAIN", "Run"]

@@ -1,0 +1,264 @@
+"""Pages of a group that lie in several pages of an index, beside pages as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from support.keys import prompt
+from support.refusals import refused
+
+from lightcache import ConfigError, LeaseLost, PageIndex
+from lightcache._arguments import Keys
+from lightcache.groups import Group, GroupSet, Rule
+from lightcache.runs import PLAIN, Run
+
+PAGES = 64
+STATE = Run(1, 5)
+EVERYTHING = (1 << 64) - 1
+
+
+@pytest.fixture
+def index(segment_name: str) -> Iterator[PageIndex]:
+    with PageIndex.create(segment_name, pages=PAGES) as made:
+        yield made
+        report = made.check()
+        assert report.clean, report.message
+        assert report.pins == 0
+
+
+def put(index: PageIndex, keys: Keys, run: Run = STATE, behind: Keys | None = None) -> int:
+    """Save pages of a group; `behind`: hung on this page. Returns how many parts were new."""
+    before = keys[:0] if behind is None else behind
+    chain = run.keys(np.concatenate([before, keys]))
+    with index.reserve(chain, len(before) * run.parts, independent=True, run=run) as new:
+        made = len(new.pages)
+        assert not made or new.publish()
+    return made
+
+
+def fill(index: PageIndex, keys: Keys) -> None:
+    with index.reserve(keys) as new:
+        assert new.publish()
+
+
+def there(index: PageIndex, keys: Keys, run: Run = STATE) -> list[int]:
+    """How many parts of each page are ready."""
+    parts = run.keys(keys).reshape(len(keys), run.parts, 2)
+    return [sum(index.peek(part[None]) for part in page) for page in parts]
+
+
+def group_set(index: PageIndex, *groups: tuple[Rule, Run]) -> GroupSet:
+    made = [Group(f"g{i}", rule, index, run=run) for i, (rule, run) in enumerate(groups)]
+    return GroupSet(made, page_tokens=1)
+
+
+# ---- keys
+
+
+def mix(x: int) -> int:
+    x = (x ^ x >> 32) * 0xD6E8FEB86659FD93 & EVERYTHING
+    return (x ^ x >> 32) * 0xD6E8FEB86659FD93 & EVERYTHING
+
+
+def part_key(low: int, high: int, group: int, part: int) -> tuple[int, int]:
+    low = low + (group << 32 | part) * 0x9E3779B97F4A7C15 & EVERYTHING
+    high ^= mix(low)
+    return low ^ mix(high), high
+
+
+def test_keys_of_parts() -> None:
+    """By the definition in docs/design/groups.md, written down a second time."""
+    keys = prompt(1, 3)
+    expected = [part_key(int(lo), int(hi), 1, part) for lo, hi in keys for part in range(5)]
+    assert [tuple(map(int, key)) for key in STATE.keys(keys)] == expected
+    assert STATE.last(keys).tolist() == STATE.keys(keys)[4::5].tolist()
+    assert len(STATE.keys(keys[:0])) == 0
+    assert PLAIN.keys(keys) is keys
+    assert PLAIN.last(keys) is keys
+    assert Run(1, 1).keys(keys).tolist() != keys.tolist()
+
+
+def test_no_two_parts_have_one_key() -> None:
+    keys = prompt(1, 20)
+    runs = [Run(group, 40) for group in range(1, 32)]
+    every = np.concatenate([keys, *(run.keys(keys) for run in runs)])
+    assert len(np.unique(every, axis=0)) == len(every)
+
+
+@pytest.mark.parametrize(
+    "arguments", [(-1, 1), (32, 1), (1, 0), (1, 4097), (1.0, 1), (0, 2)], ids=str
+)
+def test_runs_that_cannot_be(arguments: tuple[int, int]) -> None:
+    refused(ConfigError, "expected", Run, *arguments)
+
+
+# ---- reserving
+
+
+def test_a_run_is_found_when_all_of_it_is_there(index: PageIndex) -> None:
+    keys = prompt(1, 4)
+    fill(index, keys)
+    groups = group_set(index, (Rule.prefix(), PLAIN), (Rule.point(), STATE))
+    assert groups.peek(keys).pages == 0
+    with index.reserve(STATE.keys(keys[2:3]), independent=True, run=STATE) as new:
+        pages = new.pages.tolist()
+        assert groups.peek(keys).pages == 0
+        assert new.publish()
+        assert groups.peek(keys).pages == 3
+    with groups.match(keys) as found:
+        assert (found.pages, found.first) == (3, (0, 2))
+        assert found.leases[1].pages.tolist() == pages
+        assert len(found.leases[0]) == 3
+    assert index.stats().ready == 4 + 5
+
+
+def test_all_or_none(index: PageIndex) -> None:
+    keys = prompt(1, 20)
+    fill(index, prompt(2, 30))
+    assert put(index, keys[:6]) == 30
+    with index.match(prompt(2, 30)), index.match(STATE.keys(keys[:5])):
+        # 64 pages, 55 of them pinned: what is not pinned would do for one state of two
+        with index.reserve(STATE.keys(keys[6:8]), independent=True, run=STATE) as new:
+            assert (len(new.pages), len(new.missing)) == (0, 10)
+            assert "pinned" in new.why
+        assert index.stats().writing == 0
+        assert put(index, keys[6:7]) == 5
+
+
+def test_nothing_is_evicted_for_what_cannot_be(index: PageIndex) -> None:
+    keys = prompt(1, 20)
+    fill(index, prompt(2, 60))
+    with index.reserve(STATE.keys(keys[:13]), independent=True, run=STATE) as new:
+        assert (len(new.pages), len(new.missing)) == (0, 65)
+    assert index.stats().ready == 60
+    small = index.namespace(tenant="small", quota=20)
+    with index.reserve(
+        STATE.keys(keys[:5]), independent=True, run=STATE, namespace=small
+    ) as new:
+        assert (len(new.pages), new.why) == (0, "the namespace is at its quota")
+    assert index.stats().ready == 60
+    with index.reserve(
+        STATE.keys(keys[:4]), independent=True, run=STATE, namespace=small
+    ) as new:
+        assert len(new.pages) == 20
+
+
+def test_keys_that_are_no_whole_runs(index: PageIndex) -> None:
+    keys = STATE.keys(prompt(1, 2))
+    refused(ConfigError, "multiples of 5 parts", index.reserve, keys[:9], run=STATE)
+    refused(ConfigError, "multiples of 5 parts", index.reserve, keys, 3, run=STATE)
+
+
+# ---- eviction
+
+
+def test_a_run_goes_from_its_last_part(index: PageIndex) -> None:
+    keys = prompt(1, 2)
+    put(index, keys[:1])
+    put(index, keys[1:])
+    assert index.evict(2) == 2
+    assert there(index, keys) == [3, 5]
+    assert index.evict(4) == 4
+    assert there(index, keys) == [0, 4]
+    assert put(index, keys) == 6
+    assert there(index, keys) == [5, 5]
+
+
+def test_what_hangs_on_a_run_holds_back_none_of_it(index: PageIndex) -> None:
+    """The second state hangs on the first: forks can be counted, and the first goes first."""
+    keys = prompt(1, 3)
+    put(index, keys[:1])
+    put(index, keys[1:2], behind=keys[:1])
+    put(index, keys[2:3], behind=keys[:1])
+    assert index.children(STATE.last(keys)).tolist() == [2, 0, 0]
+    with index.match(STATE.keys(keys[1:])):
+        assert index.evict(PAGES) == 5
+    assert there(index, keys) == [0, 5, 5]
+
+
+def test_a_quota_takes_whole_runs(index: PageIndex) -> None:
+    tenant = index.namespace(tenant="t", quota=17)
+    keys = prompt(1, 4)
+    for i in range(3):
+        with index.reserve(
+            STATE.keys(keys[i : i + 1]), independent=True, run=STATE, namespace=tenant
+        ) as new:
+            assert new.publish()
+    with index.reserve(
+        STATE.keys(keys[3:]), independent=True, run=STATE, namespace=tenant
+    ) as new:
+        assert new.publish()
+    left = [int(index.peek(STATE.keys(keys[i : i + 1]), namespace=tenant)) for i in range(4)]
+    assert left == [0, 5, 5, 5]
+
+
+def test_evicting_one_group(index: PageIndex) -> None:
+    keys = prompt(1, 10)
+    fill(index, keys)
+    put(index, keys[:4])
+    put(index, keys[4:8], Run(2, 1))
+    assert index.evict(3, group=1) in (5, 3)
+    assert index.peek(keys) == 10
+    assert there(index, keys[4:8], Run(2, 1)) == [1, 1, 1, 1]
+    assert index.evict(PAGES, group=1) >= 15
+    assert there(index, keys[:4]) == [0, 0, 0, 0]
+    assert index.evict(PAGES, group=2) == 4
+    assert index.evict(PAGES, group=2) == 0
+    assert index.peek(keys) == 10
+    assert index.evict(PAGES, group=0) == 10
+    refused(ConfigError, "group", index.evict, 1, group=32)
+
+
+# ---- what stays as it was
+
+
+def test_a_repair_keeps_groups(index: PageIndex) -> None:
+    keys = prompt(1, 3)
+    fill(index, keys)
+    put(index, keys[:1])
+    put(index, keys[1:2], behind=keys[:1])
+    index.repair()
+    assert index.children(STATE.last(keys)).tolist() == [1, 0, -1]
+    assert index.evict(PAGES, group=1) == 10
+    assert index.peek(keys) == 3
+
+
+def test_a_chain_of_a_group(index: PageIndex) -> None:
+    """Layers of another shape that need every token: a second prefix in one index."""
+    keys, wide = prompt(1, 6), Run(3, 2)
+    fill(index, keys)
+    with index.reserve(wide.keys(keys), independent=False, run=wide) as new:
+        assert len(new.pages) == 12
+        assert new.publish()
+    groups = group_set(index, (Rule.prefix(), PLAIN), (Rule.prefix(), wide))
+    with groups.match(keys) as found:
+        assert (found.pages, len(found.leases[1])) == (6, 12)
+    assert index.evict(3, group=3) in (3, 12)
+    with groups.match(keys) as found:
+        assert found.pages < 6
+
+
+def test_windows_of_runs(index: PageIndex) -> None:
+    keys, wide = prompt(1, 200), Run(2, 3)
+    with PageIndex.create(f"{index.name}-big", pages=2000) as big:
+        fill(big, keys)
+        put(big, keys[20:190], wide)
+        groups = group_set(big, (Rule.prefix(), PLAIN), (Rule.window(150), wide))
+        with groups.match(keys) as found:
+            assert (found.pages, found.first, found.limit) == (190, (0, 40), "g1")
+            assert len(found.leases[1]) == 450
+            pages = found.leases[1].pages.tolist()
+        expected = big.match(wide.keys(keys[40:190]))
+        with expected:
+            assert expected.pages.tolist() == pages
+
+
+def test_abandoning_a_run(index: PageIndex) -> None:
+    keys = prompt(1, 2)
+    new = index.reserve(STATE.keys(keys), independent=True, run=STATE)
+    new.abandon()
+    with pytest.raises(LeaseLost):
+        new.abandon()
+    assert there(index, keys) == [0, 0]
