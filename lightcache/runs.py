@@ -1,8 +1,8 @@
 """Runs: pages of a group that are larger than the pages of the index.
 
-A state of a recurrent model is tens of MiB, a page of KV one or two. One index holds both: a page of a
-group lies in several pages of the index, its *parts*, anywhere in the pool. Each part has a key of
-its own, made from the page's.
+A state of a recurrent model is tens of MiB, a page of KV one or two. One index holds both: a page
+of a group lies in several pages of the index, its *parts*, anywhere in the pool. Each part has a
+key of its own, made from the page's.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Run:
     """How the pages of one group lie in an index."""
 
     group: int = 0
-    """The group's number in its index, 0 to 31. Part of the keys, so pages of different groups never
-    share one. 0: pages have their own keys, and one part."""
+    """The group's number in its index, 0 to 31. Part of the keys, so pages of different groups
+    never share one. 0: pages have their own keys, and one part."""
     parts: int = 1
     """Pages of the index for a page of the group, 1 to 4,096."""
 
@@ -37,7 +37,7 @@ class Run:
         _arguments.count(self.parts, "parts", 1, layout.PARTS)
         if self.group == 0 and self.parts > 1:
             raise ConfigError(
-                f"a run: expected a group from 1 on for pages of {self.parts} parts, found 0, whose "
+                f"a run: expected a group from 1 on for pages of {self.parts} parts, found 0; its "
                 "pages have one"
             )
 
@@ -51,8 +51,8 @@ class Run:
         return self._made(keys, 0, self.parts)
 
     def last(self, keys: Keys) -> Keys:
-        """The key of each page's last part, shape (n, 2). A run is evicted from its last part on, so
-        a page whose last part is not ready is not there.
+        """The key of each page's last part, shape (n, 2). A run is evicted from its last part on,
+        so a page whose last part is not ready is not there.
 
         Raises:
             ConfigError: as `PageIndex.peek`.

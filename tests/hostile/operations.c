@@ -87,15 +87,17 @@ static int children(call *c) {
 /* Without a draw of its own: a seed of the corpus stays what it was. */
 static int match_groups(const call *c, const lc_key *keys, uint32_t n, lci_ns_ref ns) {
     lci_lease *leases[2] = {room(sizeof(lci_lease) + 8 * (size_t)n),
-                            room(sizeof(lci_lease) + 8 * (size_t)n)};
+                            room(sizeof(lci_lease) + 24 * (size_t)n)};
     lci_group groups[2] = {{.h = c->w->h, .lease = leases[0], .align = INT64_MAX, .ns = ns, .parts = 1},
-                           {.h = c->w->h, .lease = leases[1], .align = 1, .back = 9, .ns = ns, .parts = 1}};
+                           {.h = c->w->h, .lease = leases[1], .align = 1, .back = 9, .ns = ns,
+                            .number = n % 2, .parts = 1 + n % 3}};
     int32_t limit;
-    leases[0]->capacity = leases[1]->capacity = n;
+    leases[0]->capacity = n;
+    leases[1]->capacity = 3 * n;
     int rc = sane(lci_match_groups(groups, 2, keys, n, 4, 1, &limit), "match groups");
     at_most(rc, n, "groups found more than they were asked for");
     for (int i = 0; i < 2; i++) {
-        at_most(leases[i]->held, n, "a group holds more than it was asked for");
+        at_most(leases[i]->held, n * groups[i].parts, "a group holds more than it was asked for");
         in_range(c->w, (int32_t *)(leases[i] + 1), leases[i]->held, "a group was given a page");
         rc = worse(rc, sane(lci_release(c->w->h, leases[i]), "release"));
         free(leases[i]);
@@ -181,6 +183,11 @@ static int begin_reserve(call *c, reserving *v, uint32_t shards) {
     v->status = room(v->n - v->start);
     v->op = (lci_reserve_op){.shards = shards, .ns = some_namespace(c)};
     v->op.run = some_kind(c);
+    if (v->n % 3 == 2) { /* without a draw, as above */
+        v->op.run *= 3;
+        v->op.group = v->n % LCI_NUMBERS;
+        v->op.whole = v->op.run;
+    }
     int rc = 0;
     for (int i = 0; i < 3; i++) {
         rc = sane(lci_reserve(w->h, &v->op, v->keys, v->n, v->start, v->page, v->status, c->wait,

@@ -134,14 +134,10 @@ def test_nothing_is_evicted_for_what_cannot_be(index: PageIndex) -> None:
         assert (len(new.pages), len(new.missing)) == (0, 65)
     assert index.stats().ready == 60
     small = index.namespace(tenant="small", quota=20)
-    with index.reserve(
-        STATE.keys(keys[:5]), independent=True, run=STATE, namespace=small
-    ) as new:
+    with index.reserve(STATE.keys(keys[:5]), independent=True, run=STATE, namespace=small) as new:
         assert (len(new.pages), new.why) == (0, "the namespace is at its quota")
     assert index.stats().ready == 60
-    with index.reserve(
-        STATE.keys(keys[:4]), independent=True, run=STATE, namespace=small
-    ) as new:
+    with index.reserve(STATE.keys(keys[:4]), independent=True, run=STATE, namespace=small) as new:
         assert len(new.pages) == 20
 
 
@@ -186,9 +182,7 @@ def test_a_quota_takes_whole_runs(index: PageIndex) -> None:
             STATE.keys(keys[i : i + 1]), independent=True, run=STATE, namespace=tenant
         ) as new:
             assert new.publish()
-    with index.reserve(
-        STATE.keys(keys[3:]), independent=True, run=STATE, namespace=tenant
-    ) as new:
+    with index.reserve(STATE.keys(keys[3:]), independent=True, run=STATE, namespace=tenant) as new:
         assert new.publish()
     left = [int(index.peek(STATE.keys(keys[i : i + 1]), namespace=tenant)) for i in range(4)]
     assert left == [0, 5, 5, 5]
