@@ -75,6 +75,7 @@ class Agreement(MachineBase):
             assert found.namespace == page.space.id
             assert found.kept == page.kept
             assert found.independent == page.independent
+            assert found.group == page.group
             assert found.children == len(self.model.children(page))
             parent = page.parent if page.parent and page.parent.named else None
             if parent is not None:

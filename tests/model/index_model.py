@@ -44,6 +44,7 @@ class Page:
     state: str = "writing"
     queued_at_most: int = 0
     kept: bool = False
+    group: int = 0
     parked: int = 0
     """It may stand in the queue as if it had been used then."""
 

@@ -34,6 +34,7 @@ from lightcache import (
     ReservationShard,
 )
 from lightcache.layout import PageState
+from lightcache.runs import PLAIN, Run
 
 
 class WritingRules(MachineBase):
@@ -111,6 +112,22 @@ class WritingRules(MachineBase):
         self.settle_reserve(client, client.default, keys, len(keys) - 1, 1, True, got, tick, now)
         self.finish(self.held.pop())
 
+    @precondition(lambda self: self.independent is not False)
+    @rule(number=pick, path=paths, parts=st.sampled_from([1, 2, 3, 5, 40]), group=st.integers(1, 2))
+    def write_run(self, number: int, path: list[int], parts: int, group: int) -> None:
+        """A state of several parts behind the one before it, of which all or nothing is written."""
+        client, run = self.client(number), Run(group, parts)
+        keys = self.keys(path)[-2:]
+        if not keys or not client.default.open:
+            return
+        chain = run.keys(make.array(keys))
+        start = len(chain) - parts
+        tick, now = self.view.clock + 1, self.view.queue_now
+        got = client.index.reserve(chain, start, independent=True, run=run)
+        pairs = [(int(low), int(high)) for low, high in chain]
+        self.settle_reserve(client, client.default, pairs, start, 1, True, got, tick, now, run)
+        self.finish(self.held.pop())
+
     @rule(number=pick, trunk=st.integers(0, 3), length=st.integers(1, 12), root=st.integers(0, 9))
     def write_prompt(self, number: int, trunk: int, length: int, root: int) -> None:
         self.write(number, [0] * trunk + [root] * length, 1, root)
@@ -135,6 +152,7 @@ class WritingRules(MachineBase):
         got: Reservation,
         since: int,
         now: int,
+        run: Run = PLAIN,
     ) -> None:
         model = self.model
         for key in keys[:start]:
@@ -151,6 +169,9 @@ class WritingRules(MachineBase):
         if rest:
             model.settle()
         gone = self.evicted()
+        if run.group and len(got.missing):
+            self.settle_nothing(client, space, status, numbers, got, gone, since)
+            return
         made = iter(got.pages.tolist())
         writing: Writing | None = None
         stopped = False
@@ -190,7 +211,8 @@ class WritingRules(MachineBase):
                         break
                     number = next(made)
                     self.check_new(number)
-                    page = Page(number, rest[i], space, None, since, independent)
+                    last = independent and (i + 1) % run.parts == 0
+                    page = Page(number, rest[i], space, None, since, last, group=run.group)
                     page.parent = self.fit(page, parent)
                     model.by_key[rest[i]] = page
                     model.doomed.pop(number, None)
@@ -232,6 +254,30 @@ class WritingRules(MachineBase):
         held = [n for n, s in zip(numbers, status, strict=True) if s in (NEW, PRESENT)]
         self.held.append(Held(client, got, held, writing))
 
+    def settle_nothing(
+        self,
+        client: Client,
+        space: CacheScope,
+        status: list[str | None],
+        numbers: list[int],
+        got: Reservation,
+        gone: set[Page],
+        since: int,
+    ) -> None:
+        """Not all of a run found room: none of it was made, and what was there is pinned."""
+        model = self.model
+        model.evict_legally(gone, since)
+        model.keeps_promises(gone, space)
+        assert not len(got.pages)
+        assert got.why
+        for number, page in enumerate(self.view.pages()):
+            if page.state is PageState.DOOMED and number not in model.doomed:  # was given back
+                assert not model.pinned(number)
+                model.doomed[number] = Page(number, page.key, space, None, since)
+        found = got.present_pages.tolist()
+        assert found == [n for n, kind in zip(numbers, status, strict=True) if kind == PRESENT]
+        self.held.append(Held(client, got, found, None))
+
     def settled(self, i: int, status: list[str | None]) -> bool:
         """Before the first key without room."""
         return all(s is not None and s != MISSING for s in status[: i + 1])
@@ -257,8 +303,10 @@ class WritingRules(MachineBase):
         return page if page and page.space is space else None
 
     def fit(self, page: Page, parent: Page | None) -> Page | None:
-        """A page hangs only on one of its own kind."""
-        return parent if parent and parent.independent == page.independent else None
+        """A page hangs only on one of its own kind; of a run, on any page of its group."""
+        if parent is None or parent.group != page.group:
+            return None
+        return parent if page.group or parent.independent == page.independent else None
 
     def readopt(self, page: Page, parent: Page | None) -> None:
         parent = self.fit(page, parent)

@@ -32,6 +32,7 @@ class PageView:
     children: int
     kept: bool
     independent: bool
+    group: int
     hits: int
 
 
@@ -81,6 +82,7 @@ class IndexView:
                 children=r.children,
                 kept=bool(r.word & layout.KEPT),
                 independent=bool(r.word & layout.INDEPENDENT),
+                group=r.word >> layout.GROUP_SHIFT,
                 hits=r.used & 0xFFFF,
             )
             for r in records
