@@ -70,7 +70,7 @@ class TransferEngine:
         """Join pages and planes.
 
         Args:
-            geometry: of the pages.
+            geometry: of the pages; `page_bytes` at most the memory's, or `part_bytes` equal to it.
             planes: where the engine keeps its KV.
             memory: registered pages, `lightcache.kernels.pinned.PinnedPages`.
             share: what this rank moves; None: everything. See `PageGeometry.share`.

@@ -7,12 +7,16 @@ A page is `[head_group][group][layer][plane][unit][row][head][bytes]`. If a grou
 groups than the others, each of its head groups precedes the first of theirs that it goes with; so
 replicated groups (one head: latent attention, opaque caches) precede all. Nothing here imports
 torch, so a router can use it. dtypes are only widths; the engine gives rows their meaning.
+
+A page may lie in several pages of the host, its parts: then the pool's pages can be smaller.
+
+    states = PageGeometry([state], part_bytes=geometry.page_bytes)    # states.parts host pages each
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightcache.kernels.groups import (
@@ -160,23 +164,35 @@ class Share:
 # ---- The format
 
 MAX_PAGE_BYTES = 1 << 40
+MOST_PADDING = 1 / 16
+"""Of a page in parts: more is worth a warning, see `fitting_page_tokens`."""
 _OS_PAGE = 4096
+_ACCESS = 16  # bytes of a device's widest access, which no border may cut
 
 
 class PageGeometry:
     """The format of the pages of one index: groups with one rule and one page size in tokens.
     Geometries are equal if their pages are, byte for byte."""
 
-    def __init__(self, groups: Sequence[KVGroup], *, align: int | None = None) -> None:
+    def __init__(
+        self,
+        groups: Sequence[KVGroup],
+        *,
+        align: int | None = None,
+        part_bytes: int | None = None,
+    ) -> None:
         """Lay the groups out.
 
         Args:
             align: page_bytes is a multiple of it; None: 4096, so that no page shares an OS page
                 with its neighbour, or 16 if 4096 would waste more than a sixteenth.
+            part_bytes: of a page of the host, where a page of these groups takes as many host pages
+                as it needs; None: one.
 
         Raises:
-            ConfigError: no groups, a duplicate name, different rules or page sizes, or numbers of
-                head groups that do not divide the largest one.
+            ConfigError: no groups, a duplicate name, different rules or page sizes, numbers of head
+                groups that do not divide the largest one, part_bytes that is no multiple of 16, or
+                both align and part_bytes.
         """
         self.groups = distinct(groups, KVGroup, "groups of a page")
         kinds = {(group.rule.name, group.page_tokens) for group in self.groups}
@@ -199,9 +215,17 @@ class PageGeometry:
                 f"a page: expected at most {MAX_PAGE_BYTES} bytes, found {self.used_bytes}; choose "
                 "a smaller page_tokens"
             )
-        align = self._alignment() if align is None else whole(align, "align")
+        if part_bytes is None:
+            align = self._alignment() if align is None else whole(align, "align")
+        else:
+            align = _checked_part(part_bytes, align)
         self.page_bytes = -(-self.used_bytes // align) * align
         """Bytes of a page in the pool: used_bytes, and padding that is never read or written."""
+        self.part_bytes = self.page_bytes if part_bytes is None else part_bytes
+        """Bytes of a page of the host."""
+        self.parts = self.page_bytes // self.part_bytes
+        """Pages of the host that a page takes. Part `i` holds its bytes from `i * part_bytes` on,
+        whatever layer or head they belong to."""
 
     def _lay_out(self) -> tuple[dict[tuple[int, int], int], int]:
         """The offset of each (group, head group), and the end of the last."""
@@ -220,6 +244,11 @@ class PageGeometry:
     def _alignment(self) -> int:
         waste = -self.used_bytes % _OS_PAGE
         return _OS_PAGE if waste * 16 <= self.used_bytes else 16
+
+    @property
+    def padding(self) -> float:
+        """The fraction of a page that holds nothing."""
+        return (self.page_bytes - self.used_bytes) / self.page_bytes
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -250,15 +279,17 @@ class PageGeometry:
             )
             layers = ",".join(f"{first}-{last}" for first, last in _runs(group.layers))
             parts.append(f"{group.name}[{layers}]({planes})/{group.head_groups}")
-        return f"{self.rule.name}/{self.page_tokens}/{self.page_bytes}/" + "+".join(parts)
+        size = str(self.page_bytes) if self.parts == 1 else f"{self.parts}x{self.part_bytes}"
+        return f"{self.rule.name}/{self.page_tokens}/{size}/" + "+".join(parts)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PageGeometry):
             return NotImplemented
-        return self.groups == other.groups and self.page_bytes == other.page_bytes
+        same = self.page_bytes == other.page_bytes and self.parts == other.parts
+        return same and self.groups == other.groups
 
     def __hash__(self) -> int:
-        return hash((self.groups, self.page_bytes))
+        return hash((self.groups, self.page_bytes, self.parts))
 
     def share(
         self,
@@ -339,6 +370,41 @@ def split(groups: Sequence[KVGroup]) -> list[PageGeometry]:
     return [PageGeometry(members) for members in kinds.values()]
 
 
+def fitting_page_tokens(kv: PageGeometry, others: Sequence[PageGeometry]) -> list[int]:
+    """Numbers of tokens for a page of `kv` with which no page of the others, cut into parts of
+    `kv`'s page size, has more padding than `MOST_PADDING`: the nearest to today's first. Doubles
+    and halves of today's number are tried, as device blocks want; up to 16 times as many. The size
+    of a page of the others must not depend on them. May be empty.
+    """
+    tokens = kv.page_tokens
+    halves = [tokens >> step for step in range(tokens.bit_length()) if tokens % (1 << step) == 0]
+    sizes = [tokens, *halves[1:], *(tokens << step for step in range(1, 5))]
+    units = {plane.unit_tokens for group in kv.groups for plane in group.planes}
+    fitting = []
+    for size in sizes:
+        if any(size % unit for unit in units):
+            continue
+        part = PageGeometry([replace(group, page_tokens=size) for group in kv.groups]).page_bytes
+        paddings = [PageGeometry(other.groups, part_bytes=part).padding for other in others]
+        if all(padding <= MOST_PADDING for padding in paddings):
+            fitting.append(size)
+    return sorted(fitting, key=lambda size: max(size, tokens) // min(size, tokens))
+
+
+def _checked_part(part_bytes: int, align: int | None) -> int:
+    if align is not None:
+        raise ConfigError(
+            f"expected align or part_bytes, found both ({align!r}, {part_bytes!r}); part_bytes "
+            "alone decides where a page ends"
+        )
+    if whole(part_bytes, "part_bytes") % _ACCESS:
+        raise ConfigError(
+            f"part_bytes: expected a multiple of {_ACCESS}, found {part_bytes}; give the "
+            "page_bytes of the cache"
+        )
+    return part_bytes
+
+
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     runs: list[tuple[int, int]] = []
     for number in numbers:
@@ -351,6 +417,7 @@ def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 __all__ = [
     "MAX_PAGE_BYTES",
+    "MOST_PADDING",
     "Cell",
     "HeldHeads",
     "KVGroup",
@@ -359,6 +426,7 @@ __all__ = [
     "Rule",
     "Share",
     "check_rank",
+    "fitting_page_tokens",
     "held_heads",
     "split",
 ]

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,10 @@ class Lane:
     """uint8 of shape (slots, row_bytes), or (blocks, block_units, row_bytes)."""
     block_units: int
     """0 where slots are evenly spaced."""
+    part: int = 0
+    """Of the page, that `host` is in."""
+    units: tuple[int, int] | None = None
+    """First unit and end of those in this part; None: all of a page. `host` begins at the first."""
 
     @property
     def row_bytes(self) -> int:
@@ -113,23 +117,75 @@ def lanes(share: Share, memory: HostPages, planes: DevicePlanes) -> list[Lane]:
         together = cell.heads == 1 or device.head_stride == cell.plane.row_bytes
         for head in range(1 if together else cell.heads):
             row = cell.plane.row_bytes * (cell.heads if together else 1)
-            host = _host_view(memory, cell, head, row)
+            offset = cell.offset + head * cell.plane.row_bytes
             address = (
                 device.address
                 + (cell.own_head + head) * device.head_stride
                 + cell.row * device.row_stride
             )
-            view, block_units = _device_view(device, address, row, planes)
-            lanes_of_share.append(Lane(cell.layer, cell.plane.unit_tokens, host, view, block_units))
+            for piece in _pieces(offset, cell, row, memory.page_bytes):
+                host = _host_view(memory, cell, piece)
+                view, block_units = _device_view(device, address + piece.byte, piece.nbytes, planes)
+                units = None if piece.units == cell.units else (piece.first, piece.end)
+                lanes_of_share.append(
+                    Lane(
+                        cell.layer,
+                        cell.plane.unit_tokens,
+                        host,
+                        view,
+                        block_units,
+                        piece.part,
+                        units,
+                    )
+                )
     return lanes_of_share
 
 
-def _host_view(memory: HostPages, cell: Cell, head: int, row: int) -> Bytes:
+class _Piece(NamedTuple):
+    """Rows of a cell, or bytes of one row, that are in one part of the page."""
+
+    part: int
+    offset: int
+    """Of the first byte, in the part."""
+    first: int
+    """Unit."""
+    units: int
+    byte: int
+    """The first one of each row."""
+    nbytes: int
+    """Of each row."""
+
+    @property
+    def end(self) -> int:
+        return self.first + self.units
+
+
+def _pieces(offset: int, cell: Cell, row: int, part_bytes: int) -> Iterator[_Piece]:
+    """Cut rows of a cell, which begin at `offset` in the page, at the borders of parts: rows that
+    are whole stay together."""
+    unit = 0
+    while unit < cell.units:
+        part, inside = divmod(offset + unit * cell.unit_stride, part_bytes)
+        whole = (part_bytes - inside - row) // cell.unit_stride + 1
+        if whole > 0:
+            units = min(whole, cell.units - unit)
+            yield _Piece(part, inside, unit, units, 0, row)
+            unit += units
+            continue
+        byte = 0
+        while byte < row:
+            nbytes = min(row - byte, part_bytes - inside)
+            yield _Piece(part, inside, unit, 1, byte, nbytes)
+            byte, part, inside = byte + nbytes, part + 1, 0
+        unit += 1
+
+
+def _host_view(memory: HostPages, cell: Cell, piece: _Piece) -> Bytes:
     view: Bytes = np.ndarray(
-        (memory.pages, cell.units, row),
+        (memory.pages, piece.units, piece.nbytes),
         np.uint8,
         memory.array,
-        cell.offset + head * cell.plane.row_bytes,
+        piece.offset,
         (memory.page_bytes, cell.unit_stride, 1),
     )
     return view
@@ -151,11 +207,23 @@ def _device_view(
 
 
 class Index:
-    """Row numbers of a batch, for the lanes of one unit size and block size."""
+    """Row numbers of a batch, for the lanes of one unit size and block size in the same units of
+    one part."""
 
-    def __init__(self, batch: Batch, unit_tokens: int, block_units: int) -> None:
-        """Computed once for a transfer and shared by its lanes; O(rows)."""
-        self.page, self.unit, slot = batch.rows(unit_tokens)
+    def __init__(
+        self,
+        batch: Batch,
+        unit_tokens: int,
+        block_units: int,
+        part: int = 0,
+        units: tuple[int, int] | None = None,
+    ) -> None:
+        """Computed once for a transfer and shared by its lanes; O(rows). `part` and `units` are as
+        in `Lane`."""
+        self.page, self.unit, slot = batch.rows(unit_tokens, part)
+        if units is not None:
+            kept = (self.unit >= units[0]) & (self.unit < units[1])
+            self.page, self.unit, slot = self.page[kept], self.unit[kept] - units[0], slot[kept]
         self.place: tuple[Ints, ...] = (slot,)
         if block_units:
             self.place = tuple(np.divmod(slot, block_units))
@@ -551,7 +619,7 @@ class HostEngine:
         """Describe both sides, once.
 
         Args:
-            geometry: of the pages; `page_bytes` at most the memory's.
+            geometry: of the pages; `page_bytes` at most the memory's, or `part_bytes` equal to it.
             planes: in CPU memory.
             share: what this rank moves; None: everything.
             threads: that copy one transfer in parallel. With transfers of both directions in
@@ -692,10 +760,10 @@ class _Plan:
     def windows(self, batch: Batch, share: Share, size: int | None, to_host: bool) -> list[Window]:
         """The pieces of work of a batch, window by window."""
         parts = [share] if size is None else share.windows(size)
-        indexes: dict[tuple[int, int], Index] = {}
+        indexes: dict[Any, Index] = {}
 
         def index(lane: Lane) -> Index:
-            kind = lane.unit_tokens, lane.block_units
+            kind = lane.unit_tokens, lane.block_units, lane.part, lane.units
             if kind not in indexes:
                 indexes[kind] = Index(batch, *kind)
             return indexes[kind]

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 TILE = 1024  # 16 KiB of 16-byte accesses for 256 threads: four in flight for each
 WARPS = 8
 _LARGE = 1 << 40  # makes Triton give a number 64 bits
-JOB_WORDS = 4  # page address, start in slots, first token, end token
+JOB_WORDS = 3  # start in slots, first token, end token; the addresses of the page's parts follow
 
 
 def constants(shape: Shape, packed: bool, to_page: bool) -> dict[str, Any]:
     """What the kernel is compiled for."""
+    parts, part_bytes = (1, 0) if packed else (shape.parts, shape.part_bytes)
     return {
         "UNITS": shape.units,
         "HEADS": shape.heads,
@@ -37,6 +38,8 @@ def constants(shape: Shape, packed: bool, to_page: bool) -> dict[str, Any]:
         "TILE": TILE,
         "PACKED": packed,
         "TO_PAGE": to_page,
+        "PARTS": parts,
+        "PART_BYTES": part_bytes,
     }
 
 
@@ -139,8 +142,9 @@ class InterpretedLaunch:
         self, first: int, cells: int, jobs: int, n_jobs: int, slots: int, programs: int, stream: int
     ) -> None:
         """See `Launch`. Over when it returns."""
-        rows = _words_at(jobs, n_jobs * JOB_WORDS)
-        tokens = int((rows[1::JOB_WORDS] + rows[3::JOB_WORDS]).max())
+        width = JOB_WORDS + self._values["PARTS"]
+        rows = _words_at(jobs, n_jobs * width)
+        tokens = int((rows[0::width] + rows[2::width]).max())
         copy_rows[(min(programs, 3),)](
             self._table[first:],
             rows,

@@ -31,12 +31,14 @@ class Move:
     """
 
     pages: Sequence[int] | npt.NDArray[Any]
-    """Numbers of host pages, int."""
+    """Numbers of host pages, int. With a geometry in parts, `geometry.parts` of them for each page,
+    in order, one page after the other; they may lie anywhere."""
     slots: Sequence[int] | npt.NDArray[Any]
     """Device slots in host memory, int32 or int64; a negative one leaves its token out."""
     first: int = 0
     skip: npt.NDArray[np.bool_] | None = None
-    """Pages to leave out, bool of shape (pages,): ready already, or missing."""
+    """Pages to leave out, bool of shape (pages,), one for all parts of a page: ready already, or
+    missing."""
 
 
 class Transfer(Protocol):
@@ -217,6 +219,7 @@ class Rows(NamedTuple):
     """Units to move, one entry each, all int64 of shape (k,)."""
 
     page: Ints
+    """The host page."""
     unit: Ints
     """Within its page."""
     slot: Ints
@@ -229,7 +232,7 @@ class Batch:
     `pages[i]`, `first[i] <= t < end[i]`, belongs to `slots[start[i] + t]`."""
 
     pages: Ints
-    """Numbers of host pages, int64 of shape (n,)."""
+    """Numbers of host pages, int64 of shape (n, geometry.parts)."""
     start: Ints
     """int64 of shape (n,); may be negative, `start + first` is not."""
     first: npt.NDArray[np.int32]
@@ -246,14 +249,18 @@ class Batch:
         """Tokens of these pages, those with a negative slot included."""
         return int(self.end.sum()) - int(self.first.sum())
 
-    def rows(self, unit_tokens: int = 1) -> Rows:
-        """Every unit that moves, in order, without negative slots. Copies; O(tokens)."""
+    def rows(self, unit_tokens: int = 1, part: int = 0) -> Rows:
+        """Every unit that moves, in order, without negative slots. Copies; O(tokens).
+
+        Args:
+            part: the part of each page that `Rows.page` names.
+        """
         low = self.first.astype(np.int64) // unit_tokens
         counts = -(-self.end.astype(np.int64) // unit_tokens) - low
         ends = np.cumsum(counts)
         total = int(ends[-1]) if len(ends) else 0
         unit = np.arange(total) - np.repeat(ends - counts - low, counts)
-        page = np.repeat(self.pages, counts)
+        page = np.repeat(self.pages[:, part], counts)
         slot = self.slots[np.repeat(self.start, counts) + unit * unit_tokens].astype(np.int64)
         if total and int(slot.min()) < 0:
             kept = slot >= 0
@@ -267,22 +274,28 @@ def flatten(moves: Move | Sequence[Move], geometry: PageGeometry, memory: PageMe
 
     Raises:
         ConfigError: pages or slots that are not whole numbers or not in host memory, pages outside
-            of the memory, more slots than the pages have room for, `skip` of another shape, or
-            slots that do not begin at a unit of a plane with units of several tokens.
+            of the memory, a number of pages that is no multiple of the parts, more slots than the
+            pages have room for, `skip` of another shape, or slots that do not begin at a unit of a
+            plane with units of several tokens.
     """
     if isinstance(moves, Move):
         moves = (moves,)
     elif not isinstance(moves, Sequence):
         raise ConfigError(f"moves: expected a Move or a sequence of them, found {moves!r}")
     units = _unit_sizes(geometry)
-    checked = [_checked(move, geometry.page_tokens, units) for move in moves]
+    checked = [_checked(move, geometry, units) for move in moves]
     if len(checked) == 1:
         pages, slots, move = checked[0]
         if move.skip is None and len(pages) == 1:
             return _single(pages, slots, move.first, geometry.page_tokens, memory)
         if move.skip is None and len(slots) == len(pages) * geometry.page_tokens > 0:
             return _whole(pages, slots, geometry.page_tokens, memory)
-    return _many(checked, geometry.page_tokens, memory)
+    return _many(checked, geometry, memory)
+
+
+def _usable(pages: npt.NDArray[Any], memory: PageMemory) -> Ints:
+    """Numbers of host pages, of shape (n, parts), as int64, checked."""
+    return memory.check(pages.ravel()).reshape(pages.shape)
 
 
 def _single(
@@ -291,9 +304,10 @@ def _single(
     """One page: the most common call, without the arithmetic for many."""
     end = first + len(slots)
     if not len(slots):
-        return Batch(_NOTHING, _NOTHING, _i32([]), _i32([]), slots, (0,), tokens)
+        none = pages[:0].astype(np.int64)
+        return Batch(none, _NOTHING, _i32([]), _i32([]), slots, (0,), tokens)
     start = np.array([-first], np.int64)
-    return Batch(memory.check(pages), start, _i32([first]), _i32([end]), slots, (1,), tokens)
+    return Batch(_usable(pages, memory), start, _i32([first]), _i32([end]), slots, (1,), tokens)
 
 
 def _whole(pages: npt.NDArray[Any], slots: Slots, tokens: int, memory: PageMemory) -> Batch:
@@ -301,12 +315,13 @@ def _whole(pages: npt.NDArray[Any], slots: Slots, tokens: int, memory: PageMemor
     count = len(pages)
     start = np.arange(0, count * tokens, tokens)
     first, end = np.zeros(count, np.int32), np.full(count, tokens, np.int32)
-    return Batch(memory.check(pages), start, first, end, slots, (count,), tokens)
+    return Batch(_usable(pages, memory), start, first, end, slots, (count,), tokens)
 
 
 def _many(
-    checked: list[tuple[npt.NDArray[Any], Slots, Move]], tokens: int, memory: PageMemory
+    checked: list[tuple[npt.NDArray[Any], Slots, Move]], geometry: PageGeometry, memory: PageMemory
 ) -> Batch:
+    tokens = geometry.page_tokens
     sizes = np.array([len(pages) for pages, _, _ in checked], np.int64)
     lengths = np.array([len(slots) for _, slots, _ in checked], np.int64)
     firsts = np.array([move.first for _, _, move in checked], np.int64)
@@ -318,12 +333,12 @@ def _many(
     kept = first < end
     if any(move.skip is not None for _, _, move in checked):
         kept &= ~np.concatenate([_skipped(move, len(pages)) for pages, _, move in checked])
-    pages = _joined([pages for pages, _, _ in checked])
+    pages = _joined([pages for pages, _, _ in checked]).reshape(-1, geometry.parts)
     if not kept.all():
         pages, owner, start = pages[kept], owner[kept], start[kept]
         first, end = first[kept], end[kept]
     return Batch(
-        memory.check(pages),
+        _usable(pages, memory),
         start,
         first.astype(np.int32),
         end.astype(np.int32),
@@ -353,18 +368,28 @@ def _unit_sizes(geometry: PageGeometry) -> list[int]:
     return sorted(sizes - {1})
 
 
-def _checked(move: Move, tokens: int, units: list[int]) -> tuple[npt.NDArray[Any], Slots, Move]:
+def _checked(
+    move: Move, geometry: PageGeometry, units: list[int]
+) -> tuple[npt.NDArray[Any], Slots, Move]:
+    """Pages of shape (n, parts), and slots."""
     if not isinstance(move, Move):
         raise ConfigError(f"moves: expected a Move or a sequence of them, found {move!r}")
     pages, slots = integers(move.pages, "pages"), integers(move.slots, "slots")
     if pages.dtype.kind == "u":  # together with signed ones they would become floats
         pages = pages.astype(np.int64)
+    if len(pages) % geometry.parts:
+        raise ConfigError(
+            f"pages: expected {geometry.parts} pages of the host for each page of the geometry "
+            f"({geometry.parts} parts of {geometry.part_bytes} bytes), found {len(pages)} in all; "
+            "name every part of each page, in order"
+        )
+    pages = pages.reshape(-1, geometry.parts)
     if slots.dtype not in _SLOT_TYPES:
         raise ConfigError(
             f"slots: expected int32 or int64, found {slots.dtype}; convert them, and mark what is "
             "to be left out with -1"
         )
-    first = move.first
+    first, tokens = move.first, geometry.page_tokens
     if type(first) is not int or first < 0:
         raise ConfigError(f"first: expected the number of a token, found {first!r}")
     if first + len(slots) > len(pages) * tokens:
@@ -463,16 +488,24 @@ def check_sides(geometry: PageGeometry, memory: PageMemory, share: Share) -> Non
     """Check that pages, their memory and a share have one geometry.
 
     Raises:
-        ConfigError: pages of the memory are too small, or the share is of other pages.
+        ConfigError: pages of the memory are too small, or not the parts of the geometry, or the
+            share is of other pages.
     """
     if not isinstance(share, Share):
         raise ConfigError(
             f"share: expected a Share, found {share!r}; make it with geometry.share(...)"
         )
-    if geometry.page_bytes > memory.page_bytes:
+    if geometry.parts > 1 and geometry.part_bytes != memory.page_bytes:
+        raise ConfigError(
+            f"geometry: its pages are cut into parts of {geometry.part_bytes} bytes, expected the "
+            f"{memory.page_bytes} of a page of the memory; make it with "
+            f"part_bytes={memory.page_bytes}"
+        )
+    if geometry.part_bytes > memory.page_bytes:
         raise ConfigError(
             f"geometry: its pages have {geometry.page_bytes} bytes, those of the memory "
-            f"{memory.page_bytes}; create the cache with page_bytes=geometry.page_bytes"
+            f"{memory.page_bytes}; create the cache with page_bytes=geometry.page_bytes, or give "
+            "the geometry part_bytes"
         )
     if share.geometry is not geometry and share.geometry.fingerprint() != geometry.fingerprint():
         raise ConfigError(

@@ -18,7 +18,7 @@ _TABLES = ("cells", "jobs", "slots")
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_TABLES)
 def copy_rows(
     cells,  # int64 [n_cells, 3]: device address of slot 0; offset in a page; offset when packed
-    jobs,  # int64 [n_jobs, 4]: page address, start in slots, first token, end token
+    jobs,  # int64 [n_jobs, 3 + PARTS]: start in slots, first token, end token, address of each part
     slots,  # int32: token t of a job has slots[start + t]; a negative one is left out
     n_cells,
     n_jobs,
@@ -35,6 +35,8 @@ def copy_rows(
     TILE: tl.constexpr,  # accesses of a program at a time, a power of two
     PACKED: tl.constexpr,  # which offset of a cell counts
     TO_PAGE: tl.constexpr,
+    PARTS: tl.constexpr,  # of a page
+    PART_BYTES: tl.constexpr,  # a multiple of WORD, so that no access crosses a border
 ):
     NARROW: tl.constexpr = tl.int16 if WORD == 2 else tl.int8
     ELEMENT: tl.constexpr = tl.int64 if WORD >= 8 else (tl.int32 if WORD == 4 else NARROW)
@@ -47,11 +49,10 @@ def copy_rows(
     lanes = tl.arange(0, LANES)[None, :]
     steps = tl.arange(0, TILE)
     for item in range(tl.program_id(0), n_jobs * tiles, tl.num_programs(0)):
-        job = jobs + (item // tiles).to(tl.int64) * 4
-        page = tl.load(job)
-        start = tl.load(job + 1)
-        first = tl.load(job + 2)
-        end = tl.load(job + 3)
+        job = jobs + (item // tiles).to(tl.int64) * (3 + PARTS)
+        start = tl.load(job)
+        first = tl.load(job + 1)
+        end = tl.load(job + 2)
         at = (item % tiles).to(tl.int64) * TILE + steps
         cell = (at // WORDS).to(tl.int32)
         word = (at % WORDS).to(tl.int32)
@@ -73,7 +74,12 @@ def copy_rows(
             + head.to(tl.int64) * head_stride
             + byte
         )
-        host = page + offset + unit.to(tl.int64) * PAGE_UNIT + head * ROW + byte
+        host = offset + unit.to(tl.int64) * PAGE_UNIT + head * ROW + byte
+        if PARTS == 1:
+            host += tl.load(job + 3)
+        else:
+            part = tl.load(job + 3 + host // PART_BYTES, mask=wanted, other=0)
+            host = part + host % PART_BYTES
         # What the compiler cannot see behind a table of addresses: each pair is one 16-byte access.
         device = tl.multiple_of(device.to(tl.pointer_type(ELEMENT)), WORD)[:, None] + lanes
         host = tl.multiple_of(host.to(tl.pointer_type(ELEMENT)), WORD)[:, None] + lanes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from lightcache.kernels.geometry import Cell, Share
 from lightcache.kernels.planes import DevicePlane, DevicePlanes
-from lightcache.shm.errors import ConfigError, TransferFailed
+from lightcache.shm.errors import TransferFailed
 
 # ---- Copiers: many copies between addresses, in one driver call where possible
 
@@ -26,23 +26,37 @@ CopyLists = list[int]
 
 
 def merged(
-    targets: Addresses, sources: Addresses, sizes: Addresses, group: Addresses | None = None
+    targets: Addresses, sources: Addresses, sizes: Addresses
+) -> tuple[Addresses, Addresses, Addresses]:
+    """Merge copies that are contiguous on both sides. Keeps their order."""
+    if len(sizes) < 2:
+        return targets, sources, sizes
+    breaks = (targets[1:] != targets[:-1] + sizes[:-1]) | (sources[1:] != sources[:-1] + sizes[:-1])
+    if breaks.all():
+        return targets, sources, sizes
+    starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    return targets[starts], sources[starts], np.add.reduceat(sizes, starts)
+
+
+def cut_at_borders(
+    targets: Addresses, sources: Addresses, sizes: Addresses, unit: int
 ) -> tuple[Addresses, Addresses, Addresses, Addresses]:
-    """Merge copies of one group that are contiguous on both sides. Keeps their order.
+    """Cut copies wherever a target crosses a multiple of `unit`. Keeps their order.
 
     Args:
-        group: a number for each copy; None: all are in one group.
+        sizes: none of them 0.
+
+    Returns:
+        Targets, sources, sizes, and the copy that each was cut from.
     """
-    if group is None:
-        group = np.zeros(len(sizes), np.int64)
-    if len(sizes) < 2:
-        return targets, sources, sizes, group
-    breaks = (targets[1:] != targets[:-1] + sizes[:-1]) | (sources[1:] != sources[:-1] + sizes[:-1])
-    breaks |= group[1:] != group[:-1]
-    if breaks.all():
-        return targets, sources, sizes, group
-    starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-    return targets[starts], sources[starts], np.add.reduceat(sizes, starts), group[starts]
+    first = targets // unit
+    counts = (targets + sizes - 1) // unit - first + 1
+    owner = np.repeat(np.arange(len(sizes)), counts)
+    step = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    border = (first[owner] + step) * unit
+    begin = np.maximum(targets[owner], border)
+    end = np.minimum(targets[owner] + sizes[owner], border + unit)
+    return begin, sources[owner] + begin - targets[owner], end - begin, owner
 
 
 class Copier(Protocol):
@@ -218,6 +232,10 @@ class Shape:
     unit_tokens: int
     word: int = WIDEST
     """Bytes of one access, which every address and stride is a multiple of."""
+    parts: int = 1
+    """Of a page."""
+    part_bytes: int = 0
+    """0 if there is one part."""
 
     @property
     def nbytes(self) -> int:
@@ -259,18 +277,15 @@ class Plan:
 
         Args:
             address: of the pool.
-            page_bytes: between its pages.
+            page_bytes: between its pages; see `check_sides`.
 
         Raises:
-            ConfigError: planes are missing, or pages of the pool are smaller than the geometry's.
+            ConfigError: planes are missing.
         """
         geometry = share.geometry
-        if page_bytes < geometry.page_bytes:
-            raise ConfigError(
-                f"the pool has pages of {page_bytes} bytes, the geometry needs "
-                f"{geometry.page_bytes}; create the cache with page_bytes=geometry.page_bytes"
-            )
         self.share = share
+        self.host_page_bytes = page_bytes
+        """Bytes of a page of the pool, which holds one part."""
         self.cells = share.cells
         self.nbytes = share.nbytes
         """Bytes of a page that move."""
@@ -322,7 +337,10 @@ class Plan:
         )
         numbers = [shape.row, shape.page_unit, *strides.__dict__.values()]
         word = math.gcd(word, *numbers, *(int(value) for value in table.ravel()))
-        shape = Shape(**{**shape.__dict__, "word": word})
+        geometry = self.share.geometry
+        shape = replace(shape, word=word)
+        if geometry.parts > 1:
+            shape = replace(shape, parts=geometry.parts, part_bytes=geometry.part_bytes)
         cells = np.array([number for number, _ in members], np.int64)
         return RowClass(shape, strides, cells, table)
 
@@ -344,8 +362,8 @@ class Plan:
         return shape.heads == 1 and (shape.units == 1 or strides.unit == row == shape.page_unit)
 
     def ranges(self, first: int, end: int) -> list[tuple[int, int, int]]:
-        """(offset in the page, offset when packed, length) of the contiguous pieces of some
-        cells."""
+        """(offset in the page, offset when packed, length) of the contiguous pieces of some cells,
+        whatever parts they are in."""
         pieces: list[list[int]] = []
         for number in range(first, end):
             cell, packed = self.cells[number], int(self.packed[number])

@@ -16,7 +16,14 @@ from lightcache.kernels.launch import JOB_WORDS
 from lightcache.kernels.moves import Batch, Move
 from lightcache.kernels.options import Thresholds
 from lightcache.kernels.pinned import HostPages
-from lightcache.kernels.rows import Addresses, CopyLists, Plan, RowClass, merged
+from lightcache.kernels.rows import (
+    Addresses,
+    CopyLists,
+    Plan,
+    RowClass,
+    cut_at_borders,
+    merged,
+)
 from lightcache.shm.errors import ConfigError
 
 # ---- Dividing a transfer: index rows, chunks of the ring, copies of whole ranges
@@ -25,12 +32,19 @@ _LEFT_OUT = np.array(-1)  # numpy takes an array faster than a number
 
 
 def index_rows(batch: Batch, addresses: Addresses, times: int = 1) -> Addresses:
-    """Index rows, int64 of shape (pages * times, JOB_WORDS), `times` for each page of a batch."""
-    rows = np.empty((len(addresses), JOB_WORDS), np.int64)
+    """Index rows, `times` for each page of a batch.
+
+    Args:
+        addresses: int64 of shape (pages * times, n): of the page, or of each of its parts.
+
+    Returns:
+        int64 of shape (pages * times, JOB_WORDS + n).
+    """
+    rows = np.empty((len(addresses), JOB_WORDS + addresses.shape[1]), np.int64)
     columns: tuple[npt.NDArray[Any], ...] = (batch.start, batch.first, batch.end)
-    for column, values in enumerate(columns, 1):
+    for column, values in enumerate(columns):
         rows[:, column] = values if times == 1 else np.repeat(values, times)
-    rows[:, 0] = addresses
+    rows[:, JOB_WORDS:] = addresses
     return rows
 
 
@@ -55,10 +69,14 @@ class Cuts:
         """Of a slot."""
         self.origins = np.array([plan.packed[first] for first, _ in self.cells], np.int64)
         """Where each cut begins when cells are packed."""
-        pieces = [plan.ranges(first, end) for first, end in self.cells]
-        self.pieces = np.array([piece for cut in pieces for piece in cut], np.int64)
-        """[n, 3]: offset in the page, offset packed, bytes of each contiguous range."""
-        self.cut_of_piece = np.repeat(np.arange(len(pieces)), [len(cut) for cut in pieces])
+        ranges = [plan.ranges(first, end) for first, end in self.cells]
+        offset, packed, sizes = np.array([each for cut in ranges for each in cut], np.int64).T
+        pieces = cut_at_borders(offset, packed, sizes, plan.host_page_bytes)
+        offset, self.packed, self.sizes, piece = pieces
+        """Of each piece: a contiguous range of one cut, in one part of the page."""
+        self.part, self.offset = np.divmod(offset, plan.host_page_bytes)
+        """Where it is in a page."""
+        self.cut_of_piece = np.repeat(np.arange(len(ranges)), [len(cut) for cut in ranges])[piece]
 
 
 @dataclass(frozen=True)
@@ -79,7 +97,8 @@ class Staged:
 
     chunks: list[Chunk]
     addresses: Addresses
-    """For each index row: where cell 0 of its page would be, were it in the slot as well."""
+    """For each index row: where cell 0 of its page would be, were it in the slot as well; of shape
+    (rows, 1)."""
     host: CopyLists
     staged: CopyLists
     sizes: CopyLists
@@ -89,32 +108,32 @@ def stage(cuts: Cuts, pages: Addresses, ring: Ring) -> Staged:
     """Assign slots to pages.
 
     Args:
-        pages: their addresses in the pool.
+        pages: addresses of their parts in the pool, of shape (n, parts).
     """
-    number, parts = len(pages), len(cuts.cells)
-    row = np.arange(number * parts)
-    chunk = row // cuts.pages if parts == 1 else row
+    number, each = len(pages), len(cuts.cells)
+    row = np.arange(number * each)
+    chunk = row // cuts.pages if each == 1 else row
     slots = ring.take(int(chunk[-1]) + 1)
     place = ring.address + slots * ring.slot_bytes
-    inside = row % cuts.pages * cuts.nbytes if parts == 1 else 0
+    inside = row % cuts.pages * cuts.nbytes if each == 1 else 0
     addresses = place[chunk] + inside - np.tile(cuts.origins, number)
-    host = (pages[:, None] + cuts.pieces[:, 0]).ravel()
-    row_of = (np.arange(number)[:, None] * parts + cuts.cut_of_piece).ravel()
-    staged = addresses[row_of] + np.tile(cuts.pieces[:, 1], number)
-    sizes = np.tile(cuts.pieces[:, 2], number)
-    host, staged, sizes, row_of = merged(host, staged, sizes, row_of)
+    # Parts that happen to be neighbours stay apart: they may be in separate registrations.
+    host = (pages[:, cuts.part] + cuts.offset).ravel()
+    row_of = (np.arange(number)[:, None] * each + cuts.cut_of_piece).ravel()
+    staged = addresses[row_of] + np.tile(cuts.packed, number)
+    sizes = np.tile(cuts.sizes, number)
     copies = np.searchsorted(chunk[row_of], np.arange(len(slots) + 1)).tolist()
     rows = np.searchsorted(chunk, np.arange(len(slots) + 1)).tolist()
     chunks = [
         Chunk(
             slot,
-            0 if parts == 1 else at % parts,
+            0 if each == 1 else at % each,
             (rows[at], rows[at + 1] - rows[at]),
             (copies[at], copies[at + 1]),
         )
         for at, slot in enumerate(slots.tolist())
     ]
-    return Staged(chunks, addresses, host.tolist(), staged.tolist(), sizes.tolist())
+    return Staged(chunks, addresses[:, None], host.tolist(), staged.tolist(), sizes.tolist())
 
 
 def whole_pages(batch: Batch) -> npt.NDArray[np.bool_]:
@@ -145,12 +164,19 @@ def run_copies(
     """(page addresses, device addresses, sizes) if every page's bytes lie in the same runs on the
     device as in the page, so that no kernel is needed; else None.
 
-    Whole pages only (`whole_pages`). No copy spans pages: they may be in separate registrations.
+    Whole pages only (`whole_pages`). No copy spans host pages: they may be in separate
+    registrations.
+
+    Args:
+        pages: addresses of their parts in the pool, of shape (n, parts).
     """
     if not plan.runnable or _scattered(plan, batch):
         return None
     slots = batch.slots[batch.start[:, None] + np.arange(batch.page_tokens)].astype(np.int64)
-    host, device, sizes, owner = [], [], [], []
+    # First as if all pages were one stretch of memory, then cut to the parts.
+    part_bytes = plan.host_page_bytes
+    begins = np.arange(len(pages)) * pages.shape[1] * part_bytes
+    host, device, sizes = [], [], []
     for row_class in plan.classes:
         shape, strides = row_class.shape, row_class.strides
         leading = slots[:, :: shape.unit_tokens] // shape.unit_tokens
@@ -166,20 +192,15 @@ def run_copies(
         block = begin // shape.block_units * strides.block
         place = block + begin % shape.block_units * strides.unit
         inside = np.arange(runs.shape[1]) * run * shape.page_unit
-        target = pages[:, None, None] + row_class.table[:, 1, None] + inside
+        target = begins[:, None, None] + row_class.table[:, 1, None] + inside
         host.append(target.ravel())
         device.append((place[:, None, :] + row_class.table[:, 0, None]).ravel())
         sizes.append(np.full(target.size, run * shape.row, np.int64))
-        owner.append(np.repeat(np.arange(len(pages)), target.size // len(pages)))
     order = np.argsort(np.concatenate(host), kind="stable")
-    page = np.concatenate(owner)[order]
-    host_all, device_all, sizes_all, _ = merged(
-        np.concatenate(host)[order],
-        np.concatenate(device)[order],
-        np.concatenate(sizes)[order],
-        page,
-    )
-    return host_all, device_all, sizes_all
+    columns = (np.concatenate(values)[order] for values in (host, device, sizes))
+    offset, device_all, sizes_all, _ = cut_at_borders(*merged(*columns), part_bytes)
+    part, inside = np.divmod(offset, part_bytes)
+    return pages.ravel()[part] + inside, device_all, sizes_all
 
 
 def _scattered(plan: Plan, batch: Batch) -> bool:
@@ -272,7 +293,8 @@ class EngineParts:
         small = mode == "auto" and joined.plan.nbytes < thresholds.direct_total
         units = {row_class.shape.unit_tokens for row_class in joined.plan.classes}
         unpaced = in_flight.pacer is None
-        self.quick = (small or mode == "direct") and unpaced and units == {1}
+        single = joined.plan.share.geometry.parts == 1
+        self.quick = (small or mode == "direct") and unpaced and units == {1} and single
         """Whether a request of one page always goes directly, token by token: `submit_page`."""
 
     def ring(self, lane: Lane) -> Ring:
@@ -336,7 +358,7 @@ class Steps:
         """The kernel of a chunk, on the kernel stream."""
         assert self.block is not None
         slots = self.block.device_address + self.words * 8
-        jobs = self.block.device_address + (word + chunk.rows[0] * JOB_WORDS) * 8
+        jobs = self.block.device_address + (word + chunk.rows[0] * (JOB_WORDS + 1)) * 8
         programs, stream = self.parts.packed_programs, self.lane.kernel_handle
         launches = part.launches(True, self.lane.to_page)
         for (_, launch), rows in zip(launches, part.parts(cells), strict=True):
@@ -526,12 +548,13 @@ class Submission:
         return range(0, number, max(1, PIECE_BYTES * number // nbytes))
 
     def _direct(self, part: Joined, batch: Batch, pages: Addresses) -> None:
-        word = self._reserve_rows(index_rows(batch, pages))
+        rows = index_rows(batch, pages)
+        word = self._reserve_rows(rows)
         nbytes = part.plan.nbytes
         pieces = self._pieces(len(pages), nbytes * len(pages))
         for first in pieces:
             count = min(pieces.step, len(pages) - first)
-            run = partial(self._run.direct, part, word + first * JOB_WORDS, count)
+            run = partial(self._run.direct, part, word + first * rows.shape[1], count)
             self._steps.append((run, count * nbytes))
 
     def _staged(self, part: Joined, batch: Batch, pages: Addresses) -> None:
@@ -675,11 +698,12 @@ def submit_page(
     in_flight, slots, first, memory = parts.in_flight, move.slots, move.first, parts.memory
     assert isinstance(slots, np.ndarray)
     in_flight.recycle(lane)
-    block = in_flight.blocks.take(JOB_WORDS + len(slots))
+    words = JOB_WORDS + 1
+    block = in_flight.blocks.take(words + len(slots))
     view, stream = block.view, lane.next_direct()
-    view[0] = memory.address + page * memory.page_bytes
-    view[1], view[2], view[3] = -first, first, first + len(slots)
-    store_slots(slots, block.slots[2 * JOB_WORDS : 2 * JOB_WORDS + len(slots)])
+    view[0], view[1], view[2] = -first, first, first + len(slots)
+    view[3] = memory.address + page * memory.page_bytes
+    store_slots(slots, block.slots[2 * words : 2 * words + len(slots)])
     nbytes = parts.joined.plan.nbytes * len(slots) // parts.page_tokens
     transfer = DeviceTransfer(in_flight, nbytes, when_done)
     transfer.uses(block, None)
@@ -721,6 +745,6 @@ def _page_of(move: Move, parts: EngineParts) -> int | None:
 
 
 def _launch(parts: EngineParts, lane: Lane, jobs: int, stream: Any) -> None:
-    programs, slots, handle = parts.programs, jobs + JOB_WORDS * 8, stream.cuda_stream
+    programs, slots, handle = parts.programs, jobs + (JOB_WORDS + 1) * 8, stream.cuda_stream
     for row_class, launch in parts.joined.launches(False, lane.to_page):
         launch(0, len(row_class.cells), jobs, 1, slots, programs, handle)

@@ -278,11 +278,12 @@ def check_format(cache: Cache, geometry: PageGeometry) -> None:
     fits = [None, geometry.page_tokens]
     if geometry.rule == Rule.point():
         fits.append(tokens)  # a state covers all tokens before it, however many a key stands for
-    if cache.page_bytes != geometry.page_bytes or tokens not in fits:
+    if cache.page_bytes != geometry.part_bytes or tokens not in fits:
         raise LayoutMismatch(
             f"the cache {cache.name!r} has pages of {cache.page_bytes} bytes and {tokens} tokens, "
-            f"the geometry of {geometry.page_bytes} and {geometry.page_tokens}; create it with "
-            "page_bytes=geometry.page_bytes and page_tokens=geometry.page_tokens"
+            f"the geometry of {geometry.part_bytes} and {geometry.page_tokens}; create it with "
+            "page_bytes=geometry.part_bytes and page_tokens=geometry.page_tokens, or make the "
+            f"geometry with part_bytes={cache.page_bytes}"
         )
     # As a whole word: the fingerprint of one geometry may be a prefix of another's.
     if not re.search(rf"(^|\s){re.escape(geometry.fingerprint())}($|\s)", cache.fingerprint):
@@ -917,7 +918,7 @@ class Cache:
 
         Args:
             geometry: of the pages. The cache must have been created for it: with
-                page_bytes=geometry.page_bytes, and a fingerprint that has geometry.fingerprint() as
+                page_bytes=geometry.part_bytes, and a fingerprint that has geometry.fingerprint() as
                 a whole word, separated by spaces.
             memory: None: the pool as it is, for planes in CPU memory. A device needs the pool
                 registered with its driver: the `PinnedPages` that `pin` returns, one for all

@@ -347,11 +347,12 @@ class Offload(_InFlight):
 
         Args:
             engine: of this rank; for a shard, one whose share is that shard.
-            held: a reservation of one shard, or an adopted shard.
+            held: a reservation of one shard, or an adopted shard. With a geometry in parts, its
+                pages are the parts of each page, one after the other.
             slots: device slots of the whole prompt, from its first token on, int32 or int64. Only
                 those of new pages are read, and there none is negative.
-            positions: of the pages in the prompt's keys; None: a reservation's own `new`, or for a
-                shard that `slots` are those of its pages alone.
+            positions: of the pages (of the geometry) in the prompt's keys; None: a reservation's
+                own `new`, or for a shard that `slots` are those of its pages alone.
             page_tokens: None: as the transfer engine's geometry says.
             how: for `engine.offload`: streams, after, window, planes.
 
@@ -372,7 +373,8 @@ class Offload(_InFlight):
         pages = held.pages
         if positions is None and isinstance(held, Reservation):
             positions = held.new
-        move = Move(pages, _slots_of(len(pages), positions, integers(slots, "slots"), tokens))
+        count = len(pages) // engine.geometry.parts  # `Move` refuses a remainder
+        move = Move(pages, _slots_of(count, positions, integers(slots, "slots"), tokens))
         self._begin(engine, held, partial(engine.offload, move, **how))
 
     @property
@@ -441,7 +443,8 @@ class Load(_InFlight):
         """
         _check_kind(lease, (Lease,))
         move = Move(lease.pages, slots, first, skip)
-        self.tokens: int = len(lease) * engine.geometry.page_tokens
+        geometry = engine.geometry
+        self.tokens: int = len(lease.pages) // geometry.parts * geometry.page_tokens
         """Tokens of the lease's pages: so many of the prompt need not be computed."""
         self._begin(engine, lease, partial(engine.load, move, **how))
 

@@ -37,7 +37,11 @@ class EngineKV:
     the two. As a context manager it closes all of them, managers first."""
 
     def __init__(self, cache: Cache, geometry: PageGeometry, planes: DevicePlanes) -> None:
-        """For `open_kv`. On a GPU the pool is registered with the driver, in the background."""
+        """For `open_kv`. On a GPU the pool is registered with the driver, in the background.
+
+        Args:
+            geometry: of the cache's pages, or of pages in parts: `part_bytes == cache.page_bytes`.
+        """
         self.cache, self.geometry, self.planes = cache, geometry, planes
         self.pinned: PinnedPages | None = None
         """The pool, registered with the GPU; None on a CPU. Its first pages can be used after some
