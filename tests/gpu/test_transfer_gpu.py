@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from support.gpu_memory import Pinned
-from support.transfer_cases import CASES, TOKENS
+from support.transfer_cases import CASES, check_loaded, some_slots
 
 from lightcache.kernels.moves import Move
 
@@ -18,15 +18,6 @@ def engine_of(case, mode="auto", pages=PAGES, **more):
     memory = Pinned(pages, case.geometry.page_bytes)
     made = TransferEngine(case.geometry, case.planes, memory, mode=mode, **more)
     return made, memory
-
-
-def some_slots(case, pages, seed=1):
-    if case.geometry.rule.name == "point":
-        return np.random.default_rng(seed).permutation(9)[:pages]
-    unit = max(plane.unit_tokens for group in case.geometry.groups for plane in group.planes)
-    starts = np.random.default_rng(seed).permutation(TOKENS // unit)
-    starts = starts[: pages * case.geometry.page_tokens // unit] * unit
-    return (starts[:, None] + np.arange(unit)).ravel()
 
 
 @pytest.mark.parametrize("staging", [1 << 14, 1 << 20])
@@ -49,14 +40,7 @@ def test_there_and_back(make, mode, staging):
         case.poison()
         engine.load(Move(pages, slots)).wait(60)
         torch.cuda.synchronize()
-    after = case.snapshot()
-    for key, view in after.items():
-        group = next(group for group in case.geometry.groups if group.name == key[0])
-        plane = next(plane for plane in group.planes if plane.name == key[2])
-        mine = np.zeros(len(view), bool)
-        mine[np.unique(slots // plane.unit_tokens)] = True
-        assert torch.equal(view[mine], before[key][mine]), key
-        assert (view[~mine] == 0xEE).all(), key
+    check_loaded(case, before, slots)
 
 
 def test_without_cuda_bindings(monkeypatch):

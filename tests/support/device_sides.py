@@ -1,9 +1,12 @@
-"""Device planes in CPU memory in any arrangement, and a plain oracle of what a transfer does."""
+"""Device planes in CPU memory in any arrangement, host pages in any order, and a plain oracle of
+what a transfer does."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +16,37 @@ from lightcache.kernels.moves import Move
 from lightcache.kernels.planes import DevicePlane, DevicePlanes
 
 Bytes = npt.NDArray[np.uint8]
+OTHERS = 4  # pages of the host that no page of the geometry has a part in
+
+
+class Placed:
+    """Where pages, or their parts, lie among the pages of the host: anywhere, others in between."""
+
+    def __init__(self, geometry: PageGeometry, pages: int, seed: int = 0, more: int = 0) -> None:
+        """`more`: bytes of a host page that the geometry does not know of; 0 if it has parts."""
+        assert not more or geometry.parts == 1
+        self.page_bytes = geometry.page_bytes + more
+        """Of a whole page."""
+        self._rng, count = np.random.default_rng(seed), pages * geometry.parts
+        self._shape = (count + OTHERS, geometry.part_bytes + more)
+        self._parts = self._rng.permutation(count + OTHERS)[:count].reshape(pages, geometry.parts)
+
+    def pages(self) -> Bytes:
+        """Whole pages of random bytes, of shape (pages, page_bytes)."""
+        return self._rng.integers(0, 256, (len(self._parts), self.page_bytes), np.uint8)
+
+    def memory(self, pages: Bytes) -> Bytes:
+        """The memory of the host with these pages in it, and the same bytes in all others."""
+        made = np.full(self._shape, 0xCD, np.uint8)
+        made[self._parts.ravel()] = pages.reshape(-1, self._shape[1])
+        return made
+
+    def moves(self, moves: Sequence[Move], kind: Any = np.int64) -> list[Move]:
+        """The same moves, by the numbers of host pages."""
+        return [
+            replace(move, pages=self._parts[np.asarray(move.pages, int)].ravel().astype(kind))
+            for move in moves
+        ]
 
 
 class Device:

@@ -1,12 +1,13 @@
 """Device tensors in many layouts, the planes that describe them, and pages packed the slow way."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane
+from lightcache.kernels.moves import Move
 from lightcache.kernels.planes import DevicePlane, DevicePlanes
 
 TOKENS = 96  # slots of a device pool
@@ -245,3 +246,58 @@ CASES = [
     scales,
     states,
 ]
+
+
+def some_slots(case, pages, seed=1, scattered=True):
+    """Slots for the tokens of some pages, whole units together."""
+    if case.geometry.rule.name == "point":
+        return np.random.default_rng(seed).permutation(9)[:pages]
+    unit = max(plane.unit_tokens for group in case.geometry.groups for plane in group.planes)
+    size = unit if scattered else case.geometry.page_tokens
+    starts = np.random.default_rng(seed).permutation(TOKENS // size)
+    starts = starts[: pages * case.geometry.page_tokens // size] * size
+    return (starts[:, None] + np.arange(size)).ravel()
+
+
+def check_loaded(case, before, slots):
+    """The slots have their bytes again, everything else stays poisoned."""
+    for key, view in case.snapshot().items():
+        plane = next(
+            plane
+            for group in case.geometry.groups
+            if group.name == key[0]
+            for plane in group.planes
+            if plane.name == key[2]
+        )
+        mine = np.zeros(len(view), bool)
+        mine[np.unique(np.asarray(slots) // plane.unit_tokens)] = True
+        assert torch.equal(view[mine], before[key][mine]), key
+        assert (view[~mine] == 0xEE).all(), key
+
+
+# ---- parts
+
+
+def in_parts(case, part_bytes):
+    """The same tensors, for pages that are cut into host pages of so many bytes."""
+    return replace(case, geometry=PageGeometry(case.geometry.groups, part_bytes=part_bytes))
+
+
+def check_parts(engine, memory, case, places, slots):
+    """Offload pages whose parts are the host pages `places`, of shape (n, parts), and load them.
+    The whole pool is looked at: no other page changes, nor does the padding."""
+    geometry, move = case.geometry, Move(places.ravel(), slots)
+    expected = memory.array.copy()
+    for number, parts in enumerate(places):
+        own = slots[number * geometry.page_tokens :][: geometry.page_tokens]
+        page = case.page(own)[: geometry.used_bytes]
+        for part, host in enumerate(parts):
+            piece = page[part * geometry.part_bytes :][: geometry.part_bytes]
+            expected[host, : len(piece)] = piece
+    engine.offload(move).wait(60)
+    np.testing.assert_array_equal(memory.array, expected)
+    before = case.snapshot()
+    case.poison()
+    engine.load(move).wait(60)
+    check_loaded(case, before, slots)
+    np.testing.assert_array_equal(memory.array, expected)

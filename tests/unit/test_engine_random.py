@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.device_sides import Device, rows
+from support.device_sides import Device, Placed, rows
 from support.inline_device import InlineDevice
 from support.threaded_device import ThreadedDevice
 
@@ -93,10 +93,18 @@ def geometries(draw: st.DrawFn) -> PageGeometry:
 def _grouped(draw: st.DrawFn, groups: list[KVGroup]) -> PageGeometry:
     from dataclasses import replace
 
-    parts = draw(st.sampled_from([1, 2, 4]))
-    return PageGeometry(
-        [replace(one, head_groups=min(parts, *(p.heads for p in one.planes))) for one in groups]
+    head_groups = draw(st.sampled_from([1, 2, 4]))
+    geometry = PageGeometry(
+        [
+            replace(one, head_groups=min(head_groups, *(p.heads for p in one.planes)))
+            for one in groups
+        ]
     )
+    parts = draw(st.sampled_from([1, 1, 2, 3, 7]))
+    if parts == 1:
+        return geometry
+    # Borders fall anywhere: within rows, heads and layers.
+    return PageGeometry(geometry.groups, part_bytes=-(-geometry.used_bytes // (16 * parts)) * 16)
 
 
 @st.composite
@@ -129,8 +137,7 @@ def some_moves(rng: random.Random, geometry: PageGeometry) -> list[Move]:
         slots = [b * unit + t if b >= 0 else -1 for b in units for t in range(unit)][:count]
         skip = np.array([rng.random() < 0.3 for _ in mine], np.bool_)
         given_slots = np.array(slots, rng.choice([np.int32, np.int64]))
-        given_pages: Any = rng.choice([mine, np.array(mine, np.int32), np.array(mine, np.int64)])
-        moves.append(Move(given_pages, given_slots, first, rng.choice([None, skip])))
+        moves.append(Move(mine, given_slots, first, rng.choice([None, skip])))
     return moves
 
 
@@ -183,18 +190,18 @@ def moved(engine: Engine, verb: str, moves: list[Move], window: int | None, at_o
 @given(shares(), st.integers(0, 1 << 32))
 def test_both_engines_and_a_plain_loop_agree(share: Share, seed: int) -> None:
     rng = random.Random(seed)
-    more, padding = rng.choice([0, 0, 16, 5]), share.geometry.page_bytes
-    shape = (PAGES, padding + more)
-    pages = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+    more = rng.choice([0, 0, 16, 5]) if share.geometry.parts == 1 else 0
+    host = Placed(share.geometry, PAGES, seed, more)
+    pages, other = host.pages(), host.pages()
     moves = some_moves(rng, share.geometry)
     window, at_once = rng.choice([None, 1, 2]), rng.random() < 0.5
     placed = rng.randrange(1000)
     device = Device(share, SLOTS, placed)
-    pairs = list(rows(share, device, shape[1], moves))
-    expected = pages.copy().reshape(-1)
+    pairs = list(rows(share, device, host.page_bytes, moves))
+    calls = host.moves(moves, rng.choice([np.int32, np.int64]))
+    expected = pages.copy()
     for page, slot in pairs:
-        expected[page] = device.memory[slot]
-    other = np.random.default_rng(seed + 1).integers(0, 256, shape, np.uint8)
+        expected.reshape(-1)[page] = device.memory[slot]
     loaded = device.memory.copy()
     for page, slot in pairs:
         loaded[slot] = other.reshape(-1)[page]
@@ -202,16 +209,17 @@ def test_both_engines_and_a_plain_loop_agree(share: Share, seed: int) -> None:
     for which in ("host", "device"):
         device = Device(share, SLOTS, placed)
         before = device.memory.copy()
-        memory = Registered(pages.copy())
+        memory = Registered(host.memory(pages))
         with (
             HostEngine(share.geometry, device.planes, memory, share=share, threads=2)
             if which == "host"
             else device_engine(rng, share, device.planes, memory)
         ) as engine:
-            moved(engine, "offload", moves, window, at_once)
-            np.testing.assert_array_equal(memory.array.reshape(-1), expected, f"{which}: pages")
+            moved(engine, "offload", calls, window, at_once)
+            held = host.memory(expected)
+            np.testing.assert_array_equal(memory.array, held, f"{which}: pages")
             assert (device.memory == before).all(), f"{which}: an offload wrote to the device"
-            memory.array[...] = other
-            moved(engine, "load", moves, window, at_once)
+            memory.array[...] = held = host.memory(other)
+            moved(engine, "load", calls, window, at_once)
             np.testing.assert_array_equal(device.memory, loaded, f"{which}: slots")
-            assert (memory.array == other).all(), f"{which}: a load wrote to the pages"
+            assert (memory.array == held).all(), f"{which}: a load wrote to the pages"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.device_sides import Bytes, Device, rows
+from support.device_sides import Bytes, Device, Placed, rows
 from support.refusals import refused
 
 from lightcache import ConfigError, Detached, TransferFailed, WaitTimeout
@@ -62,11 +62,22 @@ GEOMETRIES = {
         [attention("kv", layers=1, heads=2, head_dim=4100, dtype_bytes=2, page_tokens=4)]
     ),
 }  # fmt: skip
+GEOMETRIES |= {
+    f"{kind}, parts of {part_bytes}": PageGeometry(GEOMETRIES[kind].groups, part_bytes=part_bytes)
+    for kind, part_bytes in [
+        ("state", 16),  # less than a row
+        ("state", 96),  # a border in both parts of the state
+        ("state", 480),  # one page is less than a part
+        ("bf16", 208),  # whole rows of a cell in one part, and a row cut in two
+        ("opaque blocks beside", 112),
+        ("long rows", 4096),
+    ]
+}
 
 
-def pages_of(geometry: PageGeometry, seed: int = 1, more: int = 0) -> HostPages:
-    shape = (PAGES, geometry.page_bytes + more)
-    return HostPages(np.random.default_rng(seed).integers(0, 256, shape, np.uint8))
+def pages_of(geometry: PageGeometry) -> HostPages:
+    shape = (PAGES, geometry.page_bytes)
+    return HostPages(np.random.default_rng(1).integers(0, 256, shape, np.uint8))
 
 
 def any_moves(rng: random.Random, geometry: PageGeometry) -> list[Move]:
@@ -97,32 +108,30 @@ def test_every_byte_both_ways(kind: str, seed: int, monkeypatch: pytest.MonkeyPa
     ranks = rng.choice([1, 2]) if geometry.head_groups in (1, 2) else 1
     share = geometry.share(rng.randrange(ranks), ranks, writing=rng.random() < 0.5)
     device = Device(share, SLOTS, seed)
-    memory = pages_of(geometry, seed, rng.choice([0, 5]))
+    host = Placed(geometry, PAGES, seed, rng.choice([0, 5]) if geometry.parts == 1 else 0)
+    pages, others = host.pages(), host.pages()
+    memory = HostPages(host.memory(pages))
     moves = any_moves(rng, geometry)
-    pairs = list(rows(share, device, memory.page_bytes, moves))
+    pairs, moves = list(rows(share, device, host.page_bytes, moves)), host.moves(moves)
     window = rng.choice([None, 1, 2])
     with HostEngine(
         geometry, device.planes, memory, share=share, threads=rng.choice([1, 3])
     ) as engine:
-        expected = memory.array.copy().reshape(-1)
         for page, slot in pairs:
-            expected[page] = device.memory[slot]
+            pages.reshape(-1)[page] = device.memory[slot]
         before = device.memory.copy()
         transfer = engine.offload(moves, window=window)
         assert transfer.nbytes == sum(page.stop - page.start for page, _ in pairs)
         transfer.wait(60)
-        assert (memory.array.reshape(-1) == expected).all(), "pages"
+        assert (memory.array == host.memory(pages)).all(), "pages"
         assert (device.memory == before).all(), "an offload wrote to the device"
 
-        memory.array[...] = pages_of(
-            geometry, seed + 100, memory.page_bytes - geometry.page_bytes
-        ).array
-        flat = memory.array.copy().reshape(-1)
+        memory.array[...] = host.memory(others)
         for page, slot in pairs:
-            before[slot] = flat[page]
+            before[slot] = others.reshape(-1)[page]
         engine.load(moves, window=window).wait(60)
         assert (device.memory == before).all(), "device"
-        assert (memory.array.reshape(-1) == flat).all(), "a load wrote to the pages"
+        assert (memory.array == host.memory(others)).all(), "a load wrote to the pages"
 
 
 def test_neighbours_in_different_blocks_are_no_run() -> None:

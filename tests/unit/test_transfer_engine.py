@@ -9,7 +9,15 @@ import pytest
 import torch
 from support.inline_device import InlineDevice
 from support.refusals import refused
-from support.transfer_cases import CASES, TOKENS, flat, states, whole_blocks
+from support.transfer_cases import (
+    CASES,
+    TOKENS,
+    check_loaded,
+    flat,
+    some_slots,
+    states,
+    whole_blocks,
+)
 
 from lightcache.kernels.engine import TransferEngine
 from lightcache.kernels.moves import Move
@@ -27,17 +35,6 @@ def engine_of(case, mode="auto", **more):
         case.geometry, case.planes, memory, mode=mode, device=device, staging_bytes=1 << 14, **more
     )
     return made, memory, device
-
-
-def some_slots(case, pages, seed=1, scattered=True):
-    """Slots for the tokens of some pages, whole units together."""
-    if case.geometry.rule.name == "point":
-        return np.random.default_rng(seed).permutation(9)[:pages]
-    unit = max(plane.unit_tokens for group in case.geometry.groups for plane in group.planes)
-    size = unit if scattered else case.geometry.page_tokens
-    starts = np.random.default_rng(seed).permutation(TOKENS // size)
-    starts = starts[: pages * case.geometry.page_tokens // size] * size
-    return (starts[:, None] + np.arange(size)).ravel()
 
 
 @pytest.mark.parametrize("mode", ["auto", "staged", "direct"])
@@ -59,22 +56,6 @@ def test_there_and_back(make, mode):
         case.poison()
         engine.load(Move(pages, slots)).wait()
     check_loaded(case, before, slots)
-
-
-def check_loaded(case, before, slots):
-    """The slots have their bytes again, everything else stays poisoned."""
-    for key, view in case.snapshot().items():
-        plane = next(
-            plane
-            for group in case.geometry.groups
-            if group.name == key[0]
-            for plane in group.planes
-            if plane.name == key[2]
-        )
-        mine = np.zeros(len(view), bool)
-        mine[np.unique(np.asarray(slots) // plane.unit_tokens)] = True
-        assert torch.equal(view[mine], before[key][mine]), key
-        assert (view[~mine] == 0xEE).all(), key
 
 
 # ---- parts of pages, many requests, what is left out

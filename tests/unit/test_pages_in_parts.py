@@ -1,0 +1,346 @@
+"""Pages that lie in several pages of the host: their sizes, refusals, and every byte of them."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+
+import numpy as np
+import pytest
+import torch
+from support.inline_device import InlineDevice
+from support.refusals import refused
+from support.transfer_cases import (
+    CASES,
+    blocks_hnd,
+    check_parts,
+    flat,
+    in_parts,
+    some_slots,
+    states,
+    whole_blocks,
+)
+
+from lightcache import Cache, ConfigError, LayoutMismatch
+from lightcache.hybrid.opening import state_layout
+from lightcache.kernels import layouts
+from lightcache.kernels.geometry import (
+    MOST_PADDING,
+    KVGroup,
+    PageGeometry,
+    Plane,
+    fitting_page_tokens,
+)
+from lightcache.kernels.host_engine import HostEngine
+from lightcache.kernels.layouts import Shard
+from lightcache.kernels.moves import Move
+from lightcache.kernels.options import Thresholds
+from lightcache.kernels.pinned import HostPages
+from lightcache.manager.opening import EngineKV
+from lightcache.page_transfers import Load, Offload
+
+# ---- the format
+
+STATE = KVGroup.state("s", layers=2, parts=[Plane("conv", 50), Plane("ssm", 450)])
+
+
+def kv(tokens=16):
+    """4096 bytes for 16 tokens."""
+    return KVGroup.attention(
+        "kv", layers=2, heads=2, head_dim=16, dtype_bytes=2, page_tokens=tokens
+    )
+
+
+def test_sizes():
+    whole, cut = PageGeometry([STATE]), PageGeometry([STATE], part_bytes=304)
+    assert (whole.parts, whole.part_bytes) == (1, whole.page_bytes)
+    assert whole.used_bytes == cut.used_bytes == 1000
+    assert (cut.parts, cut.part_bytes, cut.page_bytes) == (4, 304, 1216)
+    assert cut.padding == 216 / 1216
+    assert [cell.offset for cell in cut.share().cells] == [0, 50, 500, 550]
+    assert PageGeometry([STATE], part_bytes=1008).parts == 1
+
+
+def test_other_parts_are_another_format():
+    """Parts of other sizes are other bytes in each host page, also where the sum is the same."""
+    cuts = [PageGeometry([STATE], part_bytes=size) for size in (256, 512, 1024)]
+    assert len({cut.page_bytes for cut in cuts}) == 1
+    assert len(set(cuts)) == len({cut.fingerprint() for cut in cuts}) == 3
+    assert cuts[2] == PageGeometry([STATE], align=1024), "one part is a page as ever"
+    assert cuts[2].fingerprint() == PageGeometry([STATE], align=1024).fingerprint()
+
+
+def test_page_tokens_that_fit():
+    """A state of 9,000 bytes in pages of 4096 for 16 tokens: a quarter of the third is used."""
+    state = PageGeometry([KVGroup.state("s", layers=1, parts=[Plane("ssm", 9000)])])
+    today = PageGeometry([kv()])
+    assert today.page_bytes == 4096
+    assert PageGeometry(state.groups, part_bytes=4096).padding > MOST_PADDING
+    found = fitting_page_tokens(today, [state])
+    expected = []
+    for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        part = PageGeometry([kv(tokens)]).page_bytes
+        if PageGeometry(state.groups, part_bytes=part).padding <= MOST_PADDING:
+            expected.append(tokens)
+    assert sorted(found) == expected
+    assert found[0] == 4, "1,024 bytes, of which nine are 216 too many"
+    assert fitting_page_tokens(today, [])[0] == 16, "today's, if it fits"
+
+
+def test_page_tokens_keep_units_whole():
+    block = KVGroup.opaque("o", layers=1, row_bytes=64, page_tokens=16, unit_tokens=8)
+    assert min(fitting_page_tokens(PageGeometry([block]), [])) == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"part_bytes": 1000}, "part_bytes: expected a multiple of 16, found 1000"),
+        ({"part_bytes": 0}, "part_bytes"),
+        ({"part_bytes": 1024.0}, "part_bytes"),
+        ({"part_bytes": 1024, "align": 4096}, "expected align or part_bytes, found both"),
+    ],
+)
+def test_geometries_that_are_refused(options, message):
+    refused(ConfigError, message, PageGeometry, [STATE], **options)
+
+
+# ---- moves, memory
+
+
+def test_moves_that_are_refused():
+    case = in_parts(states("cpu"), 256)
+    memory = HostPages(np.zeros((16, 256), np.uint8))
+    parts = case.geometry.parts
+    assert parts > 2
+    with HostEngine(case.geometry, case.planes, memory) as engine:
+        for pages in (range(parts - 1), range(parts + 1)):
+            message = f"expected {parts} pages of the host .* found {len(pages)} in all"
+            refused(ConfigError, message, engine.offload, Move(pages, [0]))
+        refused(ConfigError, "1 pages have 1 tokens", engine.load, Move(range(parts), [0, 1]))
+        skip = np.zeros(parts, bool)
+        refused(ConfigError, r"shape \(1,\)", engine.load, Move(range(parts), [0], skip=skip))
+        refused(ConfigError, "expected 0 to 15", engine.load, Move([*range(1, parts), 16], [0]))
+    assert not memory.array.any()
+
+
+@pytest.mark.parametrize("size", [128, 272, 512])
+def test_memory_with_other_pages(size):
+    case = in_parts(states("cpu"), 256)
+    memory = HostPages(np.zeros((16, size), np.uint8))
+    message = f"parts of 256 bytes, expected the {size} .* part_bytes={size}"
+    refused(ConfigError, message, HostEngine, case.geometry, case.planes, memory)
+
+
+# ---- every byte, both ways
+
+WAYS = {
+    "staged": {"mode": "staged", "staging_bytes": 1 << 14},
+    "staged in small slots": {"mode": "staged", "staging_bytes": 512},
+    "direct": {"mode": "direct"},
+    "auto": {"mode": "auto", "calibration": Thresholds(0, 0, 1)},
+}
+
+
+def places_of(case, pages, others=3):
+    """Host pages for the parts of some pages, in no order, and how many pages the host has."""
+    count = pages * case.geometry.parts
+    order = np.random.default_rng(5).permutation(count + others)
+    return order[:count].reshape(pages, case.geometry.parts), count + others
+
+
+def device_engine(case, memory, **options):
+    from lightcache.kernels.engine import TransferEngine
+
+    device = InlineDevice()
+    return TransferEngine(case.geometry, case.planes, memory, device=device, **options)
+
+
+def stamped(case, host_pages):
+    shape = (host_pages, case.geometry.part_bytes)
+    return HostPages(np.random.default_rng(6).integers(0, 256, shape, np.uint8))
+
+
+@pytest.mark.parametrize("way", ["host", *WAYS])
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+def test_there_and_back(make, way):
+    """In three parts or so, whose borders fall into rows."""
+    if way != "host":
+        pytest.importorskip("triton")
+    case = make("cpu")
+    case = in_parts(case, case.geometry.used_bytes // 3 // 16 * 16 + 16)
+    assert case.geometry.parts == 3
+    places, host_pages = places_of(case, 2)
+    memory = stamped(case, host_pages)
+    with (
+        HostEngine(case.geometry, case.planes, memory)
+        if way == "host"
+        else device_engine(case, memory, **WAYS[way])
+    ) as engine:
+        check_parts(engine, memory, case, places, some_slots(case, 2))
+
+
+@pytest.mark.parametrize("part_bytes", [16, 48, 80, 512, 1008])
+@pytest.mark.parametrize("way", ["host", "staged", "direct"])
+def test_states_in_parts_of_any_size(way, part_bytes):
+    pytest.importorskip("triton")
+    case = in_parts(states("cpu"), part_bytes)
+    places, host_pages = places_of(case, 3)
+    memory = stamped(case, host_pages)
+    with (
+        HostEngine(case.geometry, case.planes, memory)
+        if way == "host"
+        else device_engine(case, memory, mode=way, staging_bytes=4096)
+    ) as engine:
+        check_parts(engine, memory, case, places, some_slots(case, 3))
+
+
+def test_a_copy_for_each_part():
+    """The copy engine is asked for each part once, not for each layer or head."""
+    pytest.importorskip("triton")
+    case = in_parts(states("cpu"), 512)
+    places, host_pages = places_of(case, 2)
+    memory = stamped(case, host_pages)
+    with device_engine(case, memory, mode="staged") as engine:
+        engine.offload(Move(places.ravel(), [0, 5])).wait(60)
+        copies = [entry[2] for entry in engine.device.log if entry[0] == "copy"]
+    assert copies == [1, places.size], "the index, and the parts"
+
+
+@pytest.mark.parametrize("part_bytes", [1024, 1040])
+def test_the_copy_engine_alone(part_bytes):
+    pytest.importorskip("triton")
+    case = in_parts(whole_blocks("cpu"), part_bytes)
+    places, host_pages = places_of(case, 2)
+    memory = stamped(case, host_pages)
+    slots = some_slots(case, 2, scattered=False)
+    with device_engine(case, memory, mode="copies") as engine:
+        check_parts(engine, memory, case, places, slots)
+        assert not any(entry[0] == "launch" for entry in engine.device.log)
+
+
+@pytest.mark.parametrize("make", [flat, blocks_hnd])
+@pytest.mark.parametrize("way", ["host", *WAYS])
+def test_what_is_left_out_stays(make, way):
+    """A page that begins after its first token, one with a hole, and one that is skipped: rows that
+    are left out keep their bytes, in whatever part they are."""
+    pytest.importorskip("triton")
+    case = make("cpu")
+    case = in_parts(case, 208)
+    places, host_pages = places_of(case, 3)
+    memory = stamped(case, host_pages)
+    before = memory.array.copy()
+    slots = some_slots(case, 3)[2:]
+    slots[20] = -1
+    move = Move(places.ravel(), slots, 2, np.array([False, False, True]))
+    kept = np.zeros((3, case.geometry.page_bytes), bool)
+    wanted = np.zeros((3, case.geometry.page_bytes), np.uint8)
+    mask = _rows_of(case.geometry)
+    for page, tokens in enumerate(np.concatenate([[-1, -1], slots]).reshape(3, -1)[:2]):
+        wanted[page] = case.page(np.maximum(tokens, 0))
+        kept[page] = np.isin(mask, np.flatnonzero(tokens >= 0))
+    rows, width = places.ravel(), case.geometry.part_bytes
+    expected = before.copy()
+    expected[rows] = np.where(kept.reshape(-1, width), wanted.reshape(-1, width), before[rows])
+    with (
+        HostEngine(case.geometry, case.planes, memory)
+        if way == "host"
+        else device_engine(case, memory, **WAYS[way])
+    ) as engine:
+        engine.offload(move).wait(60)
+    np.testing.assert_array_equal(memory.array, expected)
+
+
+def _rows_of(geometry):
+    """The token of each byte of a page, -1: padding."""
+    tokens = np.full(geometry.page_bytes, -1)
+    for cell in geometry.share().cells:
+        size = cell.heads * cell.plane.row_bytes
+        for unit in range(cell.units):
+            tokens[cell.offset + unit * cell.unit_stride :][:size] = unit
+    return tokens
+
+
+# ---- one cache for KV pages and states
+
+TOKENS, STATES, PAGES = 64, 8, 40
+
+
+def kv_of_an_engine():
+    raw = torch.Generator().manual_seed(1)
+    tensor = torch.randint(0, 256, (2, TOKENS, 2, 32), dtype=torch.uint8, generator=raw)
+    group = KVGroup.attention(
+        "kv", layers=2, heads=2, head_dim=32, dtype_bytes=1, page_tokens=16, content="single"
+    )
+    geometry = PageGeometry([group])
+    return tensor, geometry, layouts.attention(Shard(geometry), "kv", tensor, axes="lthc")
+
+
+def states_of_an_engine():
+    raw = torch.Generator().manual_seed(2)
+    return {
+        name: [
+            torch.randint(0, 256, (STATES, size), dtype=torch.uint8, generator=raw)
+            for _ in range(3)
+        ]
+        for name, size in (("conv", 600), ("ssm", 2900))
+    }
+
+
+def test_one_cache_for_kv_and_states(segment_name):
+    """Pages of 2 KiB for KV, six of them for a state, in one pool; each is read back."""
+    tensor, geometry, planes = kv_of_an_engine()
+    tensors = states_of_an_engine()
+    layout = state_layout(tensors)
+    cut = PageGeometry(layout.geometry.groups, part_bytes=geometry.page_bytes)
+    how = {"secret": b"a secret of tests"}
+    with (
+        EngineKV(
+            Cache.create(
+                segment_name,
+                pages=PAGES,
+                page_bytes=geometry.page_bytes,
+                page_tokens=16,
+                fingerprint=f"m {geometry.fingerprint()} {cut.fingerprint()}",
+                **how,
+            ),
+            geometry,
+            planes,
+        ) as kv,
+        EngineKV(Cache.attach(segment_name, **how), cut, layout.planes) as states,
+    ):
+        assert (geometry.page_bytes, cut.parts) == (2048, 6)
+        kept = tensor.clone(), {name: torch.stack(each) for name, each in tensors.items()}
+        keys = kv.cache.hash_pages(range(48))
+        kv.offload(keys, np.arange(48)).wait()
+        parts = states.cache.hash_pages(range(1000, 1000 + 2 * cut.parts * 16))
+        new = states.cache.reserve(parts)
+        refused(ConfigError, "hold tokens 0 to 1, found 1 slots", Offload, states.engine, new,
+                [3], positions=[0, 1])  # fmt: skip
+        offload = Offload(states.engine, new, [3, 1], positions=[0, 1])
+        assert offload.nbytes == 2 * cut.used_bytes
+        offload.wait()
+        tensor.zero_()
+        for each in tensors.values():
+            for layer in each:
+                layer.zero_()
+        load = Load(states.engine, states.cache.match(parts), [6, 7])
+        assert load.tokens == 2
+        load.wait()
+        kv.load(keys, np.arange(48)).wait()
+        assert torch.equal(tensor[:, :48], kept[0][:, :48])
+        for name, each in tensors.items():
+            found = torch.stack(each)
+            assert torch.equal(found[:, [6, 7]], kept[1][name][:, [3, 1]])
+            assert not found[:, :6].any()
+
+
+def test_caches_with_other_pages(segment_name):
+    tensors = states_of_an_engine()
+    layout = state_layout(tensors)
+    cut = PageGeometry(layout.geometry.groups, part_bytes=2048)
+    how = {"pages": 8, "secret": b"a secret of tests"}
+    with Cache.create(
+        segment_name, page_bytes=4096, fingerprint=f"m {cut.fingerprint()}", **how
+    ) as cache:
+        message = "pages of 4096 bytes .* the geometry of 2048 .* part_bytes=4096"
+        refused(LayoutMismatch, message, EngineKV, cache, cut, layout.planes)
