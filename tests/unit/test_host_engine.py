@@ -61,6 +61,7 @@ GEOMETRIES = {
     "long rows": PageGeometry(
         [attention("kv", layers=1, heads=2, head_dim=4100, dtype_bytes=2, page_tokens=4)]
     ),
+    "odd rows": PageGeometry([KVGroup.opaque("o", layers=3, row_bytes=7, page_tokens=16)]),
 }  # fmt: skip
 GEOMETRIES |= {
     f"{kind}, parts of {part_bytes}": PageGeometry(GEOMETRIES[kind].groups, part_bytes=part_bytes)
@@ -71,6 +72,7 @@ GEOMETRIES |= {
         ("bf16", 208),  # whole rows of a cell in one part, and a row cut in two
         ("opaque blocks beside", 112),
         ("long rows", 4096),
+        ("odd rows", 16),  # a row that ends a byte after its part
     ]
 }
 

@@ -123,6 +123,17 @@ def test_moves_that_are_refused():
     assert not memory.array.any()
 
 
+def test_one_host_page_is_no_page():
+    """Not even on the short way of a single page."""
+    pytest.importorskip("triton")
+    case = in_parts(states("cpu"), 256)
+    memory = HostPages(np.zeros((16, 256), np.uint8))
+    with device_engine(case, memory, mode="direct") as engine:
+        move = Move(np.array([0]), np.array([0]))
+        refused(ConfigError, "found 1 in all", engine.offload, move)
+    assert not memory.array.any()
+
+
 @pytest.mark.parametrize("size", [128, 272, 512])
 def test_memory_with_other_pages(size):
     case = in_parts(states("cpu"), 256)
@@ -192,6 +203,18 @@ def test_states_in_parts_of_any_size(way, part_bytes):
         else device_engine(case, memory, mode=way, staging_bytes=4096)
     ) as engine:
         check_parts(engine, memory, case, places, some_slots(case, 3))
+
+
+def test_pages_one_by_one(monkeypatch):
+    """As under a rate limit, where each launch begins at another page."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr("lightcache.kernels.submission.PIECE_BYTES", 1)
+    case = in_parts(states("cpu"), 512)
+    places, host_pages = places_of(case, 3)
+    memory = stamped(case, host_pages)
+    with device_engine(case, memory, mode="direct", rate=1e9) as engine:
+        check_parts(engine, memory, case, places, some_slots(case, 3))
+        assert sum(entry[0] == "launch" for entry in engine.device.log) > 2 * 3
 
 
 def test_a_copy_for_each_part():
