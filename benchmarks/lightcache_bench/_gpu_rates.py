@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from lightcache_bench import Row, meets
-from lightcache_bench._gpu_copies import Copies
+from lightcache_bench._gpu_copies import PAGE, Copies
 from lightcache_bench._gpu_device import DIRECTIONS
 from lightcache_bench._gpu_interface import TIMEOUT
 from lightcache_bench._gpu_rig import Bench, verified
-from lightcache_bench._gpu_shapes import LARGE, SMALL, STATES, Shape, attention
+from lightcache_bench._gpu_shapes import IN_PARTS, LARGE, SMALL, STATES, Shape, attention
 from lightcache_bench._timing import Case, clocked, interleaved, median, spread, tails
 
 BOTH = "both at once"
@@ -27,8 +27,8 @@ def plain(bench: Bench) -> Copies:
     return made
 
 
-def _verified_copies(bench: Bench) -> Copies:
-    made = Copies(bench)
+def _verified_copies(bench: Bench, piece: int = PAGE) -> Copies:
+    made = Copies(bench, piece)
     made.verify()
     return made
 
@@ -101,6 +101,27 @@ def states(bench: Bench) -> Iterator[Row]:
     """Recurrent states: few and large pieces."""
     for shape in STATES:
         yield from _shape_rows(bench, shape)
+
+
+def states_in_parts(bench: Bench) -> Iterator[Row]:
+    """The same in host pages of 1.5 MiB that lie anywhere, against one copy of a whole state."""
+    cuda = bench.gpu.cuda
+    base = "one copy a state" if cuda else baseline_name(bench)
+    for shape in IN_PARTS:
+        copies = _verified_copies(bench, shape.share.nbytes) if cuda else plain(bench)
+        with verified(bench, shape) as rig:
+            found = compared(bench, {base: copies, "engine": rig}, DIRECTIONS)
+        for what in DIRECTIONS:
+            against = f"{base}, {what}", found[base, what]
+            params = {
+                "parts": shape.geometry.parts,
+                "padding": round(shape.geometry.padding, 4),
+                "pages_of_a_call": shape.batch,
+            }
+            target = shape.target if cuda else None
+            yield rate_row(
+                f"{what}, {shape.name}", found["engine", what], against, target, **params
+            )
 
 
 def _shape_rows(bench: Bench, shape: Shape, both: str | None = None) -> Iterator[Row]:

@@ -121,7 +121,7 @@ class Rig:
         """`pages`: those of the host pool to use; None: all. `options` go to the engine: mode,
         programs, rate."""
         self.shape, self.gpu = shape, bench.gpu
-        self.memory = bench.pages(shape.geometry.page_bytes)
+        self.memory = bench.pages(shape.geometry.part_bytes)
         self._device = bench.device_memory
         self.places = _gpu_shapes.places(shape, self._device.numel())
         planes = _gpu_shapes.device_planes(
@@ -174,7 +174,7 @@ class Rig:
             self.gpu.synchronize()
             self.run(direction)
             self.gpu.synchronize()
-            pages = self.memory.array[moved.pages]
+            pages = self.memory.array[moved.pages].reshape(len(moved.pages), -1)
             _gpu_shapes.check(
                 self.shape, self.places, self._rows_of(indices), pages, f"check of {direction}"
             )

@@ -53,10 +53,22 @@ def attention(
 
 def state(mib: int, layers: int, batch: int, target: str | None) -> Shape:
     """Recurrent states of `mib` MiB: a small and a large part in each layer."""
-    each, small = (mib << 20) // layers, 48 << 10
-    parts = [Plane("conv", small), Plane("ssm", each - small)]
-    geometry = PageGeometry([KVGroup.state("state", layers=layers, parts=parts)])
-    return Shape(f"{mib} MiB states", geometry, batch, target)
+    return states_of(f"{mib} MiB states", layers, (mib << 20) // layers, batch, target)
+
+
+def states_of(
+    name: str,
+    layers: int,
+    layer_bytes: int,
+    batch: int,
+    target: str | None,
+    part_bytes: int | None = None,
+) -> Shape:
+    """Recurrent states, whole in a page of the host, or in parts of `part_bytes`."""
+    small = 48 << 10
+    parts = [Plane("conv", small), Plane("ssm", layer_bytes - small)]
+    group = KVGroup.state("state", layers=layers, parts=parts)
+    return Shape(name, PageGeometry([group], part_bytes=part_bytes), batch, target)
 
 
 LARGE = attention("8 MiB pages", 32, 8, 64, batch=16, target=">= 0.97")
@@ -70,6 +82,16 @@ STATES = (
     state(9, 18, batch=8, target=">= 0.97"),
     state(74, 37, batch=1, target=">= 0.97"),
     state(190, 38, batch=1, target=">= 0.97"),
+)
+PART = 3 << 19
+"""Bytes of a host page of 64 tokens of Qwen3-Next-80B, whose states are the second of these."""
+IN_PARTS = tuple(
+    states_of(f"{mib} MiB states in parts of 1.5 MiB", layers, layer_bytes, batch, ">= 0.97", PART)
+    for mib, layers, layer_bytes, batch in (
+        (9, 18, 1 << 19, 8),
+        (73.7, 36, (2 << 20) + (48 << 10), 1),
+        (190, 38, 5 << 20, 1),
+    )
 )
 
 
@@ -121,6 +143,7 @@ class Calls:
     nbytes: int
     """Of all calls together."""
     pages: Numbers
+    """Of the host, of shape (n, parts)."""
     slots: Numbers
     """Of these pages in turn, `page_tokens` of them for each."""
 
@@ -128,11 +151,16 @@ class Calls:
 def calls(shape: Shape, pages: Numbers, slots: Numbers, total: int) -> Calls:
     """Calls that move `total` bytes, or a little more; they begin anew where pages run out.
 
+    Args:
+        pages: host pages; each page of the shape takes the next `geometry.parts` of them.
+
     Raises:
         ConfigError: not even one call's worth of pages or slots.
     """
     tokens, each = shape.geometry.page_tokens, shape.share.nbytes
     count = -(-total // (each * shape.batch))
+    parts = shape.geometry.parts
+    pages = pages[: len(pages) // parts * parts].reshape(-1, parts)
     have = min(len(pages) // shape.batch, len(slots) // tokens // shape.batch, count) * shape.batch
     if not have:
         raise ConfigError(
@@ -142,7 +170,7 @@ def calls(shape: Shape, pages: Numbers, slots: Numbers, total: int) -> Calls:
     pages, slots = pages[:have], slots[: have * tokens]
     cut = range(0, have, shape.batch)
     moves = [
-        Move(pages[at : at + shape.batch], slots[at * tokens : (at + shape.batch) * tokens])
+        Move(pages[at : at + shape.batch].ravel(), slots[at * tokens : (at + shape.batch) * tokens])
         for at in cut
     ]
     moved = tuple(moves[i % len(moves)] for i in range(count))

@@ -42,8 +42,9 @@ PARTS: dict[int, Part] = {
     9: _gpu_pinning.pinning,
     10: _gpu_many.several_devices,
     11: _gpu_states.state_copies,
+    12: _gpu_rates.states_in_parts,
 }
-WITHOUT_DEVICE = (1, 2, 5, 6, 7)
+WITHOUT_DEVICE = (1, 2, 5, 6, 7, 12)
 
 
 def rows(quick: bool, only: str | None = None) -> Iterator[Row]:

@@ -43,21 +43,26 @@ class PlainEngine:
         return self._move("load", move)
 
     def _move(self, direction: str, move: Any) -> Over:
-        base = self.memory.address
         tokens = self.geometry.page_tokens
+        pages = np.asarray(move.pages).reshape(-1, self.geometry.parts)
         for number, cell in enumerate(self.share.cells):
             plane = self.planes.find(self.geometry, cell)
             if number == 1 and self.broken == direction:
                 continue
             size = cell.heads * cell.plane.row_bytes
             # A rank of a shape that is divided holds one head, so that its own begins at 0.
-            for (i, page), unit in itertools.product(enumerate(move.pages), range(cell.units)):
+            for (i, page), unit in itertools.product(enumerate(pages), range(cell.units)):
                 slot = int(move.slots[i * tokens + unit])
                 there = plane.address + slot * plane.unit_stride
-                at = int(page) * self.geometry.page_bytes + cell.offset + unit * cell.unit_stride
-                ends = as_array(base + at, size), as_array(there, size)
-                to, source = ends if direction == "offload" else ends[::-1]
-                to[:] = source
+                device, at = as_array(there, size), cell.offset + unit * cell.unit_stride
+                while len(device):
+                    part, inside = divmod(at, self.geometry.part_bytes)
+                    host = self.memory.array[page[part], inside : inside + len(device)]
+                    count = len(host)
+                    ends = host, device[:count]
+                    to, source = ends if direction == "offload" else ends[::-1]
+                    to[:] = source
+                    device, at = device[count:], at + count
         return Over()
 
     def poll(self) -> int:

@@ -15,7 +15,7 @@ from support.refusals import refused
 
 import lightcache_bench as frame
 from lightcache import ConfigError, TransferFailed
-from lightcache.kernels.geometry import held_heads
+from lightcache.kernels.geometry import MOST_PADDING, held_heads
 from lightcache.tools import cli
 from lightcache_bench import (
     Row,
@@ -35,6 +35,7 @@ SHAPES = (
     _gpu_shapes.attention("small", 4, 2, 4, batch=3, target=None),
     _gpu_shapes.attention("a share", 4, 4, 4, batch=4, target=None, ranks=4),
     _gpu_shapes.state(1, 4, batch=1, target=None),
+    _gpu_shapes.states_of("in parts", 3, 100 << 10, 2, None, part_bytes=64 << 10),
 )
 
 
@@ -58,6 +59,10 @@ def test_shapes_have_the_sizes_of_their_names() -> None:
     assert [shape.share.nbytes >> 10 for shape in _gpu_shapes.SMALL] == [256, 256, 32, 32]
     assert _gpu_shapes.SMALL[1].geometry.page_bytes == 2 << 20
     assert [shape.geometry.page_bytes >> 20 for shape in _gpu_shapes.STATES] == [9, 74, 190]
+    cut = [shape.geometry for shape in _gpu_shapes.IN_PARTS]
+    assert [round(each.used_bytes / 2**20, 1) for each in cut] == [9.0, 73.7, 190.0]
+    assert [each.parts for each in cut] == [6, 50, 127]
+    assert all(each.padding < MOST_PADDING for each in cut)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *_gpu_shapes.SMALL], ids=lambda shape: shape.name)
@@ -79,17 +84,20 @@ def test_places_tile_the_device(shape: Any) -> None:
 def test_calls(shape: Any) -> None:
     each, tokens = shape.share.nbytes, shape.geometry.page_tokens
     total = 20 * shape.batch * each + 1
-    offload, load = _gpu_shapes.scattered(shape, range(10, 60), 40 * tokens, total)
+    parts = shape.geometry.parts
+    host = range(10, 10 + 50 * parts)
+    offload, load = _gpu_shapes.scattered(shape, host, 40 * tokens, total)
     for calls in (offload, load):
         assert total <= calls.nbytes < total + shape.batch * each
         assert len(calls.moves) == 21
-        assert all(len(move.pages) == shape.batch for move in calls.moves)
+        assert all(len(move.pages) == shape.batch * parts for move in calls.moves)
+        assert calls.pages.shape[1] == parts
         assert all(len(move.slots) == shape.batch * tokens for move in calls.moves)
-        assert set(calls.pages.tolist()) <= set(range(10, 60))
+        assert set(calls.pages.ravel().tolist()) <= set(host)
         assert len(set(calls.slots.tolist())) == len(calls.slots) == len(calls.pages) * tokens
         named = np.concatenate([move.slots for move in calls.moves])[: len(calls.slots)]
         assert named.tolist() == calls.slots.tolist()
-    assert not set(offload.pages.tolist()) & set(load.pages.tolist())
+    assert not set(offload.pages.ravel().tolist()) & set(load.pages.ravel().tolist())
     assert not set(offload.slots.tolist()) & set(load.slots.tolist())
 
 
@@ -218,9 +226,9 @@ def test_a_failing_part_is_a_row(bench: Bench, capsys: pytest.CaptureFixture[str
 
 
 def test_parts() -> None:
-    assert transfer.parts(None) == list(range(1, 12))
+    assert transfer.parts(None) == list(range(1, 13))
     assert transfer.parts("3, 2,3") == [2, 3]
-    for wrong in ("", "0", "12", "two", "2-3"):
+    for wrong in ("", "0", "13", "two", "2-3"):
         with pytest.raises(ConfigError, match=r"expected parts such as 2,3 of 1 \(copy engine\)"):
             transfer.parts(wrong)
 
@@ -257,7 +265,7 @@ def test_command_refuses(monkeypatch: pytest.MonkeyPatch, no_device: None) -> No
     monkeypatch.setattr("lightcache_bench._gpu_interface.has_host_engine", lambda: False)
     for arguments, message in (
         (["transfer"], "expected a device that torch can use"),
-        (["transfer", "--only", "12"], "expected parts such as 2,3"),
+        (["transfer", "--only", "13"], "expected parts such as 2,3"),
         (["index", "--only", "2"], "takes no --only; `transfer` and `serve` do"),
         (["index", "--trace", __file__], "takes no --trace; `policy`, `manager` and `hybrid` do"),
     ):
