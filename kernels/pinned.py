@@ -87,7 +87,9 @@ class Pieces:
         """Pages whose pieces are done, from the first on."""
         self._address, self._pages, self._page_bytes = address, pages, page_bytes
         self._steps = [max(1, size // unit) * self.unit for size in steps]
-        self._cut = 0
+        self.numbers = np.zeros(pages, np.int32)
+        """The number of the piece that each page is in, once it is cut."""
+        self._cut = self._number = 0
         self._apart: dict[int, int] = {}  # done before a piece in front of them
         self._began = self._first = self._last = time.monotonic()
         self._count = self._nbytes = 0
@@ -109,7 +111,8 @@ class Pieces:
         first, last = self._cut, min(self._cut + self._steps[self._cut > 0], have)
         if last <= first:
             return None
-        self._cut = last
+        self.numbers[first:last] = self._number
+        self._cut, self._number = last, self._number + 1
         offset = first * self._page_bytes
         return Piece(self._address + offset, last * self._page_bytes - offset, first, last)
 
@@ -177,6 +180,11 @@ class HostPages:
                 f"{int(numbers.max())}; are they pages of another cache?"
             )
         return numbers
+
+    def registration(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.integer[Any]]:
+        """The number of the registration that each of these pages is in, which no copy may leave;
+        of any shape. For pages that were checked."""
+        return np.zeros(pages.shape, np.int32)
 
 
 # ---- The driver's calls
@@ -593,6 +601,10 @@ class PinnedPages(HostPages):
         if self._closing:
             raise Detached("the pinned pages were closed; pin the pool again")
         return numbers
+
+    def registration(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.integer[Any]]:
+        """See `HostPages.registration`."""
+        return self._pieces.numbers[pages]
 
     def wait(
         self,

@@ -26,16 +26,25 @@ CopyLists = list[int]
 
 
 def merged(
-    targets: Addresses, sources: Addresses, sizes: Addresses
-) -> tuple[Addresses, Addresses, Addresses]:
-    """Merge copies that are contiguous on both sides. Keeps their order."""
+    targets: Addresses, sources: Addresses, sizes: Addresses, *groups: npt.NDArray[Any]
+) -> tuple[Addresses, Addresses, Addresses, Addresses]:
+    """Merge copies that are contiguous on both sides. Keeps their order.
+
+    Args:
+        groups: numbers for each copy; copies that differ in one of them stay apart.
+
+    Returns:
+        Targets, sources, sizes, and the first of the copies that each was merged from.
+    """
     if len(sizes) < 2:
-        return targets, sources, sizes
+        return targets, sources, sizes, np.arange(len(sizes))
     breaks = (targets[1:] != targets[:-1] + sizes[:-1]) | (sources[1:] != sources[:-1] + sizes[:-1])
-    if breaks.all():
-        return targets, sources, sizes
+    for group in groups:
+        breaks |= group[1:] != group[:-1]
     starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-    return targets[starts], sources[starts], np.add.reduceat(sizes, starts)
+    if len(starts) == len(sizes):
+        return targets, sources, sizes, starts
+    return targets[starts], sources[starts], np.add.reduceat(sizes, starts), starts
 
 
 def cut_at_borders(

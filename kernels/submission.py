@@ -104,25 +104,31 @@ class Staged:
     sizes: CopyLists
 
 
-def stage(cuts: Cuts, pages: Addresses, ring: Ring) -> Staged:
-    """Assign slots to pages.
+def addresses_of(batch: Batch, memory: HostPages) -> Addresses:
+    """Addresses of the pages of a batch, of shape (n, parts)."""
+    return memory.address + batch.pages * memory.page_bytes
 
-    Args:
-        pages: addresses of their parts in the pool, of shape (n, parts).
-    """
-    number, each = len(pages), len(cuts.cells)
+
+def stage(cuts: Cuts, batch: Batch, memory: HostPages, ring: Ring) -> Staged:
+    """Assign slots to pages. Neighbours in a slot that are neighbours in the pool as well are
+    copied together."""
+    number, each = len(batch.pages), len(cuts.cells)
     row = np.arange(number * each)
     chunk = row // cuts.pages if each == 1 else row
     slots = ring.take(int(chunk[-1]) + 1)
     place = ring.address + slots * ring.slot_bytes
     inside = row % cuts.pages * cuts.nbytes if each == 1 else 0
     addresses = place[chunk] + inside - np.tile(cuts.origins, number)
-    # Parts that happen to be neighbours stay apart: they may be in separate registrations.
-    host = (pages[:, cuts.part] + cuts.offset).ravel()
     row_of = (np.arange(number)[:, None] * each + cuts.cut_of_piece).ravel()
-    staged = addresses[row_of] + np.tile(cuts.packed, number)
-    sizes = np.tile(cuts.sizes, number)
-    copies = np.searchsorted(chunk[row_of], np.arange(len(slots) + 1)).tolist()
+    chunk_of = chunk[row_of]
+    host, staged, sizes, first = merged(
+        (addresses_of(batch, memory)[:, cuts.part] + cuts.offset).ravel(),
+        addresses[row_of] + np.tile(cuts.packed, number),
+        np.tile(cuts.sizes, number),
+        chunk_of,
+        memory.registration(batch.pages)[:, cuts.part].ravel(),
+    )
+    copies = np.searchsorted(chunk_of[first], np.arange(len(slots) + 1)).tolist()
     rows = np.searchsorted(chunk, np.arange(len(slots) + 1)).tolist()
     chunks = [
         Chunk(
@@ -159,23 +165,19 @@ def select(batch: Batch, chosen: npt.NDArray[np.bool_]) -> Batch:
 
 
 def run_copies(
-    plan: Plan, batch: Batch, pages: Addresses
+    plan: Plan, batch: Batch, memory: HostPages
 ) -> tuple[Addresses, Addresses, Addresses] | None:
     """(page addresses, device addresses, sizes) if every page's bytes lie in the same runs on the
     device as in the page, so that no kernel is needed; else None.
 
-    Whole pages only (`whole_pages`). No copy spans host pages: they may be in separate
-    registrations.
-
-    Args:
-        pages: addresses of their parts in the pool, of shape (n, parts).
-    """
+    Whole pages only (`whole_pages`). No copy spans pages, but parts of one that are neighbours in
+    the pool are copied together."""
     if not plan.runnable or _scattered(plan, batch):
         return None
     slots = batch.slots[batch.start[:, None] + np.arange(batch.page_tokens)].astype(np.int64)
     # First as if all pages were one stretch of memory, then cut to the parts.
-    part_bytes = plan.host_page_bytes
-    begins = np.arange(len(pages)) * pages.shape[1] * part_bytes
+    part_bytes, (number, parts) = plan.host_page_bytes, batch.pages.shape
+    begins = np.arange(number) * parts * part_bytes
     host, device, sizes = [], [], []
     for row_class in plan.classes:
         shape, strides = row_class.shape, row_class.strides
@@ -198,9 +200,11 @@ def run_copies(
         sizes.append(np.full(target.size, run * shape.row, np.int64))
     order = np.argsort(np.concatenate(host), kind="stable")
     columns = (np.concatenate(values)[order] for values in (host, device, sizes))
-    offset, device_all, sizes_all, _ = cut_at_borders(*merged(*columns), part_bytes)
+    offset, device_all, sizes_all, _ = cut_at_borders(*merged(*columns)[:3], part_bytes)
     part, inside = np.divmod(offset, part_bytes)
-    return pages.ravel()[part] + inside, device_all, sizes_all
+    host_all = addresses_of(batch, memory).ravel()[part] + inside
+    registration = memory.registration(batch.pages).ravel()[part]
+    return merged(host_all, device_all, sizes_all, part // parts, registration)[:3]
 
 
 def _scattered(plan: Plan, batch: Batch) -> bool:
@@ -484,40 +488,37 @@ class Submission:
     def _divide(self, part: Joined) -> list[Any]:
         """Add the steps of one part; returns the streams that end them."""
         shared, batch = self.parts, self.batch
-        pages = shared.memory.address + batch.pages * shared.memory.page_bytes
-        nbytes = part.plan.nbytes * len(pages)
+        nbytes = part.plan.nbytes * len(batch.pages)
         if not nbytes:
             return []
         scattered = shared.mode != "copies" and not part.plan.contiguous
         if shared.mode == "direct" or scattered or self._is_small(nbytes):
-            self._direct(part, batch, pages)
+            self._direct(part, batch)
             return [self._run.direct_stream]
         whole = whole_pages(batch)
-        if bool(whole.all()) and (ends := self._try_copies(part, pages, nbytes)):
+        if bool(whole.all()) and (ends := self._try_copies(part, nbytes)):
             return ends
         if shared.mode == "auto" and part.plan.nbytes < shared.thresholds.direct_page:
-            self._direct(part, batch, pages)
+            self._direct(part, batch)
             return [self._run.direct_stream]
-        return self._stage_or_direct(part, batch, pages, whole)
+        return self._stage_or_direct(part, batch, whole)
 
     def _is_small(self, nbytes: int) -> bool:
         return self.parts.mode == "auto" and nbytes < self.parts.thresholds.direct_total
 
-    def _try_copies(self, part: Joined, pages: Addresses, nbytes: int) -> list[Any]:
+    def _try_copies(self, part: Joined, nbytes: int) -> list[Any]:
         """Add copies without a kernel, if possible and wanted."""
         shared = self.parts
         least = shared.thresholds.copy_bytes if shared.mode == "auto" else 1
         if shared.mode == "staged" or not shared.copier.anywhere or part.plan.mean_run < least:
             return []
-        runs = run_copies(part.plan, self.batch, pages)
+        runs = run_copies(part.plan, self.batch, shared.memory)
         if runs is None or nbytes < least * len(runs[2]):
             return []
         self._copies(runs)
         return [self.lane.copy]
 
-    def _stage_or_direct(
-        self, part: Joined, batch: Batch, pages: Addresses, whole: Any
-    ) -> list[Any]:
+    def _stage_or_direct(self, part: Joined, batch: Batch, whole: Any) -> list[Any]:
         if self.parts.mode == "copies":
             raise ConfigError(
                 "mode='copies': device bytes do not lie as page bytes do (scattered slots, another "
@@ -525,13 +526,13 @@ class Submission:
                 "'auto'"
             )
         if not self.lane.to_page or whole.all():
-            self._staged(part, batch, pages)
+            self._staged(part, batch)
             return [self.lane.last]
         # Partial pages are written row by row: a whole copy would overwrite their other tokens.
-        self._direct(part, select(batch, ~whole), pages[~whole])
+        self._direct(part, select(batch, ~whole))
         if not whole.any():
             return [self._run.direct_stream]
-        self._staged(part, select(batch, whole), pages[whole])
+        self._staged(part, select(batch, whole))
         return [self._run.direct_stream, self.lane.last]
 
     def _reserve_rows(self, rows: Addresses) -> int:
@@ -547,20 +548,20 @@ class Submission:
             return range(0, number, number)
         return range(0, number, max(1, PIECE_BYTES * number // nbytes))
 
-    def _direct(self, part: Joined, batch: Batch, pages: Addresses) -> None:
-        rows = index_rows(batch, pages)
+    def _direct(self, part: Joined, batch: Batch) -> None:
+        rows = index_rows(batch, addresses_of(batch, self.parts.memory))
         word = self._reserve_rows(rows)
         nbytes = part.plan.nbytes
-        pieces = self._pieces(len(pages), nbytes * len(pages))
+        pieces = self._pieces(len(rows), nbytes * len(rows))
         for first in pieces:
-            count = min(pieces.step, len(pages) - first)
+            count = min(pieces.step, len(rows) - first)
             run = partial(self._run.direct, part, word + first * rows.shape[1], count)
             self._steps.append((run, count * nbytes))
 
-    def _staged(self, part: Joined, batch: Batch, pages: Addresses) -> None:
+    def _staged(self, part: Joined, batch: Batch) -> None:
         ring = self.parts.ring(self.lane)
         cuts = part.cuts(ring.slot_bytes)
-        staged = stage(cuts, pages, ring)
+        staged = stage(cuts, batch, self.parts.memory, ring)
         word = self._reserve_rows(index_rows(batch, staged.addresses, len(cuts.cells)))
         run = self._run.gather if self.lane.to_page else self._run.scatter
         chunk_bytes = sum(staged.sizes) // len(staged.chunks)

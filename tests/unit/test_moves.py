@@ -97,7 +97,7 @@ def test_one_page_goes_the_short_way_to_the_same() -> None:
 
 def test_a_skipped_page_need_not_exist() -> None:
     move = Move([3, -1, 99], np.arange(48), skip=np.array([False, True, True]))
-    assert flatten(move, GEOMETRY, MEMORY).pages.tolist() == [3]
+    assert flatten(move, GEOMETRY, MEMORY).pages.tolist() == [[3]]
 
 
 def test_what_is_left_out_may_have_any_slot() -> None:

@@ -217,16 +217,54 @@ def test_pages_one_by_one(monkeypatch):
         assert sum(entry[0] == "launch" for entry in engine.device.log) > 2 * 3
 
 
-def test_a_copy_for_each_part():
-    """The copy engine is asked for each part once, not for each layer or head."""
+class Registered(HostPages):
+    """Three pages at a time."""
+
+    def registration(self, pages):
+        return pages // 3
+
+
+# Two states of four whole parts.
+@pytest.mark.parametrize(
+    ("kind", "pages", "copies"),
+    [
+        (HostPages, [7, 6, 5, 4, 3, 2, 1, 0], 8),
+        (HostPages, [0, 1, 2, 3, 8, 9, 6, 7], 3),
+        (HostPages, range(8), 1),
+        (Registered, range(8), 3),
+        (Registered, [2, 3, 1, 4, 5, 6, 7, 8], 5),
+    ],
+)
+def test_a_copy_for_each_stretch_of_parts(kind, pages, copies):
+    """The copy engine is asked for each part once, not for each layer or head; neighbours in the
+    pool are one copy, if the driver knows them as one."""
     pytest.importorskip("triton")
-    case = in_parts(states("cpu"), 512)
-    places, host_pages = places_of(case, 2)
-    memory = stamped(case, host_pages)
+    case = in_parts(states("cpu"), 208)
+    assert (case.geometry.parts, case.geometry.padding) == (4, 0)
+    memory = kind(stamped(case, 10).array)
+    places = np.array(pages).reshape(2, 4)
     with device_engine(case, memory, mode="staged") as engine:
         engine.offload(Move(places.ravel(), [0, 5])).wait(60)
-        copies = [entry[2] for entry in engine.device.log if entry[0] == "copy"]
-    assert copies == [1, places.size], "the index, and the parts"
+        made = [entry[2] for entry in engine.device.log if entry[0] == "copy"]
+        assert made == [1, copies], "the index, and the parts"
+        check_parts(engine, memory, case, places, np.array([0, 5]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "copies"), [(HostPages, 2), (Registered, 4)], ids=["one", "threes"]
+)
+def test_stretches_for_the_copy_engine_alone(kind, copies):
+    """Never from one page to the next: pages are paced one by one."""
+    pytest.importorskip("triton")
+    case = in_parts(whole_blocks("cpu"), 2048)
+    assert (case.geometry.parts, case.geometry.padding) == (3, 0)
+    memory = kind(stamped(case, 7).array)
+    places = np.arange(1, 7).reshape(2, 3)
+    with device_engine(case, memory, mode="copies") as engine:
+        engine.offload(Move(places.ravel(), np.arange(32))).wait(60)
+        made = [entry[2] for entry in engine.device.log if entry[0] == "copy"]
+        assert sum(made) == copies
+        check_parts(engine, memory, case, places, np.arange(32))
 
 
 @pytest.mark.parametrize("part_bytes", [1024, 1040])

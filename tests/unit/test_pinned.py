@@ -122,6 +122,9 @@ def test_everything_is_registered_once(pin: Pin, pages: int, page_bytes: int, th
     assert sum(n for _, n in held) == pages * page_bytes == pinned.statistics.nbytes
     assert pinned.statistics.pieces == len(held)
     assert pinned.ready == pages
+    begins = [(at - pinned.address) // page_bytes for at, _ in held]
+    numbers = pinned.registration(np.arange(pages))
+    assert numbers.tolist() == (np.searchsorted(begins, np.arange(pages), "right") - 1).tolist()
     assert pinned.check([0, pages - 1]).tolist() == [0, pages - 1]
     pinned.close()
     assert (pages, pages) in seen
