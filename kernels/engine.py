@@ -23,7 +23,7 @@ from typing import Any
 from lightcache.kernels.device import CudaDevice
 from lightcache.kernels.geometry import PageGeometry, Share
 from lightcache.kernels.in_flight import DeviceTransfer, InFlight, Lane
-from lightcache.kernels.moves import Move, check_sides, check_slots, flatten
+from lightcache.kernels.moves import Move, check_sides, check_slots, check_whole, flatten
 from lightcache.kernels.options import (
     DEFAULTS,
     MODES,
@@ -210,6 +210,8 @@ class TransferEngine:
                 if quick is not None:
                     return quick
             batch = flatten(moves, self.geometry, self.memory)
+            if not lane.to_page:
+                check_whole(batch)
             parts = self._joined_for(window, planes)
             check_slots(batch, min((part.plan.slots for part in parts), default=MOST_SLOTS))
             page_bytes = sum(part.plan.nbytes for part in parts)

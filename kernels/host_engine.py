@@ -22,6 +22,7 @@ from lightcache.kernels.moves import (
     Move,
     check_sides,
     check_slots,
+    check_whole,
     flatten,
     token_limit,
 )
@@ -45,6 +46,7 @@ _RUN_BYTES = 8 << 10
 # Of one piece of work. numpy releases the GIL only for indexed copies of 500 items or more.
 _PIECE_BYTES = 512 << 10
 _PIECE_ROWS = 512
+_ALL = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -221,9 +223,10 @@ class Index:
         """Computed once for a transfer and shared by its lanes; O(rows). `part` and `units` are as
         in `Lane`."""
         self.page, self.unit, slot = batch.rows(unit_tokens, part)
-        if units is not None:
-            kept = (self.unit >= units[0]) & (self.unit < units[1])
-            self.page, self.unit, slot = self.page[kept], self.unit[kept] - units[0], slot[kept]
+        if batch.pages.shape[1] > 1:
+            low, high = units or (0, _ALL)
+            kept = (self.unit >= low) & (self.unit < high) & (self.page >= 0)
+            self.page, self.unit, slot = self.page[kept], self.unit[kept] - low, slot[kept]
         self.place: tuple[Ints, ...] = (slot,)
         if block_units:
             self.place = tuple(np.divmod(slot, block_units))
@@ -699,6 +702,8 @@ class HostEngine:
         if planes is not None:
             plan = _Plan(self.geometry, self.share, plan.memory, planes)
         batch = flatten(moves, self.geometry, plan.memory)
+        if not to_host:
+            check_whole(batch)
         check_slots(batch, plan.limit)
         windows = plan.windows(batch, self.share, window, to_host)
         transfer = HostTransfer(to_host, windows, befores, self._paces[to_host], when_done)

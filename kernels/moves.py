@@ -32,7 +32,8 @@ class Move:
 
     pages: Sequence[int] | npt.NDArray[Any]
     """Numbers of host pages, int. With a geometry in parts, `geometry.parts` of them for each page,
-    in order, one page after the other; they may lie anywhere."""
+    in order, one page after the other; they may lie anywhere. An offload leaves out the parts of
+    negative ones, as where the host has them already."""
     slots: Sequence[int] | npt.NDArray[Any]
     """Device slots in host memory, int32 or int64; a negative one leaves its token out."""
     first: int = 0
@@ -232,7 +233,7 @@ class Batch:
     `pages[i]`, `first[i] <= t < end[i]`, belongs to `slots[start[i] + t]`."""
 
     pages: Ints
-    """Numbers of host pages, int64 of shape (n, geometry.parts)."""
+    """Numbers of host pages, int64 of shape (n, geometry.parts); -1: this part is left out."""
     start: Ints
     """int64 of shape (n,); may be negative, `start + first` is not."""
     first: npt.NDArray[np.int32]
@@ -253,7 +254,7 @@ class Batch:
         """Every unit that moves, in order, without negative slots. Copies; O(tokens).
 
         Args:
-            part: the part of each page that `Rows.page` names.
+            part: the part of each page that `Rows.page` names; -1 where it is left out.
         """
         low = self.first.astype(np.int64) // unit_tokens
         counts = -(-self.end.astype(np.int64) // unit_tokens) - low
@@ -294,8 +295,13 @@ def flatten(moves: Move | Sequence[Move], geometry: PageGeometry, memory: PageMe
 
 
 def _usable(pages: npt.NDArray[Any], memory: PageMemory) -> Ints:
-    """Numbers of host pages, of shape (n, parts), as int64, checked."""
-    return memory.check(pages.ravel()).reshape(pages.shape)
+    """Numbers of host pages, of shape (n, parts), as int64, checked. Of a page in parts some may be
+    negative."""
+    if pages.shape[1] == 1 or not (holes := pages < 0).any():
+        return memory.check(pages.ravel()).reshape(pages.shape)
+    checked = np.full(pages.shape, -1, np.int64)
+    checked[~holes] = memory.check(pages[~holes])
+    return checked
 
 
 def _single(
@@ -472,6 +478,20 @@ def check_slots(batch: Batch, limit: int) -> None:
         )
 
 
+def check_whole(batch: Batch) -> None:
+    """Check that no part of a page is left out: a load needs all of them.
+
+    Raises:
+        ConfigError: a negative host page.
+    """
+    if batch.pages.shape[1] > 1 and bool((batch.pages < 0).any()):
+        page, part = (int(where[0]) for where in np.nonzero(batch.pages < 0))
+        raise ConfigError(
+            f"load: part {part} of page {page} has no host page ({int(batch.pages[page, part])}); "
+            "name all parts, or skip the page"
+        )
+
+
 def token_limit(geometry: PageGeometry, planes: DevicePlanes, share: Share) -> int:
     """Tokens that every plane of a share has room for; an empty share has no limit.
 
@@ -523,6 +543,7 @@ __all__ = [
     "Transfer",
     "check_sides",
     "check_slots",
+    "check_whole",
     "flatten",
     "integers",
     "slots_of_blocks",

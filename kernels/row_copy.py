@@ -18,7 +18,8 @@ _TABLES = ("cells", "jobs", "slots")
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_TABLES)
 def copy_rows(
     cells,  # int64 [n_cells, 3]: device address of slot 0; offset in a page; offset when packed
-    jobs,  # int64 [n_jobs, 3 + PARTS]: start in slots, first token, end token, address of each part
+    # int64 [n_jobs, 3 + PARTS]: start in slots, first token, end token, address of each part or 0
+    jobs,
     slots,  # int32: token t of a job has slots[start + t]; a negative one is left out
     n_cells,
     n_jobs,
@@ -79,6 +80,7 @@ def copy_rows(
             host += tl.load(job + 3)
         else:
             part = tl.load(job + 3 + host // PART_BYTES, mask=wanted, other=0)
+            wanted = wanted & (part != 0)
             host = part + host % PART_BYTES
         # What the compiler cannot see behind a table of addresses: each pair is one 16-byte access.
         device = tl.multiple_of(device.to(tl.pointer_type(ELEMENT)), WORD)[:, None] + lanes

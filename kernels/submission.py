@@ -105,8 +105,11 @@ class Staged:
 
 
 def addresses_of(batch: Batch, memory: HostPages) -> Addresses:
-    """Addresses of the pages of a batch, of shape (n, parts)."""
-    return memory.address + batch.pages * memory.page_bytes
+    """Addresses of the pages of a batch, of shape (n, parts); 0 for a part that is left out."""
+    addresses = memory.address + batch.pages * memory.page_bytes
+    if batch.pages.shape[1] > 1:
+        addresses[batch.pages < 0] = 0
+    return addresses
 
 
 def stage(cuts: Cuts, batch: Batch, memory: HostPages, ring: Ring) -> Staged:
@@ -120,15 +123,16 @@ def stage(cuts: Cuts, batch: Batch, memory: HostPages, ring: Ring) -> Staged:
     inside = row % cuts.pages * cuts.nbytes if each == 1 else 0
     addresses = place[chunk] + inside - np.tile(cuts.origins, number)
     row_of = (np.arange(number)[:, None] * each + cuts.cut_of_piece).ravel()
-    chunk_of = chunk[row_of]
-    host, staged, sizes, first = merged(
+    columns = [
         (addresses_of(batch, memory)[:, cuts.part] + cuts.offset).ravel(),
         addresses[row_of] + np.tile(cuts.packed, number),
         np.tile(cuts.sizes, number),
-        chunk_of,
+        chunk[row_of],
         memory.registration(batch.pages)[:, cuts.part].ravel(),
-    )
-    copies = np.searchsorted(chunk_of[first], np.arange(len(slots) + 1)).tolist()
+    ]
+    columns = _without_holes(batch.pages[:, cuts.part].ravel(), columns)
+    host, staged, sizes, first = merged(*columns)
+    copies = np.searchsorted(columns[3][first], np.arange(len(slots) + 1)).tolist()
     rows = np.searchsorted(chunk, np.arange(len(slots) + 1)).tolist()
     chunks = [
         Chunk(
@@ -199,12 +203,23 @@ def run_copies(
         device.append((place[:, None, :] + row_class.table[:, 0, None]).ravel())
         sizes.append(np.full(target.size, run * shape.row, np.int64))
     order = np.argsort(np.concatenate(host), kind="stable")
-    columns = (np.concatenate(values)[order] for values in (host, device, sizes))
-    offset, device_all, sizes_all, _ = cut_at_borders(*merged(*columns)[:3], part_bytes)
+    joined = (np.concatenate(values)[order] for values in (host, device, sizes))
+    offset, device_all, sizes_all, _ = cut_at_borders(*merged(*joined)[:3], part_bytes)
     part, inside = np.divmod(offset, part_bytes)
-    host_all = addresses_of(batch, memory).ravel()[part] + inside
-    registration = memory.registration(batch.pages).ravel()[part]
-    return merged(host_all, device_all, sizes_all, part // parts, registration)[:3]
+    columns = [
+        addresses_of(batch, memory).ravel()[part] + inside,
+        device_all,
+        sizes_all,
+        part // parts,
+        memory.registration(batch.pages).ravel()[part],
+    ]
+    return merged(*_without_holes(batch.pages.ravel()[part], columns))[:3]
+
+
+def _without_holes(pages: Addresses, columns: list[Any]) -> list[Any]:
+    """The columns without the copies of parts that are left out, whose page is negative."""
+    kept = pages >= 0
+    return columns if kept.all() else [column[kept] for column in columns]
 
 
 def _scattered(plan: Plan, batch: Batch) -> bool:
@@ -573,7 +588,7 @@ class Submission:
         host, device, sizes = (run.tolist() for run in runs)
         targets, sources = (host, device) if self.lane.to_page else (device, host)
         call_bytes = PIECE_BYTES if self.parts.in_flight.pacer else CALL_BYTES
-        step = max(1, call_bytes * len(sizes) // sum(sizes))
+        step = max(1, call_bytes * len(sizes) // max(1, sum(sizes)))
         for first in range(0, len(sizes), step):
             part = slice(first, first + step)
             run = partial(self._run.copies, targets[part], sources[part], sizes[part])

@@ -348,11 +348,11 @@ class Offload(_InFlight):
         Args:
             engine: of this rank; for a shard, one whose share is that shard.
             held: a reservation of one shard, or an adopted shard. With a geometry in parts, its
-                pages are the parts of each page, one after the other.
+                pages are parts; a page of which some were there gets the others.
             slots: device slots of the whole prompt, from its first token on, int32 or int64. Only
                 those of new pages are read, and there none is negative.
-            positions: of the pages (of the geometry) in the prompt's keys; None: a reservation's
-                own `new`, or for a shard that `slots` are those of its pages alone.
+            positions: of the pages (or parts) in the prompt's keys; None: a reservation's own
+                `new`, or for a shard that `slots` are those of its pages alone, all parts new.
             page_tokens: None: as the transfer engine's geometry says.
             how: for `engine.offload`: streams, after, window, planes.
 
@@ -373,8 +373,11 @@ class Offload(_InFlight):
         pages = held.pages
         if positions is None and isinstance(held, Reservation):
             positions = held.new
-        count = len(pages) // engine.geometry.parts  # `Move` refuses a remainder
-        move = Move(pages, _slots_of(count, positions, integers(slots, "slots"), tokens))
+        slots, parts = integers(slots, "slots"), engine.geometry.parts
+        if parts > 1 and positions is not None:
+            pages, positions = _by_page(pages, integers(positions, "positions"), parts)
+        count = len(pages) // parts  # `Move` refuses a remainder
+        move = Move(pages, _slots_of(count, positions, slots, tokens))
         self._begin(engine, held, partial(engine.offload, move, **how))
 
     @property
@@ -467,6 +470,19 @@ def _page_tokens(engine: Any, given: int | None) -> int:
     if type(tokens) is not int or tokens < 1:
         raise ConfigError(f"page_tokens: expected a whole number >= 1, found {tokens!r}")
     return tokens
+
+
+def _by_page(
+    numbers: npt.NDArray[Any], positions: npt.NDArray[Any], parts: int
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Host pages of all parts of the pages that some parts belong to, -1 for the others; and the
+    positions of these pages."""
+    if len(positions) != len(numbers):
+        raise ConfigError(f"positions: expected {len(numbers)}, one a part, found {len(positions)}")
+    own, row = np.unique(positions // parts, return_inverse=True)
+    pages = np.full((len(own), parts), -1, np.int64)
+    pages[row, positions % parts] = numbers
+    return pages.ravel(), own
 
 
 def _slots_of(pages: int, positions: Any, slots: npt.NDArray[Any], tokens: int) -> npt.NDArray[Any]:

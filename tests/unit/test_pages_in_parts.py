@@ -37,6 +37,7 @@ from lightcache.kernels.options import Thresholds
 from lightcache.kernels.pinned import HostPages
 from lightcache.manager.opening import EngineKV
 from lightcache.page_transfers import Load, Offload
+from lightcache.runs import Run
 
 # ---- the format
 
@@ -104,7 +105,79 @@ def test_geometries_that_are_refused(options, message):
     refused(ConfigError, message, PageGeometry, [STATE], **options)
 
 
+# ---- how pages are moved here
+
+WAYS = {
+    "staged": {"mode": "staged", "staging_bytes": 1 << 14},
+    "staged in small slots": {"mode": "staged", "staging_bytes": 512},
+    "direct": {"mode": "direct"},
+    "auto": {"mode": "auto", "calibration": Thresholds(0, 0, 1)},
+}
+
+
+def places_of(case, pages, others=3):
+    """Host pages for the parts of some pages, in no order, and how many pages the host has."""
+    count = pages * case.geometry.parts
+    order = np.random.default_rng(5).permutation(count + others)
+    return order[:count].reshape(pages, case.geometry.parts), count + others
+
+
+def device_engine(case, memory, **options):
+    from lightcache.kernels.engine import TransferEngine
+
+    device = InlineDevice()
+    return TransferEngine(case.geometry, case.planes, memory, device=device, **options)
+
+
+def stamped(case, host_pages):
+    shape = (host_pages, case.geometry.part_bytes)
+    return HostPages(np.random.default_rng(6).integers(0, 256, shape, np.uint8))
+
+
 # ---- moves, memory
+
+
+@pytest.mark.parametrize("way", ["host", *WAYS])
+def test_parts_that_are_left_out(way):
+    """Keep their bytes, in any mode; a page of which all parts are left out is nothing."""
+    pytest.importorskip("triton")
+    case = in_parts(states("cpu"), 160)
+    places, host_pages = places_of(case, 3)
+    memory = stamped(case, host_pages)
+    expected, move = memory.array.copy(), places.copy()
+    move[0, ::2] = move[1, 3:] = move[2] = -1
+    for page, slot in ((0, 5), (1, 2)):
+        whole = case.page([slot])
+        for part, host in enumerate(move[page]):
+            end = min(160, case.geometry.used_bytes - part * 160)
+            if host >= 0:
+                expected[host, :end] = whole[part * 160 :][:end]
+    with (
+        HostEngine(case.geometry, case.planes, memory)
+        if way == "host"
+        else device_engine(case, memory, **WAYS[way])
+    ) as engine:
+        engine.offload(Move(move.ravel(), [5, 2, 7])).wait(60)
+        np.testing.assert_array_equal(memory.array, expected)
+        before = case.snapshot()
+        refused(
+            ConfigError, "part 0 of page 0 has no host page", engine.load,
+            Move(move.ravel(), [0, 1, 2]),
+        )  # fmt: skip
+        engine.load(Move(move.ravel(), [0, 1, 2], skip=np.ones(3, bool))).wait(60)
+        assert all(torch.equal(view, before[key]) for key, view in case.snapshot().items())
+
+
+def test_the_copy_engine_alone_leaves_parts_out():
+    pytest.importorskip("triton")
+    case = in_parts(whole_blocks("cpu"), 1024)
+    memory = stamped(case, 12)
+    expected, whole = memory.array.copy(), case.page(np.arange(16))
+    expected[[7, 3]] = whole.reshape(6, 1024)[[1, 4]]
+    with device_engine(case, memory, mode="copies") as engine:
+        engine.offload(Move([-1, 7, -1, -1, 3, -1], np.arange(16))).wait(60)
+        engine.offload(Move([-1] * 6, np.arange(16))).wait(60)
+    np.testing.assert_array_equal(memory.array, expected)
 
 
 def test_moves_that_are_refused():
@@ -143,32 +216,6 @@ def test_memory_with_other_pages(size):
 
 
 # ---- every byte, both ways
-
-WAYS = {
-    "staged": {"mode": "staged", "staging_bytes": 1 << 14},
-    "staged in small slots": {"mode": "staged", "staging_bytes": 512},
-    "direct": {"mode": "direct"},
-    "auto": {"mode": "auto", "calibration": Thresholds(0, 0, 1)},
-}
-
-
-def places_of(case, pages, others=3):
-    """Host pages for the parts of some pages, in no order, and how many pages the host has."""
-    count = pages * case.geometry.parts
-    order = np.random.default_rng(5).permutation(count + others)
-    return order[:count].reshape(pages, case.geometry.parts), count + others
-
-
-def device_engine(case, memory, **options):
-    from lightcache.kernels.engine import TransferEngine
-
-    device = InlineDevice()
-    return TransferEngine(case.geometry, case.planes, memory, device=device, **options)
-
-
-def stamped(case, host_pages):
-    shape = (host_pages, case.geometry.part_bytes)
-    return HostPages(np.random.default_rng(6).integers(0, 256, shape, np.uint8))
 
 
 @pytest.mark.parametrize("way", ["host", *WAYS])
@@ -373,11 +420,11 @@ def test_one_cache_for_kv_and_states(segment_name):
         kept = tensor.clone(), {name: torch.stack(each) for name, each in tensors.items()}
         keys = kv.cache.hash_pages(range(48))
         kv.offload(keys, np.arange(48)).wait()
-        parts = states.cache.hash_pages(range(1000, 1000 + 2 * cut.parts * 16))
-        new = states.cache.reserve(parts)
-        refused(ConfigError, "hold tokens 0 to 1, found 1 slots", Offload, states.engine, new,
-                [3], positions=[0, 1])  # fmt: skip
-        offload = Offload(states.engine, new, [3, 1], positions=[0, 1])
+        run = Run(1, cut.parts)
+        parts = run.keys(keys[:2])
+        new = states.cache.index.reserve(parts, independent=True, run=run)
+        refused(ConfigError, "hold tokens 0 to 1, found 1 slots", Offload, states.engine, new, [3])
+        offload = Offload(states.engine, new, [3, 1])
         assert offload.nbytes == 2 * cut.used_bytes
         offload.wait()
         tensor.zero_()
@@ -393,6 +440,29 @@ def test_one_cache_for_kv_and_states(segment_name):
             found = torch.stack(each)
             assert torch.equal(found[:, [6, 7]], kept[1][name][:, [3, 1]])
             assert not found[:, :6].any()
+
+
+def test_a_writer_that_finds_some_parts_writes_the_others(segment_name):
+    tensors = states_of_an_engine()
+    layout = state_layout(tensors)
+    cut = PageGeometry(layout.geometry.groups, part_bytes=2048)
+    how = {"pages": 20, "page_tokens": 16, "secret": b"a secret of tests"}
+    name = f"m {cut.fingerprint()}"
+    cache = Cache.create(segment_name, page_bytes=2048, fingerprint=name, **how)
+    with EngineKV(cache, cut, layout.planes) as states:
+        parts = cache.hash_pages(range(2 * cut.parts * 16))
+        with cache.reserve(parts[:4]) as first:
+            cache.pool.array[first.pages] = 0x11
+            first.publish()
+        Offload(states.engine, cache.reserve(parts), [3, 1]).wait()
+        with cache.match(parts) as lease:
+            pages = cache.pool.array[lease.pages].copy().reshape(2, -1)
+    for page, slot, begin in ((pages[0], 3, 4 * 2048), (pages[1], 1, 0)):
+        whole = np.concatenate(
+            [tensors[part][layer][slot].numpy() for layer in range(3) for part in tensors]
+        )
+        assert (page[:begin] == 0x11).all()
+        assert (page[begin : cut.used_bytes] == whole[begin:]).all()
 
 
 def test_caches_with_other_pages(segment_name):
