@@ -686,9 +686,10 @@ class PageIndex:
             independent: True: the new pages may be evicted while they have children; False: only
                 after them; None: as the index was created. Pages that are there stay what they
                 are. A page has a parent only of its own kind, and of its own group.
-            run: how pages of a group lie in this index; then `keys` are those of `Run.keys`, and
-                `start` counts them. Independent ones are all reserved, or none of them is, and only
-                the last part of each page may be evicted before what hangs on it.
+            run: how pages of a group lie in this index; then `keys` are those of `Run.keys` from a
+                page's first part on, and `start` counts them. Independent ones are all reserved, or
+                none of them is, and only the last part of each page may be evicted before what
+                hangs on it.
             timeout: seconds to wait for the lock; None: the handle's `lock_timeout`.
 
         Raises:

@@ -427,11 +427,6 @@ def reserve(
     where, n = _arguments.keys(keys)
     _arguments.count(start, "start", 0, n)
     _arguments.count(shards, "shards", 1, layout.SHARDS)
-    if n % run.parts or start % run.parts:
-        raise ConfigError(
-            f"reserve: expected keys and start in multiples of {run.parts} parts, as `Run.keys` "
-            f"makes them, found {n} keys and start {start}"
-        )
     page, status = np.full(n - start, -1, np.int32), np.zeros(n - start, np.uint8)
     progress = layout.ReserveProgress(
         shards=shards,

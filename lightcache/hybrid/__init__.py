@@ -4,7 +4,7 @@
 from lightcache.hybrid.checkpoints import Checkpoints, CheckpointStats
 from lightcache.hybrid.copiers import StatePart, gated_delta_parts, state_groups
 from lightcache.hybrid.manager import HybridGauges, HybridLoadHandle, HybridManager
-from lightcache.hybrid.opening import open_states
+from lightcache.hybrid.opening import open_hybrid, open_states
 from lightcache.hybrid.planning import HybridMatch
 from lightcache.hybrid.saving import Drafts, Features, Grid, HybridConfig, RequestSlots, SavePolicy
 from lightcache.hybrid.tables import state_block_tables
@@ -24,6 +24,7 @@ __all__ = [
     "SavePolicy",
     "StatePart",
     "gated_delta_parts",
+    "open_hybrid",
     "open_states",
     "state_block_tables",
     "state_groups",

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from lightcache import _arguments
 from lightcache._arguments import Keys, Pages
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, LeaseLost, LightcacheError, OutOfPages
+from lightcache.group_index import GroupIndex
 from lightcache.layout import KeyStatus
 from lightcache.leases import Lease, NamingResult, Positions
 from lightcache.manager.backend import TransferBackend
@@ -28,6 +29,7 @@ from lightcache.manager.transfers import BlockTransfer, Ends, TransferTracker, g
 from lightcache.namespaces import Namespace, NamespaceState
 from lightcache.page_index import PageIndex
 from lightcache.reservations import Reservation
+from lightcache.runs import PLAIN, Run
 
 if TYPE_CHECKING:
     from lightcache.hybrid.copiers import Copying, StateCopier
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
 
 
 # ---- Tiers, namespaces by weights version and tenant, and keys of a prompt
+
+StateIndex = PageIndex | GroupIndex
+"""An index of states alone, or the states in the index of KV: calls of the same names."""
 
 
 class Tier(Enum):
@@ -80,9 +85,16 @@ class Path:
 class StateSpaces:
     """State spaces that this process opened, one for each weights version and tenant."""
 
-    def __init__(self, slots: PageIndex | None, host: Cache | None) -> None:
-        """None yet."""
-        self._slots, self._host = slots, host
+    def __init__(self, slots: PageIndex | None, host: Cache | None, shared: bool = False) -> None:
+        """None yet.
+
+        Args:
+            shared: the host's states lie in the cache of KV, and so in KV's namespaces, which KV's
+                manager clears.
+        """
+        self._slots, self._shared = slots, shared
+        self._host = None if shared else host
+        """A cache of states alone."""
         self._known: dict[tuple[str, str], StateSpace] = {}
 
     def beside(self, kv: Namespace, good: Callable[[], bool]) -> StateSpace | None:
@@ -128,7 +140,7 @@ class StateSpaces:
         space = self._known[names] = StateSpace(
             kv,
             None if self._slots is None else self._slots.namespace(*names),
-            None if self._host is None else self._host.namespace(*names),
+            kv if self._shared else None if self._host is None else self._host.namespace(*names),
         )
         return space
 
@@ -277,7 +289,8 @@ class StateTransfers:
                     let_go(False)
             if new is None:
                 return None
-            slots = np.full(int(new.new[0]) + 1, -1, np.int64)
+            position = int(new.new[0]) // self._owner.run.parts
+            slots = np.full(position + 1, -1, np.int64)
             slots[-1] = slot
             touched, backend = np.array([slot], np.int32), self._backend
             assert backend is not None
@@ -287,11 +300,11 @@ class StateTransfers:
 
     def _reserved(self, path: Path, count: int) -> Reservation | None:
         owner = self._owner
-        assert owner.host is not None
+        assert owner.host_states is not None
         assert self._backend is not None
         try:
             chain = owner.chain(Tier.HOST, path, count)
-            new = owner.host.index.reserve(
+            new = owner.host_states.reserve(
                 chain,
                 len(chain) - 1,
                 shards=self._backend.shards,
@@ -301,9 +314,9 @@ class StateTransfers:
         except LightcacheError:
             owner.counts.add(failed_offloads=1)
             return None
-        if len(new.pages):
+        if new is None or new.all_new:
             return new
-        owner.counts.add(no_room=len(new.missing))
+        owner.counts.add(no_room=int(len(new.missing) > 0))
         new.release()
         return None
 
@@ -547,14 +560,14 @@ class PathBound:
         if len(self._parted) > _PARTED:
             self._parted.popitem(last=False)
 
-    def enforce(self, index: PageIndex, path: Path, tier: Tier, count: int) -> None:
+    def enforce(self, index: StateIndex, path: Path, tier: Tier, count: int) -> None:
         """Enforce the bound after a checkpoint was added at position `count` of a path, which may
         continue."""
         if self._most is not None:
             with contextlib.suppress(LightcacheError):  # the next addition enforces it
                 self._enforce(index, path, tier, count, self._most)
 
-    def _enforce(self, index: PageIndex, path: Path, tier: Tier, count: int, most: int) -> None:
+    def _enforce(self, index: StateIndex, path: Path, tier: Tier, count: int, most: int) -> None:
         space, keys = path.space.of(tier), path.keys
         present = _standing(index, keys, space)
         excess = len(present) - most
@@ -587,7 +600,7 @@ class PathBound:
         return forks
 
 
-def last_ready(index: PageIndex, parts: list[Keys], space: Namespace) -> list[int]:
+def last_ready(index: StateIndex, parts: list[Keys], space: Namespace) -> list[int]:
     """For each prompt, the number of keys up to its last checkpoint in one tier. A single one is
     looked up directly: joining arrays would cost more than the lookup."""
     if len(parts) == 1:
@@ -597,7 +610,7 @@ def last_ready(index: PageIndex, parts: list[Keys], space: Namespace) -> list[in
     return positions
 
 
-def _standing(index: PageIndex, keys: Keys, space: Namespace | None) -> Positions:
+def _standing(index: StateIndex, keys: Keys, space: Namespace | None) -> Positions:
     """Positions of checkpoints on a path, ascending. They are few among thousands of
     keys, so `last_ready` steps from one to the next, 5 ns a key in all."""
     positions, end = [], len(keys)
@@ -633,6 +646,7 @@ class Checkpoints:
         write: WritePolicy = WritePolicy.THROUGH,
         most: int | None = PATH_LIMIT,
         low_water: int | None = None,
+        run: Run = PLAIN,
         storage: BaseTier | None = None,
         time_limit: float = 0.02,
         parting: Callable[[Path], Pages] | None = None,
@@ -642,7 +656,8 @@ class Checkpoints:
         Args:
             slots: an independent index whose pages are the device's slots, for checkpoints and for
                 running requests; None: the engine has and numbers slots for running requests only.
-            host: an independent cache whose pages are states; None: none.
+            host: an independent cache whose pages are states, or with `run` the cache of KV; None:
+                none.
             backend: moves bytes between slots and host pages; a page holds one token, the slot.
             copier: copies from slot to slot.
             write: THROUGH: write a checkpoint to the host immediately; BACK: when the device needs
@@ -654,6 +669,9 @@ class Checkpoints:
                 None: no bound.
             low_water: slots to keep free by writing back early. None: with BACK a fiftieth of all,
                 at least 1; else none.
+            run: the group of the states in KV's cache, and the pages that each takes there; then
+                states are in the namespaces of KV, count for its quotas, and go in one order of
+                eviction with it. The default: a cache of states alone.
             storage: a `StorageTier` or `StorageClient` of the host cache; None: none.
             time_limit: maximum seconds that a call waits for a lock.
             parting: the number of KV pages that continue each position of a path, as
@@ -663,7 +681,8 @@ class Checkpoints:
         Raises:
             ConfigError: arguments that conflict, or an index that is not independent.
         """
-        for index in (slots, None if host is None else host.index):
+        shared = run.group != 0
+        for index in (slots, None if host is None or shared else host.index):
             if index is not None and not index.independent:
                 raise ConfigError(
                     f"checkpoints: expected indexes made with independent=True, found {index}; "
@@ -679,7 +698,12 @@ class Checkpoints:
         if storage is not None and host is None:
             raise ConfigError("checkpoints: storage is read and written through a host cache")
         self.slots, self.host, self.copier, self.storage = slots, host, copier, storage
-        both = zip(Tier, (slots, None if host is None else host.index), strict=True)
+        self.run = run
+        self.host_states: StateIndex | None = None
+        """The states of the host."""
+        if host is not None:
+            self.host_states = GroupIndex(host.index, run) if shared else host.index
+        both = zip(Tier, (slots, self.host_states), strict=True)
         self.tiers = [(tier, tier.value, index) for tier, index in both if index is not None]
         """The existing tiers, their names and indexes; the device first."""
         self.write = write if slots is not None else WritePolicy.THROUGH
@@ -688,7 +712,7 @@ class Checkpoints:
         self.low_water = _arguments.count(low_water, "low_water", 0, 1 << 20)
         self.lock = threading.RLock()
         self.counts = Counts()
-        self.spaces = StateSpaces(slots, host)
+        self.spaces = StateSpaces(slots, host, shared)
         self.traffic = StateTransfers(self, backend, time_limit)
         self._planned: dict[Hashable, Tier] = {}
         self.most = most
@@ -698,7 +722,7 @@ class Checkpoints:
         """What `give_back` was given, if an interrupt has cut it."""
         """Slots that could not be given back yet."""
 
-    def _index(self, tier: Tier) -> PageIndex:
+    def _index(self, tier: Tier) -> StateIndex:
         """The index of an existing tier."""
         return next(index for each, _, index in self.tiers if each is tier)
 
@@ -950,8 +974,7 @@ class Checkpoints:
             namespace = path.space.of(tier)
             for position in _standing(index, path.keys, namespace).tolist():
                 if position >= first:
-                    key = path.key(position + 1)
-                    dropped += index.drop(key, namespace=namespace)
+                    dropped += index.drop(path.key(position + 1), namespace=namespace)
         return dropped
 
     # ---- upkeep
@@ -986,7 +1009,7 @@ class Checkpoints:
         """Clear a version, or one of its tenants: the spaces opened here and, if `everywhere`,
         those on the host that other processes opened."""
         with self.lock:
-            if everywhere and self.host is not None:
+            if everywhere and self.host is not None and self.run == PLAIN:
                 clear_states(self.host, weights, tenant)
             self.spaces.clear(weights, tenant)
 
@@ -1015,8 +1038,8 @@ class Checkpoints:
                     self.storage.write(key, namespace=path.space.host)
             except Exception as error:
                 self.traffic.moves.foreign.note(error)
-        if self.host is not None:
-            self._bound.enforce(self.host.index, path, Tier.HOST, count)
+        if self.host_states is not None:
+            self._bound.enforce(self.host_states, path, Tier.HOST, count)
 
     def stats(self) -> CheckpointStats:
         """Counters of this process."""
@@ -1025,7 +1048,7 @@ class Checkpoints:
 
     def room(self) -> dict[str, TierCapacity]:
         """Slots and host pages: total, free, and available."""
-        rooms = {name: capacity_of(index) for _, name, index in self.tiers}
+        rooms = {name: _room(index) for _, name, index in self.tiers}
         return {tier.value: rooms.get(tier.value, capacity_of(None)) for tier in Tier}
 
     def close(self, timeout: float | None = 10.0) -> None:
@@ -1041,6 +1064,13 @@ class Checkpoints:
         self.traffic.close(timeout)
         with self.lock:
             self.traffic.moves.foreign.tell()
+
+
+def _room(index: StateIndex) -> TierCapacity:
+    if isinstance(index, PageIndex):
+        return capacity_of(index)
+    parts, all_pages = index.run.parts, capacity_of(index.index)
+    return TierCapacity(*(pages // parts for pages in astuple(all_pages)))
 
 
 def _low_water(slots: PageIndex | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,13 +14,22 @@ from lightcache.cache import Cache
 from lightcache.errors import ConfigError
 from lightcache.hybrid.checkpoints import Checkpoints
 from lightcache.kernels import layouts
-from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane
+from lightcache.kernels.geometry import (
+    MOST_PADDING,
+    KVGroup,
+    PageGeometry,
+    Plane,
+    fitting_page_tokens,
+)
 from lightcache.kernels.planes import DevicePlanes, join
 from lightcache.kernels.states import StateCopier
 from lightcache.manager.blocks import create_index
-from lightcache.manager.opening import EngineKV
+from lightcache.manager.opening import EngineKV, describe
 from lightcache.page_index import PageIndex
+from lightcache.runs import PLAIN, Run
 from lightcache.shm.errors import leave
+
+_log = logging.getLogger("lightcache.hybrid")
 
 # ---- The index of a device's slots
 
@@ -46,6 +56,8 @@ def create_slots(
 
 GROUP = "state"
 """Name of the only group of these geometries."""
+STATES = 1
+"""The number of this group in a cache of KV."""
 Parts = Mapping[str, Sequence[Any]]
 """By name: one tensor of each layer, of shape (slots, ...)."""
 
@@ -65,7 +77,9 @@ class StateLayout:
     """Slots of every tensor."""
 
 
-def state_layout(parts: Parts, *, layers: Sequence[int] | None = None) -> StateLayout:
+def state_layout(
+    parts: Parts, *, layers: Sequence[int] | None = None, part_bytes: int | None = None
+) -> StateLayout:
     """Describe an engine's tensors of states. Copies nothing.
 
     Args:
@@ -73,6 +87,7 @@ def state_layout(parts: Parts, *, layers: Sequence[int] | None = None) -> StateL
             dtype, one of each layer: a sequence, or one tensor with an axis of layers in front. The
             bytes of a slot touch each other; slots may be apart.
         layers: their numbers in the model; None: 0, 1, ...
+        part_bytes: of a page of the host, several of which have one state; None: one has.
 
     Raises:
         ConfigError: no parts, parts of different layers, tensors of one part that differ in shape
@@ -88,7 +103,8 @@ def state_layout(parts: Parts, *, layers: Sequence[int] | None = None) -> StateL
         _check_alike(name, tensors)
     numbers = range(next(iter(counts.values()))) if layers is None else layers
     planes = [Plane(name, _row_bytes(tensors[0])) for name, tensors in listed.items()]
-    geometry = PageGeometry([KVGroup.state(GROUP, layers=list(numbers), parts=planes)])
+    group = KVGroup.state(GROUP, layers=list(numbers), parts=planes)
+    geometry = PageGeometry([group], part_bytes=part_bytes)
     shard = layouts.Shard(geometry)
     described = [
         layouts.plane(shard, GROUP, name, tensors, axes="t" + "c" * (len(tensors[0].shape) - 1))
@@ -130,9 +146,14 @@ class States:
         copier: StateCopier,
         slots: PageIndex | None,
         host: Cache | None,
+        kv: EngineKV | None = None,
     ) -> None:
-        """For `open_states`. Pins the host's pool if the tensors are on a GPU."""
-        self.layout, self.copier = layout, copier
+        """For `open_states` and `open_hybrid`. Pins the host's pool if the tensors are on a GPU.
+
+        Args:
+            kv: has the host cache, which is closed with it; None: the host has states alone.
+        """
+        self.layout, self.copier, self.kv = layout, copier, kv
         self.slots = slots
         """The index of the device's slots; None: checkpoints have no device slots."""
         self.host = host
@@ -140,18 +161,20 @@ class States:
         """Copies between tensors and host: the pool as a GPU sees it (`pinned`, registered in the
         background), the `engine`, and the transfer `backend`. None: there is no host."""
         if host is not None:
-            self.copies = EngineKV(host, layout.geometry, layout.planes)
+            self.copies = EngineKV(host, layout.geometry, layout.planes, beside=kv)
 
     def checkpoints(self, **how: Any) -> Checkpoints:
         """`Checkpoints` of these states; `how` as there: write, most, low_water, storage,
         time_limit. Close it before this."""
         backend = None if self.copies is None else self.copies.backend
-        return Checkpoints(self.slots, self.host, backend, self.copier, **how)
+        run = PLAIN if self.kv is None else Run(STATES, self.layout.geometry.parts)
+        return Checkpoints(self.slots, self.host, backend, self.copier, run=run, **how)
 
     def close(self) -> None:
-        """Wait for copies, release the host's cache and the slots. The tensors stay."""
+        """Wait for copies, release the host's cache, that of KV as well, and the slots. The tensors
+        stay."""
         with contextlib.ExitStack() as stack:
-            for part in (self.slots, self.copies):
+            for part in (self.slots, self.kv, self.copies):
                 if part is not None:
                     stack.callback(part.close)
 
@@ -236,4 +259,100 @@ def open_states(
     return states
 
 
-__all__ = ["Parts", "StateLayout", "States", "create_slots", "open_states", "state_layout"]
+# ---- KV and states in one pool
+
+
+def open_hybrid(
+    name: str,
+    tensors: layouts.Tensors,
+    parts: Parts,
+    *,
+    model: str,
+    axes: str,
+    page_tokens: int = 64,
+    value_dim: int | None = None,
+    index: str | None = None,
+    slots: int | None = None,
+    layers: Sequence[int] | None = None,
+    **options: Any,
+) -> States:
+    """KV and states of a hybrid model in one host cache, from an engine's tensors: of one process
+    that has all heads and whole states, in CPU memory or on one GPU.
+
+        with open_hybrid("qwen3-next", kv_caches, {"conv": conv, "recurrent": recurrent},
+                         model="Qwen3-Next@0e9e39f", axes="kbnhc", size="64GiB",
+                         index="qwen3-next-gpu0-states") as states:
+            manager = states.kv.manager("qwen3-next-gpu0")
+            hybrid = HybridManager(manager, states.checkpoints(), grid)
+
+    Nothing divides the memory: a state lies in as many pages as it needs, and what was unused for
+    longest makes room, whether KV or state.
+
+    Args:
+        name: of the host cache, which all engines of the node share; made if there is none.
+        tensors, axes, page_tokens, value_dim: of KV: see `open_kv`.
+        parts, layers: of states: see `state_layout`.
+        index, slots: of the device's slots of states: see `open_states`.
+        model, options: see `open_kv`.
+
+    Raises:
+        ConfigError: as `open_kv` and `state_layout`.
+        LayoutMismatch: there is a cache of that name for another model, or other states.
+        InUse: another process lives in an index of that name.
+        Otherwise as `Cache.open` and `Cache.pin`.
+    """
+    geometry, planes = describe(tensors, axes, page_tokens, value_dim)
+    layout = state_layout(parts, layers=layers, part_bytes=geometry.page_bytes)
+    _warn_of_padding(name, geometry, layout.geometry)
+    limit = layout.slots if slots is None else count(slots, "slots", 1, layout.slots)
+    decided: dict[str, Any] = {
+        "page_bytes": geometry.page_bytes,
+        "page_tokens": page_tokens,
+        "fingerprint": f"{model} {geometry.fingerprint()} {layout.dtypes} "
+        f"{layout.geometry.fingerprint()}",
+        "device": planes.device != "cpu",
+    }
+    if twice := sorted(decided.keys() & options.keys()):
+        raise ConfigError(
+            f"open_hybrid: {', '.join(twice)} follow from the tensors; leave them out"
+        )
+    copier = StateCopier(layout.geometry, layout.planes)
+    with contextlib.ExitStack() as stack:
+        device = None
+        if index is not None:
+            device = create_slots(index, limit)
+            stack.callback(device.close)
+        cache = Cache.open(name, **decided, **options)
+        stack.callback(cache.close)
+        kv = EngineKV(cache, geometry, planes)
+        stack.callback(kv.close)
+        states = States(layout, copier, device, cache, kv)
+        stack.pop_all()
+    return states
+
+
+def _warn_of_padding(name: str, kv: PageGeometry, states: PageGeometry) -> None:
+    if states.padding <= MOST_PADDING:
+        return
+    fitting = fitting_page_tokens(kv, [states])
+    advice = f"page_tokens={fitting[0]} would fit" if fitting else "no page_tokens near it fits"
+    _log.warning(
+        "cache %r: a state of %d bytes takes %d pages of %d, and %.0f %% of them are empty; %s",
+        name,
+        states.used_bytes,
+        states.parts,
+        states.part_bytes,
+        100 * states.padding,
+        advice,
+    )
+
+
+__all__ = [
+    "Parts",
+    "StateLayout",
+    "States",
+    "create_slots",
+    "open_hybrid",
+    "open_states",
+    "state_layout",
+]

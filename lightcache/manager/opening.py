@@ -36,23 +36,32 @@ class EngineKV:
     """An engine's KV tensors, their host cache, and the transfer engine that copies pages between
     the two. As a context manager it closes all of them, managers first."""
 
-    def __init__(self, cache: Cache, geometry: PageGeometry, planes: DevicePlanes) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        geometry: PageGeometry,
+        planes: DevicePlanes,
+        *,
+        beside: EngineKV | None = None,
+    ) -> None:
         """For `open_kv`. On a GPU the pool is registered with the driver, in the background.
 
         Args:
             geometry: of the cache's pages, or of pages in parts: `part_bytes == cache.page_bytes`.
+            beside: copies other tensors of this cache, and is closed after this.
         """
         self.cache, self.geometry, self.planes = cache, geometry, planes
-        self.pinned: PinnedPages | None = None
+        self.pinned: PinnedPages | None = None if beside is None else beside.pinned
         """The pool, registered with the GPU; None on a CPU. Its first pages can be used after some
         milliseconds; `pinned.wait()` waits for all."""
-        if planes.device != "cpu":
+        if planes.device != "cpu" and self.pinned is None:
             self.pinned = cache.pin(device=planes.device)
         self.engine: Engine = cache.transfer_engine(geometry, planes, memory=self.pinned)
         self.backend = EngineBackend(self.engine)
         """The transfer backend for a `KVCacheManager`."""
         self._closing = contextlib.ExitStack()
-        self._closing.callback(cache.close)
+        if beside is None:
+            self._closing.callback(cache.close)
         self._closing.callback(self.engine.close)
 
     @property

@@ -281,8 +281,8 @@ typedef struct lci_reserve_op {
     uint32_t kept;     /* pages that were kept when there was no room */
     uint32_t no_memory; /* the caller found none: make do with the pages that have some */
     uint32_t doomed;    /* doomed pages looked at because nothing could be evicted; for the core alone */
-    uint32_t run;   /* each so many-th of its keys, from `start` on, gets a page that may go while others
-                     * hang on it; 0: none does */
+    uint32_t run;   /* each so many-th of all keys gets a page that may go while others hang on it; 0:
+                     * none does */
     uint32_t group; /* of its new pages */
     uint32_t whole; /* nothing is evicted for more pages than there can be */
     uint32_t pad;

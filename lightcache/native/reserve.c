@@ -62,9 +62,10 @@ static uint32_t find_locked(const lci_handle *h, const lc_key *key, uint32_t *wo
     return page;
 }
 
-/* What the word of a new page is, that of the i-th key. */
+/* What the word of a new page is, that of the i-th key from `start` on. */
 static uint32_t new_word(const reserve *r, uint32_t i) {
-    uint32_t run = r->op->run, flag = run && (i + 1) % run == 0 ? LCI_INDEPENDENT : 0;
+    uint32_t run = r->op->run;
+    uint32_t flag = run && (r->start + i + 1) % run == 0 ? LCI_INDEPENDENT : 0;
     return LCI_WRITING | flag | lci_ns_id(r->op->ns) << LCI_NS_SHIFT |
            (r->op->rid + 1) << LCI_RES_SHIFT | r->op->group << LCI_GROUP_SHIFT;
 }

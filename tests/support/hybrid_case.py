@@ -7,9 +7,15 @@ from typing import Any
 
 import numpy as np
 from support.manager_case import SECRET, World, open_cache, taken, tokens
-from support.stamped import TOKEN_BYTES, StampedBackend, StampedDevice, stamps_of
+from support.stamped import (
+    TOKEN_BYTES,
+    PartsBackend,
+    StampedBackend,
+    StampedDevice,
+    stamps_of,
+)
 
-from lightcache import Cache
+from lightcache import Cache, PageIndex
 from lightcache.errors import ConfigError
 from lightcache.hybrid.checkpoints import Checkpoints, Path, Tier
 from lightcache.hybrid.copiers import ArrayCopier
@@ -18,6 +24,7 @@ from lightcache.hybrid.opening import create_slots
 from lightcache.hybrid.planning import HybridMatch
 from lightcache.hybrid.saving import Grid, HybridConfig
 from lightcache.manager import Prompt
+from lightcache.runs import PLAIN, Run
 
 
 class LateCopying:
@@ -82,6 +89,7 @@ class HybridWorld:
         *,
         slots: int | None = 16,
         state_pages: int | None = 16,
+        parts: int | None = None,
         chunk: int = 4,
         every: int = 8,
         tail: bool = False,
@@ -96,6 +104,8 @@ class HybridWorld:
         Args:
             slots: of the device; None: it has none for checkpoints.
             state_pages: of the host; None: there is none.
+            parts: pages of KV's cache that a state takes there; None: states have a cache of their
+                own.
             states: for the Checkpoints.
             config: for the HybridConfig.
             state_storage: makes the StorageTier of the states' cache.
@@ -108,13 +118,22 @@ class HybridWorld:
         self.world = World(name, cache=self.cache, **world)
         manager = self.world.manager
         self.slots = None if slots is None else create_slots(f"{name}.slots", slots)
-        self.states = (
-            None if state_pages is None else open_states(f"{shared or name}.states", state_pages)
-        )
+        self.states = None
+        if parts is not None:
+            self.states = self.world.cache
+        elif state_pages is not None:
+            self.states = open_states(f"{shared or name}.states", state_pages)
+        self.one_pool = parts is not None
         # An engine without slots for checkpoints has its own for running requests.
         self.store = StampedDevice(slots or 64, 1)
         self.copier = LateCopier(ArrayCopier(self.store.slots))
-        self.backend = None if self.states is None else StampedBackend(self.states, self.store)
+        self.backend = None
+        if self.states is not None:
+            self.backend = (
+                StampedBackend(self.states, self.store)
+                if parts is None
+                else PartsBackend(self.states, self.store, parts)
+            )
         self.storage = None
         if state_storage is not None and self.states is not None:
             self.storage = state_storage(self.states)
@@ -124,6 +143,7 @@ class HybridWorld:
             self.backend,
             self.copier,
             storage=self.storage,
+            run=PLAIN if parts is None else Run(1, parts),
             **(states or {}),
         )
         grid = Grid(manager.device.block_tokens, manager.page_tokens, chunk, every)
@@ -278,11 +298,10 @@ class HybridWorld:
         """Positions of a prompt's checkpoints, in each tier."""
         path, found = self.path(as_prompt(what)), {}
         for tier, _, index in self.checkpoints.tiers:
-            flags = index.peek_many(
-                path.keys, np.arange(len(path.keys) + 1), namespace=path.space.of(tier)
-            )
-            at = (np.flatnonzero(flags) + 1) * self.hybrid.parts.step
-            found[tier.value] = at.tolist()
+            namespace = path.space.of(tier)
+            counts = range(1, len(path.keys) + 1)
+            at = [n for n in counts if index.peek(path.key(n), namespace=namespace)]
+            found[tier.value] = [n * self.hybrid.parts.step for n in at]
         return found
 
     def content_of(self, tier: Tier, page: int) -> int:
@@ -309,7 +328,7 @@ class HybridWorld:
         assert not self.hybrid._requests
         assert not self.hybrid.leaving
         for _, _, index in self.checkpoints.tiers:
-            unused(index)
+            unused(index if isinstance(index, PageIndex) else index.index)
 
     def close(self) -> None:
         """Everything that `__init__` opened."""
@@ -320,7 +339,7 @@ class HybridWorld:
         self.checkpoints.close()
         assert self.storage is None or self.storage.close() is not False
         self.world.close()
-        for each in (self.slots, self.states, self.cache):
+        for each in (self.slots, None if self.one_pool else self.states, self.cache):
             if each is not None:
                 each.close()
 

@@ -157,3 +157,45 @@ class StampedBackend:
                 except Exception:
                     moving.failed = True
         self.offloads += 1
+
+
+class PartsBackend(StampedBackend):
+    """States that lie in several pages of the host each: every word of a part says whose it is, and
+    which part."""
+
+    def __init__(self, cache: Cache, device: StampedDevice, parts: int) -> None:
+        super().__init__(cache, device)
+        self.parts = parts
+
+    def _words(self, stamp: int, part: int) -> Stamps:
+        words = self.cache.page_bytes // TOKEN_BYTES
+        return np.uint64(stamp) ^ (np.arange(words, dtype=np.uint64) + np.uint64(part * words))
+
+    def _load(self, moving: StampedMoving) -> None:
+        assert isinstance(moving.held, Lease)
+        pages = moving.held.pages.tolist()
+        assert len(pages) == self.parts
+        (slot,) = moving.slots.tolist()
+        stamp = int(self._page(pages[0])[0])
+        for part, page in enumerate(pages):
+            assert (self._page(page) == self._words(stamp, part)).all(), "a part of another state"
+        self.device.slots[slot] = 0xDEAD if moving.failed else stamp
+        self.loads += 1
+        moving.held.release()
+
+    def _offload(self, moving: StampedMoving) -> None:
+        new = moving.held
+        assert isinstance(new, Reservation)
+        with new:
+            pages, slot = new.pages.tolist(), int(moving.slots[-1])
+            assert len(pages) == self.parts
+            for part, page in enumerate(pages):
+                view = np.frombuffer(memoryview(self.cache.pool[page]), np.uint64)
+                stamp = 0xDEAD if moving.failed else int(self.device.slots[slot])
+                view[:] = self._words(stamp, part)
+            if not moving.failed:
+                try:
+                    new.publish()
+                except Exception:
+                    moving.failed = True
+        self.offloads += 1

@@ -141,10 +141,17 @@ def test_nothing_is_evicted_for_what_cannot_be(index: PageIndex) -> None:
         assert len(new.pages) == 20
 
 
-def test_keys_that_are_no_whole_runs(index: PageIndex) -> None:
-    keys = STATE.keys(prompt(1, 2))
-    refused(ConfigError, "multiples of 5 parts", index.reserve, keys[:9], run=STATE)
-    refused(ConfigError, "multiples of 5 parts", index.reserve, keys, 3, run=STATE)
+def test_a_run_in_two_calls(index: PageIndex) -> None:
+    """As a storage reads it: the last part alone may go before what hangs on it."""
+    keys = STATE.keys(prompt(1, 1))
+    for begin, end in ((0, 3), (3, 5)):
+        with index.reserve(keys[:end], begin, independent=True, run=STATE) as new:
+            assert len(new.pages) == end - begin
+            assert new.publish()
+    assert index.evict(1) == 1
+    assert there(index, prompt(1, 1)) == [4]
+    assert index.evict(2) == 2
+    assert there(index, prompt(1, 1)) == [2]
 
 
 # ---- eviction
