@@ -337,7 +337,8 @@ def _warn_of_padding(name: str, kv: PageGeometry, states: PageGeometry) -> None:
     fitting = fitting_page_tokens(kv, [states])
     advice = f"page_tokens={fitting[0]} would fit" if fitting else "no page_tokens near it fits"
     _log.warning(
-        "cache %r: a state of %d bytes takes %d pages of %d, and %.0f %% of them are empty; %s",
+        "cache %r: a state of %d bytes takes up %d x %d bytes of the pool, %.0f %% of which stay "
+        "empty; %s",
         name,
         states.used_bytes,
         states.parts,

@@ -1,0 +1,143 @@
+"""From an engine's tensors to one pool of KV and states, on the CPU."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from support.keys import prompt  # noqa: E402
+from support.refusals import refused  # noqa: E402
+
+from lightcache.errors import ConfigError, LayoutMismatch  # noqa: E402
+from lightcache.hybrid import Checkpoints, Grid, HybridManager, open_hybrid  # noqa: E402
+from lightcache.hybrid.checkpoints import Path, Tier  # noqa: E402
+from lightcache.hybrid.opening import States  # noqa: E402
+from lightcache.manager import Prompt  # noqa: E402
+
+SECRET = b"a secret of tests"
+BLOCKS, BLOCK, SLOTS = 32, 4, 6
+
+
+def kv_tensors(layers: int = 2) -> list[Any]:
+    made = torch.Generator().manual_seed(1)
+    return [torch.rand((2, BLOCKS, BLOCK, 2, 8), generator=made) for _ in range(layers)]
+
+
+def state_tensors(width: int = 40) -> dict[str, list[Any]]:
+    """As an engine keeps them, full of nonsense: 2 * (60 + 4 * width) bytes a state."""
+    made = torch.Generator().manual_seed(2)
+
+    def tensors(dtype: Any, *shape: int) -> list[Any]:
+        return [torch.randint(0, 99, (SLOTS, *shape), generator=made).to(dtype) for _ in range(2)]
+
+    return {"conv": tensors(torch.bfloat16, 30), "recurrent": tensors(torch.float32, width)}
+
+
+def open_(name: str, kv: Any, states: Any, **how: Any) -> States:
+    given = {"model": "m", "axes": "kbnhc", "page_tokens": 4, "index": f"{name}-slots"}
+    return open_hybrid(
+        f"{name}-pool", kv, states, **{"pages": 64, "secret": SECRET, **given, **how}
+    )
+
+
+def path_of(states: States, checkpoints: Checkpoints, positions: int) -> Path:
+    assert states.kv is not None
+    space = checkpoints.spaces.beside(states.kv.cache.index.default_namespace, lambda: True)
+    assert space is not None
+    return Path(prompt(0, positions), space)
+
+
+def test_the_bytes_of_a_state_come_back(segment_name: str) -> None:
+    parts = state_tensors(510)
+    with open_(segment_name, kv_tensors(), parts) as states:
+        assert states.layout.geometry.parts == 5
+        checkpoints = states.checkpoints()
+        path = path_of(states, checkpoints, 2)
+        every = [each for tensors in parts.values() for each in tensors]
+        wanted = [each[3].clone() for each in every]
+        slots = checkpoints.acquire(SLOTS)
+        checkpoints.donate(3, path, 2)
+        checkpoints.free(slots[slots != 3])
+        checkpoints.traffic.moves.wait(None, 60)
+        checkpoints.poll()
+        assert states.slots is not None
+        states.slots.evict(SLOTS)
+        assert states.host is not None
+        assert states.host.index.stats().ready == 5
+        for each in every:
+            each.zero_()
+        assert checkpoints.plan("r", path, (Tier.HOST, 2), 60)
+        taken = checkpoints.take("r")
+        assert taken is not None
+        checkpoints.traffic.load(taken[1], 5).wait(60)
+        assert all(torch.equal(each[5], one) for each, one in zip(every, wanted, strict=True))
+        assert all(not each[4].any() for each in every)
+        checkpoints.close()
+
+
+def run(states: States, name: str, ids: Prompt, expected: int) -> None:
+    """A request that finds so many tokens, and saves a state at 40."""
+    assert states.kv is not None
+    manager = states.kv.manager(name)
+    checkpoints = states.checkpoints()
+    hybrid = HybridManager(manager, checkpoints, Grid(BLOCK, 4, 4, 8))
+    assert hybrid.plan("a", ids).usable == expected
+    hybrid.take("a")
+    hybrid.allocate("a", 42)
+    hybrid.restore(["a"])
+    hybrid.load("a").wait()
+    if not expected:
+        plan = hybrid.save_plan("a", 0, 42)
+        assert plan.position == 40
+        hybrid.save(["a"], [plan.position])
+        hybrid.commit("a", 40)
+        hybrid.saved("a", plan.position)
+    hybrid.release("a")
+    while hybrid.poll():
+        pass
+    hybrid.close()
+    checkpoints.close()
+
+
+def test_two_engines_share_a_pool(segment_name: str) -> None:
+    ids = Prompt(list(range(42)))
+    with (
+        open_(segment_name, kv_tensors(), state_tensors()) as mine,
+        open_(segment_name, kv_tensors(), state_tensors(), index=f"{segment_name}-b") as theirs,
+    ):
+        run(mine, f"{segment_name}-kv-a", ids, 0)
+        run(theirs, f"{segment_name}-kv-b", ids, 40)
+
+
+def test_padding_is_said_with_what_fits(segment_name: str, caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING, "lightcache.hybrid"):
+        with open_(segment_name, kv_tensors(), state_tensors(140)):
+            pass
+    assert "a state of 1240 bytes takes up 2 x 1024 bytes of the pool" in caplog.text
+    assert "39 % of which stay empty; page_tokens=" in caplog.text
+
+
+def test_what_is_refused(segment_name: str) -> None:
+    refused(
+        ConfigError,
+        "page_bytes follow from the tensors",
+        open_,
+        segment_name,
+        kv_tensors(),
+        state_tensors(),
+        page_bytes=4096,
+    )
+    with open_(segment_name, kv_tensors(), state_tensors()):
+        refused(
+            LayoutMismatch,
+            "fingerprint",
+            open_,
+            segment_name,
+            kv_tensors(),
+            state_tensors(60),
+            index=f"{segment_name}-other",
+        )
