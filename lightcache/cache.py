@@ -45,6 +45,7 @@ from lightcache.pool import (
     make_object,
 )
 from lightcache.reservations import Reservation, ReservationShard
+from lightcache.runs import PLAIN, Run
 from lightcache.shm import Segment
 from lightcache.shm.clients import ClientInfo
 from lightcache.shm.codes import Code, check
@@ -783,6 +784,7 @@ class Cache:
         *,
         shards: int = 1,
         independent: bool | None = None,
+        run: Run = PLAIN,
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> Reservation:
@@ -792,6 +794,7 @@ class Cache:
             start,
             shards=shards,
             independent=independent,
+            run=run,
             namespace=namespace,
             timeout=timeout,
         )
@@ -816,9 +819,9 @@ class Cache:
         """See `PageIndex.done`."""
         self.index.done(ticket, ok)
 
-    def evict(self, n: int) -> int:
+    def evict(self, n: int, *, group: int | None = None) -> int:
         """See `PageIndex.evict`."""
-        return self.index.evict(n)
+        return self.index.evict(n, group=group)
 
     def namespace(
         self,

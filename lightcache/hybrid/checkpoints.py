@@ -1035,7 +1035,7 @@ class Checkpoints:
             key = np.ascontiguousarray(path.key(count))
             try:
                 with contextlib.suppress(LightcacheError):
-                    self.storage.write(key, namespace=path.space.host)
+                    self.storage.write(self.run.keys(key), namespace=path.space.host)
             except Exception as error:
                 self.traffic.moves.foreign.note(error)
         if self.host_states is not None:

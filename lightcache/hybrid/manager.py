@@ -1181,7 +1181,8 @@ class HybridManager:
                 tasks.append(self.manager.prefetch(prompt))
             path = self.parts.path_of(prompt, LookupRequest(prompt).most)
             if storage is not None and path is not None:
-                tasks.append(storage.prefetch_last_ready(path.keys, namespace=path.space.host))
+                space, run = path.space.host, self.checkpoints.run
+                tasks.append(storage.prefetch_last_ready(path.keys, run=run, namespace=space))
             return tasks
 
     def set_blocks(self, blocks: int) -> None:

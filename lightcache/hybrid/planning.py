@@ -553,7 +553,8 @@ class HybridPlanner:
             rest = plan.path.keys[stored.first : most // self._parts.step]
             if len(rest):
                 keys = np.ascontiguousarray(rest)
-                stored.state = tier.prefetch_last_ready(keys, namespace=plan.path.space.host)
+                space, run = plan.path.space.host, self._parts.checkpoints.run
+                stored.state = tier.prefetch_last_ready(keys, run=run, namespace=space)
         elif stored.news:
             stored.seen = True
             self._read_kv(plan, stored.brought * self._parts.step)

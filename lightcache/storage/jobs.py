@@ -32,6 +32,7 @@ from lightcache.errors import ConfigError, LightcacheError, StorageError, WaitTi
 from lightcache.leases import Lease, Positions
 from lightcache.namespaces import Namespace
 from lightcache.reservations import Reservation
+from lightcache.runs import PLAIN, Run
 from lightcache.storage.common import (
     Clock,
     Deadline,
@@ -351,11 +352,13 @@ class ReadJob(Job):
         hold: bool,
         *,
         declinable: bool = False,
+        run: Run = PLAIN,
     ) -> None:
         """Reserves nothing yet.
 
         Args:
             declinable: do not read if computing the stored pages is faster.
+            run: of the keys, all of which are one page's parts.
         """
         super().__init__(executor, progress, deadline)
         self._keys = keys
@@ -363,6 +366,7 @@ class ReadJob(Job):
         self._namespace = namespace
         self._hold = hold
         self._declinable = declinable
+        self._run = run
         options = executor.options
         self._soft = Deadline(options.read_seconds, options.clock)
         self._reservation: Reservation | None = None
@@ -438,7 +442,12 @@ class ReadJob(Job):
 
     def _reserve(self, first: int, end: int) -> Reservation:
         reservation = self.executor.cache.reserve(
-            self._keys[:end], first, namespace=self._namespace, timeout=self.deadline.left
+            self._keys[:end],
+            first,
+            independent=True if self._run.group else None,
+            run=self._run,
+            namespace=self._namespace,
+            timeout=self.deadline.left,
         )
         with self.lock:
             self._reservation = reservation
@@ -578,7 +587,8 @@ class ReadJob(Job):
 
 class LastReadyJob(ReadJob):
     """Reads only the last stored page of some keys. Storages look up prefixes, and these keys are
-    not one: each key is looked up separately, from the last on."""
+    not one: each key is looked up separately, from the last on. A page in parts is stored when its
+    last part is, which is written last."""
 
     def __init__(
         self,
@@ -588,9 +598,10 @@ class LastReadyJob(ReadJob):
         keys: Keys,
         most: int,
         namespace: Namespace | None,
+        run: Run,
     ) -> None:
         """Looks nothing up yet."""
-        super().__init__(executor, progress, deadline, keys[:0], 0, namespace, False)
+        super().__init__(executor, progress, deadline, keys[:0], 0, namespace, False, run=run)
         self._all_keys, self._most = keys, most
 
     @property
@@ -600,19 +611,20 @@ class LastReadyJob(ReadJob):
 
     def step(self) -> bool:
         """See `Job`."""
-        keys, progress = self._all_keys, self.progress
+        keys, progress, cache = self._all_keys, self.progress, self.executor.cache
         for last in range(len(keys), max(0, len(keys) - self._most), -1):
             self.check()
             if self.stopping or self.deadline.passed:
                 break
             key = np.ascontiguousarray(keys[last - 1 : last])
-            if self.executor.cache.peek(key, namespace=self._namespace):
+            parts = self._run.keys(key)
+            if cache.peek(parts, namespace=self._namespace) == len(parts):
                 progress.reach(last)
                 break
-            if self.executor.contains(self, key):
-                self._keys = key
+            if self.executor.contains(self, self._run.last(key)):
+                self._keys = parts
                 super().step()
-                progress.reach(last if progress.prefix else 0)
+                progress.reach(last if progress.prefix == len(parts) else 0)
                 break
         return False
 

@@ -22,6 +22,7 @@ from lightcache.errors import ConfigError, Detached, LayoutMismatch, LightcacheE
 from lightcache.hashing import Tokens, pack_tokens
 from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
+from lightcache.runs import PLAIN, Run
 from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import leave
 from lightcache.storage.common import Clock, Deadline, check_keys, log, storage_breaker
@@ -167,6 +168,7 @@ class BaseTier(ABC):
         self,
         keys: Keys,
         *,
+        run: Run = PLAIN,
         most: int = 512,
         namespace: Namespace | None = None,
         timeout: float | None = None,
@@ -177,6 +179,7 @@ class BaseTier(ABC):
         is the number of keys up to and including the one found; 0: none is stored.
 
         Args:
+            run: how these pages lie in the cache; `write` them by `run.keys`.
             most: maximum number of keys to look up, from the last on; each is a call of the
                 storage.
             timeout: seconds; None: the tier's.
@@ -188,7 +191,7 @@ class BaseTier(ABC):
         deadline = self._begin(timeout, namespace)
         _arguments.keys(keys)
         _arguments.count(most, "most", 0, 1 << 30)
-        return self._start_last_ready(keys, most, namespace, deadline)
+        return self._start_last_ready(keys, run, most, namespace, deadline)
 
     def _begin(self, timeout: float | None, namespace: Namespace | None) -> Deadline:
         """The deadline of a new task. Raises Detached if the tier or the cache was closed."""
@@ -218,7 +221,7 @@ class BaseTier(ABC):
         raise NotImplementedError
 
     def _start_last_ready(
-        self, keys: Keys, most: int, namespace: Namespace | None, deadline: Deadline
+        self, keys: Keys, run: Run, most: int, namespace: Namespace | None, deadline: Deadline
     ) -> StorageTask:
         """See `prefetch_last_ready`."""
         raise NotImplementedError
@@ -583,14 +586,15 @@ class StorageTier(BaseTier):
         return executor.fetch(keys, start, namespace, deadline, hold=hold, declinable=not probe)
 
     def _start_last_ready(
-        self, keys: Keys, most: int, namespace: Namespace | None, deadline: Deadline
+        self, keys: Keys, run: Run, most: int, namespace: Namespace | None, deadline: Deadline
     ) -> StorageTask:
         executor = self._executor
         if executor.breaker.shut:
             return executor.ended_task("read", len(keys), executor.breaker.reason, failed=1)
         progress = TaskProgress("read", len(keys), self._page_tokens)
         own = keys.copy()
-        return executor.submit_job(LastReadyJob(executor, progress, deadline, own, most, namespace))
+        job = LastReadyJob(executor, progress, deadline, own, most, namespace, run)
+        return executor.submit_job(job)
 
     def failed_task(
         self, kind: Literal["read", "write"], pages: int, error: LightcacheError

@@ -43,7 +43,7 @@ def forget_states(world: Any) -> None:
     world.settle()
     wait_idle(world.storage)
     world.slots.evict(99)
-    world.states.evict(99)
+    world.states.evict(99, group=1 if world.one_pool else None)
 
 
 def forget_kv(world: Any) -> None:
@@ -56,8 +56,11 @@ def forget_kv(world: Any) -> None:
 
 @pytest.mark.parametrize("write", [WritePolicy.THROUGH, WritePolicy.BACK])
 @pytest.mark.parametrize("kind", [kept, served])
-def test_a_state_from_storage(hybrids: Any, kind: Any, write: WritePolicy) -> None:
-    world = hybrids(state_storage=kind, states={"write": write})
+@pytest.mark.parametrize("parts", [None, 3])
+def test_a_state_from_storage(
+    hybrids: Any, kind: Any, write: WritePolicy, parts: int | None
+) -> None:
+    world = hybrids(state_storage=kind, states={"write": write}, parts=parts)
     prompt = Prompt(tokens(42))
     world.compute(prompt)
     world.save(prompt, 8, 24)

@@ -25,6 +25,7 @@ from lightcache.errors import (
     WaitTimeout,
 )
 from lightcache.namespaces import Namespace
+from lightcache.runs import Run
 from lightcache.shm.waiting import Condition
 from lightcache.storage.common import Clock, Deadline, log
 from lightcache.storage.protocol import Keys, TokenRows
@@ -252,9 +253,9 @@ class StorageClient(BaseTier):
         return self._ask(Kind.PREFETCH, keys, deadline, namespace, start=start)
 
     def _start_last_ready(
-        self, keys: Keys, most: int, namespace: Namespace | None, deadline: Deadline
+        self, keys: Keys, run: Run, most: int, namespace: Namespace | None, deadline: Deadline
     ) -> StorageTask:
-        return self._ask(Kind.LAST_READY, keys, deadline, namespace, most=most)
+        return self._ask(Kind.LAST_READY, keys, deadline, namespace, most=most, run=run)
 
     # ---- asking
 

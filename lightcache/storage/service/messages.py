@@ -15,11 +15,13 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from lightcache.errors import ConfigError
 from lightcache.namespaces import NAME_BYTES, Namespace
+from lightcache.runs import PLAIN, Run
 from lightcache.storage.protocol import Keys
 from lightcache.storage.tasks import COUNTS, TaskState
 
-VERSION = 3
+VERSION = 4
 PART_BYTES = 16 << 10
 """Maximum size of a message to the service: about a thousand keys."""
 ANSWER_BYTES = 1 << 10
@@ -30,7 +32,7 @@ MOST_KEYS = 1 << 16
 
 _MAGIC = b"lcST"
 _HEAD = struct.Struct("<4sBBHIHHQQ")
-_ASK = struct.Struct("<ddqQQIIIIHH")
+_ASK = struct.Struct("<ddqQQIIIHHIHH")
 _ANSWER = struct.Struct(f"<4sBBHQI{len(COUNTS)}I")
 _STATES = tuple(TaskState)
 _ROOM = PART_BYTES - _HEAD.size
@@ -162,6 +164,8 @@ class Ask:
     """For a prefetch."""
     most: int = 0
     """For a `LAST_READY`."""
+    run: Run = PLAIN
+    """The same."""
     token_ids: npt.NDArray[np.uint32] | None = None
     """For a write: the token ids of all pages of the keys, in order."""
 
@@ -178,6 +182,8 @@ class Ask:
             _HAS_REQUEST * (self.request is not None) | _HAS_TOKEN_IDS * (ids is not None),
             self.start,
             self.most,
+            self.run.group,
+            self.run.parts,
             len(self.keys),
             len(weights),
             len(tenant),
@@ -191,7 +197,7 @@ class Ask:
         """Raises Malformed."""
         if len(body) < _ASK.size:
             raise Malformed(f"{len(body)} bytes are no task")
-        (end, timeout, tokens, request, ref, has, start, most, keys, weights, tenant) = (
+        (end, timeout, tokens, request, ref, has, start, most, *run, keys, weights, tenant) = (
             _ASK.unpack_from(body)
         )
         first = _ASK.size + weights + tenant
@@ -203,7 +209,8 @@ class Ask:
             raise Malformed(f"head {body[: _ASK.size].hex()} of a body of {len(body)} bytes")
         try:
             names = body[_ASK.size : first - tenant].decode(), body[first - tenant : first].decode()
-        except UnicodeDecodeError as error:
+            of_run = Run(*run)
+        except (UnicodeDecodeError, ConfigError) as error:
             raise Malformed(str(error)) from None
         token_ids = np.frombuffer(body, "<u4", ids // 4, first + 16 * keys).astype(np.uint32)
         return cls(
@@ -215,6 +222,7 @@ class Ask:
             request=request if has & _HAS_REQUEST else None,
             start=start,
             most=most,
+            run=of_run,
             token_ids=token_ids if has & _HAS_TOKEN_IDS else None,
         )
 
