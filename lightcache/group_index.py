@@ -92,26 +92,17 @@ class GroupIndex:
         shards: int,
         namespace: Namespace | None = None,
         timeout: float | None = None,
-    ) -> Reservation | None:
-        """Reserve the page of `keys[start:]`, one key: all parts of it or none. What a former page
-        of this key has left is evicted first, so that a page is written whole; None: that is
-        pinned."""
-        parts, begin = self.run.keys(keys), start * self.run.parts
-        for _ in range(2):
-            found = self.index.reserve(
-                parts,
-                begin,
-                shards=shards,
-                independent=True,
-                run=self.run,
-                namespace=namespace,
-                timeout=timeout,
-            )
-            if found.all_new or not len(found.pages):
-                return found
-            found.release()
-            self.drop(keys[start:], namespace=namespace)
-        return None
+    ) -> Reservation:
+        """Reserve the pages of `keys[start:]`: all parts of them that are not there, or none."""
+        return self.index.reserve(
+            self.run.keys(keys),
+            start * self.run.parts,
+            shards=shards,
+            independent=True,
+            run=self.run,
+            namespace=namespace,
+            timeout=timeout,
+        )
 
     def protect(self, key: Keys, *, namespace: Namespace | None = None) -> int:
         """Protect one page from eviction. Returns how many are protected: 0 or 1."""

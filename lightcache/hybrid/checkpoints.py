@@ -314,7 +314,7 @@ class StateTransfers:
         except LightcacheError:
             owner.counts.add(failed_offloads=1)
             return None
-        if new is None or new.all_new:
+        if len(new.pages):
             return new
         owner.counts.add(no_room=int(len(new.missing) > 0))
         new.release()

@@ -187,9 +187,9 @@ class PartsBackend(StampedBackend):
         new = moving.held
         assert isinstance(new, Reservation)
         with new:
-            pages, slot = new.pages.tolist(), int(moving.slots[-1])
-            assert len(pages) == self.parts
-            for part, page in enumerate(pages):
+            slot = int(moving.slots[-1])
+            for position, page in zip(new.new.tolist(), new.pages.tolist(), strict=True):
+                part = position % self.parts
                 view = np.frombuffer(memoryview(self.cache.pool[page]), np.uint64)
                 stamp = 0xDEAD if moving.failed else int(self.device.slots[slot])
                 view[:] = self._words(stamp, part)
