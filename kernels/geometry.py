@@ -167,6 +167,7 @@ MAX_PAGE_BYTES = 1 << 40
 MOST_PADDING = 1 / 16
 """Of a page in parts: more is worth a warning, see `fitting_page_tokens`."""
 _OS_PAGE = 4096
+_WORTH = 1 << 16  # bytes of padding that are worth a warning
 _ACCESS = 16  # bytes of a device's widest access, which no border may cut
 
 
@@ -391,6 +392,25 @@ def fitting_page_tokens(kv: PageGeometry, others: Sequence[PageGeometry]) -> lis
     return sorted(fitting, key=lambda size: max(size, tokens) // min(size, tokens))
 
 
+def waste_of(what: str, kv: PageGeometry, other: PageGeometry) -> str | None:
+    """A warning, if much of the memory for pages of a group stays empty: more than `MOST_PADDING`,
+    and 64 KiB of each page.
+
+    Args:
+        what: the pages, such as "states".
+        kv: of the pages by which those of the group are cut.
+    """
+    wasted = other.page_bytes - other.used_bytes
+    if other.padding <= MOST_PADDING or wasted < _WORTH:
+        return None
+    fits = fitting_page_tokens(kv, [other]) if other.rule == Rule.point() else []
+    advice = f"page_tokens={fits[0]} would fit" if fits else "no page_tokens near it fits"
+    return (
+        f"{what}: {other.used_bytes} bytes take up {other.parts} x {other.part_bytes} bytes of the "
+        f"pool, {100 * other.padding:.0f} % of which stay empty; {advice}"
+    )
+
+
 def _checked_part(part_bytes: int, align: int | None) -> int:
     if align is not None:
         raise ConfigError(
@@ -429,4 +449,5 @@ __all__ = [
     "fitting_page_tokens",
     "held_heads",
     "split",
+    "waste_of",
 ]

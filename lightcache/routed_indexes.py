@@ -17,11 +17,13 @@ from lightcache import namespaces
 from lightcache._arguments import Keys, Offsets, Pages
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, LightcacheError
+from lightcache.group_index import GroupIndex
 from lightcache.groups import Group, GroupSet, Rule
 from lightcache.hashing import KeySpec
 from lightcache.namespaces import Namespace
 from lightcache.page_index import PageIndex
 from lightcache.prompt import Prompt
+from lightcache.runs import PLAIN
 from lightcache.shm import names
 from lightcache.shm.codes import Code, check
 
@@ -41,7 +43,7 @@ class Source:
 
     def __init__(
         self,
-        index: PageIndex | str,
+        index: PageIndex | GroupIndex | str,
         *,
         owned: bool,
         page_tokens: int,
@@ -60,8 +62,10 @@ class Source:
         Raises:
             ConfigError: neither an index nor a segment's name.
         """
+        self._run = index.run if isinstance(index, GroupIndex) else PLAIN
+        index = index.index if isinstance(index, GroupIndex) else index
         if not isinstance(index, (PageIndex, str)):
-            raise ConfigError(f"expected a PageIndex or its name, found {index!r}")
+            raise ConfigError(f"expected a PageIndex, a GroupIndex or a name, found {index!r}")
         self._index = index if isinstance(index, PageIndex) else None
         self._ours = False
         self._owned, self._any_size, self._default = owned, any_size, page_tokens
@@ -142,10 +146,13 @@ class Source:
         try:
             space = self._space(weights, tenant)
             if space is not None and self._index is not None:
-                if self.is_prefix:
+                if self.is_prefix and self._run == PLAIN:
                     return self._index.peek(keys, namespace=space)
-                if self.is_point:
+                if self.is_point and self._run == PLAIN:
                     return self._index.last_ready(keys, namespace=space)
+                if self.is_point:
+                    states = GroupIndex(self._index, self._run)
+                    return states.last_ready(keys, namespace=space)
                 return self._group(self._index, space).peek(keys).pages
         except LightcacheError as error:
             self._fail(error)
@@ -155,7 +162,7 @@ class Source:
         group = self._sets.get(space)
         if group is None:
             assert self.size is not None
-            one = Group(self._rule.name, self._rule, index, space)
+            one = Group(self._rule.name, self._rule, index, space, self._run)
             group = self._sets[space] = GroupSet([one], page_tokens=self.size)
         return group
 
@@ -208,8 +215,8 @@ def page_tokens_of(index: PageIndex) -> int | None:
     return tokens if type(tokens) is int else None
 
 
-Indexes = Mapping[Rule, Cache | PageIndex | str]
-"""The index of each match rule of a model's layers."""
+Indexes = Mapping[Rule, Cache | PageIndex | GroupIndex | str]
+"""The index of each match rule of a model's layers; a `GroupIndex`, where one has several."""
 
 
 class Target:

@@ -1,5 +1,5 @@
 """Prefixes of models with windows, chunks or recurrent states: what a position needs of each group
-of layers, in caches of their own, joined by a match."""
+of layers, joined by a match."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from lightcache.connectors.cache_layers import (
     parts_of,
     set_parts,
 )
-from lightcache.connectors.model_pages import ModelPages, TokenPages, check_model
-from lightcache.connectors.opening import Caches
+from lightcache.connectors.model_pages import ModelPages, TokenPages
 from lightcache.connectors.pooled import Pooled
 from lightcache.connectors.prefix_cache import (
     Counters,
@@ -59,9 +58,9 @@ if TYPE_CHECKING:
 
 # ---- Checkpoints: states that were copied while a model computed, and the cache that keeps them.
 #
-# A checkpoint after n tokens has the key of the page of keys and values that ends there. It is in
-# its own cache, where a page is one state, and is found, evicted and counted separately from keys
-# and values. A match joins the two, see `Connector.prefix`.
+# A checkpoint after n tokens has the key of the page of keys and values that ends there. It lies in
+# several pages of the same cache, and is found and bounded separately from keys and values. A match
+# joins the two, see `Connector.prefix`.
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,28 +79,29 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one model in one cache: `lightcache.hybrid.Checkpoints` with a host and no
-    slots, since every state has its own tensors here."""
+    """The checkpoints of one model: `lightcache.hybrid.Checkpoints` with a host and no slots, since
+    every state has its own tensors here."""
 
-    def __init__(
-        self,
-        first: Cache,
-        pool: Pooled,
-        pages: StatePages,
-        most: int | None,
-    ) -> None:
+    def __init__(self, pool: Pooled, pages: StatePages, most: int | None, *, full: bool) -> None:
         """Args:
-        first: the cache that gives the keys: of keys and values, or the states' own.
-        pool: of the cache of states.
+        pool: that moves states.
         most: bound on checkpoints of one path; None: no bound.
+        full: whether the cache has the keys and values of full attention, which tell where prompts
+            part.
         """
         self.pages = pages
         self.cache = pool.cache
-        self._kv = first.index
+        self._kv = pool.cache.index
         self._pool = pool
         self._backend = StateBackend(pages, pool)
-        parting = None if first.index.independent else self._parting
-        self._all = hybrid.Checkpoints(None, pool.cache, self._backend, most=most, parting=parting)
+        self._all = hybrid.Checkpoints(
+            None,
+            pool.cache,
+            self._backend,
+            most=most,
+            run=pages.run,
+            parting=self._parting if full else None,
+        )
 
     def _parting(self, path: Path) -> Pages:
         return self._kv.children(path.keys, namespace=path.kv)
@@ -113,7 +113,7 @@ class Checkpoints:
         """The positions of a prompt: keys, and their namespace. None: the namespace was cleared.
 
         Raises:
-            OutOfPages, LockTimeout: as `Cache.namespace`, for the cache of states.
+            OutOfPages, LockTimeout: as `Cache.namespace`.
         """
         kv = self._kv.default_namespace if namespace is None else namespace
 
@@ -126,12 +126,14 @@ class Checkpoints:
 
     def group(self, path: Path) -> Group:
         """For a `GroupSet`."""
-        return Group("states", Rule.point(), self.cache.index, path.space.of(Tier.HOST))
+        space = path.space.of(Tier.HOST)
+        return Group("states", Rule.point(), self.cache.index, space, self.pages.run)
 
     def match(self, path: Path, count: int) -> Lease:
         """The checkpoint after `count` pages, pinned and marked as used; an empty lease if it is
         gone."""
-        return self.cache.match(path.key(count), namespace=path.space.of(Tier.HOST))
+        parts = self.pages.run.keys(path.key(count))
+        return self.cache.match(parts, namespace=path.space.of(Tier.HOST))
 
     def load(self, past: PrefixCache, lease: Lease) -> None:
         """Restore a state into an empty cache, and take the lease over as `Load` does. Blocks on
@@ -210,7 +212,7 @@ class Checkpoints:
         return self._all.stats()
 
     def close(self) -> None:
-        """Wait for copies, and release the cache."""
+        """Wait for copies."""
         self._pool.close()  # waits for every copy; nothing else is held between calls
 
 
@@ -503,61 +505,21 @@ def _compute(model: Any, past: HybridPrefixCache, prompt: TokenIds, at_most: int
             forward(body, past, ids.to(model.device), past.held)
 
 
-# ---- Prefixes of models with more than full attention: a cache for each group of layers, joined.
+# ---- Prefixes of models with more than full attention: every group of layers has what it needs.
 
 
-def check_caches(caches: Caches, model: Any, pages: ModelPages) -> None:
-    """Check that a connector has the caches that its model needs, and no others.
+def check_kind(cache: Cache, pages: ModelPages) -> None:
+    """Check that pages of the cache are evicted as the model's layers need it.
 
     Raises:
-        LayoutMismatch: one is of another model.
-        ConfigError: no cache, one too many, one too few, or one that is not independent.
+        ConfigError: they are not.
     """
-    kind = type(model).__name__
-    _check_states(caches, kind, pages)
-    wanted = {other.name: other for other in pages.others}
-    if wanted.keys() != caches.windows.keys():
+    if cache.index.independent != (not pages.full):
         raise ConfigError(
-            f"caches: expected a cache for each of {sorted(wanted)} of {kind}, beside its first, "
-            f"found {sorted(caches.windows)}; use open_caches, and give the Connector its result"
-        )
-    checked: list[tuple[Cache, TokenPages | StatePages]] = [
-        (caches.windows[name], other) for name, other in wanted.items()
-    ]
-    if caches.states is not None and pages.states is not None:
-        checked.append((caches.states, pages.states))
-    for cache, of in checked:
-        check_model(cache, of)
-    if pages.first.options.get("independent"):
-        checked.append((caches.kv, pages.first))
-    for cache, _ in checked:
-        if not cache.index.independent:
-            raise ConfigError(
-                f"caches: expected one made with independent=True, found {cache.name!r} without; "
-                "its last states, or the ends of its windows, would be evicted first. Remove it, "
-                "or take another name, and use open_caches, or Cache.open with the options that "
-                "describe(model) gives"
-            )
-
-
-def _check_states(caches: Caches, kind: str, pages: ModelPages) -> None:
-    states = caches.states
-    if states is not None and not isinstance(states, Cache):
-        raise ConfigError(f"states: expected a lightcache.Cache, found {type(states).__name__}")
-    if pages.states is None and states is not None:
-        raise ConfigError(
-            f"states: expected None for {kind}, whose layers keep only keys and values, found the "
-            f"cache {states.name!r}"
-        )
-    if pages.attention and pages.states is not None and states is None:
-        raise ConfigError(
-            f"states: expected a cache for the recurrent states of {kind}, found None; use "
-            "open_caches, and give the Connector its result"
-        )
-    if not pages.attention and states is not None:
-        raise ConfigError(
-            f"states: expected only one cache for {kind}, which keeps only states, found "
-            f"{states.name!r} beside {caches.kv.name!r}"
+            f"cache: expected one made with independent={not pages.full}, found {cache.name!r} "
+            f"with {cache.index.independent}; pages would be evicted in the wrong order. Remove "
+            "it, or take another name, and use open_cache, or Cache.open with the options that "
+            "describe(model) gives"
         )
 
 
@@ -566,37 +528,33 @@ class HybridPrefixes:
 
     def __init__(
         self,
-        caches: Caches,
         pool: Pooled,
         model: Any,
         pages: ModelPages,
         *,
-        pinned: PinnedPages | None,
         chunk: int,
         every: int,
         path_limit: int,
         figures: Counters,
     ) -> None:
         """Args:
-        pool: of the first cache.
-        pinned: the pool of `caches.states`, see `Connector`.
+        pool: that moves the model's first pages.
         chunk, every, path_limit: see `Connector`.
         figures: counters of the connector.
 
         Raises:
             ConfigError: sizes out of range.
         """
-        self._cache, self._model, self._pages = caches.kv, model, pages
+        self._cache, self._model, self._pages = pool.cache, model, pages
         tokens = pages.page_tokens
         self.grid = Grid(tokens, tokens, tokens if pages.states is None else chunk, every)
         """Where states are saved."""
         self._figures = figures
-        states = None if pages.states is None else caches.states or caches.kv
-        if states is not None:
+        if pages.states is not None:
             count(path_limit, "path_limit", 0, 1 << 20)
-            self._check_grid(states, chunk)
+            self._check_grid(chunk)
         self.windows: list[WindowGroup] = []
-        """Layers of windows and chunks, with a cache for each of their settings."""
+        """Layers of windows and chunks, one for each of their settings."""
         self.checkpoints: Checkpoints | None = None
         """States; None: the model has none."""
         with contextlib.ExitStack() as stack:
@@ -604,23 +562,25 @@ class HybridPrefixes:
                 if of.rule != Rule.prefix():
                     own = pool
                     if of is not pages.first:
-                        own = pool_of_tokens(caches.windows[of.name], of, None)
-                    self.windows.append(WindowGroup(caches.kv, own, of, figures))
+                        own = pool_of_tokens(self._cache, of, pool.pinned)
+                    self.windows.append(WindowGroup(own, of, figures))
                     stack.callback(own.close)
-            if states is not None and pages.states is not None:
+            if pages.states is not None:
                 if pages.attention:
-                    pool = pool_of_states(states, pages.states, model.config, pinned)
-                self.checkpoints = Checkpoints(caches.kv, pool, pages.states, path_limit or None)
+                    pool = pool_of_states(self._cache, pages.states, model.config, pool.pinned)
+                self.checkpoints = Checkpoints(
+                    pool, pages.states, path_limit or None, full=pages.full
+                )
             stack.pop_all()
 
-    def _check_grid(self, states: Cache, chunk: int) -> None:
+    def _check_grid(self, chunk: int) -> None:
         tokens = self._pages.page_tokens
         if self.grid.grid > max(tokens, chunk):
             self._figures.say_once(
                 "grid",
-                f"cache {states.name!r}: states are saved at multiples of {self.grid.grid} tokens, "
-                f"the least common multiple of page_tokens={tokens} and chunk={chunk}; shorter "
-                "prompts save none. Choose one a multiple of the other",
+                f"cache {self._cache.name!r}: states are saved at multiples of {self.grid.grid} "
+                f"tokens, the least common multiple of page_tokens={tokens} and chunk={chunk}; "
+                "shorter prompts save none. Choose one a multiple of the other",
             )
 
     def empty(self, ids: TokenIds | None) -> HybridPrefixCache:
@@ -643,13 +603,12 @@ class HybridPrefixes:
         past = self.empty(ids)
         size = self.grid.page_tokens
         keys = keys[: max(0, len(ids) - past.left) // size]
-        full = bool(self._pages.attention) and self._pages.attention[0].rule == Rule.prefix()
-        reach = self._cache.peek(keys, namespace=namespace) if full else 0
-        groups = self._groups(keys, namespace, full)
+        reach = self._cache.peek(keys, namespace=namespace) if self._pages.full else 0
+        groups = self._groups(keys, namespace)
         if groups is not None:
             with GroupSet(groups, page_tokens=size).match(keys) as match:
                 if match.pages:
-                    self._restore(past, match, full, load)
+                    self._restore(past, match, load)
         tokens = reach * size
         if self.checkpoints is not None:
             self.checkpoints.count(tokens, past.held)
@@ -659,16 +618,12 @@ class HybridPrefixes:
             save_positions(past, ids, self.grid)
         return past
 
-    def _groups(self, keys: Keys, namespace: Namespace | None, full: bool) -> list[Group] | None:
-        """What is matched together; None: a namespace was cleared."""
+    def _groups(self, keys: Keys, namespace: Namespace | None) -> list[Group] | None:
+        """What is matched together; None: the namespace was cleared."""
         groups = []
-        if full:
+        if self._pages.full:
             groups.append(Group("kv", Rule.prefix(), self._cache.index, namespace))
-        for window in self.windows:
-            space = window.spaces.beside(namespace)
-            if space is None:
-                return None
-            groups.append(window.group(space))
+        groups += [window.group(namespace) for window in self.windows]
         if self.checkpoints is not None:
             path = self.checkpoints.path(keys, namespace)
             if path is None:
@@ -680,12 +635,11 @@ class HybridPrefixes:
         self,
         past: HybridPrefixCache,
         match: GroupMatch,
-        full: bool,
         load: Callable[[PrefixCache, Lease], None],
     ) -> None:
         leases = list(zip(match.leases, match.first, strict=True))
         position = match.pages * self.grid.page_tokens
-        if full:
+        if self._pages.full:
             load(past, leases.pop(0)[0])
         else:
             past.restored(0, position)
@@ -709,7 +663,7 @@ class HybridPrefixes:
         past.look()
         size = self.grid.page_tokens
         stored = len(keys)
-        if not self._cache.index.independent:
+        if self._pages.full:
             stored = self._cache.peek(keys, namespace=namespace)
         positions = sorted(
             position
@@ -729,11 +683,10 @@ class HybridPrefixes:
         namespace: Namespace | None,
         positions: list[int],
     ) -> None:
-        space = window.spaces.beside(namespace)
-        for position in positions if space is not None else ():
+        for position in positions:
             rows = past.rows_of(window.pages, position)
-            if rows is not None and space is not None:
-                window.save(keys, space, rows, position)
+            if rows is not None:
+                window.save(keys, namespace, rows, position)
 
     def _save_states(
         self,
@@ -761,7 +714,7 @@ class HybridPrefixes:
                 checkpoints.save(path, pages, checkpoint, fork=fork)
 
     def close(self) -> None:
-        """Wait for copies, and release the caches beside the first."""
+        """Wait for copies."""
         with contextlib.ExitStack() as stack:
             for window in self.windows:
                 stack.callback(window.close)
@@ -790,7 +743,7 @@ __all__ = [
     "Checkpoints",
     "HybridPrefixCache",
     "HybridPrefixes",
-    "check_caches",
+    "check_kind",
     "pool_of_states",
     "pool_of_tokens",
     "prefill",

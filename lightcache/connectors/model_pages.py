@@ -10,13 +10,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from lightcache.cache import Cache
 from lightcache.connectors._requirements import DynamicCache, torch
 from lightcache.connectors.cache_layers import rules_of, state_layers, unknown_layers
 from lightcache.connectors.state_pages import StatePages, describe_states
 from lightcache.connectors.trial import check_evaluated, check_passes, computed, past_argument
 from lightcache.errors import ConfigError, LayoutMismatch
+from lightcache.group_index import GroupIndex
 from lightcache.kernels.geometry import KVGroup, PageGeometry
 from lightcache.kernels.groups import Rule, whole
+from lightcache.page_index import PageIndex
+from lightcache.runs import PLAIN, Run
 
 GROUP = "kv"
 """Name of the layers of full attention, and of the first shape in every geometry."""
@@ -47,7 +51,7 @@ _IRRELEVANT = {
 
 @dataclass(frozen=True)
 class TokenPages:
-    """Pages of the layers with one rule: the configuration of their cache."""
+    """Pages of the layers with one rule."""
 
     name: str
     """"kv": full attention; such as "window4096" and "chunk8192": the layers with that setting."""
@@ -55,29 +59,17 @@ class TokenPages:
     """The pages that a position needs."""
     geometry: PageGeometry
     """A group for each shape, "kv", "kv2" and so on: planes `k` and `v` of every layer."""
-    fingerprint: str
-    """Three words: weights, KV dtype, `geometry.fingerprint()`."""
     dtype: torch.dtype
     """Of keys and values."""
     device: str
     """The model's device: "cpu", or such as "cuda:0"."""
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """For `Cache.create` and `Cache.open`: page_bytes, page_tokens, fingerprint, device, and
-        independent, if a page is usable without those before it."""
-        options: dict[str, Any] = {
-            "page_bytes": self.geometry.page_bytes,
-            "page_tokens": self.geometry.page_tokens,
-            "fingerprint": self.fingerprint,
-            "device": self.device != "cpu",
-        }
-        return options if self.rule == Rule.prefix() else options | {"independent": True}
+    run: Run = PLAIN
+    """How they lie in the cache."""
 
 
 @dataclass(frozen=True)
 class ModelPages:
-    """The pages of one model: the configuration of its caches."""
+    """The pages of one model: the configuration of its cache."""
 
     attention: tuple[TokenPages, ...]
     """Keys and values, by rule: full attention first. Empty for a model of states alone."""
@@ -85,31 +77,55 @@ class ModelPages:
     """Pages of recurrent states."""
     page_tokens: int
     """Tokens of a page of keys and values; positions are multiples of it."""
+    weights: str
+    """The first word of the fingerprint."""
     needs_positions: bool = False
     """Whether the model counts positions from 0 in each pass unless it is told (Bamba, in 5.23)."""
 
     @property
     def first(self) -> TokenPages | StatePages:
-        """The pages of the cache that has the model's name: its keys name all other pages."""
+        """The pages that lie in the cache as they are: its page is one of these."""
         if self.attention:
             return self.attention[0]
         assert self.states is not None
         return self.states
 
     @property
-    def others(self) -> tuple[TokenPages, ...]:
-        """Keys and values in caches beside the first."""
-        return self.attention[1:]
+    def full(self) -> bool:
+        """Whether there are layers of full attention, which need every page of a prefix."""
+        return bool(self.attention) and self.attention[0].rule == Rule.prefix()
+
+    @property
+    def dense(self) -> bool:
+        """Whether full attention is all there is."""
+        return self.full and len(self.attention) == 1 and self.states is None
 
     @property
     def geometry(self) -> PageGeometry:
         """Of `first`."""
         return self.first.geometry
 
+    def indexes(self, cache: Cache) -> dict[Rule, PageIndex | GroupIndex]:
+        """For a `Router`: where in this cache the layers of each rule have their pages."""
+        found: dict[Rule, PageIndex | GroupIndex] = {}
+        every = [(of.rule, of.run) for of in self.attention]
+        if self.states is not None:
+            every.append((Rule.point(), self.states.run))
+        for rule, run in every:
+            found[rule] = cache.index if run == PLAIN else GroupIndex(cache.index, run)
+        return found
+
     @property
     def fingerprint(self) -> str:
-        """Of `first`."""
-        return self.first.fingerprint
+        """Words: weights, KV dtype, the format of each kind of layers, then the names and dtypes of
+        the parts of a state, and its format."""
+        words = [self.weights]
+        if self.attention:
+            words.append(str(self.attention[0].dtype).removeprefix("torch."))
+            words += [of.geometry.fingerprint() for of in self.attention]
+        if self.states is not None:
+            words += [self.states.dtypes, self.states.geometry.fingerprint()]
+        return " ".join(words)
 
     @property
     def device(self) -> str:
@@ -118,12 +134,19 @@ class ModelPages:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of `first`."""
-        return self.first.options
+        """For `Cache.create` and `Cache.open`: page_bytes, page_tokens, fingerprint, device, and
+        independent, if no layer needs the pages before a position."""
+        options: dict[str, Any] = {
+            "page_bytes": self.geometry.page_bytes,
+            "page_tokens": self.page_tokens,
+            "fingerprint": self.fingerprint,
+            "device": self.device != "cpu",
+        }
+        return options if self.full else options | {"independent": True}
 
 
 def describe(model: Any, *, page_tokens: int = 16, name: str | None = None) -> ModelPages:
-    """The page format of this model, and a fingerprint that keeps other models out.
+    """The formats of this model's pages, and a fingerprint that keeps other models out.
 
     Computes one token, and reads the shapes that the model caches; nothing is guessed, since shapes
     differ between releases of transformers for the same configuration (latent attention). Then
@@ -163,25 +186,25 @@ def describe(model: Any, *, page_tokens: int = 16, name: str | None = None) -> M
     weights = (
         f"{_text_config(model).model_type}:{_digest(model)}" if name is None else _NAMED + name
     )
-    attention = _by_rule(model, past, page_tokens, weights, device)
+    attention = _by_rule(model, past, page_tokens, device)
     states = None
     if state_layers(past):
-        states = describe_states(
-            model, past, weights, device, page_tokens=1 if attention else page_tokens
-        )
+        part = attention[0].geometry.page_bytes if attention else None
+        states = describe_states(model, past, device, number=len(attention), part_bytes=part)
     needs_positions = check_passes(
         model, device, _vocabulary(model), several=states is None or states.continues
     )
-    return ModelPages(attention, states, page_tokens, needs_positions)
+    return ModelPages(attention, states, page_tokens, weights, needs_positions)
 
 
 def _by_rule(
-    model: Any, past: DynamicCache, page_tokens: int, weights: str, device: str
+    model: Any, past: DynamicCache, page_tokens: int, device: str
 ) -> tuple[TokenPages, ...]:
-    """Pages of keys and values, from the cache of one token. Full attention comes first."""
+    """Pages of keys and values, from the cache of one token. Full attention comes first, and its
+    page is one of the cache; other pages take as many as they need."""
     rules = rules_of(past, _text_config(model))
     kept = _kept_of(model, past, tuple(rules))
-    found = []
+    found: list[TokenPages] = []
     for rule in sorted(set(rules.values()), key=lambda one: (one != Rule.prefix(), str(one))):
         shapes: dict[tuple[int, int, int], list[int]] = {}
         for number in (number for number in rules if rules[number] == rule):
@@ -201,10 +224,11 @@ def _by_rule(
                     rule=rule,
                 )
                 for count, ((heads, key, value), layers) in enumerate(shapes.items(), 1)
-            ]
+            ],
+            part_bytes=found[0].geometry.page_bytes if found else None,
         )
-        fingerprint = f"{weights} {str(dtype).removeprefix('torch.')} {geometry.fingerprint()}"
-        found.append(TokenPages(_name_of(rule), rule, geometry, fingerprint, dtype, device))
+        run = Run(len(found), geometry.parts) if found else PLAIN
+        found.append(TokenPages(_name_of(rule), rule, geometry, dtype, device, run))
     return tuple(found)
 
 
@@ -231,7 +255,7 @@ def describe_for(cache: Any, model: Any) -> ModelPages:
     return pages
 
 
-def check_model(cache: Any, pages: ModelPages | TokenPages | StatePages) -> None:
+def check_model(cache: Any, pages: ModelPages) -> None:
     """Check that a cache is for these pages.
 
     Raises:
@@ -246,14 +270,18 @@ def check_model(cache: Any, pages: ModelPages | TokenPages | StatePages) -> None
     )
 
 
-def _difference(cache: Any, pages: ModelPages | TokenPages | StatePages) -> str:
+def _difference(cache: Any, pages: ModelPages) -> str:
     """The most telling difference: weights of another dtype are always different weights."""
     has, wanted = cache.fingerprint.split(" "), pages.fingerprint.split(" ")
     if len(has) != len(wanted):
-        return "fingerprints"
-    kept = "states" if isinstance(pages, StatePages) else "keys and values"
-    subjects = ("configuration or weights", f"dtypes of {kept}", "formats of pages")
-    other = [subjects[i] for i in (1, 2, 0) if has[i] != wanted[i]]
+        return "kinds of layers" if len(has) > 2 else "fingerprints"
+    states = len(wanted) - 2 if pages.states is not None else len(wanted)
+    subjects = ["configuration or weights"]
+    if pages.attention:
+        subjects += ["dtypes of keys and values", *["formats of pages"] * len(pages.attention)]
+    subjects[states:] = ["dtypes of states", "formats of states"][: len(wanted) - states]
+    order = sorted(range(len(wanted)), key=lambda i: (i == 0, "formats" in subjects[i]))
+    other = [subjects[i] for i in order if has[i] != wanted[i]]
     return other[0] if other else "sizes of pages"
 
 

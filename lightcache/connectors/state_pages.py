@@ -1,4 +1,4 @@
-"""The recurrent states of a hybrid model: each is one page of a cache of their own."""
+"""The recurrent states of a hybrid model: each takes several pages of the cache."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane
 from lightcache.kernels.planes import DevicePlanes, join
 from lightcache.leases import Allocation
 from lightcache.manager.backend import EngineBackend, Slots, TransferHandle
+from lightcache.runs import PLAIN, Run
 
 GROUP = "state"
 """Name of the only group of these geometries."""
@@ -41,43 +42,36 @@ class Part:
 
 @dataclass(frozen=True)
 class StatePages:
-    """Pages of one model's states: the configuration of their cache."""
+    """Pages of one model's states."""
 
     geometry: PageGeometry
     """One group, "state": a plane for each part, of every layer that has a state."""
-    fingerprint: str
-    """Three words: weights, names and dtypes of the parts, `geometry.fingerprint()`."""
     parts: tuple[Part, ...]
     device: str
     """The model's device: "cpu", or such as "cuda:0"."""
     continues: bool
     """Whether this release of transformers continues from a state with several tokens in one pass.
     If not, the connector computes tokens after a state one by one (Jamba, in 5.23)."""
-    page_tokens: int = 1
-    """Tokens that a key of this cache stands for, if it is the model's only one; else 1."""
+    run: Run = PLAIN
+    """How states lie in the cache; as they are, if the model keeps nothing else."""
 
     @property
-    def options(self) -> dict[str, Any]:
-        """For `Cache.create` and `Cache.open`, as `ModelPages.options`. A page is one state, usable
-        without the pages before it."""
-        return {
-            "page_bytes": self.geometry.page_bytes,
-            "page_tokens": self.page_tokens,
-            "fingerprint": self.fingerprint,
-            "device": self.device != "cpu",
-            "independent": True,
-        }
+    def dtypes(self) -> str:
+        """Names and dtypes of the parts."""
+        return ",".join(
+            f"{part.name}:{str(part.dtype).removeprefix('torch.')}" for part in self.parts
+        )
 
 
 def describe_states(
-    model: Any, past: DynamicCache, weights: str, device: str, *, page_tokens: int
+    model: Any, past: DynamicCache, device: str, *, number: int, part_bytes: int | None
 ) -> StatePages:
     """Pages of a model's states.
 
     Args:
         past: the model's cache of one token.
-        weights: first word of the fingerprint.
-        page_tokens: see `StatePages`.
+        number: of this group in the cache.
+        part_bytes: of a page of the cache; None: a page is one state.
 
     Raises:
         ConfigError: no states, states of several shapes, or a release of transformers that cannot
@@ -106,16 +100,10 @@ def describe_states(
     planes = [
         Plane(part.name, torch.Size(part.shape).numel() * part.dtype.itemsize) for part in parts
     ]
-    geometry = PageGeometry([KVGroup.state(GROUP, layers=layers, parts=planes)])
-    dtypes = ",".join(f"{part.name}:{str(part.dtype).removeprefix('torch.')}" for part in parts)
-    return StatePages(
-        geometry,
-        f"{weights} {dtypes} {geometry.fingerprint()}",
-        parts,
-        device,
-        _continues(model, device),
-        page_tokens,
-    )
+    group = KVGroup.state(GROUP, layers=layers, parts=planes)
+    geometry = PageGeometry([group], part_bytes=part_bytes)
+    run = PLAIN if part_bytes is None else Run(number, geometry.parts)
+    return StatePages(geometry, parts, device, _continues(model, device), run)
 
 
 def _continues(model: Any, device: str) -> bool:

@@ -9,8 +9,8 @@
             past.extend(output[:, input_ids.shape[1]:])  # to save what was generated as well
 
 `prefix` restores the longest stored prefix, so the model computes only the rest; leaving its `with`
-saves the new pages. Models with layers of several kinds need a cache for each: `open_caches`; those
-with recurrent states also need `Connector.prefill`. Needs transformers 5.0 or later.
+saves the new pages. Models with recurrent states also need `Connector.prefill`. Needs transformers
+5.0 or later.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from lightcache.connectors.hybrid import (
     Checkpoint,
     HybridPrefixCache,
     HybridPrefixes,
-    check_caches,
+    check_kind,
     pool_of_states,
     pool_of_tokens,
 )
 from lightcache.connectors.lease_calls import LeaseCalls
 from lightcache.connectors.model_pages import ModelPages, TokenPages, describe, describe_for
 from lightcache.connectors.model_watch import ModelWatch
-from lightcache.connectors.opening import Caches, open_cache, open_caches
+from lightcache.connectors.opening import open_cache
 from lightcache.connectors.pooled import check_device
 from lightcache.connectors.prefix_cache import (
     ConnectorStats,
@@ -59,12 +59,10 @@ class Connector(LeaseCalls):
 
     def __init__(
         self,
-        cache: Cache | Caches,
+        cache: Cache,
         model: Any,
         *,
-        states: Cache | None = None,
         pinned: PinnedPages | None = None,
-        pinned_states: PinnedPages | None = None,
         chunk: int = 64,
         every: int = 256,
         path_limit: int = PATH_LIMIT,
@@ -73,14 +71,10 @@ class Connector(LeaseCalls):
         hybrid model.
 
         Args:
-            cache: the result of `open_cache` or `open_caches`, or made with
-                `describe(model).options`.
+            cache: the result of `open_cache`, or made with `describe(model).options`.
             model: as `describe`.
-            states: for a model with keys and values and with states, if `cache` is a Cache: made
-                with `describe(model).states.options`.
-            pinned, pinned_states: for a model on a GPU, the result of `pin` of the first cache, and
-                of the cache of states beside it; None, and for all other caches: pinned here, in
-                the background, which takes seconds for a large pool, and unpinned by `close`.
+            pinned: for a model on a GPU, the result of `cache.pin`; None: pinned here, in the
+                background, which takes seconds for a large pool, and unpinned by `close`.
             chunk, every: of the `Grid` at which states and windows are saved: states of a prompt at
                 multiples of chunk and page_tokens, windows at those of page_tokens; while decoding,
                 both at those of `every` as well. Processes may use different values.
@@ -89,30 +83,19 @@ class Connector(LeaseCalls):
                 that of `lightcache.hybrid.Checkpoints`.
 
         Raises:
-            LayoutMismatch: a cache is of another model; says what differs.
-            ConfigError: as `describe`; or not a cache, a cache without page_tokens, too few or too
-                many caches for the model, one of states or windows that is not independent, or for
-                a model on a GPU a cache opened without device=True; or sizes out of range.
-            InUse: this process has pinned a pool already; pass `pinned`.
-            Detached: a cache is closed.
+            LayoutMismatch: the cache is of another model; says what differs.
+            ConfigError: as `describe`; or not a cache, a cache without page_tokens, one whose pages
+                are evicted in another order than the model needs, or for a model on a GPU a cache
+                opened without device=True; or sizes out of range.
+            InUse: this process has pinned the pool already; pass `pinned`.
+            Detached: the cache is closed.
         """
-        caches = cache if isinstance(cache, Caches) else Caches(cache, states)
-        if not isinstance(caches.kv, Cache):
-            raise ConfigError(
-                f"cache: expected a lightcache.Cache, or the result of open_caches, found "
-                f"{type(caches.kv).__name__}"
-            )
-        if caches is cache and states is not None:
-            raise ConfigError(
-                "states: expected None beside the result of open_caches, found a cache; give "
-                "either all caches, or the first and states="
-            )
-        self.cache = caches.kv
+        if not isinstance(cache, Cache):
+            raise ConfigError(f"cache: expected a lightcache.Cache, found {type(cache).__name__}")
+        self.cache = cache
         self.pages: ModelPages = describe_for(self.cache, model)
-        check_caches(caches, model, self.pages)
-        for opened in caches.all:
-            check_device(opened, self.pages.device)
-        self._caches = caches.all
+        check_kind(cache, self.pages)
+        check_device(cache, self.pages.device)
         self._config = model.config
         self._figures = Counters()
         self._closed = False
@@ -136,13 +119,11 @@ class Connector(LeaseCalls):
             self.hybrid: HybridPrefixes | None = None
             """Of a model with windows, chunks or recurrent states: finds, takes and saves what
             positions need."""
-            if self.pages.states is not None or first.options.get("independent") or caches.windows:
+            if not self.pages.dense:
                 self.hybrid = HybridPrefixes(
-                    caches,
                     self._pool,
                     model,
                     self.pages,
-                    pinned=pinned_states,
                     chunk=chunk,
                     every=every,
                     path_limit=path_limit,
@@ -181,7 +162,6 @@ class Connector(LeaseCalls):
             LayoutMismatch: the weights changed while the connector was open; nothing is saved.
             TransferFailed: a copy failed; on entry, nothing is held.
             LockTimeout, Detached, PermissionDenied: as `Cache.match` and `Cache.reserve`.
-            OutOfPages: a hybrid model's cache of states has no room for another namespace.
         """
         self._check_open()
         ids = token_ids(tokens)
@@ -212,9 +192,8 @@ class Connector(LeaseCalls):
         return self._figures.snapshot(None if checkpoints is None else checkpoints.stats())
 
     def _check_use(self, namespace: Namespace | None) -> None:
-        """Check that the caches are open, and their weights current."""
-        for cache in self._caches:
-            cache.index.segment.mark_used()
+        """Check that the cache is open, and its weights current."""
+        self.cache.index.segment.mark_used()
         space = self.cache.index.default_namespace if namespace is None else namespace
         self._watch.check_weights(space.weights)
 
@@ -251,8 +230,7 @@ class Connector(LeaseCalls):
     def _save(self, past: PrefixCache, how: dict[str, Any]) -> None:
         self.engine.poll()  # releases the pages pinned for the load
         keys = self.cache.hash_pages(past.tokens, **how)
-        full = not self.cache.index.independent
-        if full and len(keys) * self.pages.page_tokens > past.reused:
+        if self.pages.full and len(keys) * self.pages.page_tokens > past.reused:
             self._save_pages(past, keys, how["namespace"])
         if self.hybrid is not None and isinstance(past, HybridPrefixCache):
             self.hybrid.save(past, keys, how["namespace"])
@@ -280,7 +258,7 @@ class Connector(LeaseCalls):
     # ---- the end
 
     def close(self) -> None:
-        """Wait for copies, publish saved pages, and release the caches, which can then be closed. A
+        """Wait for copies, publish saved pages, and release the cache, which can then be closed. A
         second call does nothing."""
         if self._closed:
             return
@@ -299,24 +277,22 @@ class Connector(LeaseCalls):
 
 @contextlib.contextmanager
 def prefix(
-    cache: Cache | Caches,
+    cache: Cache,
     model: Any,
     tokens: Any,
     *,
-    states: Cache | None = None,
     salt: str | bytes | None = None,
     namespace: Namespace | None = None,
     pinned: PinnedPages | None = None,
 ) -> Iterator[PrefixCache]:
     """`Connector.prefix`, with a connector for this call alone. That costs a decoding step, threads
     and, on a GPU without `pinned`, registration of the pool: for many calls make a `Connector`."""
-    with Connector(cache, model, states=states, pinned=pinned) as connector:
+    with Connector(cache, model, pinned=pinned) as connector:
         with connector.prefix(tokens, salt=salt, namespace=namespace) as past:
             yield past
 
 
 __all__ = [
-    "Caches",
     "Checkpoint",
     "Connector",
     "ConnectorStats",
@@ -326,6 +302,5 @@ __all__ = [
     "TokenPages",
     "describe",
     "open_cache",
-    "open_caches",
     "prefix",
 ]

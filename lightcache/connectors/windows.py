@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from lightcache import Cache, Lease, Load, Namespace, Offload
+from lightcache import Lease, Load, Namespace, Offload
 from lightcache._arguments import Keys
 from lightcache.connectors.cache_layers import Pair, WindowTail
 from lightcache.connectors.model_pages import TokenPages
@@ -16,53 +16,23 @@ from lightcache.connectors.pooled import Pooled
 from lightcache.connectors.prefix_cache import Counters, empty_rows, planes_of_rows
 from lightcache.errors import Abandoned, NoSpace, TransferFailed
 from lightcache.groups import Group
-from lightcache.hybrid.checkpoints import StateSpaces
-from lightcache.namespaces import NamespaceState
-
-
-class Spaces:
-    """The namespaces of one cache beside those of the model's first cache, which gives the keys."""
-
-    def __init__(self, first: Cache, cache: Cache) -> None:
-        """None opened yet. Both may be the same cache."""
-        self._first, self._own = first.index, first is cache
-        self._spaces = StateSpaces(None, cache)
-
-    def beside(self, namespace: Namespace | None) -> Namespace | None:
-        """The namespace of the same weights and tenant, made if needed. None: the one of the first
-        cache was cleared.
-
-        Args:
-            namespace: of the first cache; None: its default one.
-
-        Raises:
-            OutOfPages, LockTimeout: as `Cache.namespace`.
-        """
-        first = self._first.default_namespace if namespace is None else namespace
-        if self._own:
-            return first
-        space = self._spaces.beside(
-            first, lambda: self._first.namespace_state(first) is NamespaceState.NORMAL
-        )
-        return None if space is None else space.host
 
 
 class WindowGroup:
     """Moves the pages of the layers with one window, or one length of chunks."""
 
-    def __init__(self, first: Cache, pool: Pooled, pages: TokenPages, figures: Counters) -> None:
+    def __init__(self, pool: Pooled, pages: TokenPages, figures: Counters) -> None:
         """Args:
-        first: the cache that gives the keys; it may be the pool's.
-        pool: of the cache of these pages.
+        pool: that moves these pages.
         figures: counters of the connector.
         """
         self.pages, self.cache = pages, pool.cache
         self._pool, self._figures = pool, figures
-        self.spaces = Spaces(first, pool.cache)
 
-    def group(self, namespace: Namespace) -> Group:
+    def group(self, namespace: Namespace | None) -> Group:
         """For a `GroupSet`."""
-        return Group(self.pages.name, self.pages.rule, self.cache.index, namespace)
+        pages = self.pages
+        return Group(pages.name, pages.rule, self.cache.index, namespace, pages.run)
 
     def load(
         self, tails: Mapping[int, WindowTail], lease: Lease, first: int, position: int
@@ -98,7 +68,9 @@ class WindowGroup:
             load.transfer.wait_on()
         load.done()
 
-    def save(self, keys: Keys, namespace: Namespace, rows: dict[int, Pair], position: int) -> None:
+    def save(
+        self, keys: Keys, namespace: Namespace | None, rows: dict[int, Pair], position: int
+    ) -> None:
         """Copy what a position needs into the cache, except pages that are there or that another
         process is writing. Blocks until they are published. Without room, or in a namespace that
         was cleared meanwhile, nothing is saved.
@@ -115,8 +87,10 @@ class WindowGroup:
         first = self.pages.rule.first(pages, self.pages.geometry.page_tokens)
         if first == pages:
             return
+        run = self.pages.run
+        parts = run.keys(np.ascontiguousarray(keys[first:pages]))
         try:
-            with self.cache.reserve(keys[first:pages], namespace=namespace) as held:
+            with self.cache.reserve(parts, independent=True, run=run, namespace=namespace) as held:
                 counts = {
                     "saved_pages": len(held.new),
                     "present_pages": len(held.present),
@@ -132,15 +106,15 @@ class WindowGroup:
             self._figures.add(cleared=1)
             return
         except NoSpace as error:
-            counts, missing, why = {}, pages - first, str(error)
+            counts, missing, why = {}, len(parts), str(error)
         if missing:
-            self._figures.no_room(self.cache.name, missing, pages - first, why)
+            self._figures.no_room(self.cache.name, missing, len(parts), why)
         else:
             self._figures.add(**counts)
 
     def close(self) -> None:
-        """Wait for copies, and release the cache."""
+        """Wait for copies."""
         self._pool.close()
 
 
-__all__ = ["Spaces", "WindowGroup"]
+__all__ = ["WindowGroup"]

@@ -14,13 +14,7 @@ from lightcache.cache import Cache
 from lightcache.errors import ConfigError
 from lightcache.hybrid.checkpoints import Checkpoints
 from lightcache.kernels import layouts
-from lightcache.kernels.geometry import (
-    MOST_PADDING,
-    KVGroup,
-    PageGeometry,
-    Plane,
-    fitting_page_tokens,
-)
+from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane, waste_of
 from lightcache.kernels.planes import DevicePlanes, join
 from lightcache.kernels.states import StateCopier
 from lightcache.manager.blocks import create_index
@@ -303,7 +297,8 @@ def open_hybrid(
     """
     geometry, planes = describe(tensors, axes, page_tokens, value_dim)
     layout = state_layout(parts, layers=layers, part_bytes=geometry.page_bytes)
-    _warn_of_padding(name, geometry, layout.geometry)
+    if waste := waste_of("states", geometry, layout.geometry):
+        _log.warning("cache %r: %s", name, waste)
     limit = layout.slots if slots is None else count(slots, "slots", 1, layout.slots)
     decided: dict[str, Any] = {
         "page_bytes": geometry.page_bytes,
@@ -329,23 +324,6 @@ def open_hybrid(
         states = States(layout, copier, device, cache, kv)
         stack.pop_all()
     return states
-
-
-def _warn_of_padding(name: str, kv: PageGeometry, states: PageGeometry) -> None:
-    if states.padding <= MOST_PADDING:
-        return
-    fitting = fitting_page_tokens(kv, [states])
-    advice = f"page_tokens={fitting[0]} would fit" if fitting else "no page_tokens near it fits"
-    _log.warning(
-        "cache %r: a state of %d bytes takes up %d x %d bytes of the pool, %.0f %% of which stay "
-        "empty; %s",
-        name,
-        states.used_bytes,
-        states.parts,
-        states.part_bytes,
-        100 * states.padding,
-        advice,
-    )
 
 
 __all__ = [

@@ -9,6 +9,7 @@ import transformers
 from support.hybrid_models import draw
 from support.tiny_models import SIZES, Answer, answer
 
+from lightcache import Cache
 from lightcache.connectors import transformers as lct
 from lightcache.connectors.trial import past_argument
 
@@ -68,9 +69,9 @@ def windowed(kind: str = "Gemma2", *, window: int = 9, seed: int = 0, **sizes: A
     return draw(made, seed).eval()
 
 
-def opened(name: str, model: Any, *, page: int = 4, size: str = "4MiB") -> lct.Caches:
-    """Caches for this model."""
-    return lct.open_caches(
+def opened(name: str, model: Any, *, page: int = 4, size: str = "4MiB") -> Cache:
+    """A cache for this model."""
+    return lct.open_cache(
         name, model, size=size, page_tokens=page, secret=bytes(16), lifetime="attached"
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -114,11 +113,11 @@ def test_two_engines_share_a_pool(segment_name: str) -> None:
 
 
 def test_padding_is_said_with_what_fits(segment_name: str, caplog: Any) -> None:
-    with caplog.at_level(logging.WARNING, "lightcache.hybrid"):
-        with open_(segment_name, kv_tensors(), state_tensors(140)):
-            pass
-    assert "a state of 1240 bytes takes up 2 x 1024 bytes of the pool" in caplog.text
-    assert "39 % of which stay empty; page_tokens=" in caplog.text
+    kv = [torch.rand((2, BLOCKS, 16, 16, 64))]
+    with open_(segment_name, kv, state_tensors(40_000), page_tokens=16):
+        pass
+    assert "states: 320120 bytes take up 3 x 131072 bytes of the pool, 19 %" in caplog.text
+    assert "page_tokens=" in caplog.text
 
 
 def test_what_is_refused(segment_name: str) -> None:

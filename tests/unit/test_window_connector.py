@@ -40,20 +40,29 @@ pytestmark = pytest.mark.models
 
 
 @pytest.fixture
-def caches(segment_name: str) -> Iterator[Callable[..., lct.Caches]]:
-    """Makes caches for a model, in which nothing is held in the end."""
-    made: list[lct.Caches] = []
+def caches(segment_name: str) -> Iterator[Callable[..., Cache]]:
+    """Makes caches for models, in which nothing is held in the end."""
+    made: list[Cache] = []
 
-    def make(of: Any, **sizes: Any) -> lct.Caches:
+    def make(of: Any, **sizes: Any) -> Cache:
         made.append(opened(f"{segment_name}-{len(made)}", of, **sizes))
         return made[-1]
 
     yield make
     gc.collect()
-    for one in made:
-        for cache in one.all:
-            assert held(cache) == (0, 0)
-        one.close()
+    for cache in made:
+        assert held(cache) == (0, 0)
+        cache.close()
+
+
+def windows_of(connector: lct.Connector) -> Any:
+    """Where the pages of its only windows lie."""
+    (windows,) = [
+        index
+        for rule, index in connector.pages.indexes(connector.cache).items()
+        if rule not in (Rule.prefix(), Rule.point())
+    ]
+    return windows
 
 
 def together(*parts: Any) -> Any:
@@ -71,23 +80,20 @@ def ask(connector: lct.Connector, of: Any, ids: Any, *, steps: int = 4) -> tuple
 
 
 @pytest.mark.parametrize("kind", ["Llama4", "Gemma2", "Mistral", "Mamba", "Qwen3Next"])
-def test_a_router_counts_what_is_restored(caches: Callable[..., lct.Caches], kind: str) -> None:
+def test_a_router_counts_what_is_restored(caches: Callable[..., Cache], kind: str) -> None:
     made = hybrid(kind) if kind == "Qwen3Next" else windowed(kind)
     every = caches(made, page=4)
-    layers = lct.describe(made, page_tokens=4).attention
-    host = {of.rule: every.windows.get(of.name, every.kv) for of in layers}
-    if every.states is not None or not layers:
-        host[Rule.point()] = every.states or every.kv
+    host = lct.describe(made, page_tokens=4).indexes(every)
     policy = RouterPolicy(host_weight=0.0)
     first, counts = prompt(70), []
     turns = [first, together(first[:, :40], prompt(20, seed=1)), together(first, prompt(9, seed=2))]
     with (
         lct.Connector(every, made, chunk=4) as connector,
-        Router(host, {"one": None}, policy=policy, spec=every.kv.key_spec()) as router,
+        Router(host, {"one": None}, policy=policy, spec=every.key_spec()) as router,
     ):
         for ids in [*turns, *turns, *turns]:
             if len(counts) > 5:
-                every.all[len(counts) % len(every.all)].evict(1)
+                every.evict(1, group=len(counts) % len(host))
             choice = router.route(Prompt(ids[0].tolist()), {"one": 0})
             counts.append(ids.shape[1] - choice.costs["one"])
             assert counts[-1] == ask(connector, made, ids)[0]
@@ -190,22 +196,22 @@ def test_two_processes_in_turn(side: subprocess.Popen[str], kind: str, window: i
 # ---- what is written, and what is found
 
 
-def stored(cache: Cache, connector: lct.Connector, ids: Any) -> list[int]:
-    """Numbers of the pages of a prompt that a cache has."""
+def stored(index: Any, connector: lct.Connector, ids: Any) -> list[int]:
+    """Numbers of the pages of a prompt that an index has."""
     keys = connector.cache.hash_pages(ids[0].tolist())
-    return [at for at in range(len(keys)) if cache.index.last_ready(keys[at : at + 1])]
+    return [at for at in range(len(keys)) if index.last_ready(keys[at : at + 1])]
 
 
 def test_only_windows_of_positions_are_written(caches: Any) -> None:
     made = windowed(window=9)  # 8 tokens before its own: two or three pages
-    both = caches(made)
-    (window,) = both.windows.values()
-    with lct.Connector(both, made) as connector:
+    cache = caches(made)
+    with lct.Connector(cache, made) as connector:
+        window = windows_of(connector)
         ids = prompt(48)
         ask(connector, made, ids, steps=1)
         # 44, which leaves tokens to compute, and 48, from which longer prompts continue.
         assert stored(window, connector, ids) == [9, 10, 11]
-        assert stored(both.kv, connector, ids) == list(range(12))
+        assert stored(cache.index, connector, ids) == list(range(12))
         assert connector.stats().saved_pages == 15
         # The stored pages go to 28 without a window there, so the second saves one for the third.
         branches = [together(ids[:, :30], prompt(13, seed)) for seed in (1, 2, 3)]
@@ -220,9 +226,8 @@ def test_only_windows_of_positions_are_written(caches: Any) -> None:
 def test_windows_while_decoding(caches: Any) -> None:
     """At multiples of `every`, for an answer of which fewer tokens are named than were computed."""
     made = windowed(window=9)
-    both = caches(made)
-    (window,) = both.windows.values()
-    with lct.Connector(both, made, every=16) as connector:
+    with lct.Connector(caches(made), made, every=16) as connector:
+        window = windows_of(connector)
         ids = prompt(10)
         with connector.prefix(ids) as past:
             tokens = answered(made, ids, past, steps=80).tokens
@@ -250,14 +255,13 @@ def test_any_length(caches: Any, kind: str, window: int, page: int) -> None:
 def test_a_page_evicted_from_the_middle(caches: Any, kind: str) -> None:
     """The position that needs it is refused; what is left is found, and everything is right."""
     made = windowed(kind, window=20)
-    all_ = caches(made)
-    window = next(iter(all_.windows.values()), all_.kv)
-    with lct.Connector(all_, made) as connector:
+    with lct.Connector(caches(made), made) as connector:
+        window = windows_of(connector)
         ids = prompt(41)
         ask(connector, made, ids[:, :21], steps=1)
         ask(connector, made, ids, steps=1)
         keys = connector.cache.hash_pages(ids[0].tolist())
-        assert window.index.drop(keys[7:8])
+        assert window.drop(keys[7:8])
         # Its window is pages 5 to 9, that of 20 is pages 0 to 4; together they serve 28 as well.
         assert ask(connector, made, ids)[0] == 28
         assert ask(connector, made, ids)[0] == 40, "and is written again"
@@ -383,9 +387,9 @@ def test_speculative_decoding(caches: Any) -> None:
 @pytest.mark.parametrize("kind", STATES_ALONE)
 def test_states_alone(caches: Any, kind: str) -> None:
     made = windowed(kind)
-    all_ = caches(made)
-    assert (all_.states, all_.windows, all_.kv.index.independent) == (None, {}, True)
-    with lct.Connector(all_, made, chunk=16) as connector:
+    cache = caches(made)
+    assert cache.index.independent
+    with lct.Connector(cache, made, chunk=16) as connector:
         ids = prompt(40)
         _, tokens = ask(connector, made, ids)
         assert ask(connector, made, ids)[0] == 32
@@ -419,21 +423,19 @@ def test_the_whole_prompt_after_its_state(caches: Any) -> None:
 
 def test_caches_that_do_not_fit(caches: Any, segment_name: str) -> None:
     made, other = windowed(window=9), windowed(window=12)
-    with pytest.raises(ConfigError, match=r"found window9 beside kv .*; use open_caches"):
-        lct.open_cache(segment_name, made, size="1MiB", secret=bytes(16))
-    mine, another = caches(made), caches(other)
     for given, message in (
-        (mine.kv, r"a cache for each of \['window9'\] of Gemma2.* found \[\]; use open_caches"),
-        (lct.Caches(mine.kv, None, another.windows), r"found \['window12'\]"),
-        (lct.Caches(mine.kv, None, {"window9": mine.kv}), "another model: formats of pages"),
+        (caches(other), "another model: .* differ"),
+        (caches(model()), "another model: kinds of layers differ"),
     ):
-        refused((ConfigError, LayoutMismatch), message, lct.Connector, given, made)
-    with pytest.raises(ConfigError, match="states: expected None beside the result"):
-        lct.Connector(mine, made, states=mine.kv)
-    options = lct.describe(made, page_tokens=4).attention[1].options | {"independent": False}
-    with Cache.create(segment_name, pages=4, secret=bytes(16), **options) as dependent:
-        wrong = lct.Caches(mine.kv, None, {"window9": dependent})
-        refused(ConfigError, "made with independent=True, found", lct.Connector, wrong, made)
+        refused(LayoutMismatch, message, lct.Connector, given, made)
+    options = lct.describe(made, page_tokens=4).options
+    how = {"pages": 4, "secret": bytes(16), **options}
+    with Cache.create(segment_name, independent=True, **how) as wrong:
+        refused(ConfigError, "made with independent=False, found", lct.Connector, wrong, made)
+    mistral = windowed("Mistral")
+    how |= lct.describe(mistral, page_tokens=4).options | {"independent": False}
+    with Cache.create(f"{segment_name}-2", **how) as wrong:
+        refused(ConfigError, "made with independent=True, found", lct.Connector, wrong, mistral)
 
 
 def test_calls_for_full_attention_alone(caches: Any) -> None:
@@ -449,14 +451,14 @@ def test_calls_for_full_attention_alone(caches: Any) -> None:
             refused(ConfigError, "a model with layers of full", connector.load, past, lease)
 
 
-def test_a_cleared_namespace_is_cleared_in_all(caches: Any) -> None:
+def test_a_cleared_namespace_has_nothing_of_any_layer(caches: Any) -> None:
     made = windowed()
-    all_ = caches(made)
-    with lct.Connector(all_, made) as connector:
+    cache = caches(made)
+    with lct.Connector(cache, made) as connector:
         ids = prompt(30)
         ask(connector, made, ids)
-        all_.clear()
-        assert [cache.stats().ready for cache in all_.all] == [0, 0]
+        cache.clear()
+        assert cache.stats().ready == 0
         assert [ask(connector, made, ids)[0] for _ in range(2)] == [0, 28]
 
 
@@ -465,14 +467,14 @@ def test_no_room_for_windows_is_said(
 ) -> None:
     made = windowed(window=40)
     pages = lct.describe(made, page_tokens=4)
-    like = {"secret": bytes(16)}
-    with (
-        Cache.create(segment_name, pages=64, **like, **pages.options) as kv,
-        Cache.create(f"{segment_name}-w", pages=4, **like, **pages.attention[1].options) as few,
-    ):
-        with lct.Connector(lct.Caches(kv, None, {"window40": few}), made) as connector:
-            assert [ask(connector, made, prompt(60))[0] for _ in range(2)] == [0, 0]
-            assert connector.stats().no_room_pages > 0
+    with Cache.create(segment_name, pages=18, secret=bytes(16), **pages.options) as few:
+        with lct.Connector(few, made) as connector, connector.prefix(prompt(60)) as past:
+            kept = connector.cache.hash_pages(prompt(60)[0].tolist())
+            answered(made, prompt(60), past)
+            with few.reserve(kept[:12]) as held_:
+                held_.publish()
+                few.protect(kept[:12])
+        assert connector.stats().no_room_pages > 0
     assert "no room for" in caplog.text
 
 
