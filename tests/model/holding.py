@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -57,13 +58,21 @@ class HoldingMachine(IndexMachine):
         writing = sum(p.state == "writing" for p in model.named())
         fits = writing + len(model.held) + n <= model.capacity
         can = model.room() + sum(model.removable(p, since) for p in model.named())
+        promised, numbers = model.promises(None), []
         if not fits or can < n:
             self.expect_lost(lambda: client.index.allocate(n), OutOfPages)
         else:
-            numbers = client.index.allocate(n).detach().tolist()
-            assert len(set(numbers)) == n
-        self.evict_for(n if fits else 0, since, now)
-        if fits and can >= n:
+            # What others were promised is not this call's, so it may lack pages that could go.
+            with contextlib.suppress(*[OutOfPages] if promised else []):
+                numbers = client.index.allocate(n).detach().tolist()
+            assert len(set(numbers)) == (n if numbers else 0)
+        if promised:
+            gone = self.evicted()
+            model.evict_legally(gone, since)
+            model.keeps_promises(gone, None)
+        else:
+            self.evict_for(n if fits else 0, since, now)
+        if numbers:
             for each in numbers:
                 self.check_new(each)
                 model.held[each] = client.slot

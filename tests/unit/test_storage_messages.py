@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from support.refusals import refused
 
 from lightcache.namespaces import Namespace
+from lightcache.runs import PLAIN, Run
 from lightcache.storage import TaskState
 from lightcache.storage.service.messages import (
     ANSWER_BYTES,
     MOST_BYTES,
     MOST_KEYS,
     PART_BYTES,
+    VERSION,
     Answer,
     Ask,
     Kind,
@@ -44,6 +46,7 @@ asks = st.builds(
     request=st.none() | U64,
     start=U32,
     most=U32,
+    run=st.builds(Run, st.integers(1, 31), st.integers(1, 4096)) | st.just(PLAIN),
     token_ids=st.none() | st.lists(U32, max_size=9).map(lambda ids: np.array(ids, np.uint32)),
 )
 ASK = Ask(1.0, 2.0, make_keys(3, seed=1), Namespace("v1", "t", 7), tokens=9, request=4)
@@ -116,7 +119,7 @@ def test_a_reason_that_is_too_long_is_cut_off_between_characters(first: str) -> 
     assert len(reason) > ANSWER_BYTES // 3
 
 
-@pytest.mark.parametrize("ids", [None, (MOST_BYTES - 16 * MOST_KEYS - 154) // 4])
+@pytest.mark.parametrize("ids", [None, (MOST_BYTES - 16 * MOST_KEYS - 158) // 4])
 def test_the_longest_chain_has_all_of_its_parts(ids: int | None) -> None:
     ask = replace(
         ASK,
@@ -162,7 +165,11 @@ def test_a_message_of_which_bytes_changed(which: str, data: Any) -> None:
 
 def head(kind: int = 1, part: int = 0, parts: int = 1, pid: int = 9, **how: Any) -> bytes:
     """A part's head, byte by byte."""
-    magic, version, zero = how.get("magic", b"lcST"), how.get("version", 3), how.get("zero", 0)
+    magic, version, zero = (
+        how.get("magic", b"lcST"),
+        how.get("version", VERSION),
+        how.get("zero", 0),
+    )
     return struct.pack("<4sBBHIHHQQ", magic, version, kind, zero, pid, part, parts, 1, 1)
 
 
@@ -201,12 +208,14 @@ def body(**how: Any) -> bytes:
         "has": 0,
         "start": 0,
         "most": 0,
+        "group": 0,
+        "run": 1,
         "keys": 2,
         "weights": 2,
         "tenant": 1,
         **how,
     }
-    return struct.pack("<ddqQQIIIIHH", *fields.values()) + b"abc" + b"k" * 32
+    return struct.pack("<ddqQQIIIHHIHH", *fields.values()) + b"abc" + b"k" * 32
 
 
 @pytest.mark.parametrize(
@@ -220,6 +229,9 @@ def body(**how: Any) -> bytes:
         body(has=8),
         body(has=2),
         body(ref=1 << 32),
+        body(group=32),
+        body(group=1, run=0),
+        body(run=2),
         body(keys=1),
         body(keys=3),
         body(keys=MOST_KEYS + 1) + b"k" * 16 * (MOST_KEYS - 1),

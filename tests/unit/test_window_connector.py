@@ -473,7 +473,7 @@ def test_no_room_for_windows_is_said(
             answered(made, prompt(60), past)
             with few.reserve(kept[:12]) as held_:
                 held_.publish()
-                few.protect(kept[:12])
+                few.index.protect(kept[:12])
         assert connector.stats().no_room_pages > 0
     assert "no room for" in caplog.text
 
