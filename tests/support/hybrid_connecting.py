@@ -9,45 +9,61 @@ from typing import Any
 
 import torch
 from support.connecting import SECRET, held
+from support.index_view import IndexView
 from support.tiny_models import answer, assert_same
 
 from lightcache import Cache
 from lightcache.connectors import transformers as lct
+from lightcache.group_index import GroupIndex
+from lightcache.kernels import Rule
+from lightcache.layout import PageState
 
 
 @contextlib.contextmanager
-def small_caches(
+def small_cache(
     name: str, model: Any, *, pages: int = 64, states: int = 8, page: int = 16
-) -> Iterator[lct.Caches]:
-    """Caches for this model in which nothing is held in the end."""
+) -> Iterator[Cache]:
+    """A cache with room for so many pages of keys and values, and so many states, in which nothing
+    is held in the end."""
     found = lct.describe(model, page_tokens=page)
     assert found.states is not None
-    with (
-        Cache.create(name, pages=pages, secret=SECRET, **found.options) as kv,
-        Cache.create(f"{name}-states", pages=states, secret=SECRET, **found.states.options) as one,
-    ):
-        yield lct.Caches(kv, one)
+    room = pages + states * found.states.run.parts
+    with Cache.create(name, pages=room, secret=SECRET, **found.options) as made:
+        yield made
         gc.collect()
-        assert (held(kv), held(one)) == ((0, 0), (0, 0))
+        assert held(made) == (0, 0)
 
 
 @contextlib.contextmanager
 def joined(
     name: str, model: Any, *, chunk: int = 64, every: int = 256, path_limit: int = 0, **sizes: int
 ) -> Iterator[lct.Connector]:
-    """A connector with such caches."""
-    with small_caches(name, model, **sizes) as caches:
-        with lct.Connector(
-            caches.kv, model, states=caches.states, chunk=chunk, every=every, path_limit=path_limit
-        ) as made:
+    """A connector with such a cache."""
+    with small_cache(name, model, **sizes) as cache:
+        with lct.Connector(cache, model, chunk=chunk, every=every, path_limit=path_limit) as made:
             yield made
 
 
-def states_of(connector: lct.Connector) -> Cache:
-    """Its cache of states."""
-    assert connector.hybrid is not None
-    assert connector.hybrid.checkpoints is not None
-    return connector.hybrid.checkpoints.cache
+def states_of(connector: lct.Connector) -> GroupIndex:
+    """Its states."""
+    found = connector.pages.indexes(connector.cache)[Rule.point()]
+    assert isinstance(found, GroupIndex)
+    return found
+
+
+def ready_states(connector: lct.Connector) -> int:
+    """How many states the cache has."""
+    pages = IndexView(connector.cache.index).pages()
+    run = states_of(connector).run
+    ready = [page for page in pages if page.state is PageState.READY and page.group == run.group]
+    assert len(ready) % run.parts == 0
+    return len(ready) // run.parts
+
+
+def evict_states(connector: lct.Connector, n: int) -> int:
+    """Evict up to n states; how many went."""
+    run = states_of(connector).run
+    return connector.cache.evict(n * run.parts, group=run.group) // run.parts
 
 
 def ask(

@@ -12,9 +12,9 @@ pytest.importorskip("transformers")
 from support.hybrid_connecting import (  # noqa: E402
     ask,
     joined,
+    ready_states,
     saved,
-    small_caches,
-    states_of,
+    small_cache,
     together,
 )
 from support.raising import Odd  # noqa: E402
@@ -49,12 +49,11 @@ def test_where_prompts_part_a_state_stays(segment_name: str, qwen: Any) -> None:
 
 def test_clearing_takes_both(segment_name: str, qwen: Any) -> None:
     """A tenant's states go with its keys and values; the other's, and salted ones, stay."""
-    with small_caches(segment_name, qwen) as caches:
-        assert caches.states is not None
-        with lct.Connector(caches.kv, qwen, states=caches.states) as connector:
+    with small_cache(segment_name, qwen) as cache:
+        with lct.Connector(cache, qwen) as connector:
             ways: dict[str, dict[str, Any]] = {
-                "a": {"namespace": caches.kv.namespace("v1", "a")},
-                "b": {"namespace": caches.kv.namespace("v1", "b")},
+                "a": {"namespace": cache.namespace("v1", "a")},
+                "b": {"namespace": cache.namespace("v1", "b")},
                 "salted": {"salt": "a"},
             }
 
@@ -65,32 +64,17 @@ def test_clearing_takes_both(segment_name: str, qwen: Any) -> None:
 
             assert [reused(name) for name in ways] == [0, 0, 0]
             gone = ways["a"]["namespace"]
-            caches.clear(gone)
-            assert caches.states.stats().ready == 2
+            cache.clear(gone)
+            assert ready_states(connector) == 2
             assert [reused("a"), reused("a")] == [0, 0], "a cleared one finds and keeps nothing"
-            assert caches.states.stats().ready == 2
-            ways["a"]["namespace"] = caches.kv.namespace("v1", "a")
+            assert ready_states(connector) == 2
+            ways["a"]["namespace"] = cache.namespace("v1", "a")
             assert [reused(name) for name in ways] == [0, 64, 64]
             assert reused("a") == 64
-            caches.clear()
-            assert caches.states.stats().ready == 2
+            cache.clear()
+            assert ready_states(connector) == 2
             assert [reused(name) for name in ways] == [64, 64, 0], "a salt is no namespace"
             assert reused("salted") == 64
-
-
-def test_keys_and_values_cleared_alone(segment_name: str, qwen: Any) -> None:
-    """By somebody who knows nothing of states: they go when that tenant asks again."""
-    with small_caches(segment_name, qwen) as caches:
-        assert caches.states is not None
-        with lct.Connector(caches.kv, qwen, states=caches.states) as connector:
-            ask(connector, qwen, prompt(70), steps=1)
-            ask(connector, qwen, prompt(70, 1), steps=1)
-            caches.kv.clear()
-            assert caches.states.stats().ready == 2
-            assert ask(connector, qwen, prompt(70), steps=1)[0] == 0
-            assert saved(connector, prompt(70)) == [64]
-            assert saved(connector, prompt(70, 1)) == []
-            assert caches.states.stats().ready == 1
 
 
 # ---- copies that raise
@@ -138,4 +122,4 @@ def test_what_a_wait_for_a_copy_raises_is_told_once(connector: lct.Connector, qw
         with pytest.raises(Odd, match="arranged: 1"):
             checkpoints.load(connector.empty(), checkpoints.match(path, 4))
     assert ask(connector, qwen, ids, steps=1)[0] == 64
-    assert states_of(connector).check().pins == 0
+    assert connector.cache.check().pins == 0

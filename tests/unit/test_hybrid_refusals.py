@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from typing import Any
 
 import pytest
@@ -16,8 +15,7 @@ from support.hybrid_connecting import (  # noqa: E402
     ask,
     joined,
     saved,
-    small_caches,
-    states_of,
+    small_cache,
     together,
 )
 from support.hybrid_models import hybrid  # noqa: E402
@@ -44,15 +42,20 @@ def test_what_is_found() -> None:
         ("recurrent", (1, 4, 8, 8), torch.float32),
     ]
     assert states.geometry.used_bytes == 3 * (64 * 4 * 2 + 4 * 8 * 8 * 4)
-    who, dtypes, form = states.fingerprint.split(" ")
-    assert who == pages.fingerprint.split(" ")[0]
-    assert (dtypes, form) == ("conv:bfloat16,recurrent:float32", states.geometry.fingerprint())
-    assert states.options == {
-        "page_bytes": states.geometry.page_bytes,
-        "page_tokens": 1,
-        "fingerprint": states.fingerprint,
+    assert states.dtypes == "conv:bfloat16,recurrent:float32"
+    assert states.geometry.part_bytes == pages.geometry.page_bytes
+    assert (states.run.group, states.run.parts) == (1, states.geometry.parts)
+    assert pages.fingerprint.split(" ")[1:] == [
+        "bfloat16",
+        pages.geometry.fingerprint(),
+        states.dtypes,
+        states.geometry.fingerprint(),
+    ]
+    assert pages.options == {
+        "page_bytes": pages.geometry.page_bytes,
+        "page_tokens": 8,
+        "fingerprint": pages.fingerprint,
         "device": False,
-        "independent": True,
     }
 
 
@@ -81,93 +84,46 @@ def test_states_of_several_shapes() -> None:
 
 
 def test_caches_that_do_not_fit(segment_name: str, qwen: Any) -> None:
-    llama = model()
-    with pytest.raises(ConfigError, match=r"found recurrent states in Qwen3Next.*; use open_cach"):
-        lct.open_cache(segment_name, qwen, size="1MiB", secret=SECRET, lifetime="attached")
-    with small_caches(segment_name, qwen) as caches, contextlib.ExitStack() as stack:
-        dense = lct.open_cache(
-            f"{segment_name}-l", llama, size="1MiB", secret=SECRET, lifetime="attached"
-        )
-        stack.enter_context(dense)
-        other = lct.describe(hybrid(seed=1)).states
-        half = lct.describe(hybrid(dtype=torch.bfloat16)).states
-        assert other is not None
-        assert half is not None
-        for name, one in (("o", other), ("h", half)):
-            made = Cache.create(f"{segment_name}-{name}", pages=2, secret=SECRET, **one.options)
-            stack.enter_context(made)
-        wrong: list[tuple[Any, Any, Any, Any]] = [
-            (caches.kv, qwen, None, (ConfigError, "the recurrent states of Qwen3Next.*found None")),
-            (caches.kv, qwen, 7, (ConfigError, "states: expected a lightcache.Cache, found int")),
-            (dense, llama, caches.states, (ConfigError, "states: expected None for LlamaFor")),
-            (caches.kv, qwen, caches.kv, (LayoutMismatch, "fingerprints|dtypes of states")),
-        ]
-        for kv, made, states, (error, message) in wrong:
-            refused(error, message, lct.Connector, kv, made, states=states)
-        for name, message in (("o", "configuration or weights"), ("h", "dtypes of states")):
-            with Cache.attach(f"{segment_name}-{name}", secret=SECRET) as states:
-                with pytest.raises(LayoutMismatch, match=f"another model: {message} differ"):
-                    lct.Connector(caches.kv, qwen, states=states)
-
-
-def test_states_that_are_not_flat(segment_name: str, qwen: Any) -> None:
-    """As caches of before were made: there the deepest states would go first."""
-    found = lct.describe(qwen).states
-    assert found is not None
-    made = Cache.create(
-        f"{segment_name}-states", pages=2, secret=SECRET, **found.options | {"independent": False}
-    )
-    options = lct.describe(qwen).options
-    with made, Cache.create(segment_name, pages=2, secret=SECRET, **options) as kv:
-        with pytest.raises(
-            ConfigError, match=r"made with independent=True, found '.*-states' without"
+    with small_cache(segment_name, qwen) as cache:
+        for made, message in (
+            (hybrid(seed=1), "configuration or weights"),
+            (hybrid(dtype=torch.bfloat16), "dtypes of keys and values"),
+            (model(), "kinds of layers"),
         ):
-            lct.Connector(kv, qwen, states=made)
-        assert (held(kv), held(made)) == ((0, 0), (0, 0))
+            with pytest.raises(LayoutMismatch, match=f"another model: {message} differ"):
+                lct.Connector(cache, made)
+        refused(
+            ConfigError, "cache: expected a lightcache.Cache, found int", lct.Connector, 7, qwen
+        )
+
+
+def test_pages_that_are_evicted_in_another_order(segment_name: str, qwen: Any) -> None:
+    options = lct.describe(qwen).options | {"independent": True}
+    with Cache.create(segment_name, pages=2, secret=SECRET, **options) as made:
+        refused(ConfigError, "made with independent=False, found", lct.Connector, made, qwen)
+        assert held(made) == (0, 0)
 
 
 def test_settings_out_of_range(segment_name: str, qwen: Any) -> None:
-    with small_caches(segment_name, qwen) as caches:
+    with small_cache(segment_name, qwen) as cache:
         for message, how in (
             ("path_limit: expected 0 to", {"path_limit": -1}),
             ("grid: model_chunk: expected 1 to", {"chunk": 0}),
             ("states would be saved every", {"chunk": 1048575, "every": 1048573}),
         ):
             with pytest.raises(ConfigError, match=message):
-                lct.Connector(caches.kv, qwen, states=caches.states, **how)
+                lct.Connector(cache, qwen, **how)
 
 
-def test_a_device_must_be_said_for_both(
-    segment_name: str, qwen: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = lct.describe(qwen)
-    assert found.states is not None
-    with (
-        Cache.create(
-            segment_name, pages=2, secret=SECRET, **found.options | {"device": True}
-        ) as kv,
-        Cache.create(f"{segment_name}-s", pages=2, secret=SECRET, **found.states.options) as one,
-        monkeypatch.context() as patch,
-    ):
-        first = dataclasses.replace(found.attention[0], device="cuda:0")
-        pages = dataclasses.replace(found, attention=(first,))
-        patch.setattr("lightcache.connectors.transformers.describe_for", lambda *_: pages)
-        with pytest.raises(ConfigError, match=f"expected '{segment_name}-s' opened with device=T"):
-            lct.Connector(kv, qwen, states=one)
-
-
-def test_open_caches_opens_both_or_none(segment_name: str, qwen: Any) -> None:
+def test_one_size_is_all_that_is_asked_for(segment_name: str, qwen: Any) -> None:
     with pytest.raises(ConfigError, match="page_bytes follow from the model"):
-        lct.open_caches(segment_name, qwen, size="1MiB", page_bytes=1)
-    with pytest.raises(ConfigError):
-        lct.open_caches(segment_name, qwen, size="1MiB", states=1, secret=SECRET)
-    with lct.open_caches(
+        lct.open_cache(segment_name, qwen, size="1MiB", page_bytes=1)
+    with lct.open_cache(
         segment_name, qwen, size="1MiB", secret=SECRET, lifetime="attached"
-    ) as caches:
-        assert caches.states is not None
-        assert caches.states.name == f"{segment_name}-states"
-        room = caches.states.pages * caches.states.page_bytes
-        assert (1 << 17) - caches.states.page_bytes < room <= 1 << 17
+    ) as cache:
+        assert (1 << 20) - cache.page_bytes < cache.pages * cache.page_bytes <= 1 << 20
+        with lct.Connector(cache, qwen) as connector:
+            assert [ask(connector, qwen, prompt(100))[0] for _ in range(2)] == [0, 64]
 
 
 # ---- use
@@ -287,15 +243,15 @@ def test_an_error_on_the_way_leaks_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(*BREAK[where], broken)
         refused(MemoryError, where, ask, connector, qwen, ids)
-    assert (held(connector.cache), held(states_of(connector))) == ((0, 0), (0, 0))
+    assert held(connector.cache) == (0, 0)
     longer = together(ids, prompt(70, 1))
     before = 64 if where in ("loading", "preparing") else 0
     assert [ask(connector, qwen, longer)[0] for _ in range(2)] == [before, 128]
 
 
 def test_closed(segment_name: str, qwen: Any) -> None:
-    with small_caches(segment_name, qwen) as caches:
-        made = lct.Connector(caches.kv, qwen, states=caches.states)
+    with small_cache(segment_name, qwen) as cache:
+        made = lct.Connector(cache, qwen)
         ask(made, qwen, prompt(70))
         made.close()
         made.close()
