@@ -296,9 +296,7 @@ def test_options_that_follow_from_the_model(segment_name: str) -> None:
 
 
 def test_caches_that_are_none_of_ours(segment_name: str) -> None:
-    refused(
-        ConfigError, "expected a lightcache.Cache, found dict", lct.Connector, {}, model()
-    )
+    refused(ConfigError, "expected a lightcache.Cache, found dict", lct.Connector, {}, model())
     pages = lct.describe(model())
     like = {"pages": 2, "secret": SECRET, "page_bytes": pages.geometry.page_bytes}
     with Cache.create(segment_name, fingerprint="mine", **like) as cache:

@@ -68,10 +68,9 @@ class WorkerConfig:
     threads: int = 1  # of torch
 
     @property
-    def caches(self) -> tuple[str, ...]:
-        """Names of the caches: of KV, and of recurrent states."""
-        kinds = ("kv", "states") if self.model.hybrid else ("kv",)
-        return tuple(f"{self.run}-{kind}" for kind in kinds)
+    def cache(self) -> str:
+        """Name of the cache that all workers share."""
+        return f"{self.run}-kv"
 
 
 @dataclass(frozen=True)

@@ -35,14 +35,13 @@ class Peer:
 class Router:
     """Gives each worker one turn at a time."""
 
-    def __init__(self, caches: Iterable[lightcache.Cache]) -> None:
+    def __init__(self, cache: lightcache.Cache) -> None:
         """Without workers, turns wait.
 
         Args:
-            caches: of the workers: KV, and for a hybrid model the states as well.
+            cache: that the workers share.
         """
-        self._caches = list(caches)
-        self._kv = self._caches[0]
+        self._cache = cache
         self._router: Any = None
         self._peers: dict[str, Peer] = {}
         self._last: dict[int, str] = {}  # the worker that had the last turn of each conversation
@@ -64,9 +63,8 @@ class Router:
             Pages that it was writing: they are doomed, no key leads to them. Only a process that
             finds no other room takes such pages, so the number is that of this death.
         """
-        for cache in self._caches:
-            cache.reap()
-        doomed = sum(cache.check().doomed for cache in self._caches)
+        self._cache.reap()
+        doomed = self._cache.check().doomed
         peer = self._peers.pop(name, None)
         if peer is not None:
             self._look_at_devices()
@@ -79,8 +77,8 @@ class Router:
         if not self._peers:  # turns wait for a successor
             return
         devices = {name: peer.device_index for name, peer in self._peers.items()}
-        policy = lightcache.RouterPolicy(page_tokens=self._kv.index.page_tokens)
-        self._router = lightcache.Router(self._kv, devices, policy=policy)
+        policy = lightcache.RouterPolicy(page_tokens=self._cache.index.page_tokens)
+        self._router = lightcache.Router(self._cache, devices, policy=policy)
 
     # ---- which worker gets which turn
 
@@ -100,7 +98,7 @@ class Router:
         last = self._last.get(turn.conversation)
         others = [name for name in self._peers if name != last] or list(self._peers)
         loads = {name: sum(peer.costs.values()) for name, peer in self._peers.items()}
-        choice = self._router.route(self._kv.hash_pages(turn.prompt), loads, among=others)
+        choice = self._router.route(self._cache.hash_pages(turn.prompt), loads, among=others)
         peer = self._peers[choice.worker]
         peer.costs[turn.number] = choice.costs[peer.name] - loads[peer.name]
         return peer

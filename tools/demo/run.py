@@ -250,7 +250,7 @@ class Stage:
         self._outcome, self._show = outcome, show
         self._crew = Crew(config)
         self._stack = contextlib.ExitStack()
-        self._caches: list[Cache] = []
+        self._cache: Cache | None = None
         self._router: Any = None
         self._absent = set(range(workers))
         """Numbers of the workers that are not ready, or not again."""
@@ -303,9 +303,10 @@ class Stage:
                 self._router.ask(following(result.turn.number, result.answer.tokens))
 
     def check(self) -> None:
-        """Derive every invariant of the caches again."""
+        """Derive every invariant of the cache again."""
         self._show.say("checking the index: every invariant, derived again")
-        self._outcome.checks += [cache.check() for cache in self._caches]
+        if self._cache is not None:
+            self._outcome.checks.append(self._cache.check())
 
     # ---- what workers say
 
@@ -327,10 +328,10 @@ class Stage:
         seconds = time.monotonic() - member.started
         self._show.say(f"worker {member.label} is ready (pid {ready.pid}, {seconds:.1f} s)")
         if self._router is None:
-            for name in self._config.caches:
-                cache = Cache.attach(name, secret=SECRET, role="router", grow=False)
-                self._caches.append(self._stack.enter_context(cache))
-            self._router = Router(self._caches)
+            name = self._config.cache
+            cache = Cache.attach(name, secret=SECRET, role="router", grow=False)
+            self._cache = self._stack.enter_context(cache)
+            self._router = Router(cache)
             self._stack.callback(self._router.close)
         self._router.join(member.name, member.pipe, ready)
         self._absent.discard(member.number)

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from lightcache import Cache, TransferFailed
-from lightcache.hybrid import Grid, HybridConfig, HybridManager, open_states
+from lightcache.hybrid import Grid, HybridConfig, HybridManager, open_hybrid
 from lightcache.hybrid.saving import Saves
-from lightcache.manager import Prompt, open_kv
+from lightcache.manager import EngineKV, Prompt, open_kv
 from lightcache.storage import StorageTier
 from lightcache.tools.demo.messages import SECRET, Answer, Request, Tokens, WorkerConfig
 from lightcache.tools.demo.model import DeviceMemory, Sequence, build, forward
@@ -59,26 +59,25 @@ class Worker:
         self.memory = DeviceMemory(
             self.model, blocks=self.blocks, block_tokens=size, slots=self.slots
         )
-        self.common: dict[str, Any] = {  # of both caches; they end with their last process
-            "size": config.host_bytes // len(config.caches),
+        options: dict[str, Any] = {
+            "model": self.model_name,
+            "axes": "kbnhc",
+            "page_tokens": size,
+            "size": config.host_bytes,
             "secret": SECRET,
-            "lifetime": "attached",
+            "lifetime": "attached",  # it ends with its last process
             "role": name,
         }
-        self.kv = stack.enter_context(
-            open_kv(
-                config.caches[0],
-                list(self.memory.kv.values()),
-                model=self.model_name,
-                axes="kbnhc",
-                page_tokens=size,
-                **self.common,
-            )
-        )
-        tier = self.tier(self.kv.cache, stack)
+        self.kv = self.open(stack, options)
+        self.storage = tier = self.tier(self.kv.cache, stack)
         self.kv_manager = self.kv.manager(f"{config.run}-{name}-blocks", storage=tier)
         stack.callback(self.kv_manager.close)  # before its tier, which then finishes its writes
         self.manager: Any = self.kv_manager
+
+    def open(self, stack: ExitStack, options: dict[str, Any]) -> EngineKV:
+        """Open the cache for what is on the device."""
+        kv = open_kv(self.config.cache, list(self.memory.kv.values()), **options)
+        return stack.enter_context(kv)
 
     def tier(self, cache: Cache, stack: ExitStack) -> StorageTier | None:
         """The storage behind a cache. Writes may pin every page: one request runs at a time, and
@@ -194,26 +193,30 @@ class HybridWorker(Worker):
     slots = _STATE_SLOTS
 
     def __init__(self, config: WorkerConfig, name: str, stack: ExitStack) -> None:
-        """A second cache, of states, and a manager in front of the one for KV."""
+        """A manager of states in front of the one for KV."""
         super().__init__(config, name, stack)
-        memory = self.memory
-        self.states = stack.enter_context(
-            open_states(
-                config.caches[1],
-                {"conv": list(memory.conv.values()), "recurrent": list(memory.recurrent.values())},
-                model=self.model_name,
-                index=f"{config.run}-{name}-slots",
-                **self.common,
-            )
-        )
-        assert self.states.host is not None
-        checkpoints = self.states.checkpoints(storage=self.tier(self.states.host, stack))
+        checkpoints = self.states.checkpoints(storage=self.storage)
         stack.callback(checkpoints.close)
         grid = Grid(config.page_tokens, config.page_tokens, chunk=_CHUNK)
         # Transformers shows a state at the end of a pass only.
         ends = HybridConfig(saves=Saves.END_ONLY)
         self.manager = HybridManager(self.kv_manager, checkpoints, grid, config=ends)
         stack.callback(self.manager.close)
+
+    def open(self, stack: ExitStack, options: dict[str, Any]) -> EngineKV:
+        """The same cache holds the states."""
+        memory = self.memory
+        self.states = stack.enter_context(
+            open_hybrid(
+                self.config.cache,
+                list(memory.kv.values()),
+                {"conv": list(memory.conv.values()), "recurrent": list(memory.recurrent.values())},
+                index=f"{self.config.run}-{self.name}-slots",
+                **options,
+            )
+        )
+        assert self.states.kv is not None
+        return self.states.kv
 
     def tiers(self, match: Any) -> dict[str, int]:
         host, storage = match.host_tokens, match.storage_tokens
