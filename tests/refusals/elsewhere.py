@@ -56,7 +56,7 @@ ELSEWHERE = {
         "what_does_not": ["gave a hybrid model conflicting settings"],
     },
     "unit/test_hybrid_refusals.py": {
-        "caches_that_do_not_fit": ["gave a model with windows or states"],
+        "pages_that_are_evicted_in_another_order": ["gave a cache whose pages are evicted"],
         "cropping": ["cropped the cache"],
     },
     "unit/test_layouts_input.py": {

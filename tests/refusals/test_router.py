@@ -56,7 +56,7 @@ TABLE: Table = {
     ("gave a router indexes by rule", ConfigError): [
         ("worker 'a': .*of one rule at least, found none", lambda: worker({})),
         ("host: .*a Rule for each index, .* found 'kv'", lambda kv: host({"kv": kv})),
-        ("worker 'a', rule 'point': .*its name, found None", lambda: worker({POINT: None})),
+        ("worker 'a', rule 'point': .* or a name, found None", lambda: worker({POINT: None})),
         ("host, rule 'prefix': expected a PageIndex", lambda: host({PREFIX: 4})),
         ("spec: .*by rule, found None", lambda kv: host({PREFIX: kv}, None)),
     ],
