@@ -190,6 +190,10 @@ static void parts_are_reserved_all_or_none(void) {
     for (uint32_t i = 0; i < PARTS; i++) CHECK_EQ(state.status[i], LCI_PRESENT);
     for (uint32_t i = PARTS; i < 3 * PARTS; i++) CHECK_EQ(state.status[i], LCI_NO_ROOM);
     CHECK_EQ(pins_of(&a, part_of(0, 0)), 1);
+    for (uint32_t page = 0; page < 40; page++) CHECK(lc_load(lci_pin(a.h, a.slot, page)) <= 1);
+    uint32_t pins = 0;
+    for (uint32_t page = 0; page < 40; page++) pins += lc_load(lci_pin(a.h, a.slot, page));
+    CHECK_EQ(pins, PARTS);
     CHECK_EQ(lci_unreserve(a.h, &state.op, state.page, state.status, state.n), LC_OK);
     CHECK_EQ(index_counts(&a).writing, 0);
     CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
@@ -198,7 +202,171 @@ static void parts_are_reserved_all_or_none(void) {
     tear_down();
 }
 
+/* Fewer than are wanted, if nothing were pinned: refused before anything goes. */
+static void nothing_goes_for_parts_that_cannot_be(void) {
+    set_up_parts(40, PARTS, 1);
+    prompt_fill(&a, &q, 2, 25);
+    CHECK_EQ(reserve_parts(&a, 0, 6, PARTS), 0);
+    CHECK_EQ(state.op.reason, LCI_WHY_PINNED);
+    CHECK_EQ(peek(&b, &q), 25);
+    CHECK_EQ(lci_unreserve(a.h, &state.op, state.page, state.status, state.n), LC_OK);
+    CHECK_EQ(reserve_parts(&a, 0, 5, PARTS), 5 * PARTS);
+    prompt_unpin(&a, &state);
+    tear_down();
+}
+
+/* A chain of a group: every page that lacks a part ends it. */
+static void a_prefix_in_parts(void) {
+    set_up_parts(512, PARTS, 0);
+    group.align = INT64_MAX;
+    prompt_make(&state, 0, 40 * PARTS);
+    CHECK_EQ(lci_part_keys(p.keys, 40, NUMBER, 0, PARTS, state.keys), LC_OK);
+    state.op = (lci_reserve_op){.shards = 1, .ns = NS, .group = NUMBER};
+    CHECK_EQ(lci_reserve(a.h, &state.op, state.keys, state.n, 0, state.page, state.status, BLOCKING),
+             40 * PARTS);
+    memcpy(state.fresh, state.page, state.n * sizeof *state.fresh);
+    state.made = state.n;
+    prompt_publish(&a, &state, 0);
+    prompt_unpin(&a, &state);
+    group.lease = NULL;
+    CHECK_EQ(lci_peek_groups(&group, 1, p.keys, STATE_KEYS, 1, 1, &limit), 40);
+    group.lease = &held.head;
+    CHECK_EQ(match_parts(STATE_KEYS), 40);
+    release_parts();
+    doom_part(20, PARTS - 1);
+    group.lease = NULL;
+    CHECK_EQ(lci_peek_groups(&group, 1, p.keys, STATE_KEYS, 1, 1, &limit), 20);
+    tear_down();
+}
+
+static uint32_t evict_group(uint32_t want) {
+    lci_walk_op op = {0};
+    CHECK_EQ(lci_evict_group(a.h, NUMBER, want, &op, BLOCKING), LC_OK);
+    index_check(&s);
+    return op.pages;
+}
+
+static bool there(uint32_t i) { return part_of(i, PARTS - 1) != LC_NIL; }
+
+/* The oldest goes, and all of it, whichever records the pages have. */
+static void the_oldest_run_goes_whole(void) {
+    for (uint32_t used = 0; used < 2; used++) {
+        set_up_parts(64, PARTS, 1);
+        put_parts(3, 1, PARTS);
+        put_parts(5, 1, PARTS);
+        prompt_fill(&a, &q, 2, 20);
+        if (used) { /* the first, which then is younger than the second */
+            CHECK_EQ(match_parts(4), 4);
+            release_parts();
+        }
+        CHECK_EQ(evict_group(2), PARTS);
+        CHECK_EQ(there(3), used == 1);
+        CHECK_EQ(there(5), used == 0);
+        CHECK_EQ(peek(&b, &q), 20);
+        CHECK_EQ(evict_group(64), PARTS);
+        CHECK_EQ(evict_group(1), 0);
+        CHECK_EQ(peek(&b, &q), 20);
+        tear_down();
+    }
+}
+
+static void a_pinned_run_does_not_go(void) {
+    set_up_parts(64, PARTS, 1);
+    put_parts(3, 1, PARTS);
+    put_parts(5, 1, PARTS);
+    CHECK_EQ(match_parts(4), 4);
+    CHECK_EQ(evict_group(1), PARTS);
+    CHECK(there(3) && !there(5));
+    CHECK_EQ(evict_group(1), 0);
+    release_parts();
+    tear_down();
+}
+
+/* What a ticket pins may go when its time is up. */
+static void a_late_ticket_keeps_no_run(void) {
+    lci_ticket_ref ref;
+    set_up_parts(64, PARTS, 1);
+    put_parts(3, 1, PARTS);
+    CHECK_EQ(match_parts(4), 4);
+    CHECK_EQ(lci_ticket_give(b.h, held.pages, PARTS, LC_NIL, 0, UINT64_C(1) << a.slot, FOREVER,
+                             &ref, BLOCKING), LC_OK);
+    release_parts();
+    CHECK_EQ(evict_group(64), 0);
+    lc_store(&a.h->tickets[ref.index].deadline_ns, 1);
+    CHECK_EQ(evict_group(64), PARTS);
+    CHECK_EQ(lci_ticket_drop(b.h, &ref, BLOCKING), LC_OK);
+    tear_down();
+}
+
+/* More than one hold of the lock has room for, in an index of several windows; some pages stand in
+ * none that was collected. */
+static void many_of_a_group(void) {
+    set_up_parts(LCI_WINDOW + 2000, 1, 1);
+    for (uint32_t number = 10; number < 20; number++) prompt_fill(&a, &q, number, 500);
+    for (uint32_t i = 0; i < 3; i++) {
+        prompt_make(&p, 50 + i, 300);
+        CHECK_EQ(reserve_parts(&a, 0, 300, 1), 300);
+        prompt_publish(&a, &state, 0);
+        prompt_unpin(&a, &state);
+    }
+    CHECK_EQ(evict_group(500), 500);
+    CHECK_EQ(evict_group(1000), 400);
+    prompt_make(&q, 10, 500);
+    CHECK_EQ(peek(&b, &q), 500);
+    tear_down();
+}
+
+/* Parents and children of a group far apart, so that the walk comes to a page before it may go. */
+static void what_hung_on_others_goes_in_the_end(void) {
+    set_up_parts(64, 1, 1);
+    for (uint32_t i = 0; i < 6; i++) { /* a chain, each page used at another time */
+        prompt_make(&state, 0, i + 1);
+        CHECK_EQ(lci_part_keys(p.keys, i + 1, NUMBER, 0, 1, state.keys), LC_OK);
+        state.op = (lci_reserve_op){.shards = 1, .ns = NS, .group = NUMBER};
+        CHECK_EQ(lci_reserve(a.h, &state.op, state.keys, i + 1, i, state.page, state.status,
+                             BLOCKING), 1);
+        state.fresh[0] = state.page[0];
+        state.made = 1;
+        prompt_publish(&a, &state, 0);
+        CHECK_EQ(lci_unreserve(a.h, &state.op, state.page, state.status, 1), LC_OK);
+    }
+    CHECK_EQ(evict_group(64), 6);
+    tear_down();
+}
+
+/* A tenant's quota is paid with a run, and not with a part of one. */
+static void a_quota_is_paid_with_whole_runs(void) {
+    lci_ns_ref ns;
+    set_up_parts(64, PARTS, 1);
+    CHECK_EQ(lci_namespace_open(a.h, "w", "t", 2 * PARTS + 2, &ns, BLOCKING), LC_OK);
+    group.ns = ns;
+    for (uint32_t i = 0; i < 3; i++) {
+        prompt_make(&state, 0, PARTS);
+        CHECK_EQ(lci_part_keys(p.keys + i, 1, NUMBER, 0, PARTS, state.keys), LC_OK);
+        state.op = (lci_reserve_op){
+            .shards = 1, .ns = ns, .run = PARTS, .group = NUMBER, .whole = 1};
+        CHECK_EQ(lci_reserve(a.h, &state.op, state.keys, PARTS, 0, state.page, state.status,
+                             BLOCKING), PARTS);
+        memcpy(state.fresh, state.page, PARTS * sizeof *state.fresh);
+        state.made = PARTS;
+        prompt_publish(&a, &state, 0);
+        prompt_unpin(&a, &state);
+    }
+    for (uint32_t part = 0; part < PARTS; part++) CHECK(part_of(0, part) == LC_NIL);
+    CHECK(there(1) && there(2));
+    index_check(&s);
+    tear_down();
+}
+
 const test part_tests[] = {
+    TEST(nothing_goes_for_parts_that_cannot_be),
+    TEST(a_prefix_in_parts),
+    TEST(the_oldest_run_goes_whole),
+    TEST(a_pinned_run_does_not_go),
+    TEST(a_late_ticket_keeps_no_run),
+    TEST(many_of_a_group),
+    TEST(what_hung_on_others_goes_in_the_end),
+    TEST(a_quota_is_paid_with_whole_runs),
     TEST(parts_are_pinned_in_their_order),
     TEST(parts_with_a_hole_are_a_miss),
     TEST(windows_of_many_parts),
