@@ -106,7 +106,7 @@ class World:
         assert states is not None
         path = Path(self.hybrid.parts.keys_of(prompt, space), states)
         if self.place == "all on the device":
-            (slot,) = self.checkpoints.acquire(1).tolist()
+            (slot,) = self.checkpoints.acquire(1).detach().tolist()
             self.checkpoints.donate(slot, path, len(path.keys), host=False)
         elif self.checkpoints.host is not None:
             last = np.ascontiguousarray(path.key(len(path.keys)))

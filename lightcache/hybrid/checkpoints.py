@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import astuple, dataclass, fields
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,11 +16,12 @@ import numpy.typing as npt
 
 from lightcache import _arguments
 from lightcache._arguments import Keys, Pages
+from lightcache._together import together
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, LeaseLost, LightcacheError, OutOfPages
 from lightcache.group_index import GroupIndex
 from lightcache.layout import KeyStatus
-from lightcache.leases import Lease, NamingResult, Positions
+from lightcache.leases import Allocation, Lease, NamingResult, Positions
 from lightcache.manager.backend import TransferBackend
 from lightcache.manager.blocks import capacity_of
 from lightcache.manager.lookup import joined
@@ -717,10 +719,12 @@ class Checkpoints:
         self._planned: dict[Hashable, Tier] = {}
         self.most = most
         self._bound = PathBound(most, self.counts, parting)
-        self._later: list[int] = []
-        self._giving: list[int] = []
-        """What `give_back` was given, if an interrupt has cut it."""
-        """Slots that could not be given back yet."""
+        self.loose: list[int] = []
+        """Slots without an owner: on their way to a key, or to be freed. A slot enters in the
+        instruction in which it leaves its owner. What an interrupt has left here is freed by the
+        next `poll`, and before any slot is acquired, while no request can have it. Under `lock`."""
+        self._naming: NamingResult | None = None
+        """The core's answer, until its pin is taken over."""
 
     def _index(self, tier: Tier) -> StateIndex:
         """The index of an existing tier."""
@@ -786,13 +790,17 @@ class Checkpoints:
 
     # ---- slots
 
-    def acquire(self, n: int) -> Pages:
-        """n slots for a running request to write, int32; evicts checkpoints if needed. With
-        write-back the next ones to evict are written to the host first, if that takes no time;
-        otherwise others are evicted without a host copy, and counted as `demotions_lost`.
+    def acquire(self, n: int) -> Allocation:
+        """n slots for a running request to write; evicts checkpoints if needed. With write-back
+        the next ones to evict are written to the host first, if that takes no time; otherwise
+        others are evicted without a host copy, and counted as `demotions_lost`.
+
+        Leaving the result's `with`, or dropping it, frees the slots that were not donated; `detach`
+        it to keep their numbers.
 
         Raises:
             OutOfPages: fewer than n are free; none was taken.
+            LockTimeout: none was taken.
             ConfigError: the engine has its own slots.
         """
         if self.slots is None:
@@ -802,11 +810,11 @@ class Checkpoints:
                 f"acquire: expected at most {self.slots.pages} slots, all there are, found {n}"
             )
         with self.lock:
-            self._complete()
+            self._free_loose(self.loose[:], self.slots)
             if self.write is WritePolicy.BACK and self.host is not None:
                 self._make_room(n, self.slots)
-            slots = self.slots.allocate(n).detach()
-            self.traffic.overwritten(slots)
+            slots = self.slots.allocate(n)
+            self.traffic.overwritten(slots.pages)
             return slots
 
     def _make_room(self, n: int, slots: PageIndex) -> None:
@@ -856,23 +864,29 @@ class Checkpoints:
 
         Returns:
             The copy to the host that reads the slot, if one was begun.
+
+        Raises:
+            LeaseLost: this process does not hold the slot.
         """
         with self.lock:
             if fork:
                 self._bound.note_fork(path.key(count))
             if self.slots is None:
                 return self.traffic.offload(slot, path, count, of=of, ends=ends) if host else None
-            pinned = self._name(slot, path, count)
-            if pinned is None:
+            if slot not in self.loose:
+                self.loose.append(slot)
+            self._name(slot, path, count, self.slots)
+            pins = self._pin(self.slots)
+            if pins is None:
                 self.counts.add(refused=1)
                 self.give_back([slot])
                 return None
+            self.loose.remove(slot)
+            pinned = int(pins.pages[0])
             self.counts.add(donated=int(pinned == slot), merged=int(pinned != slot))
             transfer = None
             if host:
                 self.traffic.note(pinned, path, count)
-            pins, take = Lease.attached_to(self.slots.core, np.array([pinned], np.int32))
-            take()
             at_once = self.write is WritePolicy.THROUGH or self.storage is not None
             if host and at_once and self.host is not None:
                 transfer = self.traffic.offload(pinned, path, count, pins=pins)
@@ -881,51 +895,69 @@ class Checkpoints:
             self._bound.enforce(self.slots, path, Tier.DEVICE, count)
             return transfer
 
-    def _name(self, slot: int, path: Path, count: int) -> int | None:
-        """The slot under the key, pinned once; None: the slot could not be named, and is still
-        held."""
-        assert self.slots is not None
-        space, named = path.space.device, NamingResult(1)
+    def _name(self, slot: int, path: Path, count: int, slots: PageIndex) -> None:
+        """Name a slot, if that is possible: `_pin` tells."""
+        self._drop_pin(slots)
+        space, naming = path.space.device, NamingResult(1)
         try:
             chain = self.chain(Tier.DEVICE, path, count)
             if len(chain) > 1:  # its parent counts as used, and before it
-                self.slots.reserve(chain[:1], 1, namespace=space).release()
-            self.slots.name_pages(
-                np.array([slot], np.int32), chain, len(chain) - 1, namespace=space, into=named
+                slots.reserve(chain[:1], 1, namespace=space).release()
+            self._naming = naming
+            slots.name_pages(
+                np.array([slot], np.int32), chain, len(chain) - 1, namespace=space, into=naming
             )
+        except LeaseLost:  # the caller's mistake
+            self.loose.remove(slot)
+            raise
         except LightcacheError:  # weights cleared, lock timeout, or disabled
             pass
-        return int(named.pages[0]) if named.status[0] in (_NEW, _PRESENT) else None
+
+    def _pin(self, slots: PageIndex) -> Lease | None:
+        """The pin of the slot under the key that was named last. None: naming failed, or the pin
+        was taken over before."""
+        naming = self._naming
+        if naming is None or naming.status[0] not in (_NEW, _PRESENT):
+            self._naming = None
+            return None
+        pins, take = Lease.attached_to(slots.core, naming.pages)
+        together(take, partial(setattr, self, "_naming", None))
+        return pins
+
+    def _drop_pin(self, slots: PageIndex) -> None:
+        """Release the pin of a `donate` that was interrupted."""
+        pins = self._pin(slots)
+        if pins is not None:
+            pins.release()
 
     def give_back(self, slots: list[int]) -> None:
-        """As `free`, now or as soon as the lock is available. Empties the list, after that: so it
-        may be called again with the same list after an interrupt."""
+        """As `free`, now or as soon as the lock is available. Empties the list in the instruction
+        in which the slots become loose: so it may be repeated after an interrupt."""
         if self.slots is None:
             return
-        self._complete()
-        if not slots:
-            return
-        self._giving = slots
-        try:
-            self.slots.free(np.array(slots, np.int32))
-        except LeaseLost:
-            self._giving = []
-            raise
-        except LightcacheError:
-            self._giving = []
-            if slots is self._later:
-                return
-            self._later += slots
-        slots.clear()
+        with self.lock:
+            given = slots[:]
+            new = [slot for slot in slots if slot not in self.loose]
+            together(partial(self.loose.extend, new), partial(slots.clear))
+            with contextlib.suppress(LightcacheError):
+                self._free_loose(given, self.slots)
 
-    def _complete(self) -> None:
-        """Complete a `give_back` that an interrupt has cut. Some of its slots may be free already,
-        so this comes before any is acquired."""
-        if self._giving and self.slots is not None:
-            for slot in self._giving:
+    def _free_loose(self, loose: list[int], slots: PageIndex) -> None:
+        """Free these of the loose slots. May be repeated after an interrupt.
+
+        Raises:
+            LockTimeout, Detached: they stay loose.
+        """
+        self._drop_pin(slots)
+        if not loose:
+            return
+        try:
+            slots.free(np.array(loose, np.int32))
+        except LeaseLost:  # an interrupted call has freed or named some of them
+            for slot in loose:
                 with contextlib.suppress(LeaseLost):
-                    self.slots.free(np.array([slot], np.int32))
-            self._giving.clear()
+                    slots.free(np.array([slot], np.int32))
+        self.loose[:] = [slot for slot in self.loose if slot not in loose]
 
     def chain(self, tier: Tier, path: Path, count: int) -> Keys:
         """The key of a new checkpoint, preceded by that of the last checkpoint before it."""
@@ -1018,7 +1050,7 @@ class Checkpoints:
         flight. Raises exceptions of a transfer backend, copier or storage that are not
         LightcacheErrors, as `KVCacheManager.poll` does."""
         with self.lock:
-            self.give_back(self._later)
+            self.give_back(self.loose[:])
             if self.slots is not None and self.low_water and self.host is not None:
                 missing = self.low_water - self.slots.stats().free - self.traffic.going
                 with contextlib.suppress(LightcacheError):  # later, when the indexes answer
@@ -1061,6 +1093,7 @@ class Checkpoints:
         with self.lock:
             for request in list(self._planned):
                 self.cancel(request)
+            self.give_back(self.loose[:])
         self.traffic.close(timeout)
         with self.lock:
             self.traffic.moves.foreign.tell()

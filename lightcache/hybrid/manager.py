@@ -35,7 +35,7 @@ from lightcache.hybrid.saving import (
     Stretch,
     check_features,
 )
-from lightcache.leases import Lease
+from lightcache.leases import Allocation, Lease
 from lightcache.manager.limits import seconds_of
 from lightcache.manager.load import LoadHandle, wait_on
 from lightcache.manager.lookup import LookupBatch, LookupRequest, begin_when_read
@@ -312,14 +312,16 @@ class Donor:
         for state in sorted(waiting, key=lambda each: each.position != slots.keep):
             if self._path(request, state.position) is None:
                 continue
-            try:
-                (replacement,) = checkpoints.acquire(1).tolist()
-            except LightcacheError:
-                break
-            slot = slots.exchange(replacement, state.position)
-            assert slot is not None
-            if self._give(request, slot):
-                donated.append(slot.position)
+            with checkpoints.lock:  # while a slot is loose
+                try:
+                    replacement = checkpoints.acquire(1)
+                except LightcacheError:
+                    break
+                with replacement:
+                    (slot,) = replacement.pages.tolist()
+                    slots.exchange(slot, state.position, _taking_over(replacement))
+                if self._give(request, state):
+                    donated.append(state.position)
         return donated
 
     def lend(self, request: HybridRequest, slots: RequestSlots, newest: Saved) -> bool:
@@ -392,22 +394,9 @@ class Donor:
         return positions
 
     def _donate_last(self, request: HybridRequest, kept: int | None, at: int | None) -> int:
-        position, left = 0, self._last(request, kept, at)
-        try:
-            while left:
-                if self._give(request, left[0]):
-                    position = max(position, left[0].position)
-                del left[0]
-        finally:
-            self._take_back(left)
-        return position
-
-    def _take_back(self, states: list[Saved]) -> None:
-        """Take back states after donating one failed. No other request can have taken the slot
-        meanwhile, under the manager's lock."""
-        for state in states:
-            with contextlib.suppress(LeaseLost):  # it has a key already, or was given back
-                self._owner.checkpoints.give_back([state.slot])
+        with self._owner.checkpoints.lock:  # while slots are loose
+            states = self._last(request, kept, at)
+            return max((each.position for each in states if self._give(request, each)), default=0)
 
     def _leave(self, running: list[HybridRequest]) -> None:
         """Note the remaining slots of requests whose last steps were on one stream: they go back
@@ -474,6 +463,11 @@ class Donor:
 
 def _slots(numbers: list[int]) -> Pages:
     return np.array(numbers, np.int32)
+
+
+def _taking_over(slots: Allocation) -> partial[None]:
+    """For `together`: the slots are no longer those of the object that took them."""
+    return partial(setattr, slots, "ended", True)
 
 
 def _rest(request: HybridRequest) -> Rest:
@@ -780,31 +774,49 @@ class HybridManager:
             running = [self._request(name) for name in requests]
             for request in running:
                 if request.slots is not None:
-                    raise ConfigError(f"restore: {request.inner.id!r} has its slots already")
-            numbers_of = self._acquired(len(running)) if slots is None else slots
-            slots_of = [
-                RequestSlots(
-                    numbers[0], numbers[1:], ahead=self.config.ahead, keep=request.match.branching
-                )
-                for request, numbers in zip(running, numbers_of, strict=True)
-            ]
-            for request, request_slots in zip(running, slots_of, strict=True):
-                request.slots = request_slots
-            return self._launch(running, slots_of, stream)
+                    raise ConfigError(
+                        f"restore: {request.inner.id!r} has its slots already; restart or release "
+                        "it if its restore was interrupted"
+                    )
+            if slots is not None:
+                self._give_slots(running, slots)
+            elif running:
+                with self._acquired(len(running)) as acquired:
+                    numbers = acquired.pages.reshape(len(running), -1).tolist()
+                    self._give_slots(running, numbers, _taking_over(acquired))
+            return self._launch(running, stream)
 
-    def _acquired(self, requests: int) -> list[list[int]]:
+    def _give_slots(
+        self,
+        running: list[HybridRequest],
+        numbers_of: Sequence[Sequence[int]],
+        *calls: partial[Any],
+    ) -> None:
+        """Give all requests their slots, and make these calls, in one instruction."""
+        loose = self.checkpoints.loose if self.checkpoints.slots is not None else None
+        slots_of = [
+            RequestSlots(
+                numbers[0],
+                numbers[1:],
+                ahead=self.config.ahead,
+                keep=request.match.branching,
+                loose=loose,
+            )
+            for request, numbers in zip(running, numbers_of, strict=True)
+        ]
+        each = zip(running, slots_of, strict=True)
+        together(*(partial(setattr, request, "slots", slots) for request, slots in each), *calls)
+
+    def _acquired(self, requests: int) -> Allocation:
         """Slots for each request: only a working slot if there are too few."""
         needed = RequestSlots.needed(self.config.ahead) if self.config.alternating else 0
         try:
-            every = self.checkpoints.acquire(requests * (1 + needed))
+            return self.checkpoints.acquire(requests * (1 + needed))
         except OutOfPages:
-            every = self.checkpoints.acquire(requests)
-        numbers: list[list[int]] = every.reshape(requests, -1).tolist() if requests else []
-        return numbers
+            return self.checkpoints.acquire(requests)
 
-    def _launch(
-        self, running: list[HybridRequest], slots_of: list[RequestSlots], stream: Any
-    ) -> Restored:
+    def _launch(self, running: list[HybridRequest], stream: Any) -> Restored:
+        slots_of = [request.own_slots for request in running]
         traffic, loads = self.checkpoints.traffic, {}
         pairs: list[tuple[HybridRequest, int, int]] = []
         empty: list[HybridRequest] = []

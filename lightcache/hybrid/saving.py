@@ -581,6 +581,7 @@ class RequestSlots:
         *,
         ahead: bool,
         keep: int | None = None,
+        loose: list[int] | None = None,
     ) -> None:
         """Slots that the caller has allocated.
 
@@ -591,6 +592,8 @@ class RequestSlots:
                 step.
             keep: the branching point; its state is not overwritten until it is given away. Other
                 positions come again, this one only if the prefill is repeated.
+            loose: a slot enters this list in the instruction in which it is given away, so that no
+                interrupt loses it: `Checkpoints.loose`. None: the caller needs no such list.
 
         Raises:
             ConfigError: invalid slots, a slot twice, or not as many as needed.
@@ -609,6 +612,7 @@ class RequestSlots:
         self._writes: deque[_Write] = deque()  # in the order of their launch
         self._read: set[int] = set()
         self._given: set[int] = set()
+        self._loose = [] if loose is None else loose
         self._over = False
 
     @staticmethod
@@ -734,12 +738,15 @@ class RequestSlots:
 
     # ---- giving away
 
-    def exchange(self, replacement: int | None, position: int | None = None) -> Saved | None:
+    def exchange(
+        self, replacement: int | None, position: int | None = None, *calls: partial[Any]
+    ) -> Saved | None:
         """Give away a confirmed state, to be named, while the request runs.
 
         Args:
             replacement: a free slot, which takes its place. None: no slot was available.
             position: of the state; None: the newest.
+            calls: C functions to call in the same instruction, as for `together`.
 
         Returns:
             The state to name. None: no state is confirmed there, or there is no replacement. Then
@@ -754,9 +761,14 @@ class RequestSlots:
             return None
         if count(replacement, "replacement", 0, _MOST_SLOT) in self._every():
             raise ConfigError(f"replacement: slot {replacement} is the request's own")
-        self._free.append(replacement)
-        self._confirmed.remove(wanted[-1])
-        return wanted[-1]
+        state = wanted[-1]
+        together(
+            partial(self._free.append, replacement),
+            partial(self._confirmed.pop, self._confirmed.index(state)),
+            partial(self._loose.append, state.slot),
+            *calls,
+        )
+        return state
 
     def donate(self, kept: int, *, working_at: int | None = None) -> Saved | None:
         """The request ends: the state that becomes a checkpoint. Its slot leaves the request;
@@ -781,7 +793,7 @@ class RequestSlots:
         if not confirmed:
             return None
         best = max(confirmed, key=lambda state: state.position)
-        self._given.add(best.slot)
+        self._give_away(best)
         return best
 
     def donate_kept(self, kept: int) -> Saved | None:
@@ -791,7 +803,7 @@ class RequestSlots:
             if state.position != self.keep or state.position > kept:
                 continue
             if state.slot not in self._given:
-                self._given.add(state.slot)
+                self._give_away(state)
                 return state
         return None
 
@@ -811,6 +823,12 @@ class RequestSlots:
         )
 
     # ---- helpers
+
+    def _give_away(self, state: Saved) -> None:
+        together(
+            partial(self._given.add, state.slot),
+            partial(self._loose.append, state.slot),
+        )
 
     def _states(self) -> list[Saved]:
         """States that are saved or being saved, and were not rejected."""

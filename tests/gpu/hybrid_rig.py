@@ -390,7 +390,7 @@ class Rig:
             for transfer in [engine.offload(moves) for _ in range(QUEUED)]:
                 transfer.wait(DEADLINE)
             held.release()
-        slots = self.checkpoints.acquire(2)
+        slots = self.checkpoints.acquire(2).detach()
         self.where.nap()
         copies = [self.states.copier.copy(slots[:1], slots[1:]) for _ in range(QUEUED)]
         for copy in copies:

@@ -42,7 +42,7 @@ pick = st.integers(0, 1 << 16)
 class Step:
     """A pass that was launched, and what it saves."""
 
-    position: int | None
+    positions: list[int] = field(default_factory=list)
     executed: bool = False
 
 
@@ -59,6 +59,8 @@ class One:
     slots: list[int] | None
     ready: bool = False
     steps: list[Step] = field(default_factory=list)
+    due: int | None = None
+    """Where the last pass ended, to be saved by `next_slot` when the next one is launched."""
 
 
 class HybridMachine(RuleBasedStateMachine):
@@ -363,22 +365,30 @@ class HybridMachine(RuleBasedStateMachine):
             return
         stamps = self.stamps(one.every)
         self.world.world.store.write(table, begin, stamps[begin:end])
-        slot = None
+        source, slot, step = hybrid._request(request).slots.working, None, Step()
+        if one.due is not None:
+            assert one.due == begin
+            if hybrid.next_slot(request, begin) is not None:
+                step.positions.append(begin)
+            one.due = None
         if position is not None and position < end:
             slot = hybrid.saving(request, position)
-        working = hybrid._request(request).slots.working
+        if slot is not None and position is not None:
+            step.positions.append(position)
+        target = hybrid._request(request).slots.working
         before = stamps[begin - 1] if begin else 0
-        step = Step(position if slot is not None else None)
 
         def act() -> None:
-            assert store[working] == before, f"not the state behind {begin} tokens"
+            assert store[source] == before, f"not the state behind {begin} tokens"
             if slot is not None and position is not None:
                 store[slot] = stamps[position - 1]
-            store[working] = stamps[end - 1]
+            store[target] = stamps[end - 1]
 
         self.world.copier.launch(act)
-        if position == end and hybrid.save([request], [end])[0]:
-            step.position = end
+        if position == end and request % 2:  # as kernels that read one slot and write another
+            one.due = end
+        elif position == end and hybrid.save([request], [end])[0]:
+            step.positions.append(end)
 
         def executed() -> None:
             step.executed = True
@@ -402,13 +412,12 @@ class HybridMachine(RuleBasedStateMachine):
             while not step.executed:
                 self.world.copier.finish(1)
             del one.steps[0]
-            if step.position is None:
-                continue
-            made = self.hybrid.saved(request, step.position)
-            if self.roomy and step.position <= len(one.prompt):
-                assert made
-            if made:
-                self.states.add(tuple(one.every[: step.position]))
+            for position in step.positions:
+                made = self.hybrid.saved(request, position)
+                if self.roomy and position <= len(one.prompt):
+                    assert made
+                if made:
+                    self.states.add(tuple(one.every[:position]))
 
     @precondition(lambda self: self.running)
     @rule(which=pick, idle=st.booleans(), kept=st.sampled_from([None, None, 30]))

@@ -196,7 +196,7 @@ def test_a_state_is_acquired(
 ) -> None:
     world = worlds(slots=4)
     script(with_support(DIE + KILL), world.slots.name, False, "held", 4, status=-signal.SIGKILL)
-    world.checkpoints.free(world.checkpoints.acquire(4))
+    world.checkpoints.acquire(4).free()
     sound(world.slots)
 
 

@@ -3,7 +3,8 @@ and write the slots that the tables of its requests give."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -53,8 +54,21 @@ class CountingCopier(ArrayCopier):
         return super().copy(sources, targets, stream)
 
 
+@dataclass(frozen=True)
+class Pass:
+    """What one request computes in a step."""
+
+    table: dict[int, int]
+    """The slot of each block."""
+    begin: int
+    end: int
+    tokens: list[int]
+    saved: tuple[int, int] | None
+    """The position and slot of a state that this step saves."""
+
+
 class Engine:
-    """Serves requests one after another, each step of them by the table of its blocks."""
+    """Serves requests, each step of them by the tables of their blocks."""
 
     def __init__(self, name: str, **config: Any) -> None:
         self.states = np.zeros((SLOTS, WIDTH))
@@ -75,67 +89,103 @@ class Engine:
         """Of the last request: the slot of each position that became a checkpoint while it ran."""
 
     def serve(self, tokens: list[int], generate: int, budget: int = 20) -> tuple[list[int], Any]:
-        """Returns the match's tokens by `usable`, and all tokens with the last state."""
+        """Returns all tokens, and the last state; `match` is the request's."""
+        return self.serve_batch([tokens], generate, budget)[0]
+
+    def serve_batch(
+        self, prompts: list[list[int]], generate: int, budget: int = 20
+    ) -> list[tuple[list[int], Any]]:
+        """Several requests at a time: each step has the next pass of all that are not over."""
+        running = {
+            f"r{i}": self.passes(f"r{i}", tokens, generate, budget)
+            for i, tokens in enumerate(prompts)
+        }
+        results: dict[str, tuple[list[int], Any]] = {}
+        while running:
+            step: dict[str, Pass] = {}
+            for name, passes in list(running.items()):
+                try:
+                    step[name] = next(passes)
+                except StopIteration as over:
+                    results[name] = over.value
+                    del running[name]
+            if step:
+                self.forward(step)
+        return [results[f"r{i}"] for i in range(len(prompts))]
+
+    def passes(
+        self, name: str, tokens: list[int], generate: int, budget: int
+    ) -> Generator[Pass, None, tuple[list[int], Any]]:
+        """The passes of a request; each has happened when the next one is asked for."""
         hybrid, prompt, known = self.hybrid, Prompt(tokens), len(tokens)
-        hybrid.plan("a", prompt)
-        self.match = hybrid.take("a", wait=True)
-        hybrid.allocate("a", known + generate)
-        slot = int(hybrid.restore(["a"]).working[0])
-        hybrid.load("a")
+        hybrid.plan(name, prompt)
+        self.match = hybrid.take(name, wait=True)
+        hybrid.allocate(name, known + generate)
+        slot = int(hybrid.restore([name]).working[0])
+        hybrid.load(name)
         self.donated, done, due = {}, self.match.usable, None
         table = {(done - 1) // BLOCK: slot} if done else {}
         while done < known + generate:
             begin, saved = done, None
             if due is not None:  # the state after `begin` tokens stays in the slot of its block
-                slot, saved = self.turn(slot, due)
+                slot, saved = self.turn(name, slot, due)
             if begin < known:
-                plan = hybrid.save_plan("a", begin, min(known, begin + budget))
+                plan = hybrid.save_plan(name, begin, min(known, begin + budget))
                 end, due = plan.end, plan.position if plan.final else None
                 if plan.position is not None and not plan.final:
-                    assert saved is None
-                    table[(plan.position - 1) // BLOCK] = slot
-                    slot, saved = self.turn(slot, plan.position)
+                    if saved is None:
+                        table[(plan.position - 1) // BLOCK] = slot
+                        slot, saved = self.turn(name, slot, plan.position)
+                    else:  # one in a pass
+                        end = due = plan.position
             else:
                 end = begin + 1
                 positions = decode_saves(self.grid, [begin], [end]).positions.tolist()
                 due = positions[0] if positions else None
                 tokens = [*tokens, next_token(self.states[table[(begin - 1) // BLOCK]])]
             table[(end - 1) // BLOCK] = slot
-            self.forward(table, begin, end, tokens, saved)
-            hybrid.commit("a", end, new_tokens=tokens[begin:end] if begin >= known else None)
+            yield Pass(table, begin, end, tokens, saved)
+            hybrid.commit(name, end, new_tokens=tokens[begin:end] if begin >= known else None)
             if saved is not None:
                 where = table[(saved[0] - 1) // BLOCK]
                 assert where == saved[1]
-                if hybrid.saved("a", saved[0]):
+                if hybrid.saved(name, saved[0]):
                     self.donated[saved[0]] = where
             done = end
         state = self.states[slot].copy()
-        hybrid.release("a", at=done)
+        hybrid.release(name, at=done)
         hybrid.poll()
         return tokens, state
 
-    def turn(self, slot: int, position: int) -> tuple[int, tuple[int, int] | None]:
+    def turn(self, name: str, slot: int, position: int) -> tuple[int, tuple[int, int] | None]:
         """The slot to write from now on, and the position and slot that are saved."""
-        other = self.hybrid.next_slot("a", position)
+        other = self.hybrid.next_slot(name, position)
         return (slot, None) if other is None else (other, (position, slot))
 
-    def forward(self, table: Any, begin: int, end: int, tokens: Any, saved: Any) -> None:
-        """One pass: what it reads and writes is what the tables say."""
-        blocks = sorted(table)
+    def forward(self, step: dict[str, Pass]) -> None:
+        """One step of a batch: what it reads and writes is what the tables say."""
+        passes = list(step.values())
+        slots, offsets, columns = [], [0], []
+        for each in passes:
+            columns += sorted(each.table)
+            slots += [each.table[block] for block in sorted(each.table)]
+            offsets.append(len(columns))
         rows = state_block_tables(
-            StateTables.compact([table[block] for block in blocks], [0, len(blocks)], blocks),
-            [begin],
-            [end],
+            StateTables.compact(slots, offsets, columns),
+            [each.begin for each in passes],
+            [each.end for each in passes],
             block_tokens=BLOCK,
-            names=["a"],
+            names=list(step),
         )
-        ((read, write),) = rows.table.tolist()
-        state = np.zeros(WIDTH) if read < 0 else self.states[read]
-        if saved is not None and saved[0] > begin:  # inside of the pass
-            state = after(state, tokens[begin : saved[0]])
-            self.states[table[(saved[0] - 1) // BLOCK]] = state
-            begin = saved[0]
-        self.states[write] = after(state, tokens[begin:end])
+        before = self.states.copy()  # a batch reads before it writes
+        for each, (read, write) in zip(passes, rows.table.tolist(), strict=True):
+            state, begin = np.zeros(WIDTH) if read < 0 else before[read], each.begin
+            if each.saved is not None and each.saved[0] > begin:  # inside of the pass
+                position = each.saved[0]
+                state = after(state, each.tokens[begin:position])
+                self.states[each.table[(position - 1) // BLOCK]] = state
+                begin = position
+            self.states[write] = after(state, each.tokens[begin : each.end])
 
     def checkpoint_slots(self, tokens: list[int]) -> dict[int, int]:
         """The slot of each checkpoint of a path, by position."""
@@ -197,6 +247,28 @@ def test_e1_the_slot_of_an_old_block_becomes_a_checkpoint(
     assert hits >= 4
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("saves", Saves)
+def test_e1_a_batch_of_requests_of_different_lengths(
+    engines: Any, saves: Saves, ahead: bool
+) -> None:
+    """Prompts and outputs end anywhere in a block, and requests leave the batch one by one."""
+    engine = engines(saves=saves, ahead=ahead)
+    stem = list(range(1, 38))
+    hits = 0
+    for seed in range(3):
+        lengths = (3, 8, 16, 37) if seed == 1 else (1, 9, 22, 31)
+        prompts = [[*stem[:n], *range(100 * seed + n, 100 * seed + 2 * n)] for n in lengths]
+        for prompt, got in zip(prompts, engine.serve_batch(prompts, 21), strict=True):
+            wanted = uncached(prompt, 21)
+            assert got[0] == wanted[0]
+            assert (got[1] == wanted[1]).all()
+            hits += engine.checkpoint_slots(got[0]) != {}
+            for position, slot in engine.checkpoint_slots(got[0]).items():
+                assert (engine.states[slot] == after(np.zeros(WIDTH), got[0][:position])).all()
+    assert hits > 4
+
+
 @pytest.mark.parametrize(
     ("table", "counts", "text"),
     [
@@ -210,7 +282,10 @@ def test_e5_a_step_without_its_slot(
     engines: Any, table: dict[int, int], counts: tuple[int, int], text: str
 ) -> None:
     engine = engines(saves=Saves.END_ONLY)
-    refused(ConfigError, text, engine.forward, table, *counts, [1] * 9, None)
+    fits = Pass({0: 2}, 0, 1, [1], None)
+    wrong = Pass(table, *counts, [1] * 9, None)
+    refused(ConfigError, text, engine.forward, {"a": wrong})
+    refused(ConfigError, text, engine.forward, {"b": fits, "a": wrong})  # in a batch, too
 
 
 def test_e4_blocks_that_do_not_fit(engines: Any) -> None:

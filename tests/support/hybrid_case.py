@@ -175,7 +175,7 @@ class HybridWorld:
         prompt = as_prompt(what)
         for position in positions:
             assert position % self.hybrid.parts.step == 0
-            slot = int(self.checkpoints.acquire(1)[0]) if self.slots is not None else 0
+            slot = int(self.checkpoints.acquire(1).detach()[0]) if self.slots is not None else 0
             self.store.slots[slot] = stamps_of(prompt.tokens)[position - 1]
             self.checkpoints.donate(slot, self.path(prompt), position // self.hybrid.parts.step)
             self.settle()

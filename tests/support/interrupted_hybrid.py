@@ -13,6 +13,7 @@ from lightcache.manager import Prompt
 
 REQUESTS = ("a", "b", "x", "look")
 PROMPT = Prompt(tokens(18))
+OTHER = Prompt(tokens(18, 9))
 LONGER = Prompt(np.concatenate([tokens(18), tokens(12, 5)]))
 
 
@@ -60,6 +61,13 @@ def restored(world: HybridPlace, request: str = "a", prompt: Prompt = PROMPT) ->
     world.begun(request, prompt, world.hybrid._request(request).match.usable)
 
 
+def saving(world: HybridPlace, request: str = "a") -> None:
+    """One whose state is being saved."""
+    restored(world, request)
+    world.hybrid.commit(request, 16)
+    assert world.hybrid.save([request], [16]) == [True]
+
+
 def plan(world: HybridPlace) -> Action:
     cached(world)
     return lambda: world.hybrid.plan("a", PROMPT)
@@ -77,6 +85,42 @@ def take(world: HybridPlace) -> Action:
     return lambda: world.hybrid.take("a")
 
 
+def restore(world: HybridPlace) -> Action:
+    taken(world)
+    return lambda: world.hybrid.restore(["a"])
+
+
+def restore_many(world: HybridPlace) -> Action:
+    """One continues from the device, the other begins with zeros."""
+    cached(world)
+    taken(world)
+    taken(world, "b", OTHER)
+    return lambda: world.hybrid.restore(["a", "b"])
+
+
+def restore_loading(world: HybridPlace) -> Action:
+    """From the host."""
+    cached(world)
+    assert world.slots is not None
+    world.slots.evict(world.slots.pages)
+    taken(world)
+    return lambda: world.hybrid.restore(["a"])
+
+
+def restore_evicting(world: HybridPlace) -> Action:
+    """Checkpoints go for it, and too few slots are left to save in."""
+    cached(world)
+    assert world.slots is not None
+    with world.slots.allocate(world.slots.stats().free):
+        taken(world, "a", OTHER)
+        world.hybrid.restore(["a"])
+    world.hybrid.release("a")
+    world.settle()
+    cached(world)
+    taken(world, "a", OTHER)
+    return lambda: world.hybrid.restore(["a"])
+
+
 def skip_load(world: HybridPlace) -> Action:
     cached(world)
     world.world.index.evict(world.world.device.blocks)
@@ -91,6 +135,64 @@ def save(world: HybridPlace) -> Action:
     return lambda: world.hybrid.save(["a"], [16])
 
 
+def saved(world: HybridPlace) -> Action:
+    saving(world)
+    return lambda: world.hybrid.saved("a", 16)
+
+
+def saved_twice(world: HybridPlace) -> Action:
+    """Another request has made the same checkpoint."""
+    restored(world)
+    restored(world, "b")
+    for request in ("a", "b"):
+        world.hybrid.commit(request, 16)
+        world.hybrid.save([request], [16])
+    world.hybrid.saved("b", 16)
+    return lambda: world.hybrid.saved("a", 16)
+
+
+def saved_cleared(world: HybridPlace) -> Action:
+    """Of weights that are gone: no checkpoint can be made."""
+    saving(world)
+    world.hybrid._request("a").states = None
+    return lambda: world.hybrid.saved("a", 16)
+
+
+def next_slot(world: HybridPlace) -> Action:
+    """Of a request whose saved state waits for a slot."""
+    restored(world, "a", LONGER)
+    world.hybrid.commit("a", 16)
+    world.hybrid.save(["a"], [16])
+    assert world.slots is not None
+    with world.slots.allocate(world.slots.pages - world.slots.stats().held):
+        assert not world.hybrid.saved("a", 16)
+    world.hybrid.commit("a", 24)
+    return lambda: world.hybrid.next_slot("a", 24)
+
+
+def acquire(world: HybridPlace) -> Action:
+    cached(world)
+
+    def act() -> None:
+        assert world.slots is not None
+        with world.checkpoints.acquire(world.slots.pages) as slots:
+            assert len(slots) == world.slots.pages
+
+    return act
+
+
+def donate(world: HybridPlace) -> Action:
+    """A slot that somebody acquired."""
+    cached(world)
+    path = world.path(OTHER)
+
+    def act() -> None:
+        with world.checkpoints.acquire(1) as slots:
+            world.checkpoints.donate(int(slots.pages[0]), path, 2)
+
+    return act
+
+
 def restart(world: HybridPlace) -> Action:
     cached(world)
     restored(world)
@@ -101,6 +203,24 @@ def release(world: HybridPlace) -> Action:
     restored(world)
     world.step("a", 18)
     return lambda: world.hybrid.release("a", at=world.at["a"])
+
+
+def release_donating(world: HybridPlace) -> Action:
+    """The state of its output becomes a checkpoint, and so does the one to keep."""
+    restored(world)
+    world.every["a"] += tokens(14, 77).tolist()
+    world.step("a", 18)
+    world.step("a", 32)
+    return lambda: world.hybrid.release("a", at=world.at["a"])
+
+
+def release_saved(world: HybridPlace) -> Action:
+    """While a step may still write its slots."""
+    restored(world)
+    world.every["a"] += tokens(14, 77).tolist()
+    world.step("a", 18)
+    world.step("a", 30)
+    return lambda: world.hybrid.release("a")
 
 
 def release_many(world: HybridPlace) -> Action:
@@ -124,5 +244,9 @@ def poll(world: HybridPlace) -> Action:
 
 HYBRID_SCENES = [
     Scene(f"hybrid {act.__name__}", HybridPlace, act)
-    for act in (plan, plan_again, take, skip_load, save, restart, release, release_many, poll)
-]
+    for act in (
+        plan, plan_again, take, skip_load, restore, restore_many, restore_loading,
+        restore_evicting, save, saved, saved_twice, saved_cleared, next_slot, acquire, donate,
+        restart, release, release_donating, release_saved, release_many, poll,
+    )
+]  # fmt: skip

@@ -70,7 +70,7 @@ def test_more_slots_than_there_are(hybrids: Any) -> None:
     prompt = Prompt(tokens(41))
     world.save(prompt, 8, 16)
     refused(OutOfPages, "expected at most 4 slots", world.checkpoints.acquire, 5)
-    held = world.checkpoints.acquire(4)  # checkpoints go for running requests
+    held = world.checkpoints.acquire(4).detach()  # checkpoints go for running requests
     assert world.there(prompt)["device"] == []
     refused(OutOfPages, "", world.checkpoints.acquire, 1)
     world.checkpoints.free(held)
@@ -82,9 +82,9 @@ def test_the_one_unused_for_longest_goes_first(hybrids: Any) -> None:
     world.compute(prompt)
     world.save(prompt, 8, 16, 24)
     assert world.look(prompt, limit=12).usable == 8  # used; the two deeper ones are not
-    held = [world.checkpoints.acquire(1)]
+    held = [world.checkpoints.acquire(1).detach()]
     assert world.there(prompt)["device"] == [8, 24]
-    held.append(world.checkpoints.acquire(1))
+    held.append(world.checkpoints.acquire(1).detach())
     assert world.there(prompt)["device"] == [8]
     world.checkpoints.free(np.concatenate(held))
 
@@ -194,7 +194,7 @@ def test_to_the_host_when_room_is_needed(hybrids: Any) -> None:
     world.save(prompt, 8, 16)
     assert world.there(prompt) == {"device": [8, 16], "host": []}
     world.backend.at_once = False
-    slot = int(world.checkpoints.acquire(1)[0])
+    slot = int(world.checkpoints.acquire(1).detach()[0])
     world.hybrid.poll()
     assert len(world.backend.going) == 1
     assert world.there(prompt)["device"] == [8, 16]  # its copy goes on
@@ -247,17 +247,17 @@ def test_a_slot_that_is_needed_at_once_is_written_first_where_that_takes_no_time
     world = hybrids(slots=4, states={"write": WritePolicy.BACK, "low_water": 0, "most": None})
     prompt = Prompt(tokens(41))
     world.save(prompt, 8, 16, 24, 32)
-    held = [world.checkpoints.acquire(1)]
+    held = [world.checkpoints.acquire(1).detach()]
     assert world.there(prompt) == {"device": [16, 24, 32], "host": [8]}
     world.backend.at_once = False
-    held.append(world.checkpoints.acquire(1))  # 16 is on its way; another one goes without
+    held.append(world.checkpoints.acquire(1).detach())  # 16 is on its way; another one goes without
     assert world.there(prompt)["device"] == [16, 32]
     found = world.checkpoints.stats()
     assert (found.demotions, found.demotions_lost) == (1, 1)
     world.settle()
     assert world.there(prompt) == {"device": [32], "host": [8, 16]}
-    held.append(world.checkpoints.acquire(1))
-    held.append(world.checkpoints.acquire(1))  # nothing beside it: it goes
+    held.append(world.checkpoints.acquire(1).detach())
+    held.append(world.checkpoints.acquire(1).detach())  # nothing beside it: it goes
     assert world.checkpoints.stats().demotions_lost == 2
     world.checkpoints.free(np.concatenate(held))
 
@@ -289,7 +289,7 @@ def test_a_slot_written_anew_is_not_taken_for_what_it_was(hybrids: Any) -> None:
     one, other = Prompt(tokens(41)), Prompt(tokens(41, 1))
     world.save(one, 8)
     world.checkpoints.slots.evict(1)
-    slot = int(world.checkpoints.acquire(1)[0])
+    slot = int(world.checkpoints.acquire(1).detach()[0])
     world.store.slots[slot] = stamps_of(other.tokens)[7]
     path = world.path(other)
     world.slots.unpin(
@@ -372,13 +372,13 @@ def test_clearing_while_a_copy_goes_on(hybrids: Any) -> None:
     world = hybrids()
     prompt = Prompt(tokens(41))
     world.backend.at_once = False
-    slot = int(world.checkpoints.acquire(1)[0])
+    slot = int(world.checkpoints.acquire(1).detach()[0])
     path = world.path(prompt)
     world.checkpoints.donate(slot, path, 2)
     world.checkpoints.clear("")
     world.settle()
     assert world.there(prompt) == {"device": [], "host": []}
-    slot = int(world.checkpoints.acquire(1)[0])
+    slot = int(world.checkpoints.acquire(1).detach()[0])
     assert world.checkpoints.donate(slot, path, 2) is None  # of the old weights: refused
     assert world.checkpoints.stats().refused == 1
 

@@ -102,7 +102,7 @@ def test_a_checkpoint_stays_until_the_copy_has_been_executed(hybrids: Any) -> No
     assert world.hybrid.leaving == 1
     world.settle()
     assert world.hybrid.leaving == 0
-    world.checkpoints.free(world.checkpoints.acquire(3))
+    world.checkpoints.acquire(3).free()
 
 
 def test_a_working_slot_that_was_not_used_waits_for_its_copy(hybrids: Any) -> None:
@@ -128,11 +128,11 @@ def test_slots_of_a_step_in_flight_wait_for_it(hybrids: Any) -> None:
     world.hybrid.release("a")
     refused(OutOfPages, "", world.checkpoints.acquire, 1)
     world.settle()
-    world.checkpoints.free(world.checkpoints.acquire(2))
+    world.checkpoints.acquire(2).free()
     world.begin("b", tokens(9))
     world.settle()
     world.hybrid.release("b", at=0)
-    world.checkpoints.free(world.checkpoints.acquire(2))
+    world.checkpoints.acquire(2).free()
 
 
 def test_without_slots_to_save_in(hybrids: Any) -> None:
@@ -218,7 +218,7 @@ def test_what_found_no_slot_in_exchange_tries_again(hybrids: Any) -> None:
     prompt = branching(world)
     world.step("a", 30)
     assert world.there(prompt)["device"] == []
-    world.checkpoints.free(spare)
+    spare.free()
     world.step("a", 62)
     assert world.there(prompt)["device"] == [20, 60]
     world.end("a")

@@ -79,7 +79,7 @@ def test_a_state_goes_to_the_host_and_comes_back_to_another_slot(
 ) -> None:
     checkpoints, before = states.checkpoints(), bytes_in(tensors, 3)
     path = path_of(checkpoints, 2)
-    assert checkpoints.acquire(6).tolist() == list(range(6)), "all slots of the tensors"
+    assert checkpoints.acquire(6).detach().tolist() == list(range(6)), "all slots of the tensors"
     checkpoints.free(np.array([0, 1, 2, 4, 5], np.int32))
     checkpoints.donate(3, path, 2)
     settled(checkpoints)
@@ -108,7 +108,7 @@ def test_engines_of_a_node_share_the_host(segment_name: str, tensors: Any) -> No
     ):
         first, second = mine.checkpoints(), theirs.checkpoints()
         path, there = path_of(first, 1), path_of(second, 1)
-        slot = int(first.acquire(1)[0])
+        slot = int(first.acquire(1).detach()[0])
         first.donate(slot, path, 1)
         settled(first)
         assert second.last_ready(there) == (Tier.HOST, 1)

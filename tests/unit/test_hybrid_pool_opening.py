@@ -58,7 +58,7 @@ def test_the_bytes_of_a_state_come_back(segment_name: str) -> None:
         path = path_of(states, checkpoints, 2)
         every = [each for tensors in parts.values() for each in tensors]
         wanted = [each[3].clone() for each in every]
-        slots = checkpoints.acquire(SLOTS)
+        slots = checkpoints.acquire(SLOTS).detach()
         checkpoints.donate(3, path, 2)
         checkpoints.free(slots[slots != 3])
         checkpoints.traffic.moves.wait(None, 60)
