@@ -119,12 +119,20 @@ def _totals(facts: Facts) -> RenderableType:
         *((name, f"{facts[name]:,}  {percent(facts[name], facts['pages'])}") for name in states),
         ("available", f"{facts['available']:,}  without evicting"),
         ("accounting", holds),
+        *_groups(facts["groups"]),
         ("evictable", facts["evictable"]),
         ("kept", facts["kept"]),
         ("outstanding", f"{facts['reservations']} reservations, {facts['tickets']} tickets"),
         ("hit rate", f"{percent(facts['hit_pages'], looked)} of {looked:,} pages looked up"),
     ]
     return lines("pages", pairs)
+
+
+def _groups(ready: dict[int, int]) -> list[tuple[str, object]]:
+    """What there is of each group, if there are several: KV, then windows and states."""
+    if not any(ready):
+        return []
+    return [("by group", ", ".join(f"{group}: {pages:,}" for group, pages in ready.items()))]
 
 
 def _lock(facts: Facts) -> RenderableType:

@@ -208,8 +208,10 @@ def totals(image: Image) -> Facts:
     """Pages by state, counted from the records, and whether the counters agree."""
     root = image.root
     used, grown = min(root.fresh, image.pages), min(root.grown, image.pages)
-    words = records(image)["word"][:used] & layout.STATE_MASK
+    found = records(image)["word"][:used]
+    words = found & layout.STATE_MASK
     count = np.bincount(words, minlength=16)
+    of_groups = np.bincount(found[words == PageState.READY] >> layout.GROUP_SHIFT)
     state = {member.name.lower(): int(count[member]) for member in PageState}
     named = state["writing"] + state["ready"] + state["evicting"]
     counted = (state["free"], named, state["doomed"], state["held"])
@@ -229,6 +231,7 @@ def totals(image: Image) -> Facts:
         "available": state["free"] + max(0, grown - used) + int((counts <= 0).sum()),
         "evictable": root.queued,
         "kept": root.kept,
+        "groups": {int(group): int(of_groups[group]) for group in np.flatnonzero(of_groups)},
         "accounting_holds": bool(equal and used == root.fresh and grown == root.grown),
         "ticket_pins": int(pinned[0].sum(dtype=np.int64)) - int(late.sum()),
         "late_ticket_pins": int(late.sum()),

@@ -22,6 +22,7 @@ from lightcache.manager import (
     Prompt,
     RequestOptions,
 )
+from lightcache.runs import PLAIN, Run
 from lightcache_bench._hybrid_traffic import Visit
 
 _BESIDE = 2
@@ -30,17 +31,26 @@ _BESIDE = 2
 
 @dataclass(frozen=True)
 class Room:
-    """Of a tier."""
+    """Of a tier that is divided."""
 
     states: int
     pages: int
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Of a host that is not."""
+
+    pages: int
+    parts: int
+    """Pages that a state takes."""
 
 
 def hit_tokens(
     visits: Sequence[Visit],
     grid: Grid,
     device: Room,
-    host: Room | None = None,
+    host: Room | Pool | None = None,
     *,
     chunk: int,
 ) -> int:
@@ -60,7 +70,7 @@ def hit_tokens(
         return hybrid.stats().usable_tokens
 
 
-def _opened(stack: ExitStack, grid: Grid, device: Room, host: Room | None) -> HybridManager:
+def _opened(stack: ExitStack, grid: Grid, device: Room, host: Room | Pool | None) -> HybridManager:
     name = f"bench-hybrid-{os.getpid()}"
     slots = create_slots(f"{name}.slots", device.states + _BESIDE)
     stack.callback(slots.close)
@@ -71,14 +81,16 @@ def _opened(stack: ExitStack, grid: Grid, device: Room, host: Room | None) -> Hy
     backend = NullBackend()
     pages = 1 if host is None else host.pages  # a manager always has a host: nobody writes to this
     kv = stack.enter_context(_cache(f"{name}.kv", pages, grid.page_tokens, independent=False))
-    states = None
-    if host is not None:
+    states, run = None, PLAIN
+    if isinstance(host, Pool):
+        states, run = kv, Run(1, host.parts)
+    elif host is not None:
         states = stack.enter_context(_cache(f"{name}.states", host.states, 1, independent=True))
     manager = stack.enter_context(
         KVCacheManager(kv, blocks, backend, config=ManagerConfig(min_load_tokens=0))
     )
     copier = ArrayCopier(np.zeros((device.states + _BESIDE, 0), np.uint8))
-    checkpoints = Checkpoints(slots, states, backend, copier)
+    checkpoints = Checkpoints(slots, states, backend, copier, run=run)
     stack.callback(checkpoints.close)
     hybrid = HybridManager(manager, checkpoints, grid)
     stack.callback(hybrid.close)
@@ -143,4 +155,4 @@ def _pass(
         hybrid.saved(number, position)
 
 
-__all__ = ["Room", "hit_tokens"]
+__all__ = ["Pool", "Room", "hit_tokens"]

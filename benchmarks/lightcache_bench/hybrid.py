@@ -16,7 +16,8 @@ multiples of 64 in prompts and of 256 in answers.
   tokens. Answers are in it as parts of later prompts only, so nothing is saved while decoding.
 
 The budget in bytes is divided between states and KV by `hybrid_sizing.best_split`, for device
-and host each. Slots for the request that runs are not of it. The baselines (`_hybrid_plain`) are
+and host each. Then the host is one pool, beside the same host divided so, and with an eighth for
+states. Slots for the request that runs are not of it. The baselines (`_hybrid_plain`) are
 simulated, and given what they would not have: the best of 19 divisions of the same bytes, tried
 with the requests themselves; and of device and host together, as if nothing were in both. Ours
 keeps a copy on the host of all that is on the device.
@@ -43,7 +44,7 @@ import numpy as np
 from lightcache.hybrid import Grid, gated_delta_parts
 from lightcache.hybrid.copiers import state_bytes
 from lightcache_bench import Row, _hybrid_plans, meets
-from lightcache_bench._hybrid_ours import Room, hit_tokens
+from lightcache_bench._hybrid_ours import Pool, Room, hit_tokens
 from lightcache_bench._hybrid_plain import EndsOnly, TiedToNodes, bound, pages_of
 from lightcache_bench._hybrid_traffic import Traffic, Visit
 from lightcache_bench._manager_trace import SCALE, TOKENS, tokens_of
@@ -101,6 +102,7 @@ def _hits(quick: bool) -> Iterator[Row]:
         yield from case.compared(gib)
     for gib in (2,) if quick else HOSTS:
         yield from case.compared(1 if quick else DEVICE, gib)
+        yield from case.undivided(1 if quick else DEVICE, gib)
 
 
 def _trace(quick: bool, path: Path) -> Iterator[Row]:
@@ -113,6 +115,7 @@ def _trace(quick: bool, path: Path) -> Iterator[Row]:
     yield case.possible()
     for gib in TRACE_BUDGETS[:1] if quick else TRACE_BUDGETS:
         yield from case.compared(gib)
+        yield from case.undivided(DEVICE, gib)
 
 
 class Case:
@@ -165,6 +168,32 @@ class Case:
                 ratio,
                 ">= 1",
                 meets(ratio, ">= 1"),
+            )
+
+    def undivided(self, device: int, host: int) -> Iterator[Row]:
+        """With one pool on the host: against the same bytes, divided by `best_split`, and with an
+        eighth of them for states."""
+        room, bytes_ = self._room(device), host << 30
+        pool = Pool(bytes_ // self._page_bytes, math.ceil(STATE / self._page_bytes))
+        eighth = bytes_ // 8
+        divided = {
+            "the best division": self._room(host),
+            "an eighth for states": Room(eighth // STATE, (bytes_ - eighth) // self._page_bytes),
+        }
+        ours = hit_tokens(self._visits, self._grid, room, pool, chunk=self._chunk)
+        for against, behind in divided.items():
+            theirs = hit_tokens(self._visits, self._grid, room, behind, chunk=self._chunk)
+            ratio = ours / theirs if theirs else math.inf
+            target = ">= 0.95" if behind is divided["the best division"] else ">= 1"
+            yield Row(
+                f"{self._name}: hit tokens, device of {device} GiB, one pool of {host} on the host",
+                {"parts": pool.parts, "theirs": round(self._share(theirs), 2)},
+                self._share(ours),
+                "%",
+                against,
+                ratio,
+                target,
+                meets(ratio, target),
             )
 
     def _room(self, gib: int) -> Room:
