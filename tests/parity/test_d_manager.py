@@ -1,8 +1,9 @@
-"""Rows D1, D2, D5 to D7 and D12, of a scheduler's view: requests of a hybrid model, one
+"""Rows D1, D2, D5 to D8 and D12, of a scheduler's view: requests of a hybrid model, one
 behind the other and beside each other."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -206,6 +207,46 @@ def test_d7_only_the_one_that_was_used_is_refreshed(hybrids: Any) -> None:
     for left in ([16, 24, 32], [16, 32], [16]):
         world.slots.evict(1)
         assert world.there(prompt)["device"] == left
+
+
+# ---- D8
+
+SAVING = """
+import sys
+
+name, tests = sys.argv[1:]
+sys.path.insert(0, tests)
+
+from support.hybrid_case import HybridWorld, tokens
+
+from lightcache.manager import Prompt
+
+world = HybridWorld(f"{name}.other", shared=name, states={"most": 2})
+for seed in (1, 2):
+    world.save(Prompt([*tokens(16), *tokens(40, seed)]), 16, 24)
+world.close()
+"""
+
+
+@pytest.mark.parametrize("parts", [True, False], ids=["fork", "one prompt"])
+def test_d8_a_fork_that_another_process_saved(
+    segment_name: str, hybrids: Any, script: Any, parts: bool
+) -> None:
+    """It has saved two branches and is gone. This process adds to one, and the fork stays."""
+    world = hybrids(shared=segment_name, states={"most": 2})
+    stem = tokens(16)
+    one = branch(stem, 1, 40)
+    if parts:
+        script(SAVING, segment_name, Path(__file__).parent.parent)
+    else:
+        world.save(one, 16, 24)
+    assert world.there(one) == {"device": [] if parts else [16, 24], "host": [16, 24]}
+    for position in (32, 40):
+        world.save(one, position)
+        before = 16 if parts else position - 8
+        assert world.there(one)["host"] == [before, position]
+    if parts:
+        assert world.there(branch(stem, 2, 40))["host"] == [16, 24]
 
 
 # ---- D12
