@@ -107,25 +107,23 @@ class HybridRequest:
         self.copies = [copy for copy in self.copies if not copy.over]
         return bool(self.transfers or self.copies)
 
-    @property
-    def lost(self) -> bool:
-        """Whether the load of its state from the host failed."""
-        return self.loading is not None and self.loading.state in (State.FAILED, State.CANCELLED)
-
     def sound(self) -> bool:
         """Whether both of its loads have finished and succeeded. Until then no other request may
         find what it computes after them. Does not block."""
-        if self.inner.match.load > 0 and self.inner.loading is None:
-            return False  # not loaded yet, or the manager had disabled itself
-        return all(
-            _went_well(load) for load in (self.loading, self.inner.loading) if load is not None
-        )
+        return loaded_well(self.inner, [] if self.loading is None else [self.loading])
 
     def let_go(self) -> None:
         """Release a checkpoint that was not restored."""
         taken, self.found = self.found, None
         if taken is not None:
             taken[1].release()
+
+
+def loaded_well(inner: Request, loads: Sequence[BlockTransfer]) -> bool:
+    """Whether the load of a request's KV and these others have finished and succeeded."""
+    if inner.match.load > 0 and inner.loading is None:
+        return False  # not loaded yet, or the manager had disabled itself
+    return all(map(_went_well, loads if inner.loading is None else [*loads, inner.loading]))
 
 
 def _went_well(load: BlockTransfer) -> bool:
@@ -165,55 +163,53 @@ class Restored:
 
 
 class HybridLoadHandle:
-    """The loads of one request: of its KV and of its state. If either fails, the whole match is
-    unusable: call `HybridManager.restart`."""
+    """The loads of one request: of its KV, and of its state or windows. If one fails, the whole
+    match is unusable: call `restart`."""
 
-    def __init__(self, request: HybridRequest, kv: LoadHandle) -> None:
-        """For `HybridManager.load`."""
-        self._request, self._kv = request, kv
-        self._loads: list[BlockTransfer | LoadHandle] = [kv]
-        if request.loading is not None:
-            self._loads.append(request.loading)
+    def __init__(self, usable: int, kv: LoadHandle, others: Sequence[BlockTransfer]) -> None:
+        """For `HybridManager.load` and `WindowManager.load`."""
+        self._usable, self._kv, self._others = usable, kv, others
 
     @property
     def tokens(self) -> int:
         """Leading tokens that need not be computed, as known now: all usable ones, or 0."""
-        return 0 if self.failed else self._request.match.usable
+        return 0 if self.failed else self._usable
 
     @property
     def failed(self) -> bool:
-        """Whether either has failed."""
-        return self._kv.tokens < self._request.match.usable or self._request.lost
+        """Whether one has failed."""
+        lost = any(load.state in (State.FAILED, State.CANCELLED) for load in self._others)
+        return lost or self._kv.tokens < self._usable
 
     def done(self) -> bool:
-        """Whether both have finished. Does not block.
+        """Whether all have finished. Does not block.
 
         Raises:
-            TransferFailed: either failed.
+            TransferFailed: one failed.
         """
-        finished = [load.done() for load in self._loads]
+        finished = [load.done() for load in (self._kv, *self._others)]
         return all(finished)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until both have finished.
+        """Block until all have finished.
 
         Raises:
             WaitTimeout: they are still in flight.
             TransferFailed: as `done`.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        for load in self._loads:
+        for load in (self._kv, *self._others):
             load.wait(None if end is None else max(0.0, end - time.monotonic()))
 
     def wait_on(self, stream: Any = None) -> None:
-        """Let a device stream (None: the current one) wait for both, instead of this thread.
+        """Let a device stream (None: the current one) wait for all, instead of this thread.
 
         Raises:
-            TransferFailed: either has failed already.
+            TransferFailed: one has failed already.
         """
         self._kv.wait_on(stream)
-        if self._request.loading is not None:
-            wait_on(self._request.loading, stream)
+        for load in self._others:
+            wait_on(load, stream)
 
 
 # ---- Tail eviction: KV after the last checkpoint of a path
@@ -851,7 +847,9 @@ class HybridManager:
                 raise ConfigError(
                     f"load {request!r}: restore it first, or `skip_load` what it found"
                 )
-            return HybridLoadHandle(running, self.manager.load(request, table))
+            states = [] if running.loading is None else [running.loading]
+            kv = self.manager.load(request, table)
+            return HybridLoadHandle(running.match.usable, kv, states)
 
     def skip_load(self, request: Hashable) -> HybridMatch:
         """Call instead of `restore` and `load` if there is no room for the KV to load: takes the

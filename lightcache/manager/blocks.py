@@ -37,6 +37,8 @@ class DeviceTier:
     """Base of `MirroredBlocks` and `ManagedBlocks`."""
 
     owned: bool
+    independent = False
+    """Whether a block may be evicted before those that hang on it."""
 
     def __init__(
         self,
@@ -87,6 +89,7 @@ class DeviceTier:
             pages=blocks,
             role=self._role,
             config={"block_tokens": self.block_tokens},
+            independent=self.independent,
             lock_timeout=self._lock_timeout,
         )
         self._began()
