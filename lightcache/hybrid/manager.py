@@ -169,6 +169,7 @@ class HybridLoadHandle:
     def __init__(self, usable: int, kv: LoadHandle, others: Sequence[BlockTransfer]) -> None:
         """For `HybridManager.load` and `WindowManager.load`."""
         self._usable, self._kv, self._others = usable, kv, others
+        self._loads: list[BlockTransfer | LoadHandle] = [kv, *others]
 
     @property
     def tokens(self) -> int:
@@ -187,7 +188,7 @@ class HybridLoadHandle:
         Raises:
             TransferFailed: one failed.
         """
-        finished = [load.done() for load in (self._kv, *self._others)]
+        finished = [load.done() for load in self._loads]
         return all(finished)
 
     def wait(self, timeout: float | None = None) -> None:
@@ -198,7 +199,7 @@ class HybridLoadHandle:
             TransferFailed: as `done`.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        for load in (self._kv, *self._others):
+        for load in self._loads:
             load.wait(None if end is None else max(0.0, end - time.monotonic()))
 
     def wait_on(self, stream: Any = None) -> None:

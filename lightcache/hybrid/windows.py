@@ -1,0 +1,998 @@
+"""WindowManager: blocks of layers that see a window or a chunk, beside a `KVCacheManager`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, deque
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from lightcache._arguments import Pages, count
+from lightcache._together import assign, together
+from lightcache.errors import ConfigError, LeaseLost, LightcacheError, LockTimeout, OutOfPages
+from lightcache.group_index import GroupIndex
+from lightcache.groups import Group, GroupSet, Rule
+from lightcache.hashing import KeySpec, Tokens
+from lightcache.hybrid.checkpoints import Tier
+from lightcache.hybrid.manager import HybridLoadHandle, loaded_well
+from lightcache.layout import KeyStatus
+from lightcache.leases import Allocation, Lease, NamingResult
+from lightcache.manager.backend import TransferBackend
+from lightcache.manager.blocks import NONE, ManagedBlocks
+from lightcache.manager.limits import nothing
+from lightcache.manager.lookup import LookupBatch, LookupRequest
+from lightcache.manager.manager import KVCacheManager, check_blocks
+from lightcache.manager.request import (
+    ANY,
+    HELD,
+    PINNED,
+    CacheScope,
+    Delivery,
+    Owed,
+    PrefixMatch,
+    Prompt,
+    Request,
+    RequestOptions,
+    check_hashable,
+    slots_of,
+)
+from lightcache.manager.transfers import BlockTransfer
+from lightcache.namespaces import Namespace
+from lightcache.page_index import PageIndex
+from lightcache.runs import PLAIN, Run
+from lightcache.shm.locking import Hurried
+
+PREFIX = Rule.prefix().name
+"""Full attention, among the names of rules."""
+_KEPT = (KeyStatus.NEW, KeyStatus.PRESENT)
+
+
+# ---- The device blocks of one rule
+
+
+class WindowBlocks(ManagedBlocks):
+    """Device blocks of the layers with one rule, a window or a chunk, which a `WindowManager`
+    allocates. Full ones are found by the keys of their tokens, and evicted by last use alone."""
+
+    independent = True
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        rule: Rule,
+        block_tokens: int,
+        blocks: int,
+        backend: TransferBackend | None = None,
+        run: Run = PLAIN,
+        role: str = "scheduler",
+        lock_timeout: float = 1.0,
+    ) -> None:
+        """Creates the index. The caller closes it, after the managers.
+
+        Args:
+            name, block_tokens, blocks, role, lock_timeout: as for `ManagedBlocks`.
+            rule: what these layers need: `Rule.window` or `Rule.chunk`.
+            backend: moves bytes between these blocks and host pages; None: they stay on the device.
+            run: how a page of these layers lies in the host cache, with a backend: the number of
+                the group there, which no other layers have, and the pages that it takes.
+
+        Raises:
+            ConfigError: another rule, a backend without a run, or more blocks than it has room for.
+            Otherwise as `ManagedBlocks`.
+        """
+        if type(rule) is not Rule or rule in (Rule.prefix(), Rule.point()):
+            raise ConfigError(
+                f"rule: expected Rule.window(tokens) or Rule.chunk(tokens), found {rule!r}; blocks "
+                "of full attention are ManagedBlocks, states have Checkpoints"
+            )
+        if (backend is None) != (run == PLAIN):
+            raise ConfigError(
+                f"run: expected one with a group from 1 on together with a backend, found {run} "
+                f"and backend {backend!r}; group 0 is full attention"
+            )
+        check_blocks(backend, blocks, block_tokens)
+        self.rule, self.backend, self.run = rule, backend, run
+        super().__init__(
+            name, block_tokens=block_tokens, blocks=blocks, role=role, lock_timeout=lock_timeout
+        )
+
+    def _began(self) -> None:
+        self._beside: dict[tuple[str, str], Namespace] = {}
+
+    @property
+    def open_index(self) -> PageIndex:
+        """The index.
+
+        Raises:
+            ConfigError: it is closed.
+        """
+        if self.index is None:
+            raise ConfigError(f"the window blocks {self.name!r} are closed; make others")
+        return self.index
+
+    def beside(self, kv: Namespace) -> Namespace:
+        """The namespace for the weights and tenant of a namespace of KV. If KV was cleared since,
+        or has other weights, what these blocks had of that is forgotten.
+
+        Raises:
+            OutOfPages, LockTimeout: as `PageIndex.namespace`.
+        """
+        names = kv.weights, kv.tenant
+        if self._beside.get(names) != kv:
+            for weights in {known for known, _ in self._spaces} - {kv.weights}:
+                self.clear_weights(weights)
+            self.clear_tenant(*names)
+            self._beside[names] = kv
+        return self.space(*names)
+
+
+# ---- Matches and figures
+
+
+@dataclass(frozen=True)
+class WindowMatch:
+    """The part of a prompt that need not be computed: as far as KV and every window reach. All
+    numbers are tokens."""
+
+    kv: PrefixMatch
+    """KV of full attention up to the position. Only this is pinned and loaded."""
+    usable: int = 0
+    """Tokens that need not be computed: the position that all rules accept, or 0."""
+    kv_tokens: int = 0
+    """All cached KV of the prompt that could be used. Advisory: KV after the position is not
+    pinned."""
+    tiers: Mapping[str, Tier] = field(default_factory=dict)
+    """By name of a rule: the tier that has its pages; without those that need none here."""
+    limit: str | None = None
+    """The name of the rule that has no deeper position; None: none limits it."""
+    branching: int | None = None
+    """The position at which the coming prefill saves windows, since KV reaches further than they
+    do: other prompts share this prefix, and the next one will hit."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prompt."""
+        return self.kv.tokens
+
+    @property
+    def unusable(self) -> int:
+        """Tokens with KV that must still be computed, since a window lacks pages."""
+        return max(0, self.kv_tokens - self.usable)
+
+
+@dataclass(frozen=True)
+class WindowStats:
+    """Counters of one `WindowManager`. Windows are counted one for each rule of a request."""
+
+    requests: int = 0
+    """Requests taken."""
+    usable_tokens: int = 0
+    """Tokens of prompts that need not be computed."""
+    unusable_tokens: int = 0
+    """Tokens with KV, after these, for which a window lacked pages."""
+    device_hits: int = 0
+    """Windows that were on the device."""
+    host_hits: int = 0
+    """Windows that were on the host alone."""
+    loads: int = 0
+    failed_loads: int = 0
+    offloads: int = 0
+    """Windows of which pages were written to the host."""
+    failed_offloads: int = 0
+    no_room: int = 0
+    """Windows that the host had no room for."""
+    unsaved: int = 0
+    """Windows whose blocks had no key, or were given back, when they were to be written."""
+    freed_blocks: int = 0
+    """Blocks that running requests gave back, since no later token sees them."""
+
+
+_NAMES = frozenset(each.name for each in fields(WindowStats))
+
+
+# ---- Running requests
+
+
+@dataclass(eq=False)
+class _Table:
+    """Blocks of one rule for one request."""
+
+    window: WindowBlocks
+    blocks: Pages
+    """By number of the block in the sequence; -1 before `begin`. Replaced, never changed: the
+    engine has it."""
+    kind: bytearray
+    """HELD or PINNED, of each."""
+    begin: int
+    """The first block that it has."""
+    named: int
+    """Blocks before this were named, or their naming was tried."""
+    host: Lease | None = None
+    """Host pages that were found, until they are loaded."""
+    naming: tuple[NamingResult, int] | None = None
+    """A naming whose result is not in the table yet, and its first block."""
+
+    def grow(self, tokens: int) -> None:
+        """Add blocks up to so many tokens. Raises OutOfPages; nothing changed."""
+        missing = -(-tokens // self.window.block_tokens) - len(self.blocks)
+        if missing > 0:
+            fresh = self.window.hold(missing)
+            blocks = np.concatenate([self.blocks, fresh.pages])
+            kind = self.kind + bytes([HELD]) * missing
+            assign((self, self, fresh), ("blocks", "kind", "ended"), (blocks, kind, True))
+
+    def settle(self) -> dict[int, int]:
+        """Note what a naming has done. Returns blocks that were exchanged, by position."""
+        if self.naming is None:
+            return {}
+        naming, first = self.naming
+        end = first + naming.settled
+        kind, blocks = bytearray(self.kind), self.blocks.copy()
+        kind[first:end] = bytes(
+            PINNED if status in _KEPT else HELD for status in naming.status[: end - first]
+        )
+        blocks[first:end] = naming.pages[: end - first]
+        changed = np.flatnonzero(blocks != self.blocks)
+        values = blocks, kind, max(end, self.named), None
+        assign((self,) * 4, ("blocks", "kind", "named", "naming"), values)
+        return dict(zip(changed.tolist(), blocks[changed].tolist(), strict=True))
+
+    def give_back(self, end: int) -> Allocation | None:
+        """Give back the blocks before this one. Returns those without a key, to be freed."""
+        end, core = min(end, len(self.blocks)), self.window.open_index.core
+        if end <= self.begin:
+            return None
+        given = self.blocks[self.begin : end]
+        kinds = np.frombuffer(bytes(self.kind[self.begin : end]), np.uint8)
+        pinned, take_pinned = Lease.attached_to(core, given[kinds == PINNED])
+        held, take_held = Allocation.attached_to(core, given[kinds == HELD])
+        left = self.blocks.copy()
+        left[:end] = -1
+        together(
+            partial(setattr, self, "blocks", left),
+            partial(setattr, self, "begin", end),
+            take_pinned,
+            take_held,
+        )
+        pinned.close()
+        return held
+
+
+@dataclass(eq=False)
+class _Running:
+    """One request, from `take` until no copy uses its blocks."""
+
+    inner: Request
+    """Its request in the KV manager."""
+    match: WindowMatch
+    tables: list[_Table]
+    saved: int
+    """The last position that was saved, or with which it began."""
+    loads: list[BlockTransfer] = field(default_factory=list)
+    owed: dict[str, Owed] = field(default_factory=dict)
+    """Blocks that the caller has to exchange, by rule."""
+
+    def sound(self) -> bool:
+        """Whether its loads have finished and succeeded. Until then no other request may find what
+        it computes after them. Does not block."""
+        waiting = any(table.host is not None for table in self.tables)
+        return not waiting and loaded_well(self.inner, self.loads)
+
+    def owe(self, rule: str, changed: Mapping[int, int]) -> None:
+        """Note blocks that the caller has to exchange."""
+        if changed:
+            owed = self.owed.get(rule)
+            before = {} if owed is None or owed.told else owed.changed
+            self.owed[rule] = Owed({**before, **changed})
+
+    def settle(self) -> None:
+        """Note what a naming has done that an interrupt cut short."""
+        for table in self.tables:
+            self.owe(table.window.rule.name, table.settle())
+
+
+@dataclass(frozen=True, eq=False)
+class _Side:
+    """The pages of one rule in one tier, for one weights version and tenant."""
+
+    window: WindowBlocks
+    tier: Tier
+    index: GroupIndex
+    space: Namespace
+    spec: KeySpec
+    group: GroupSet
+    """The same pages, to be peeked."""
+
+    @classmethod
+    def of(
+        cls, window: WindowBlocks, tier: Tier, index: PageIndex, space: Namespace, spec: KeySpec
+    ) -> _Side:
+        """The pages in this index."""
+        run = PLAIN if tier is Tier.DEVICE else window.run
+        group = Group(window.rule.name, window.rule, index, space, run)
+        pages = GroupSet([group], page_tokens=spec.page_tokens)
+        return cls(window, tier, GroupIndex(index, run), space, spec, pages)
+
+    def deepest(self, prompt: Prompt, limit: int, unit: int) -> int:
+        """The deepest position up to this one, a multiple of `unit`, that it accepts."""
+        tokens = self.spec.page_tokens
+        keys = prompt.keys(self.spec)[: limit // tokens]
+        return self.group.peek(keys, step=unit // tokens).pages * tokens
+
+    def plan(self, request: Hashable, prompt: Prompt, begin: int, end: int, ttl: float) -> bool:
+        """Pin the pages of these tokens. False: they are not all there, and nothing is pinned."""
+        keys = prompt.keys(self.spec)[begin // self.spec.page_tokens : end // self.spec.page_tokens]
+        return self.index.plan(request, keys, namespace=self.space, timeout=ttl)
+
+    def take(self, request: Hashable, tokens: int) -> Lease | None:
+        """The pages of so many tokens that were pinned. None: they have gone."""
+        lease = self.index.take(request)
+        if len(lease) == tokens // self.spec.page_tokens * self.index.run.parts:
+            return lease
+        lease.close()
+        return None
+
+
+_Chosen = dict[str, _Side]
+"""By name of a rule: where its pages are pinned, or taken from."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """A request that waits."""
+
+    lookup: LookupRequest
+    match: WindowMatch
+    chosen: _Chosen
+
+
+# ---- The manager
+
+
+class WindowManager:
+    """Joins a `KVCacheManager`, which has the KV of full attention, and the blocks of layers that
+    see a window or a chunk, for the scheduler of such a model.
+
+    A request makes the same calls as a dense one, on this object: `plan`, `take`, `allocate`,
+    `load`, `commit`, `release`; `poll` each step. It has a block table for each rule. A hit is as
+    long as KV and the windows at its end reach. Calls share the KV manager's lock; none waits for
+    bytes unless documented. Requests that do not write to the device save no windows.
+    """
+
+    def __init__(
+        self, manager: KVCacheManager, windows: Sequence[WindowBlocks], *, every: int = 256
+    ) -> None:
+        """The caller closes the parts, after this object: the manager, then the windows.
+
+        Args:
+            windows: one for each rule.
+            every: windows are saved at multiples of so many tokens, rounded up to whole blocks and
+                pages; also where a prompt and a request end, and where prompts part.
+
+        Raises:
+            ConfigError: no windows, two of one rule or of one group of the host cache, other block
+                sizes, blocks that the engine owns, a backend without a host cache, or a storage.
+        """
+        count(every, "every", 1, 1 << 30)
+        self.windows = tuple(windows)
+        self._check(manager)
+        self.manager = manager
+        block, page = manager.device.block_tokens, manager.page_tokens
+        self.unit = max(block, page)
+        """Every position is a multiple of so many tokens."""
+        self.every = math.lcm(self.unit, -(-every // self.unit) * self.unit)
+        self._state, self._lock = manager.state, manager.state.lock
+        self._guard = self._state.new_guard(self._let_go, "WindowManager")
+        self._counts: Counter[str] = Counter()
+        self._plans: dict[Hashable, _Plan] = {}
+        self._running: dict[Hashable, _Running] = {}
+        self._leaving: list[_Running] = []
+        """Ended requests, until no load writes their blocks."""
+        self._unfreed: list[Allocation] = []
+        """Blocks whose index did not answer."""
+        self._sides: WeakKeyDictionary[CacheScope, list[list[_Side]]] = WeakKeyDictionary()
+
+    def _check(self, manager: KVCacheManager) -> None:
+        for window in self.windows:
+            if not isinstance(window, WindowBlocks):
+                raise ConfigError(f"windows: expected WindowBlocks, found {window!r}")
+            if window.block_tokens != manager.device.block_tokens:
+                raise ConfigError(
+                    f"windows: expected blocks of {manager.device.block_tokens} tokens, as the "
+                    f"manager's are, found {window.block_tokens} in {window.name!r}"
+                )
+            if window.backend is not None and "host" not in manager.tiers:
+                raise ConfigError(
+                    f"windows: {window.name!r} has a backend, and the manager no host cache; leave "
+                    "out backend and run, or give the manager a cache"
+                )
+        rules = [window.rule.name for window in self.windows]
+        groups = [window.run.group for window in self.windows if window.backend is not None]
+        if not rules or len(set(rules)) < len(rules) or len(set(groups)) < len(groups):
+            raise ConfigError(
+                f"windows: expected one or more, each with its own rule and its own group of the "
+                f"host cache, found rules {rules} and groups {groups}"
+            )
+        if not isinstance(manager.device, ManagedBlocks):
+            raise ConfigError(
+                "manager: expected ManagedBlocks, found MirroredBlocks: blocks of windows are "
+                "allocated here, beside those of KV"
+            )
+        if manager.state.storage is not None:
+            raise ConfigError(
+                "manager: expected one without a storage, found one with: windows are not stored, "
+                "and stored KV without them is of no use"
+            )
+
+    def start(self, rule: Rule, position: int) -> int:
+        """The first token whose block and page a position needs, and all tokens after it."""
+        return rule.first(position // self.unit, self.unit) * self.unit
+
+    # ---- lookup
+
+    def plan(
+        self,
+        request: Hashable,
+        prompt: Prompt,
+        *,
+        options: RequestOptions = ANY,
+        limit: int | None = None,
+    ) -> WindowMatch:
+        """Find the deepest position that KV and every window accept, on the device and the host,
+        and pin what it needs tentatively. Otherwise as `KVCacheManager.plan`. A repeated call looks
+        again."""
+        with self._lock:
+            batch = self.manager.lookup.single(request, prompt, options, limit, None)
+            lookup, known = LookupRequest._make(batch.entries[0][1]), self._plans.get(request)
+            if known is not None and known.lookup.prompt == prompt:  # its keys are hashed already
+                lookup = LookupRequest(known.lookup.prompt, lookup.options, lookup.limit)
+            return self._planned(request, lookup).match
+
+    def plan_many(
+        self,
+        requests: Sequence[Hashable],
+        prompts: Sequence[Prompt],
+        *,
+        options: Sequence[RequestOptions] | None = None,
+        limits: Sequence[int | None] | None = None,
+    ) -> list[WindowMatch]:
+        """`plan` for a whole queue. A refused call changes nothing.
+
+        Raises:
+            ConfigError, Detached: as `KVCacheManager.plan_many`.
+        """
+        with self._lock:
+            batch = self.manager.lookup.batch(requests, prompts, options, limits, None)
+            return [
+                self.plan(request, asks[0], options=asks[1], limit=asks[2])
+                for request, asks in batch.entries
+            ]
+
+    def cancel(self, request: Hashable) -> None:
+        """Drop a plan. Harmless if there is none."""
+        with self._lock:
+            self._forget(request)
+            self.manager.cancel(request)
+
+    def _planned(self, request: Hashable, lookup: LookupRequest) -> _Plan:
+        before = self._plans.get(request)
+        agree, missed = (
+            partial(self._agree, request, lookup),
+            partial(self._missed, request, lookup),
+        )
+        plan = self._plans[request] = self._guard.run(agree, missed)
+        for rule, side in {} if before is None else before.chosen.items():
+            if plan.chosen.get(rule) is not side:
+                side.index.cancel(request)
+        return plan
+
+    def _missed(self, request: Hashable, lookup: LookupRequest) -> _Plan:
+        """An empty match: the request computes everything."""
+        kv = self.manager.plan(request, lookup.prompt, options=lookup.options, limit=0)
+        return _Plan(lookup, WindowMatch(kv), {})
+
+    def _agree(self, request: Hashable, lookup: LookupRequest) -> _Plan:
+        """Find and pin the deepest position that all accept. If something goes between looking and
+        pinning, look again with less."""
+        (prompt, options, most), unit = lookup, self.unit
+        space = self._state.weights.space_or_none(prompt.tenant)
+        (kv,) = self.manager.peek_many([prompt], options=[options], limits=[most])
+        deep = position = kv.usable // unit * unit
+        limit = None if deep == lookup.most // unit * unit else PREFIX
+        sides = [] if space is None or not deep else self._sides_of(space, options)
+        while True:
+            position, limit = self._deepest(prompt, sides, position, limit)
+            batch = LookupBatch(((request, lookup.up_to(position)),), None)
+            (planned,) = self.manager.lookup.plan(batch, {prompt.tenant: space})
+            if planned.usable < position:
+                position, limit = planned.usable // unit * unit, PREFIX
+                continue
+            chosen = self._pinned(request, lookup, sides, position)
+            if chosen is not None:
+                break
+            position -= unit
+        tiers = {rule: side.tier for rule, side in chosen.items()}
+        branching = deep if deep > position else None
+        match = WindowMatch(planned, position, kv.usable, tiers, limit, branching)
+        return _Plan(lookup, match, chosen)
+
+    def _deepest(
+        self, prompt: Prompt, sides: list[list[_Side]], position: int, limit: str | None
+    ) -> tuple[int, str | None]:
+        """The deepest position up to this one that every window accepts, and the rule that limits
+        it: this one, unless a window lowers it."""
+        agreed = 0
+        for places, window in itertools.cycle(zip(sides, self.windows, strict=False)):
+            if agreed >= len(sides) or not position:
+                break
+            found = 0
+            for side in places:
+                if found < position:
+                    found = max(found, side.deepest(prompt, position, self.unit))
+            agreed += 1
+            if found < position:
+                position, limit, agreed = found, window.rule.name, 1
+        return position, limit
+
+    def _sides_of(self, space: CacheScope, options: RequestOptions) -> list[list[_Side]]:
+        """Where a request may read the pages of each window: the device first."""
+        every = self._sides.get(space)
+        if every is None:
+            every = self._sides[space] = []
+            for window in self.windows:
+                device, own = window.open_index, window.beside(space.host)
+                sides = [_Side.of(window, Tier.DEVICE, device, own, space.device_spec)]
+                if window.backend is not None:
+                    host = self.manager.host.index
+                    sides.append(_Side.of(window, Tier.HOST, host, space.host, space.host_spec))
+                every.append(sides)
+        return [[side for side in sides if side.tier.value in options.tiers] for sides in every]
+
+    def _pinned(
+        self, request: Hashable, lookup: LookupRequest, sides: list[list[_Side]], position: int
+    ) -> _Chosen | None:
+        """Pin what a position needs of each window. None: something has gone."""
+        chosen: _Chosen = {}
+        ttl = lookup.options.ttl or self.manager.config.plan_ttl
+        for window, places in zip(self.windows, sides, strict=False):
+            begin = self.start(window.rule, position)
+            for side in places if begin < position else ():
+                if side.plan(request, lookup.prompt, begin, position, ttl):
+                    chosen[window.rule.name] = side
+                    break
+            else:
+                if begin < position:
+                    for side in chosen.values():
+                        side.index.cancel(request)
+                    return None
+        return chosen
+
+    def _forget(self, request: Hashable) -> None:
+        check_hashable([request], "cancel")
+        plan = self._plans.pop(request, None)
+        if plan is not None:
+            self._unpin(request, plan)
+
+    @staticmethod
+    def _unpin(request: Hashable, plan: _Plan) -> None:
+        for side in plan.chosen.values():
+            side.index.cancel(request)
+
+    def _let_go(self) -> None:
+        """The cache is disabled: drop the pins of requests that wait."""
+        for request, plan in self._plans.items():
+            self._unpin(request, plan)
+
+    # ---- running requests
+
+    def take(self, request: Hashable) -> WindowMatch:
+        """Begin a request, which takes over its plan. No less than was planned, unless that was
+        cleared or its time limit has passed.
+
+        Raises:
+            LeaseLost: not planned, or cancelled; plan it first.
+            ConfigError: the request is running already.
+        """
+        with self._lock:
+            self.manager.check_take(request)
+            plan = self._plans.get(request)
+            if plan is None:
+                raise LeaseLost(f"take: there is no plan of {request!r}; plan it first")
+            # Once more: a plan whose time limit has passed pins nothing.
+            return self._begin(request, self._planned(request, plan.lookup))
+
+    def _begin(self, request: Hashable, plan: _Plan) -> WindowMatch:
+        kv = self.manager.begin(request)
+        try:
+            leases: dict[str, Lease | None] = self._guard.run(
+                partial(self._leases, request, plan), dict
+            )
+            found = [lease for lease in leases.values() if lease is not None]
+            if kv.usable != plan.match.usable or len(found) < len(plan.chosen):  # cleared meanwhile
+                for lease in found:
+                    lease.close()
+                self.manager.untake(request)
+                plan, leases = self._missed(request, plan.lookup), {}
+                self.manager.begin(request)
+            match = plan.match
+            self._made(request, match, leases)
+        except BaseException:
+            self._leave([request])
+            self.manager.untake(request)
+            raise
+        hits = Counter(f"{tier.value}_hits" for tier in match.tiers.values())
+        self._count(requests=1, usable_tokens=match.usable, unusable_tokens=match.unusable, **hits)
+        return match
+
+    def _leases(self, request: Hashable, plan: _Plan) -> dict[str, Lease | None]:
+        """The pages that were pinned, by rule; None where they have gone."""
+        usable = plan.match.usable
+        return {
+            rule: side.take(request, usable - self.start(side.window.rule, usable))
+            for rule, side in plan.chosen.items()
+        }
+
+    def _made(
+        self, request: Hashable, match: WindowMatch, leases: Mapping[str, Lease | None]
+    ) -> _Running:
+        """A running request. It takes over the pins of device blocks in the instant in which it is
+        known."""
+        tables, ours = [], []
+        for window in self.windows:
+            begin = self.start(window.rule, match.usable) // window.block_tokens
+            lease, blocks = leases.get(window.rule.name), np.full(begin, -1, np.int32)
+            if lease is not None and match.tiers[window.rule.name] is Tier.DEVICE:
+                ours.append(lease)
+                blocks, lease = np.concatenate([blocks, lease.pages]), None
+            kind = bytearray([PINNED]) * len(blocks)
+            tables.append(_Table(window, blocks, kind, begin, len(blocks), lease))
+        running = _Running(self.manager.request(request), match, tables, match.usable)
+        running.inner.sound = running.sound
+        together(
+            partial(self._running.__setitem__, request, running),
+            partial(self._plans.pop, request, None),
+            *(partial(setattr, lease, "ended", True) for lease in ours),
+        )
+        return running
+
+    def allocate(
+        self, request: Hashable, tokens: int, *, timeout: float | None = 0.0
+    ) -> dict[str, Pages]:
+        """Grow the request's tables to `tokens` tokens: those of the pass that comes, and no more,
+        for blocks before the window are given back by `commit` only. Returns the table of each rule
+        by its name, "prefix" for full attention: int32, -1 for blocks before the window.
+
+        Raises:
+            OutOfPages: not enough blocks of some rule. Blocks that were added to the tables of
+                others stay the request's: call again, or release it.
+            ConfigError, LeaseLost: as `KVCacheManager.allocate`.
+        """
+        with self._lock:
+            running = self._request(request)
+            wanted = count(tokens, "tokens", 0, 1 << 62)
+            try:
+                with Hurried(self.manager.config.time_limit):
+                    for table in running.tables:
+                        table.grow(wanted)
+            except LockTimeout as error:
+                raise OutOfPages(f"allocate: not now; ask in the next step: {error}") from error
+            tables = {table.window.rule.name: table.blocks for table in running.tables}
+        return {PREFIX: self.manager.allocate(request, tokens, timeout=timeout), **tables}
+
+    def load(self, request: Hashable) -> HybridLoadHandle:
+        """Copy what was found on the host to the request's blocks: KV, and the pages of windows.
+        Returns at once. If a load fails, nothing of the match can be used: `restart`.
+
+        Raises:
+            ConfigError: the tables are too short: `allocate` first.
+            LeaseLost: no such request.
+        """
+        with self._lock:
+            running = self._request(request)
+            for table in running.tables:
+                have = len(table.blocks) * table.window.block_tokens
+                if table.host is not None and have < running.match.usable:
+                    raise ConfigError(
+                        f"load {request!r}: expected blocks for {running.match.usable} tokens, "
+                        f"found {table.window.rule.name!r} for {have}; allocate them first"
+                    )
+            kv = self.manager.load(request)
+            for table in running.tables:
+                if table.host is not None:
+                    self._load(running, table, table.host)
+            return HybridLoadHandle(running.match.usable, kv, running.loads)
+
+    def _load(self, running: _Running, table: _Table, lease: Lease) -> None:
+        window, end = table.window, running.match.usable
+        slots = slots_of(table.blocks, window.block_tokens, self.start(window.rule, end), end)
+        assert window.backend is not None
+        self._state.traffic.begin(
+            NONE,  # its blocks are of another device index than KV's
+            window.backend,
+            window.backend.load,
+            lease,
+            (slots, 0),
+            lambda ok, _: self._count(**{"loads" if ok else "failed_loads": 1}),
+            of=running.loads,
+            instead_of=(table, "host"),
+        )
+
+    def restart(self, request: Hashable, *, limit: int = 0) -> WindowMatch:
+        """Begin a request again with empty tables, and `allocate` again: after a failed load, from
+        its first token. Also instead of `load`, if there are no blocks to load into: with the
+        device's part of KV, `match.kv.device`, as its limit.
+
+        Raises:
+            ConfigError: no number of tokens.
+            LeaseLost: no such request.
+        """
+        with self._lock:
+            inner = self._request(request).inner
+            count(limit, "limit", 0, 1 << 62)
+            self._leave([request])
+            self.manager.untake(request)
+            lookup = LookupRequest(inner.prompt, inner.options, limit)
+            return self._begin(request, self._planned(request, lookup))
+
+    def commit(
+        self, request: Hashable, total: int, *, new_tokens: Tokens | None = None
+    ) -> Mapping[str, Mapping[int, int]]:
+        """As `KVCacheManager.commit`; also saves windows where that is due, and gives back the
+        blocks that no later token sees. Returns the blocks to exchange, position -> block, of each
+        rule that has any.
+
+        Raises:
+            ConfigError, LeaseLost: as `KVCacheManager.commit`; nothing was changed.
+        """
+        fresh = None if new_tokens is None else [new_tokens]
+        return self.commit_many([request], [total], fresh)[0]
+
+    def commit_many(
+        self,
+        requests: Sequence[Hashable],
+        totals: Sequence[int],
+        new_tokens: Sequence[Tokens | None] | None = None,
+    ) -> list[Mapping[str, Mapping[int, int]]]:
+        """`commit` for a batch of different requests. A refused call changes nothing.
+
+        Raises:
+            ConfigError, LeaseLost: as `KVCacheManager.commit_many`.
+        """
+        delivery = Delivery()
+        with self._lock:
+            batch = [self._request(request) for request in requests]
+            changed = self.manager.commit_many(requests, totals, new_tokens)
+            for running, blocks in zip(batch, changed, strict=True):
+                running.owe(PREFIX, blocks)
+            for running in batch:
+                self._guard.run(partial(self._publish, running), nothing)
+                self._trim(running)
+            result: list[Mapping[str, Mapping[int, int]]] = [
+                {rule: owed.by(delivery) for rule, owed in running.owed.items() if not owed.told}
+                if running.owed
+                else {}
+                for running in batch
+            ]
+        delivery.done = True
+        return result
+
+    def _publish(self, running: _Running, *, last: bool = False) -> None:
+        """Name full blocks, and save windows where that is due.
+
+        Args:
+            last: the request ends: its last position is due.
+        """
+        inner, space = running.inner, running.inner.space
+        full = inner.publishable() // self.unit * self.unit if running.sound() else 0
+        if space is None or not inner.on_device or not self._state.weights.good(space):
+            return
+        for table in running.tables:
+            self._name(running, table, space)
+        for position in self._due(running, full, last):
+            for table in running.tables:
+                self._save(running, table, space, position)
+            running.saved = position
+
+    def _due(self, running: _Running, full: int, last: bool) -> list[int]:
+        """The positions to save, of those before and at `full` that are not saved yet."""
+        prompt, saved = running.match.tokens, running.saved
+        due = {prompt // self.unit * self.unit, (prompt - 1) // self.unit * self.unit}
+        due.update(range(saved // self.every * self.every + self.every, full + 1, self.every))
+        due.update([full] if last else [], [running.match.branching or 0])
+        return sorted(position for position in due if saved < position <= full)
+
+    def _name(self, running: _Running, table: _Table, space: CacheScope) -> None:
+        window, inner = table.window, running.inner
+        limit = inner.publishable() if running.sound() else 0
+        first = max(table.named, table.begin)
+        full = min(limit // window.block_tokens, len(table.blocks))
+        if full <= first:
+            return
+        keys = np.ascontiguousarray(inner.device_chain.keys[first:full])
+        offsets, starts = np.array([0, len(keys)]), np.zeros(1, np.int64)
+        naming = NamingResult(len(keys))
+        table.naming = naming, first  # noted before the index changes
+        try:
+            own = window.beside(space.host)
+            window.name_many(table.blocks[first:full], keys, offsets, starts, own, naming)
+        finally:
+            running.settle()
+
+    def _save(self, running: _Running, table: _Table, space: CacheScope, position: int) -> None:
+        """Write the pages that a position needs to the host, except those that are there."""
+        window, inner, options = table.window, running.inner, running.inner.options
+        begin, block = self.start(window.rule, position), window.block_tokens
+        backend, page = window.backend, self.manager.page_tokens
+        if backend is None or begin == position:
+            return
+        if "host" not in options.tiers or options.priority < 0:
+            return
+        first, end = begin // block, position // block
+        if table.begin > first or set(table.kind[first:end]) != {PINNED}:
+            self._count(unsaved=1)
+            return
+        new = GroupIndex(self.manager.host.index, window.run).reserve(
+            np.ascontiguousarray(inner.host_chain.keys[begin // page : position // page]),
+            0,
+            shards=backend.shards,
+            namespace=space.host,
+            timeout=self.manager.config.time_limit,
+        )
+        if not len(new.pages):
+            self._count(no_room=int(len(new.missing) > 0))
+            new.release()
+            return
+        # The copy's own pins: the request may give these blocks back while it runs.
+        keys = np.ascontiguousarray(inner.device_chain.keys[first:end])
+        pins = window.open_index.match(keys, namespace=window.beside(space.host))
+        if len(pins) < len(keys):
+            self._count(unsaved=1)
+            pins.release()
+            new.release()
+            return
+        self._state.traffic.begin(
+            NONE,
+            backend,
+            backend.offload,
+            new,
+            (slots_of(pins.pages, block, 0, position - begin),),
+            lambda ok, _: self._count(**{"offloads" if ok else "failed_offloads": 1}),
+            ends=lambda _: pins.close(),
+        )
+
+    def _trim(self, running: _Running) -> None:
+        """Give back blocks that neither later tokens nor later positions need."""
+        if not running.sound():
+            return
+        for table in running.tables:
+            begin, window = table.begin, table.window
+            self._give_back(table, self.start(window.rule, running.inner.total))
+            self._count(freed_blocks=table.begin - begin)
+
+    def _give_back(self, table: _Table, tokens: int) -> None:
+        held = table.give_back(tokens // table.window.block_tokens)
+        if held is not None:
+            self._unfreed.append(held)
+            self._free()
+
+    def _free(self) -> None:
+        """Free blocks without a key; the next `poll` tries again where an index does not answer."""
+        for held in list(self._unfreed):
+            try:
+                with Hurried(self.manager.config.time_limit):
+                    held.close()
+            except LightcacheError:
+                continue
+            self._unfreed.remove(held)
+
+    def _request(self, request: Hashable) -> _Running:
+        self.manager.request(request)  # raises
+        running = self._running.get(request)
+        if running is None:
+            raise LeaseLost(f"the request {request!r} was taken from the KV manager, not from here")
+        running.settle()
+        return running
+
+    # ---- the end
+
+    def release(self, request: Hashable, *, publish: bool = True) -> None:
+        """End or preempt a request: its last windows are saved, its blocks are given back when no
+        copy writes them; full ones stay cached. Harmless if there is no such request.
+
+        Args:
+            publish: False: abort; save nothing more.
+        """
+        self.release_many([request], publish=publish)
+
+    def release_many(self, requests: Sequence[Hashable], *, publish: bool = True) -> None:
+        """`release` for several.
+
+        Raises:
+            ConfigError: a request's id is not hashable.
+        """
+        with self._lock:
+            check_hashable(requests, "release")
+            for request in requests:
+                self._forget(request)
+            try:
+                ending = [self._running[each] for each in requests if each in self._running]
+                for running in ending if publish else ():
+                    running.settle()
+                    self._guard.run(partial(self._publish, running, last=True), nothing)
+            finally:
+                self.manager.release_many(requests, publish=publish)
+                self._leave(requests)
+
+    def _leave(self, requests: Sequence[Hashable]) -> None:
+        """Move running requests to those that leave, and give back what no load writes."""
+        known = [request for request in dict.fromkeys(requests) if request in self._running]
+        ending = [self._running[request] for request in known]
+        together(
+            partial(self._leaving.extend, ending),
+            partial(deque, map(self._running.pop, known), 0),
+        )
+        self._look_at_leaving()
+
+    def _look_at_leaving(self) -> None:
+        for running in list(self._leaving):
+            running.settle()
+            for load in running.loads:
+                load.cancel()  # if it waits for `resume`
+            for table in running.tables:
+                if table.host is not None:
+                    table.host.close()
+                    table.host = None
+            if all(load.over for load in running.loads):
+                for table in running.tables:
+                    self._give_back(table, len(table.blocks) * table.window.block_tokens)
+                self._leaving.remove(running)
+
+    def poll(self) -> int:
+        """Call each step: `KVCacheManager.poll`, and for windows. Returns the number of transfers
+        in flight, of KV and windows. Raises as that."""
+        with self._lock:
+            try:
+                return self.manager.poll()
+            finally:
+                self._look_at_leaving()
+                self._free()
+
+    @property
+    def leaving(self) -> int:
+        """Number of ended requests whose blocks of windows a load still writes."""
+        return len(self._leaving)
+
+    def stats(self) -> WindowStats:
+        """The counters of windows; those of KV are the manager's."""
+        with self._lock:
+            return WindowStats(**self._counts)
+
+    def _count(self, **counts: int) -> None:
+        assert counts.keys() <= _NAMES, counts
+        self._counts.update(counts)
+
+    def close(self, timeout: float | None = 10.0) -> None:
+        """End running requests and plans, and wait for the copies of both.
+
+        Raises:
+            WaitTimeout: a copy is still in flight; call again.
+            As `poll`, when all of this is done.
+        """
+        with self._lock:
+            for request in list(self._plans):
+                self.cancel(request)
+            self.release_many(list(self._running), publish=False)
+        self.manager.resume()
+        try:
+            self.manager.wait_blocks(None, timeout)
+        finally:
+            self.poll()
+
+
+__all__ = ["WindowBlocks", "WindowManager", "WindowMatch", "WindowStats"]
