@@ -488,7 +488,8 @@ class WindowManager:
         )
         plan = self._plans[request] = self._guard.run(agree, missed)
         for rule, side in {} if before is None else before.chosen.items():
-            if plan.chosen.get(rule) is not side:
+            now = plan.chosen.get(rule)
+            if now is None or now.tier is not side.tier:  # else its plan took the place of that one
                 side.index.cancel(request)
         return plan
 

@@ -4,16 +4,18 @@ answer."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 from lightcache import Cache
-from lightcache.errors import OutOfPages, TransferFailed
+from lightcache.errors import Abandoned, OutOfPages, TransferFailed, WaitTimeout
 from lightcache.groups import Rule
 from lightcache.hybrid.windows import PREFIX, WindowBlocks, WindowManager, WindowMatch
 from lightcache.kernels import KVGroup, PageGeometry, Shard, layouts
@@ -36,9 +38,9 @@ def weighed(rows: Any) -> int:
     return int((rows.astype(np.uint64) * np.arange(len(rows), 0, -1, dtype=np.uint64)).sum() % M)
 
 
-def row_of(token: int) -> int:
+def row_of(token: int, weights: int) -> int:
     """The row of full attention."""
-    return (token * 7919 + 3) % M
+    return (token * 7919 + 3 + weights * 1000003) % M
 
 
 def window_row(mixed: int, token: int, number: int) -> int:
@@ -47,9 +49,9 @@ def window_row(mixed: int, token: int, number: int) -> int:
 
 
 @cache
-def uncached(tokens: tuple[int, ...], rules: tuple[Rule, ...]) -> int:
+def uncached(tokens: tuple[int, ...], rules: tuple[Rule, ...], weights: int = 0) -> int:
     """The next token, of a model that has no cache."""
-    full = np.array([row_of(token) for token in tokens], np.uint64)
+    full = np.array([row_of(token, weights) for token in tokens], np.uint64)
     mixed = [weighed(full[: i + 1]) for i in range(len(tokens))]
     total = mixed[-1]
     for number, rule in enumerate(rules):
@@ -57,6 +59,73 @@ def uncached(tokens: tuple[int, ...], rules: tuple[Rule, ...]) -> int:
         pairs = zip(mixed[begin:], tokens[begin:], strict=True)
         total += weighed(np.array([window_row(*pair, number) for pair in pairs], np.uint64))
     return total % 97 + 1
+
+
+class AtOnce(EngineBackend):
+    """Copies that have happened when the call returns, or soon after."""
+
+    def finish(self, count: int | None = None) -> None:
+        """There is nothing to finish."""
+
+
+class LateCopy:
+    """A copy that begins when its backend is told to: the latest moment at which it may."""
+
+    def __init__(self, begin: Any, held: Any) -> None:
+        self.begin, self.held = begin, held
+        self.real: Any = None
+        self.failed = False
+
+    def done(self) -> bool:
+        """See `TransferHandle`."""
+        if self.failed:
+            raise TransferFailed("arranged")
+        return self.real is not None and self.real.done()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """See `TransferHandle`."""
+        if self.real is None and not self.failed:
+            raise WaitTimeout("arranged: not begun")
+        if not self.done():
+            self.real.wait(timeout)
+
+
+class LateBackend(AtOnce):
+    """Copies happen when told to, or fail."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self.going: deque[LateCopy] = deque()
+        self.fail_next = 0
+
+    def load(self, lease: Any, slots: Any, first: int) -> Any:
+        """See `TransferBackend`."""
+        return self._later(partial(super().load, lease, slots, first), lease)
+
+    def offload(self, new: Any, slots: Any) -> Any:
+        """See `TransferBackend`."""
+        return self._later(partial(super().offload, new, slots), new)
+
+    def _later(self, begin: Any, held: Any) -> LateCopy:
+        self.going.append(LateCopy(begin, held))
+        return self.going[-1]
+
+    def begun(self, held: Any) -> Any:
+        """See `TransferBackend`."""
+        return next((copy for copy in self.going if copy.held is held), None)
+
+    def finish(self, count: int | None = None) -> None:
+        """Let the oldest copies happen; None: all."""
+        for _ in range(len(self.going) if count is None else min(count, len(self.going))):
+            copy = self.going.popleft()
+            if self.fail_next:
+                self.fail_next -= 1
+                copy.held.close()
+                copy.failed = True
+            else:
+                copy.real = copy.begin()
+                with contextlib.suppress(Abandoned):  # which `done` tells
+                    copy.real.wait()
 
 
 @dataclass(eq=False)
@@ -68,6 +137,8 @@ class Sequence:
     more: int
     """Tokens to generate."""
     match: WindowMatch
+    weights: int = 0
+    """The version that it began with."""
     computed: int = -1
     """Tokens with rows on the device; -1: being loaded."""
     tables: dict[str, Any] = field(default_factory=dict)
@@ -89,7 +160,7 @@ class WindowEngine:
         blocks: int = 64,
         window_blocks: int = 64,
         pages: int = 200,
-        wrap: Any = EngineBackend,
+        wrap: Any = AtOnce,
         seed: int = 1,
         weights: str = "",
     ) -> None:
@@ -116,36 +187,35 @@ class WindowEngine:
             fingerprint=f"toy {words}",
             secret=SECRET,
         )
+        self.unit = max(block, page)
         self.engines: list[Any] = []
+        self.backends: list[Any] = []
         self.rows = {PREFIX: [np.zeros((blocks, block, 1), np.uint64)]}
         self.device = ManagedBlocks(f"{name}.device", block_tokens=block, blocks=blocks)
-        self.manager = KVCacheManager(
-            self.host,
-            self.device,
-            wrap(self._engine(kv, "kv", self.rows[PREFIX])),
-            weights=weights,
-        )
+        self.backends.append(wrap(self._engine(kv, "kv", self.rows[PREFIX])))
+        self.manager = KVCacheManager(self.host, self.device, self.backends[0], weights=weights)
         self.windows = []
         for number, (rule, geometry) in enumerate(zip(self.rules, geometries, strict=True), 1):
             rows = [np.zeros((window_blocks, block, 1), np.uint64) for _ in range(LAYERS)]
             self.rows[rule.name] = rows
+            self.backends.append(wrap(self._engine(geometry, rule.name, rows)))
             window = WindowBlocks(
                 f"{name}.{rule.name}",
                 rule=rule,
                 block_tokens=block,
                 blocks=window_blocks,
-                backend=wrap(self._engine(geometry, rule.name, rows)),
+                backend=self.backends[-1],
                 run=Run(number, geometry.parts),
             )
             self.windows.append(window)
         self.manage = WindowManager(self.manager, self.windows, every=every)
+        self.weights = 0
+        """Counts the changes of weights."""
         self.running: dict[int, Sequence] = {}
         self.ids = itertools.count()
 
     def _engine(self, geometry: PageGeometry, group: str, rows: list[Any]) -> Any:
-        planes = layouts.plane(
-            Shard(geometry), group, "kv", dict(enumerate(rows)), axes="bnc"
-        )
+        planes = layouts.plane(Shard(geometry), group, "kv", dict(enumerate(rows)), axes="bnc")
         engine = self.host.transfer_engine(geometry, planes, threads=1)
         self.engines.append(engine)
         return engine
@@ -156,7 +226,8 @@ class WindowEngine:
         """Plan and take a request. Returns its number."""
         request = next(self.ids)
         self.manage.plan(request, Prompt(tokens), options=options)
-        self.running[request] = Sequence(list(tokens), more, self.manage.take(request))
+        match = self.manage.take(request)
+        self.running[request] = Sequence(list(tokens), more, match, self.weights)
         return request
 
     def step(self, request: int, budget: int = 1 << 20) -> bool:
@@ -187,7 +258,7 @@ class WindowEngine:
         seq.computed = end
         new: list[int] = []
         if end == len(seq.tokens):
-            assert answer == uncached(tuple(seq.tokens), self.rules), "a wrong answer"
+            assert answer == uncached(tuple(seq.tokens), self.rules, seq.weights)
             if not seq.more:
                 self.tell(request, new)
                 return False
@@ -228,7 +299,7 @@ class WindowEngine:
     def _forward(self, seq: Sequence, token: int) -> int:
         """Compute one token: write its rows, read those that it sees."""
         value = seq.tokens[token]
-        self._write(seq, PREFIX, token, row_of(value))
+        self._write(seq, PREFIX, token, row_of(value, seq.weights))
         mixed = weighed(self._read(seq, PREFIX, 0, token + 1)[0])
         total = mixed
         for number, rule in enumerate(self.rules):
@@ -267,7 +338,15 @@ class WindowEngine:
     def settle(self) -> None:
         """Let all copies end."""
         while self.manage.poll() or self.manage.leaving:
+            for backend in self.backends:
+                backend.finish()
             self.manager.wait_blocks()
+
+    def change(self) -> None:
+        """Other weights under the same name."""
+        self.weights += 1
+        self.manager.begin_update(wait=False)
+        self.manager.finish_update("")
 
     def forget_device(self) -> None:
         """Evict every block that no request uses, of KV and of windows."""
@@ -290,6 +369,7 @@ class WindowEngine:
 
     def close(self) -> None:
         """Close it all."""
+        self.settle()
         self.manage.close()
         self.manager.close()
         for closeable in (*self.engines, self.device, *self.windows, self.host):
@@ -309,4 +389,4 @@ def _group(name: str, layers: int, page: int, rule: Rule) -> KVGroup:
     )
 
 
-__all__ = ["OutOfPages", "Sequence", "WindowEngine", "uncached"]
+__all__ = ["AtOnce", "LateBackend", "OutOfPages", "Sequence", "WindowEngine", "uncached"]
