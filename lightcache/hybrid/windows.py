@@ -679,12 +679,20 @@ class WindowManager:
             wanted = count(tokens, "tokens", 0, 1 << 62)
             try:
                 with Hurried(self.manager.config.time_limit):
-                    for table in running.tables:
-                        table.grow(wanted)
+                    self._grow(running, wanted)
             except LockTimeout as error:
                 raise OutOfPages(f"allocate: not now; ask in the next step: {error}") from error
             tables = {table.window.rule.name: table.blocks for table in running.tables}
         return {PREFIX: self.manager.allocate(request, tokens, timeout=timeout), **tables}
+
+    def _grow(self, running: _Running, tokens: int) -> None:
+        for table in running.tables:
+            try:
+                table.grow(tokens)
+            except OutOfPages:  # unless finished copies still pin blocks
+                self._state.traffic.poll()
+                self._look_at_leaving()
+                table.grow(tokens)
 
     def load(self, request: Hashable) -> HybridLoadHandle:
         """Copy what was found on the host to the request's blocks: KV, and the pages of windows.
