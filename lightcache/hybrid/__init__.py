@@ -1,5 +1,6 @@
-"""Hybrid models: checkpoints of recurrent state beside the KV of attention layers. See
-`HybridManager`; docs/hybrid.md has pictures, and a scheduler's loop."""
+"""Models whose layers do not all keep every token: checkpoints of recurrent state beside the KV of
+full attention (`HybridManager`), and windows and chunks (`WindowManager`). docs/hybrid.md has
+pictures, and a scheduler's loop."""
 
 from lightcache.hybrid.checkpoints import Checkpoints, CheckpointStats
 from lightcache.hybrid.copiers import StatePart, gated_delta_parts, state_groups
@@ -8,6 +9,7 @@ from lightcache.hybrid.opening import open_hybrid, open_states
 from lightcache.hybrid.planning import HybridMatch
 from lightcache.hybrid.saving import Drafts, Features, Grid, HybridConfig, RequestSlots, SavePolicy
 from lightcache.hybrid.tables import state_block_tables
+from lightcache.hybrid.windows import WindowBlocks, WindowManager, WindowMatch, WindowStats
 
 __all__ = [
     "CheckpointStats",
@@ -23,6 +25,10 @@ __all__ = [
     "RequestSlots",
     "SavePolicy",
     "StatePart",
+    "WindowBlocks",
+    "WindowManager",
+    "WindowMatch",
+    "WindowStats",
     "gated_delta_parts",
     "open_hybrid",
     "open_states",

@@ -449,7 +449,7 @@ class WindowManager:
         again."""
         with self._lock:
             batch = self.manager.lookup.single(request, prompt, options, limit, None)
-            lookup, known = LookupRequest._make(batch.entries[0][1]), self._plans.get(request)
+            lookup, known = LookupRequest(*batch.entries[0][1]), self._plans.get(request)
             if known is not None and known.lookup.prompt == prompt:  # its keys are hashed already
                 lookup = LookupRequest(known.lookup.prompt, lookup.options, lookup.limit)
             return self._planned(request, lookup).match

@@ -13,8 +13,8 @@ from lightcache import Router
 from lightcache.errors import ConfigError, LeaseLost, OutOfPages
 from lightcache.group_index import GroupIndex
 from lightcache.groups import Rule
+from lightcache.hybrid import WindowBlocks, WindowManager
 from lightcache.hybrid.checkpoints import Tier
-from lightcache.hybrid.windows import WindowBlocks, WindowManager
 from lightcache.manager import (
     KVCacheManager,
     ManagedBlocks,
@@ -395,7 +395,8 @@ def test_a_plan_of_new_weights_takes_the_place_of_the_old_one(engines: Make) -> 
         assert engine.manage.plan("a", Prompt(STEM)).usable == 56
         assert pinned(engine)[0] == 4
         engine.change()
-        assert engine.manage.plan("a", Prompt(STEM)).usable == 0
+    assert engine.manage.plan("a", Prompt(STEM)).usable == 0
+    assert pinned(engine) == [0, 0]
     engine.manage.cancel("a")
     assert pinned(engine) == [0, 0]
 
