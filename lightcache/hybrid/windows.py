@@ -311,13 +311,13 @@ class _Side:
 
     @classmethod
     def of(
-        cls, window: WindowBlocks, tier: Tier, index: PageIndex, space: Namespace, spec: KeySpec
+        cls, window: WindowBlocks, tier: Tier, index: GroupIndex, space: Namespace, spec: KeySpec
     ) -> _Side:
         """The pages in this index."""
-        run = PLAIN if tier is Tier.DEVICE else window.run
-        group = Group(window.rule.name, window.rule, index, space, run)
-        pages = GroupSet([group], page_tokens=spec.page_tokens)
-        return cls(window, tier, GroupIndex(index, run), space, spec, pages)
+        group = Group(window.rule.name, window.rule, index.index, space, index.run)
+        return cls(
+            window, tier, index, space, spec, GroupSet([group], page_tokens=spec.page_tokens)
+        )
 
     def deepest(self, prompt: Prompt, limit: int, unit: int) -> int:
         """The deepest position up to this one, a multiple of `unit`, that it accepts."""
@@ -397,6 +397,12 @@ class WindowManager:
         self._unfreed: list[Allocation] = []
         """Blocks whose index did not answer."""
         self._sides: WeakKeyDictionary[CacheScope, list[list[_Side]]] = WeakKeyDictionary()
+        self._indexes = {
+            (window, Tier.DEVICE): GroupIndex(window.open_index, PLAIN) for window in self.windows
+        }
+        for window in self.windows:
+            if window.backend is not None:
+                self._indexes[window, Tier.HOST] = GroupIndex(manager.host.index, window.run)
 
     def _check(self, manager: KVCacheManager) -> None:
         for window in self.windows:
@@ -481,16 +487,12 @@ class WindowManager:
             self.manager.cancel(request)
 
     def _planned(self, request: Hashable, lookup: LookupRequest) -> _Plan:
-        before = self._plans.get(request)
         agree, missed = (
             partial(self._agree, request, lookup),
             partial(self._missed, request, lookup),
         )
         plan = self._plans[request] = self._guard.run(agree, missed)
-        for rule, side in {} if before is None else before.chosen.items():
-            now = plan.chosen.get(rule)
-            if now is None or now.tier is not side.tier:  # else its plan took the place of that one
-                side.index.cancel(request)
+        self._unpin(request, [side.index for side in plan.chosen.values()])
         return plan
 
     def _missed(self, request: Hashable, lookup: LookupRequest) -> _Plan:
@@ -547,10 +549,9 @@ class WindowManager:
         if every is None:
             every = self._sides[space] = []
             for window in self.windows:
-                device, own = window.open_index, window.beside(space.host)
-                sides = [_Side.of(window, Tier.DEVICE, device, own, space.device_spec)]
-                if window.backend is not None:
-                    host = self.manager.host.index
+                own, index = window.beside(space.host), self._indexes[window, Tier.DEVICE]
+                sides = [_Side.of(window, Tier.DEVICE, index, own, space.device_spec)]
+                if (host := self._indexes.get((window, Tier.HOST))) is not None:
                     sides.append(_Side.of(window, Tier.HOST, host, space.host, space.host_spec))
                 every.append(sides)
         return [[side for side in sides if side.tier.value in options.tiers] for sides in every]
@@ -563,32 +564,31 @@ class WindowManager:
         ttl = lookup.options.ttl or self.manager.config.plan_ttl
         for window, places in zip(self.windows, sides, strict=False):
             begin = self.start(window.rule, position)
-            for side in places if begin < position else ():
+            if begin == position:
+                continue
+            for side in places:
                 if side.plan(request, lookup.prompt, begin, position, ttl):
                     chosen[window.rule.name] = side
                     break
             else:
-                if begin < position:
-                    for side in chosen.values():
-                        side.index.cancel(request)
-                    return None
+                return None
         return chosen
 
     def _forget(self, request: Hashable) -> None:
         check_hashable([request], "cancel")
-        plan = self._plans.pop(request, None)
-        if plan is not None:
-            self._unpin(request, plan)
+        self._unpin(request)
+        self._plans.pop(request, None)
 
-    @staticmethod
-    def _unpin(request: Hashable, plan: _Plan) -> None:
-        for side in plan.chosen.values():
-            side.index.cancel(request)
+    def _unpin(self, request: Hashable, kept: Sequence[GroupIndex] = ()) -> None:
+        """Drop the pins of windows for a plan, also of one that an interrupt has ended."""
+        for index in self._indexes.values():
+            if index not in kept:
+                index.cancel(request)
 
     def _let_go(self) -> None:
         """The cache is disabled: drop the pins of requests that wait."""
-        for request, plan in self._plans.items():
-            self._unpin(request, plan)
+        for request in self._plans:
+            self._unpin(request)
 
     # ---- running requests
 
@@ -846,7 +846,7 @@ class WindowManager:
         if table.begin > first or set(table.kind[first:end]) != {PINNED}:
             self._count(unsaved=1)
             return
-        new = GroupIndex(self.manager.host.index, window.run).reserve(
+        new = self._indexes[window, Tier.HOST].reserve(
             np.ascontiguousarray(inner.host_chain.keys[begin // page : position // page]),
             0,
             shards=backend.shards,

@@ -1,7 +1,7 @@
 """An interrupt at any place of any call: nothing is lost by it, and nothing is left.
 
-The scenes are in `support.interrupted` and `support.interrupted_hybrid`. `make test` tries a
-share of their places, `make test-all` every one.
+The scenes are in `support.interrupted`, `support.interrupted_hybrid` and
+`support.interrupted_windows`. `make test` tries a share of their places, `make test-all` every one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import pytest
 from support.interrupted import SCENES as MANAGER_SCENES
 from support.interrupted import Place, Scene, cached, ready, try_scene
 from support.interrupted_hybrid import HYBRID_SCENES
+from support.interrupted_windows import WINDOW_SCENES
 from support.interrupts import interrupt, interrupt_call
 from support.manager_case import open_cache
 from support.refusals import refused
@@ -30,7 +31,7 @@ from lightcache.shm.waiting import Condition, Event
 from lightcache.storage.common import Deadline
 from lightcache.storage.executor import READ, Executor
 
-SCENES = [*MANAGER_SCENES, *HYBRID_SCENES]
+SCENES = [*MANAGER_SCENES, *HYBRID_SCENES, *WINDOW_SCENES]
 BY_NAME = pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
 # What is raised while a generator that an interrupt has left is closed, Python prints and drops.
 LEFT = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
