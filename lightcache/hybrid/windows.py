@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections import Counter, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,7 +15,14 @@ import numpy as np
 
 from lightcache._arguments import Pages, count
 from lightcache._together import assign, together
-from lightcache.errors import ConfigError, LeaseLost, LightcacheError, LockTimeout, OutOfPages
+from lightcache.errors import (
+    Abandoned,
+    ConfigError,
+    LeaseLost,
+    LightcacheError,
+    LockTimeout,
+    OutOfPages,
+)
 from lightcache.group_index import GroupIndex
 from lightcache.groups import Group, GroupSet, Rule
 from lightcache.hashing import KeySpec, Tokens
@@ -161,6 +169,12 @@ class WindowMatch:
         return self.kv.tokens
 
     @property
+    def best(self) -> bool:
+        """Whether nothing better can be found: the device has all, to the deepest position."""
+        here = self.kv.device >= self.usable and set(self.tiers.values()) <= {Tier.DEVICE}
+        return self.limit is None and here
+
+    @property
     def unusable(self) -> int:
         """Tokens with KV that must still be computed, since a window lacks pages."""
         return max(0, self.kv_tokens - self.usable)
@@ -274,9 +288,13 @@ class _Running:
     tables: list[_Table]
     saved: int
     """The last position that was saved, or with which it began."""
+    published: int = -1
+    """Full blocks for which all is done that a commit does."""
     loads: list[BlockTransfer] = field(default_factory=list)
     owed: dict[str, Owed] = field(default_factory=dict)
     """Blocks that the caller has to exchange, by rule."""
+    counted: dict[str, int] = field(default_factory=dict)
+    """Its counts in the statistics."""
 
     def sound(self) -> bool:
         """Whether its loads have finished and succeeded. Until then no other request may find what
@@ -332,7 +350,10 @@ class _Side:
 
     def take(self, request: Hashable, tokens: int) -> Lease | None:
         """The pages of so many tokens that were pinned. None: they have gone."""
-        lease = self.index.take(request)
+        try:
+            lease = self.index.take(request)
+        except LeaseLost:  # its time limit has passed
+            return None
         if len(lease) == tokens // self.spec.page_tokens * self.index.run.parts:
             return lease
         lease.close()
@@ -348,6 +369,7 @@ class _Plan:
     """A request that waits."""
 
     lookup: LookupRequest
+    space: CacheScope | None
     match: WindowMatch
     chosen: _Chosen
 
@@ -451,8 +473,8 @@ class WindowManager:
         limit: int | None = None,
     ) -> WindowMatch:
         """Find the deepest position that KV and every window accept, on the device and the host,
-        and pin what it needs tentatively. Otherwise as `KVCacheManager.plan`. A repeated call looks
-        again."""
+        and pin what it needs tentatively. Otherwise as `KVCacheManager.plan`. A repeated call is
+        cheap where the device has all that can be reused; else it looks again."""
         with self._lock:
             batch = self.manager.lookup.single(request, prompt, options, limit, None)
             lookup, known = LookupRequest(*batch.entries[0][1]), self._plans.get(request)
@@ -487,18 +509,21 @@ class WindowManager:
             self.manager.cancel(request)
 
     def _planned(self, request: Hashable, lookup: LookupRequest) -> _Plan:
-        agree, missed = (
-            partial(self._agree, request, lookup),
-            partial(self._missed, request, lookup),
+        known, now = self._plans.get(request), time.monotonic()
+        if known is not None and known.lookup == lookup and known.match.best:
+            good = known.space is self._state.weights.space_or_none(lookup.prompt.tenant)
+            if good and self.manager.lookup.holds(request, now):
+                return known
+        plan = self._plans[request] = self._guard.run(
+            partial(self._agree, request, lookup), partial(self._missed, request, lookup)
         )
-        plan = self._plans[request] = self._guard.run(agree, missed)
         self._unpin(request, [side.index for side in plan.chosen.values()])
         return plan
 
     def _missed(self, request: Hashable, lookup: LookupRequest) -> _Plan:
         """An empty match: the request computes everything."""
         kv = self.manager.plan(request, lookup.prompt, options=lookup.options, limit=0)
-        return _Plan(lookup, WindowMatch(kv), {})
+        return _Plan(lookup, None, WindowMatch(kv, limit=PREFIX), {})
 
     def _agree(self, request: Hashable, lookup: LookupRequest) -> _Plan:
         """Find and pin the deepest position that all accept. If something goes between looking and
@@ -506,9 +531,9 @@ class WindowManager:
         (prompt, options, most), unit = lookup, self.unit
         space = self._state.weights.space_or_none(prompt.tenant)
         (kv,) = self.manager.peek_many([prompt], options=[options], limits=[most])
-        deep = position = kv.usable // unit * unit
+        deep = position = kv.usable // unit * unit if space is not None else 0
         limit = None if deep == lookup.most // unit * unit else PREFIX
-        sides = [] if space is None or not deep else self._sides_of(space, options)
+        sides = [[] for _ in self.windows] if space is None else self._sides_of(space, options)
         while True:
             position, limit = self._deepest(prompt, sides, position, limit)
             batch = LookupBatch(((request, lookup.up_to(position)),), None)
@@ -517,13 +542,13 @@ class WindowManager:
                 position, limit = planned.usable // unit * unit, PREFIX
                 continue
             chosen = self._pinned(request, lookup, sides, position)
-            if chosen is not None:
+            if not isinstance(chosen, str):
                 break
-            position -= unit
+            position, limit = position - unit, chosen
         tiers = {rule: side.tier for rule, side in chosen.items()}
         branching = deep if deep > position else None
         match = WindowMatch(planned, position, kv.usable, tiers, limit, branching)
-        return _Plan(lookup, match, chosen)
+        return _Plan(lookup, space, match, chosen)
 
     def _deepest(
         self, prompt: Prompt, sides: list[list[_Side]], position: int, limit: str | None
@@ -531,8 +556,8 @@ class WindowManager:
         """The deepest position up to this one that every window accepts, and the rule that limits
         it: this one, unless a window lowers it."""
         agreed = 0
-        for places, window in itertools.cycle(zip(sides, self.windows, strict=False)):
-            if agreed >= len(sides) or not position:
+        for window, places in itertools.cycle(zip(self.windows, sides, strict=True)):
+            if agreed == len(sides) or not position:
                 break
             found = 0
             for side in places:
@@ -547,22 +572,23 @@ class WindowManager:
         """Where a request may read the pages of each window: the device first."""
         every = self._sides.get(space)
         if every is None:
-            every = self._sides[space] = []
+            every = []
             for window in self.windows:
                 own, index = window.beside(space.host), self._indexes[window, Tier.DEVICE]
                 sides = [_Side.of(window, Tier.DEVICE, index, own, space.device_spec)]
                 if (host := self._indexes.get((window, Tier.HOST))) is not None:
                     sides.append(_Side.of(window, Tier.HOST, host, space.host, space.host_spec))
                 every.append(sides)
+            self._sides[space] = every  # all or none of them
         return [[side for side in sides if side.tier.value in options.tiers] for sides in every]
 
     def _pinned(
         self, request: Hashable, lookup: LookupRequest, sides: list[list[_Side]], position: int
-    ) -> _Chosen | None:
-        """Pin what a position needs of each window. None: something has gone."""
+    ) -> _Chosen | str:
+        """Pin what a position needs of each window. The name of a rule: its pages have gone."""
         chosen: _Chosen = {}
         ttl = lookup.options.ttl or self.manager.config.plan_ttl
-        for window, places in zip(self.windows, sides, strict=False):
+        for window, places in zip(self.windows, sides, strict=True):
             begin = self.start(window.rule, position)
             if begin == position:
                 continue
@@ -571,7 +597,7 @@ class WindowManager:
                     chosen[window.rule.name] = side
                     break
             else:
-                return None
+                return window.rule.name
         return chosen
 
     def _forget(self, request: Hashable) -> None:
@@ -622,13 +648,15 @@ class WindowManager:
                 plan, leases = self._missed(request, plan.lookup), {}
                 self.manager.begin(request)
             match = plan.match
-            self._made(request, match, leases)
+            running = self._made(request, match, leases)
         except BaseException:
             self._leave([request])
             self.manager.untake(request)
             raise
+        tokens = {"usable_tokens": match.usable, "unusable_tokens": match.unusable}
         hits = Counter(f"{tier.value}_hits" for tier in match.tiers.values())
-        self._count(requests=1, usable_tokens=match.usable, unusable_tokens=match.unusable, **hits)
+        running.counted = {"requests": 1, **tokens, **hits}
+        self._count(**running.counted)
         return match
 
     def _leases(self, request: Hashable, plan: _Plan) -> dict[str, Lease | None]:
@@ -677,22 +705,24 @@ class WindowManager:
         with self._lock:
             running = self._request(request)
             wanted = count(tokens, "tokens", 0, 1 << 62)
-            try:
-                with Hurried(self.manager.config.time_limit):
-                    self._grow(running, wanted)
-            except LockTimeout as error:
-                raise OutOfPages(f"allocate: not now; ask in the next step: {error}") from error
+            blocks = -(-wanted // self.manager.device.block_tokens)
+            if any(len(table.blocks) < blocks for table in running.tables):
+                self._grow(running, wanted)
             tables = {table.window.rule.name: table.blocks for table in running.tables}
         return {PREFIX: self.manager.allocate(request, tokens, timeout=timeout), **tables}
 
     def _grow(self, running: _Running, tokens: int) -> None:
-        for table in running.tables:
-            try:
-                table.grow(tokens)
-            except OutOfPages:  # unless finished copies still pin blocks
-                self._state.traffic.poll()
-                self._look_at_leaving()
-                table.grow(tokens)
+        try:
+            with Hurried(self.manager.config.time_limit):
+                for table in running.tables:
+                    try:
+                        table.grow(tokens)
+                    except OutOfPages:  # unless finished copies still pin blocks
+                        self._state.traffic.poll()
+                        self._look_at_leaving()
+                        table.grow(tokens)
+        except LockTimeout as error:
+            raise OutOfPages(f"allocate: not now; ask in the next step: {error}") from error
 
     def load(self, request: Hashable) -> HybridLoadHandle:
         """Copy what was found on the host to the request's blocks: KV, and the pages of windows.
@@ -742,9 +772,11 @@ class WindowManager:
             LeaseLost: no such request.
         """
         with self._lock:
-            inner = self._request(request).inner
+            running = self._request(request)
+            inner = running.inner
             count(limit, "limit", 0, 1 << 62)
             self._leave([request])
+            self._counts.subtract(running.counted)
             self.manager.untake(request)
             lookup = LookupRequest(inner.prompt, inner.options, limit)
             return self._begin(request, self._planned(request, lookup))
@@ -779,9 +811,11 @@ class WindowManager:
             changed = self.manager.commit_many(requests, totals, new_tokens)
             for running, blocks in zip(batch, changed, strict=True):
                 running.owe(PREFIX, blocks)
+            block = self.manager.device.block_tokens
             for running in batch:
-                self._guard.run(partial(self._publish, running), nothing)
-                self._trim(running)
+                if running.inner.total // block != running.published:
+                    self._guard.run(partial(self._publish, running), nothing)
+                    self._trim(running)
             result: list[Mapping[str, Mapping[int, int]]] = [
                 {rule: owed.by(delivery) for rule, owed in running.owed.items() if not owed.told}
                 if running.owed
@@ -797,8 +831,8 @@ class WindowManager:
         Args:
             last: the request ends: its last position is due.
         """
-        inner, space = running.inner, running.inner.space
-        full = inner.publishable() // self.unit * self.unit if running.sound() else 0
+        inner, space, sound = running.inner, running.inner.space, running.sound()
+        full = inner.publishable() // self.unit * self.unit if sound else 0
         if space is None or not inner.on_device or not self._state.weights.good(space):
             return
         for table in running.tables:
@@ -807,6 +841,8 @@ class WindowManager:
             for table in running.tables:
                 self._save(running, table, space, position)
             running.saved = position
+        if sound:
+            running.published = inner.total // self.manager.device.block_tokens
 
     def _due(self, running: _Running, full: int, last: bool) -> list[int]:
         """The positions to save, of those before and at `full` that are not saved yet."""
@@ -846,13 +882,13 @@ class WindowManager:
         if table.begin > first or set(table.kind[first:end]) != {PINNED}:
             self._count(unsaved=1)
             return
-        new = self._indexes[window, Tier.HOST].reserve(
-            np.ascontiguousarray(inner.host_chain.keys[begin // page : position // page]),
-            0,
-            shards=backend.shards,
-            namespace=space.host,
-            timeout=self.manager.config.time_limit,
-        )
+        keys = np.ascontiguousarray(inner.host_chain.keys[begin // page : position // page])
+        index, limit = self._indexes[window, Tier.HOST], self.manager.config.time_limit
+        try:
+            new = index.reserve(keys, 0, shards=backend.shards, namespace=space.host, timeout=limit)
+        except Abandoned:  # another process has cleared the weights
+            self._count(unsaved=1)
+            return
         if not len(new.pages):
             self._count(no_room=int(len(new.missing) > 0))
             new.release()

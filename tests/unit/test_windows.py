@@ -281,6 +281,8 @@ def test_a_request_begins_anew_without_room_to_load(engines: Make) -> None:
     assert (match.usable, match.kv.device) == (56, 40)
     match = engine.manage.restart(request, limit=match.kv.device)
     assert (match.usable, match.kv.load, match.tiers) == (40, 0, {"window11": Tier.HOST})
+    stats = engine.manage.stats()
+    assert (stats.requests, stats.usable_tokens, stats.host_hits) == (2, 40, 1)
     engine.running[request].match = match
     while engine.step(request):
         pass
@@ -410,6 +412,15 @@ def test_nothing_is_taken_that_was_cleared_after_its_plan(engines: Make) -> None
     assert (match.usable, match.tiers) == (0, {})
     engine.manage.release("a")
     engine.run(STEM, 2)  # with other rows
+
+
+def test_a_plan_whose_time_has_passed_takes_what_is_there(engines: Make) -> None:
+    engine = engines()
+    engine.run(STEM, 0)
+    engine.manage.plan("a", Prompt(STEM), options=RequestOptions(ttl=1e-9))
+    assert pinned(engine) == [0, 0]
+    assert engine.manage.take("a").usable in (0, 56)
+    engine.manage.release("a")
 
 
 def test_a_tenant_finds_its_own_windows(engines: Make) -> None:
