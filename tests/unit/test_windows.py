@@ -440,6 +440,77 @@ def test_a_tenant_finds_its_own_windows(engines: Make) -> None:
     engine.manage.cancel("c")
 
 
+def test_engines_share_the_host(engines: Make) -> None:
+    one = engines()
+    other = engines(host=one.host.name)
+    one.run(STEM, 0)
+    one.settle()
+    match = other.run(STEM, 2).match
+    assert (match.usable, match.tiers) == (56, {"window11": Tier.HOST})
+    other.settle()
+    request = one.begin(STEM, 3)  # it ends, and publishes nothing
+    one.step(request)
+    other.change()
+    while one.step(request):
+        pass
+    one.end(request)
+    for engine in (one, other):
+        assert engine.run(STEM, 0).match.usable == 0
+        engine.settle()
+    assert other.run(STEM, 0).match.usable == 56
+    assert one.run(STEM, 0).match.usable == 0  # it has other weights
+
+
+def test_weights_that_go_while_a_window_is_saved(
+    engines: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engines()
+    other = engines(host=one.host.name)
+    reserve = GroupIndex.reserve
+
+    def late(*arguments: Any, **how: Any) -> Any:
+        monkeypatch.undo()
+        other.change()
+        return reserve(*arguments, **how)
+
+    monkeypatch.setattr(GroupIndex, "reserve", late)
+    one.run(STEM, 2)
+    stats = one.manage.stats()
+    assert (stats.unsaved, stats.offloads, one.manager.stats().errors) == (4, 0, 0)
+
+
+def test_a_failed_save_leaves_the_position_to_the_next(engines: Make) -> None:
+    engine = engines(wrap=LateBackend, every=NEVER)
+    request = engine.begin(STEM, 0)
+    engine.backends[1].fail_next = 1
+    engine.step(request)
+    engine.settle()
+    engine.end(request)
+    engine.settle()
+    assert (engine.manage.stats().failed_offloads, engine.manage.stats().offloads) == (1, 0)
+    engine.forget_device()
+    matches = []
+    for _ in range(2):
+        request = engine.begin(STEM, 0)
+        matches.append(engine.running[request].match)
+        while engine.step(request):
+            engine.settle()
+        engine.end(request)
+        engine.settle()
+        engine.forget_device()
+    assert [(match.usable, match.branching) for match in matches] == [(0, 56), (56, None)]
+
+
+def test_no_room_on_the_host_is_counted(engines: Make) -> None:
+    engine = engines(pages=8, every=NEVER)
+    engine.run(STEM, 0)  # 7 pages of KV
+    with engine.host.reserve(Prompt(range(900, 956)).keys(engine.host.key_spec())):
+        engine.host.index.evict(8)
+        engine.run(list(range(100, 160)), 0)
+        assert engine.manage.stats().no_room
+    engine.settle()
+
+
 @pytest.mark.parametrize(
     ("options", "usable"),
     [
