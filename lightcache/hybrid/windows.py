@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
@@ -202,7 +203,8 @@ class WindowStats:
     no_room: int = 0
     """Windows that the host had no room for."""
     unsaved: int = 0
-    """Windows whose blocks had no key, or were given back, when they were to be written."""
+    """Windows that were not written: their blocks had no key, or were evicted, or the weights had
+    gone."""
     freed_blocks: int = 0
     """Blocks that running requests gave back, since no later token sees them."""
 
@@ -878,31 +880,30 @@ class WindowManager:
             return
         if "host" not in options.tiers or options.priority < 0:
             return
-        first, end = begin // block, position // block
-        if table.begin > first or set(table.kind[first:end]) != {PINNED}:
-            self._count(unsaved=1)
-            return
-        keys = np.ascontiguousarray(inner.host_chain.keys[begin // page : position // page])
-        index, limit = self._indexes[window, Tier.HOST], self.manager.config.time_limit
-        try:
-            new = index.reserve(keys, 0, shards=backend.shards, namespace=space.host, timeout=limit)
-        except Abandoned:  # another process has cleared the weights
-            self._count(unsaved=1)
-            return
-        if not len(new.pages):
-            self._count(no_room=int(len(new.missing) > 0))
-            new.release()
-            return
         # The copy's own pins: the request may give these blocks back while it runs.
-        keys = np.ascontiguousarray(inner.device_chain.keys[first:end])
+        keys = np.ascontiguousarray(inner.device_chain.keys[begin // block : position // block])
         pins = window.open_index.match(keys, namespace=window.beside(space.host))
-        if len(pins) < len(keys):
-            self._count(unsaved=1)
-            pins.release()
-            new.release()
-            return
+        with contextlib.ExitStack() as unless_copied:
+            unless_copied.callback(pins.close)
+            if len(pins) < len(keys):
+                self._count(unsaved=1)
+                return
+            keys = np.ascontiguousarray(inner.host_chain.keys[begin // page : position // page])
+            index, limit = self._indexes[window, Tier.HOST], self.manager.config.time_limit
+            try:
+                new = index.reserve(
+                    keys, 0, shards=backend.shards, namespace=space.host, timeout=limit
+                )
+            except Abandoned:  # another process has cleared the weights
+                self._count(unsaved=1)
+                return
+            if not len(new.pages):
+                self._count(no_room=int(len(new.missing) > 0))
+                new.release()
+                return
+            unless_copied.pop_all()
         self._state.traffic.begin(
-            NONE,
+            NONE,  # its blocks are of another device index than KV's
             backend,
             backend.offload,
             new,
