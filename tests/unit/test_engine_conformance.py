@@ -7,15 +7,20 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from support.refusals import refused
 from support.threaded_device import Gate, ThreadedDevice
 
+from lightcache import ConfigError
+from lightcache.kernels import testing
 from lightcache.kernels.engine import TransferEngine
 from lightcache.kernels.host_engine import HostEngine
 from lightcache.kernels.pinned import HostPages
@@ -68,3 +73,69 @@ def factory(request: pytest.FixtureRequest) -> Iterator[Factory]:
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_conformance(factory: Factory, check: Callable[[Factory], None]) -> None:
     check(factory)
+
+
+# ---- The suite finds what is wrong
+
+
+class Early(HostEngine):
+    """Does not wait for the work that `after` names."""
+
+    def offload(self, moves: Any, *, after: Any = (), **how: Any) -> Any:
+        transfer = super().offload(moves, **how)
+        transfer.synchronize()
+        return transfer
+
+
+class Lossy(HostEngine):
+    """Leaves the last slot out."""
+
+    def load(self, moves: Any, **how: Any) -> Any:
+        if isinstance(moves, list):
+            moves = [replace(move, slots=np.array(move.slots[:-1])) for move in moves]
+        return super().load(moves, **how)
+
+
+class Identity(HostEngine):
+    """Compares calls by `is`."""
+
+    def will_tell(self, call: Any) -> bool:
+        return any(call is one for copy in self._queue.open for one in copy._calls)
+
+
+class Silent(HostEngine):
+    """Makes no call from `poll`."""
+
+    def poll(self) -> int:
+        return sum(not copy.over for copy in self._queue.open)
+
+
+class Lenient(HostEngine):
+    """Takes slots that the device does not have."""
+
+    def offload(self, moves: Any, **how: Any) -> Any:
+        with contextlib.suppress(ConfigError):
+            return super().offload(moves, **how)
+
+
+class Hasty(HostEngine):
+    """Does not wait for its copies when it is closed."""
+
+    def close(self) -> None:
+        self._planned = None
+
+
+@pytest.mark.parametrize(
+    ("engine", "check", "found"),
+    [
+        (Early, "after", "before the gate opens"),
+        (Lossy, "bytes", "load: nbytes: "),
+        (Identity, "calls", "will_tell of a pending call"),
+        (Silent, "dropped_transfer", "calls after poll"),
+        (Lenient, "input", "found no error"),
+        (Hasty, "close", "calls after close|returned while"),
+    ],
+)
+def test_conformance_sees(engine: Any, check: str, found: str) -> None:
+    checked = getattr(testing, f"check_{check}")
+    refused(AssertionError, found, checked, partial(rig, engine, HostGate))
