@@ -313,9 +313,9 @@ class Window:
         self.layers = frozenset(layers)
         self.pieces = pieces
         self.left = len(pieces)
-        self.over = Event()
+        self.finished = Event()
         if not pieces:
-            self.over.set()
+            self.finished.set()
 
 
 class HostTransfer:
@@ -348,7 +348,7 @@ class HostTransfer:
         )
         self._pieces = len(self._work)
         self._cause: BaseException | None = None
-        self._over = Event()
+        self._finished = Event()
         self._lock = threading.Lock()
         self._calls: deque[Callable[[bool], None]] = deque()
         if when_done is not None:
@@ -357,13 +357,13 @@ class HostTransfer:
     # ---- for callers that wait
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Whether it has finished, failed or not. Does not block, calls nothing, raises nothing."""
-        return self._over.is_set()
+        return self._finished.is_set()
 
     def done(self) -> bool:
         """See `Transfer.done`."""
-        if not self._over.is_set():
+        if not self._finished.is_set():
             return False
         self.notice()
         self._check()
@@ -371,9 +371,9 @@ class HostTransfer:
 
     def wait(self, timeout: float | None = None) -> None:
         """See `Transfer.wait`."""
-        if not self._over.wait(timeout):
+        if not self._finished.wait(timeout):
             raise WaitTimeout(
-                f"a transfer of {self.nbytes} bytes was not over after {timeout} s; wait again"
+                f"a transfer of {self.nbytes} bytes has not finished after {timeout} s; wait again"
             )
         self.notice()
         self._check()
@@ -385,7 +385,7 @@ class HostTransfer:
         Raises:
             TransferFailed: it failed.
         """
-        self._over.wait()
+        self._finished.wait()
         self._check()
 
     def wait_on(self, stream: Any = None) -> None:
@@ -405,7 +405,7 @@ class HostTransfer:
         """
         for window in self._windows:
             if layer in window.layers:
-                window.over.wait()
+                window.finished.wait()
                 self._check()
                 return
         moved = sorted(layer for window in self._windows for layer in window.layers)
@@ -414,7 +414,7 @@ class HostTransfer:
     def when_done(self, call: Callable[[bool], None]) -> None:
         """See `Transfer.when_done`."""
         self._calls.append(call)
-        if self._over.is_set():
+        if self._finished.is_set():
             self.notice()
 
     def notice(self) -> None:
@@ -488,14 +488,14 @@ class HostTransfer:
                 window.left -= 1
                 last = window.left == 0
             if last and self._cause is None:
-                window.over.set()
+                window.finished.set()
 
     def _finish(self) -> None:
         self._work.clear()
         for window in self._windows:
             window.pieces = []
-            window.over.set()
-        self._over.set()
+            window.finished.set()
+        self._finished.set()
 
 
 def _await(before: Any) -> None:
@@ -535,10 +535,10 @@ class TransferQueue:
             Detached: closed meanwhile; the transfer does not run.
         """
         with self._lock:
-            self.open[:] = [each for each in self.open if not each.over or each.waited_for]
+            self.open[:] = [each for each in self.open if not each.finished or each.waited_for]
         self.open.append(transfer)
         try:
-            self._go_on(transfer.to_host)
+            self._schedule(transfer.to_host)
         except RuntimeError as error:  # closed by another thread, or Python is ending
             with self._lock:
                 if transfer.claimed:  # all the same
@@ -547,7 +547,7 @@ class TransferQueue:
                 self.open.remove(transfer)
             raise Detached(f"the engine takes no transfers any more: {error}") from None
 
-    def _go_on(self, to_host: bool) -> None:
+    def _schedule(self, to_host: bool) -> None:
         self._last[to_host] = self._lines[to_host].submit(self._drain, to_host)
 
     def _drain(self, to_host: bool) -> None:
@@ -565,21 +565,21 @@ class TransferQueue:
     def poll(self) -> int:
         """Make the pending calls of finished transfers; returns the number in flight."""
         for transfer in list(self.open):
-            if transfer.over:
+            if transfer.finished:
                 transfer.notice()
                 with self._lock:
                     self.open[:] = [other for other in self.open if other is not transfer]
             elif not transfer.claimed:
                 last = self._last[transfer.to_host]
                 if last is None or last.done():
-                    self._go_on(transfer.to_host)
+                    self._schedule(transfer.to_host)
         return len(self.open)
 
     def close(self) -> None:
         """Wait for all transfers, and end the threads. May be called again."""
         for transfer in list(self.open):
             if not transfer.claimed:
-                self._go_on(transfer.to_host)
+                self._schedule(transfer.to_host)
         for line in self._lines:
             line.shutdown()
         self._helpers.shutdown()

@@ -424,7 +424,7 @@ class PrefixLookup:
         Args:
             spaces: spaces of the prompts' tenants, if this call has looked them up.
         """
-        return self._state.guard.run(
+        return self._state.fail_open.run(
             partial(self.find, batch, spaces),
             lambda: [self.missed(request, arguments[0]) for request, arguments in batch.entries],
         )
@@ -459,7 +459,7 @@ class PrefixLookup:
         """See `KVCacheManager.peek_many`."""
         ids = range(len(prompts))
         batch = self._within_tiers(lookup_batch(ids, prompts, options, limits, device_tokens))
-        return self._state.guard.run(
+        return self._state.fail_open.run(
             partial(self._peeked, batch),
             lambda: [PrefixMatch(len(prompt), why=MissReason.DISABLED) for prompt in prompts],
         )
@@ -743,7 +743,7 @@ class PrefixLookup:
         from_storage, pending = 0, False
         if reading is not None:
             from_storage = min(host, int(reading.pages_done) * tokens)
-            pending = not reading.over
+            pending = not reading.ended
         usable, why, cut = self.usable.of(plan, device, device + host)
         waits_for = self._other(plan, usable) if computing and waits else None
         # The class is frozen: its own `__init__` sets each field by a call and takes three times as
@@ -839,7 +839,7 @@ class PrefixLookup:
         the read has ended, or the time is up. What the plan has found stays pinned.
         """
         plan = self._plans.get(request)
-        if plan is None or plan.space is None or plan.reading is None or plan.reading.over:
+        if plan is None or plan.space is None or plan.reading is None or plan.reading.ended:
             return None
         if plan.read_until is None:
             absent = plan.absent * self._state.page_tokens
@@ -863,7 +863,7 @@ class PrefixLookup:
         if plan is None:
             raise LeaseLost(f"take: the request {request!r} was not planned; plan it first")
         state = self._state
-        if plan.space is None or not state.weights.good(plan.space):
+        if plan.space is None or not state.weights.is_valid(plan.space):
             self.cancel(request)
             plan.space = plan.reading = None  # it runs without the cache
             return plan, self._match(plan, 0, 0), None, None
@@ -925,7 +925,7 @@ class PrefixLookup:
 
     def _stop_reading(self, plan: PendingRequest) -> None:
         if plan.reading is not None:
-            self._state.traffic.foreign.cancel(plan.reading)
+            self._state.transfers.foreign.cancel(plan.reading)
 
     def cancel(self, request: Hashable) -> None:
         """Forget a plan."""

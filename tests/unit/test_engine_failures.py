@@ -170,7 +170,7 @@ def test_an_interrupt_at_every_place(no_collection, mode):
             enqueued = [entry for entry in device.log if entry[0] in ("launch", "copy")]
             if enqueued:
                 assert engine.poll() == 1, at
-                (transfer,) = engine._in_flight.offload.going
+                (transfer,) = engine._in_flight.offload.transfers
                 assert covered(device.log, transfer._marks), at
                 assert hit == (transfer._error is not None) or not transfer._error
             device.running = True

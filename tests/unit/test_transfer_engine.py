@@ -202,7 +202,7 @@ def test_steady_state_allocates_nothing():
         for _ in range(10):
             engine.offload(Move([0, 1, 2], slots))
         assert not engine._in_flight.finished, "nobody polls, and nothing piles up"
-        assert len(engine._in_flight.offload.going) == 1
+        assert len(engine._in_flight.offload.transfers) == 1
 
 
 @pytest.mark.parametrize("mode", ["auto", "staged", "direct", "copies"])
