@@ -689,7 +689,9 @@ class HybridManager:
         position = 0 if plan is None else self._planner.position(plan)
         try:
             if position:
-                checkpoint = self._fail_open.run(lambda: self.checkpoints.take(request), lambda: None)
+                checkpoint = self._fail_open.run(
+                    lambda: self.checkpoints.take(request), lambda: None
+                )
             if checkpoint is None and plan is not None and position:  # cleared meanwhile
                 manager.plan(request, plan.asked.prompt, options=plan.asked.options, limit=0)
             kv = self.manager.begin(request)
@@ -1246,7 +1248,7 @@ class HybridManager:
             self.manager.begin_update(wait=False)
             self.checkpoints.clear(version, everywhere=self.inner.weights.ours)
         if wait:
-            self.inner.traffic.wait(None, timeout)
+            self.inner.transfers.wait(None, timeout)
             self.checkpoints.traffic.moves.wait(None, timeout)
 
     def finish_update(self, version: str) -> None:

@@ -686,7 +686,7 @@ class KVCacheManager:
         """Note how long computing the prompt took, unless some of it was loaded."""
         begun, running.begun = running.begun, 0.0
         if running.match.load <= 0:
-            computed = len(running.prompt) - running.match.usable
+            computed = len(running.prompt.tokens) - running.match.usable
             self.state.pace.note(computed, time.monotonic() - begun)
 
     def _name_and_offload(self, running: list[Request]) -> None:

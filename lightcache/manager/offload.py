@@ -199,7 +199,7 @@ class Offloader:
             begins.append(begin)
             packed += request.host_chain.packed(0, end)
             offsets.append(offsets[-1] + end)
-        return state.host.index.reserve_many(
+        batch = state.host.index.reserve_batch(
             keys_of(packed),
             np.array(offsets),
             np.array(begins),
@@ -207,6 +207,7 @@ class Offloader:
             namespace=space.host,
             timeout=state.config.time_limit,
         )
+        return batch.split()
 
     def _launch_span(self, span: Span, new: Reservation, slots: npt.NDArray[np.int64]) -> None:
         request, begin, end = span
