@@ -578,7 +578,7 @@ class HybridManager:
         tentatively up to it. Otherwise as `KVCacheManager.plan`: cheap when repeated."""
         with self._lock:
             return self._planned(
-                self.manager.lookup.single(request, prompt, options, limit, device_tokens)
+                self.manager.lookup.batch_of_one(request, prompt, options, limit, device_tokens)
             )[0]
 
     def plan_many(

@@ -361,7 +361,7 @@ class PrefixLookup:
 
     # ---- Arguments
 
-    def single(
+    def batch_of_one(
         self,
         request: Hashable,
         prompt: Prompt,
@@ -440,7 +440,7 @@ class PrefixLookup:
                 self._failed.pop(request, None)
         due = plans if device_tokens is not None else self._due(plans, now)
         if due:
-            self._look(due, device_tokens, now, pin=True)
+            self._look_up(due, device_tokens, now, pin=True)
         absent, matches = 0, []
         for plan in plans:
             absent += plan.absent
@@ -469,8 +469,8 @@ class PrefixLookup:
         plans = []
         for request, arguments in batch.entries:
             space = spaces[arguments[0].tenant]
-            plans.append(self._new(request, LookupRequest._make(arguments), space, now))
-        self._look(plans, batch.device_tokens, now, pin=False)
+            plans.append(self._new_plan(request, LookupRequest._make(arguments), space, now))
+        self._look_up(plans, batch.device_tokens, now, pin=False)
         return [self._match(plan, plan.device, plan.host_pages, waits=False) for plan in plans]
 
     def peek_beyond(self, request: Hashable, limit: int | None) -> PrefixMatch | None:
@@ -487,11 +487,11 @@ class PrefixLookup:
         if request in self._failed:
             return None
         state, known = self._state, self._plans[request]
-        plan = self._new(request, known.request.up_to(limit), known.space, known.since)
+        plan = self._new_plan(request, known.request.up_to(limit), known.space, known.since)
         plan.device = known.device
         plan.first_block = known.device // state.device.block_tokens
         plan.first_page = known.host_first + known.host_pages if known.host_pages else 0
-        self._look([plan], None, known.since, pin=False)
+        self._look_up([plan], None, known.since, pin=False)
         if known.match is not None and known.matched == (plan.device, plan.host_pages):
             return known.match
         return self._match(plan, plan.device, plan.host_pages, waits=False)
@@ -518,11 +518,11 @@ class PrefixLookup:
         for request, arguments in batch.entries:
             space, known = spaces[arguments[0].tenant], self._plans.get(request)
             if known is None or known.request != arguments or known.space is not space:
-                known = self._renewed(request, LookupRequest(*arguments), space, known, now)
+                known = self._replaced_plan(request, LookupRequest(*arguments), space, known, now)
             plans.append(known)
         return plans
 
-    def _new(
+    def _new_plan(
         self, request: Hashable, arguments: LookupRequest, space: CacheScope | None, now: float
     ) -> PendingRequest:
         """A plan that was not looked up yet."""
@@ -533,7 +533,7 @@ class PrefixLookup:
         ttl = options.ttl or state.config.plan_ttl
         return PendingRequest(request, arguments, space, most, ttl, now, blocks, pages)
 
-    def _renewed(
+    def _replaced_plan(
         self,
         request: Hashable,
         arguments: LookupRequest,
@@ -545,7 +545,7 @@ class PrefixLookup:
         same = before is not None and before.request.prompt == arguments.prompt
         if before is not None and same:  # its keys are hashed
             arguments = LookupRequest(before.request.prompt, arguments.options, arguments.limit)
-        plan = self._new(request, arguments, space, now)
+        plan = self._new_plan(request, arguments, space, now)
         if before is not None:
             plan.on_host, plan.pinned = before.on_host, before.pinned
             if same and before.space is space:
@@ -587,7 +587,7 @@ class PrefixLookup:
                 due.append(members[i])
         return due
 
-    def _look(
+    def _look_up(
         self,
         plans: list[PendingRequest],
         device_tokens: Sequence[int] | None,
@@ -621,7 +621,7 @@ class PrefixLookup:
                 self._on_host(space, members, pin=pin)
         if pin and device_tokens is None:
             for plan in plans:
-                self._settle(plan, now)
+                self._note_next_keys(plan, now)
 
     def _is_unhashed(self, plan: PendingRequest, space: CacheScope) -> bool:
         """Whether its prompt is not hashed yet, and need not be if its first page is nowhere."""
@@ -707,7 +707,7 @@ class PrefixLookup:
         plan.reading = self._storage.prefetch(plan.host_keys, first, namespace=space.host)
         self._state.tasks.add(plan.reading)
 
-    def _settle(self, plan: PendingRequest, now: float) -> None:
+    def _note_next_keys(self, plan: PendingRequest, now: float) -> None:
         """Note the keys that must appear before a lookup can find more."""
         device, space = self._state.device, plan.space
         plan.settled = 0.0
@@ -892,7 +892,7 @@ class PrefixLookup:
         """Look up a plan that is to be taken once more."""
         # An engine that owns its blocks has reported its tokens.
         device_tokens = None if self._state.device.owned else [plan.device]
-        self._look([plan], device_tokens, time.monotonic(), pin=True)
+        self._look_up([plan], device_tokens, time.monotonic(), pin=True)
 
     def _leases_of(self, plan: PendingRequest) -> tuple[Lease | None, Lease | None]:
         """The pages that are pinned for a plan, on the device and the host.

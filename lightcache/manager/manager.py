@@ -275,7 +275,7 @@ class KVCacheManager:
             Detached: the manager is closed.
         """
         with self._lock:
-            batch = self.lookup.single(request, prompt, options, limit, device_tokens)
+            batch = self.lookup.batch_of_one(request, prompt, options, limit, device_tokens)
             begun = time.perf_counter_ns()
             (match,) = self.lookup.plan(batch)
             self._counts["plan_ns"] += time.perf_counter_ns() - begun

@@ -266,14 +266,14 @@ def test_a_failed_copy(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_windows_are_done_one_by_one(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightcache.kernels.host_engine import Index, Lane
+    from lightcache.kernels.host_engine import Index, RowSeries
 
     whole, gate = Index._indexed, Gate()
 
-    def slow(self: Index, lane: Lane, *arguments: Any) -> None:
-        if lane.layer == 2:
+    def slow(self: Index, series: RowSeries, *arguments: Any) -> None:
+        if series.layer == 2:
             gate.synchronize()
-        whole(self, lane, *arguments)
+        whole(self, series, *arguments)
 
     monkeypatch.setattr(Index, "_indexed", slow)
     expected = sides.expected(MOVE)
@@ -399,10 +399,10 @@ def test_a_load_does_not_wait_for_threads_that_offload(monkeypatch: pytest.Monke
     monkeypatch.setattr(host_engine, "HELP_BYTES", 1)
     whole, gate, sides = Index._indexed, Gate(), Sides(threads=3)
 
-    def held_up(self: Index, lane: Any, rows: slice, to_host: bool) -> None:
+    def held_up(self: Index, series: Any, rows: slice, to_host: bool) -> None:
         if to_host:
             gate.synchronize()
-        whole(self, lane, rows, to_host)
+        whole(self, series, rows, to_host)
 
     monkeypatch.setattr(Index, "_indexed", held_up)
     offload = sides.engine.offload(MOVE)
