@@ -19,7 +19,7 @@ import pytest
 from support.refusals import refused
 from support.threaded_device import Gate, ThreadedDevice
 
-from lightcache import ConfigError
+from lightcache import ConfigError, Detached
 from lightcache.kernels import testing
 from lightcache.kernels.engine import TransferEngine
 from lightcache.kernels.host_engine import HostEngine
@@ -125,6 +125,14 @@ class Hasty(HostEngine):
         self._planned = None
 
 
+class Undying(HostEngine):
+    """Takes transfers after it was closed."""
+
+    def load(self, moves: Any, **how: Any) -> Any:
+        with contextlib.suppress(Detached):
+            return super().load(moves, **how)
+
+
 @pytest.mark.parametrize(
     ("engine", "check", "found"),
     [
@@ -133,6 +141,7 @@ class Hasty(HostEngine):
         (Identity, "calls", "will_tell of a pending call"),
         (Silent, "dropped_transfer", "calls after poll"),
         (Lenient, "input", "found no error"),
+        (Undying, "close", "load after close: expected Detached"),
         (Hasty, "close", "calls after close|returned while"),
     ],
 )
