@@ -107,7 +107,7 @@ class Silent(HostEngine):
     """Makes no call from `poll`."""
 
     def poll(self) -> int:
-        return sum(not copy.over for copy in self._queue.open)
+        return sum(not copy.finished for copy in self._queue.open)
 
 
 class Lenient(HostEngine):
