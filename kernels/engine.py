@@ -225,7 +225,7 @@ class TransferEngine:
                 job.drop()
                 raise
             transfer.uses(job.block, (planes, parts))
-            lane.going.append(transfer)
+            lane.transfers.append(transfer)
             job.start()
         return transfer
 

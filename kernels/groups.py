@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal, TypeVar
 
 from lightcache.shm.errors import ConfigError
@@ -84,6 +84,7 @@ class Rule:
     back: int
 
     @classmethod
+    @cache
     def prefix(cls) -> Rule:
         """Every page from the first on: full attention."""
         return cls("prefix", _EVERYTHING, 0)
@@ -109,6 +110,7 @@ class Rule:
         return cls(f"chunk{whole(tokens, 'chunk')}", tokens, 0)
 
     @classmethod
+    @cache
     def point(cls) -> Rule:
         """The one page that ends at the position: a recurrent state."""
         return cls("point", 1, 1)

@@ -50,7 +50,7 @@ _ALL = 1 << 62
 
 
 @dataclass(frozen=True)
-class Lane:
+class RowSeries:
     """A series of rows of one width that are evenly addressable on both sides: a cell of the page
     and its plane, or one head of the cell if the device keeps heads apart. Rows are numpy void
     items of the row's width, so an indexed copy moves each with memcpy and releases the GIL; runs
@@ -107,13 +107,13 @@ class _Foreign:
         }
 
 
-def lanes(share: Share, memory: HostPages, planes: DevicePlanes) -> list[Lane]:
+def row_series(share: Share, memory: HostPages, planes: DevicePlanes) -> list[RowSeries]:
     """All rows of a share, in the order of the page.
 
     Raises:
         ConfigError: a plane was not described.
     """
-    lanes_of_share: list[Lane] = []
+    found: list[RowSeries] = []
     for cell in share.cells:
         device = planes.find(share.geometry, cell)
         together = cell.heads == 1 or device.head_stride == cell.plane.row_bytes
@@ -129,8 +129,8 @@ def lanes(share: Share, memory: HostPages, planes: DevicePlanes) -> list[Lane]:
                 host = _host_view(memory, cell, piece)
                 view, block_units = _device_view(device, address + piece.byte, piece.nbytes, planes)
                 units = None if piece.units == cell.units else (piece.first, piece.end)
-                lanes_of_share.append(
-                    Lane(
+                found.append(
+                    RowSeries(
                         cell.layer,
                         cell.plane.unit_tokens,
                         host,
@@ -140,7 +140,7 @@ def lanes(share: Share, memory: HostPages, planes: DevicePlanes) -> list[Lane]:
                         units,
                     )
                 )
-    return lanes_of_share
+    return found
 
 
 class _Piece(NamedTuple):
@@ -209,7 +209,7 @@ def _device_view(
 
 
 class Index:
-    """Row numbers of a batch, for the lanes of one unit size and block size in the same units of
+    """Row numbers of a batch, for the series of one unit size and block size in the same units of
     one part."""
 
     def __init__(
@@ -220,8 +220,8 @@ class Index:
         part: int = 0,
         units: tuple[int, int] | None = None,
     ) -> None:
-        """Computed once for a transfer and shared by its lanes; O(rows). `part` and `units` are as
-        in `Lane`."""
+        """Computed once for a transfer and shared by its series; O(rows). `part` and `units` are as
+        in `RowSeries`."""
         self.page, self.unit, slot = batch.rows(unit_tokens, part)
         if batch.pages.shape[1] > 1:
             low, high = units or (0, _ALL)
@@ -245,34 +245,34 @@ class Index:
             breaks |= np.diff(block) != 0
         return np.concatenate(([0], np.flatnonzero(breaks) + 1, [len(self)]))
 
-    def pieces(self, lane: Lane, to_host: bool) -> Iterator[tuple[int, Copy]]:
-        """(bytes, call) of each piece of work of a lane; they may run in any order."""
-        bounds, row = self.runs, lane.row_bytes
+    def pieces(self, series: RowSeries, to_host: bool) -> Iterator[tuple[int, Copy]]:
+        """(bytes, call) of each piece of work of a series; they may run in any order."""
+        bounds, row = self.runs, series.row_bytes
         if len(self) * row >= (len(bounds) - 1) * _RUN_BYTES:
             step = max(1, _PIECE_BYTES * (len(bounds) - 1) // max(1, len(self) * row))
             for low in range(0, len(bounds) - 1, step):
                 part = bounds[low : low + step + 1]
-                yield int(part[-1] - part[0]) * row, partial(self._slices, lane, part, to_host)
+                yield int(part[-1] - part[0]) * row, partial(self._slices, series, part, to_host)
         else:
             step = max(_PIECE_ROWS, _PIECE_BYTES // row)
             for low in range(0, len(self), step):
                 rows = slice(low, min(low + step, len(self)))
-                yield (rows.stop - low) * row, partial(self._indexed, lane, rows, to_host)
+                yield (rows.stop - low) * row, partial(self._indexed, series, rows, to_host)
 
-    def _indexed(self, lane: Lane, rows: slice, to_host: bool) -> None:
+    def _indexed(self, series: RowSeries, rows: slice, to_host: bool) -> None:
         host = self.page[rows], self.unit[rows]
         device: Any = tuple(part[rows] for part in self.place)
         if to_host:
-            lane.host_rows[host] = lane.device_rows[device]
+            series.host_rows[host] = series.device_rows[device]
         else:
-            lane.device_rows[device] = lane.host_rows[host]
+            series.device_rows[device] = series.host_rows[host]
 
-    def _slices(self, lane: Lane, bounds: Ints, to_host: bool) -> None:
+    def _slices(self, series: RowSeries, bounds: Ints, to_host: bool) -> None:
         for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
             unit, slot = int(self.unit[low]), int(self.place[-1][low])
-            host = lane.host[int(self.page[low]), unit : unit + high - low]
-            device = lane.device
-            if lane.block_units:
+            host = series.host[int(self.page[low]), unit : unit + high - low]
+            device = series.device
+            if series.block_units:
                 device = device[int(self.place[0][low])]
             device = device[slot : slot + high - low]
             if to_host:
@@ -313,9 +313,9 @@ class Window:
         self.layers = frozenset(layers)
         self.pieces = pieces
         self.left = len(pieces)
-        self.over = Event()
+        self.finished = Event()
         if not pieces:
-            self.over.set()
+            self.finished.set()
 
 
 class HostTransfer:
@@ -348,7 +348,7 @@ class HostTransfer:
         )
         self._pieces = len(self._work)
         self._cause: BaseException | None = None
-        self._over = Event()
+        self._finished = Event()
         self._lock = threading.Lock()
         self._calls: deque[Callable[[bool], None]] = deque()
         if when_done is not None:
@@ -357,13 +357,13 @@ class HostTransfer:
     # ---- for callers that wait
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Whether it has finished, failed or not. Does not block, calls nothing, raises nothing."""
-        return self._over.is_set()
+        return self._finished.is_set()
 
     def done(self) -> bool:
         """See `Transfer.done`."""
-        if not self._over.is_set():
+        if not self._finished.is_set():
             return False
         self.notice()
         self._check()
@@ -371,9 +371,9 @@ class HostTransfer:
 
     def wait(self, timeout: float | None = None) -> None:
         """See `Transfer.wait`."""
-        if not self._over.wait(timeout):
+        if not self._finished.wait(timeout):
             raise WaitTimeout(
-                f"a transfer of {self.nbytes} bytes was not over after {timeout} s; wait again"
+                f"a transfer of {self.nbytes} bytes has not finished after {timeout} s; wait again"
             )
         self.notice()
         self._check()
@@ -385,7 +385,7 @@ class HostTransfer:
         Raises:
             TransferFailed: it failed.
         """
-        self._over.wait()
+        self._finished.wait()
         self._check()
 
     def wait_on(self, stream: Any = None) -> None:
@@ -405,7 +405,7 @@ class HostTransfer:
         """
         for window in self._windows:
             if layer in window.layers:
-                window.over.wait()
+                window.finished.wait()
                 self._check()
                 return
         moved = sorted(layer for window in self._windows for layer in window.layers)
@@ -414,7 +414,7 @@ class HostTransfer:
     def when_done(self, call: Callable[[bool], None]) -> None:
         """See `Transfer.when_done`."""
         self._calls.append(call)
-        if self._over.is_set():
+        if self._finished.is_set():
             self.notice()
 
     def notice(self) -> None:
@@ -488,14 +488,14 @@ class HostTransfer:
                 window.left -= 1
                 last = window.left == 0
             if last and self._cause is None:
-                window.over.set()
+                window.finished.set()
 
     def _finish(self) -> None:
         self._work.clear()
         for window in self._windows:
             window.pieces = []
-            window.over.set()
-        self._over.set()
+            window.finished.set()
+        self._finished.set()
 
 
 def _await(before: Any) -> None:
@@ -535,10 +535,10 @@ class TransferQueue:
             Detached: closed meanwhile; the transfer does not run.
         """
         with self._lock:
-            self.open[:] = [each for each in self.open if not each.over or each.waited_for]
+            self.open[:] = [each for each in self.open if not each.finished or each.waited_for]
         self.open.append(transfer)
         try:
-            self._go_on(transfer.to_host)
+            self._schedule(transfer.to_host)
         except RuntimeError as error:  # closed by another thread, or Python is ending
             with self._lock:
                 if transfer.claimed:  # all the same
@@ -547,7 +547,7 @@ class TransferQueue:
                 self.open.remove(transfer)
             raise Detached(f"the engine takes no transfers any more: {error}") from None
 
-    def _go_on(self, to_host: bool) -> None:
+    def _schedule(self, to_host: bool) -> None:
         self._last[to_host] = self._lines[to_host].submit(self._drain, to_host)
 
     def _drain(self, to_host: bool) -> None:
@@ -565,21 +565,21 @@ class TransferQueue:
     def poll(self) -> int:
         """Make the pending calls of finished transfers; returns the number in flight."""
         for transfer in list(self.open):
-            if transfer.over:
+            if transfer.finished:
                 transfer.notice()
                 with self._lock:
                     self.open[:] = [other for other in self.open if other is not transfer]
             elif not transfer.claimed:
                 last = self._last[transfer.to_host]
                 if last is None or last.done():
-                    self._go_on(transfer.to_host)
+                    self._schedule(transfer.to_host)
         return len(self.open)
 
     def close(self) -> None:
         """Wait for all transfers, and end the threads. May be called again."""
         for transfer in list(self.open):
             if not transfer.claimed:
-                self._go_on(transfer.to_host)
+                self._schedule(transfer.to_host)
         for line in self._lines:
             line.shutdown()
         self._helpers.shutdown()
@@ -758,17 +758,17 @@ class _Plan:
             )
         self.memory = memory
         self.limit = token_limit(geometry, planes, share)
-        self._by_layer: dict[int, list[Lane]] = {}
-        for lane in lanes(share, memory, planes):
-            self._by_layer.setdefault(lane.layer, []).append(lane)
+        self._by_layer: dict[int, list[RowSeries]] = {}
+        for series in row_series(share, memory, planes):
+            self._by_layer.setdefault(series.layer, []).append(series)
 
     def windows(self, batch: Batch, share: Share, size: int | None, to_host: bool) -> list[Window]:
         """The pieces of work of a batch, window by window."""
         parts = [share] if size is None else share.windows(size)
         indexes: dict[Any, Index] = {}
 
-        def index(lane: Lane) -> Index:
-            kind = lane.unit_tokens, lane.block_units, lane.part, lane.units
+        def index(series: RowSeries) -> Index:
+            kind = series.unit_tokens, series.block_units, series.part, series.units
             if kind not in indexes:
                 indexes[kind] = Index(batch, *kind)
             return indexes[kind]
@@ -779,8 +779,8 @@ class _Plan:
                 [
                     piece
                     for layer in part.layers
-                    for lane in self._by_layer[layer]
-                    for piece in index(lane).pieces(lane, to_host)
+                    for series in self._by_layer[layer]
+                    for piece in index(series).pieces(series, to_host)
                 ],
             )
             for part in parts
@@ -801,4 +801,13 @@ def _all(streams: Sequence[Any], after: Sequence[Any]) -> tuple[Any, ...]:
     return events
 
 
-__all__ = ["Copy", "HostEngine", "HostTransfer", "Index", "Lane", "Pace", "Window", "lanes"]
+__all__ = [
+    "Copy",
+    "HostEngine",
+    "HostTransfer",
+    "Index",
+    "Pace",
+    "RowSeries",
+    "Window",
+    "row_series",
+]

@@ -139,7 +139,7 @@ class Lane:
         self.directs = deque((device.stream(), device.stream()))
         """Two: while the last programs of one kernel wait for the bus, the next one begins."""
         self.ring: Ring | None = None
-        self.going: deque[DeviceTransfer] = deque()
+        self.transfers: deque[DeviceTransfer] = deque()
         """Transfers that may be in flight, oldest first."""
 
     def next_direct(self) -> Any:
@@ -167,11 +167,11 @@ class DeviceTransfer:
         "_calls",
         "_complete",
         "_enqueued",
+        "_enqueuing",
         "_error",
-        "_going_out",
+        "_finished",
         "_in_flight",
         "_marks",
-        "_over",
         "_uses",
         "_windows",
         "nbytes",
@@ -183,12 +183,12 @@ class DeviceTransfer:
         """Nothing is enqueued yet: a transfer that ends now has failed."""
         self.nbytes = nbytes
         self._in_flight = in_flight
-        self._going_out = False
+        self._enqueuing = False
         self._marks: list[Any] = []
         self._windows: list[tuple[frozenset[int], list[Any]]] = []
         self._enqueued: Event | None = None
         self._error: BaseException | None = None
-        self._over = False
+        self._finished = False
         self._uses: tuple[IndexBlock | None, object] = (None, None)
         self._complete = False
         self._calls: deque[Callable[[bool], None]] = deque()
@@ -226,20 +226,20 @@ class DeviceTransfer:
         """
         if later:
             self._enqueued = Event()
-        self._going_out = True
+        self._enqueuing = True
 
     def enqueued(self) -> None:
         """Enqueuing has ended, and events cover all that was enqueued."""
         self._complete = True
-        self._going_out = False
+        self._enqueuing = False
         if self._enqueued is not None:
             self._enqueued.set()
 
     def settle(self) -> bool:
         """Whether it has finished; gives its buffers back. Raises nothing and makes no calls."""
-        if self._over:
+        if self._finished:
             return True
-        if self._going_out:
+        if self._enqueuing:
             return False
         try:
             if not all(mark.query() for mark in self._marks):
@@ -248,7 +248,7 @@ class DeviceTransfer:
             if not self._in_flight.device.lost(error):
                 return False
             self.fail(error)  # and the copies are lost as well
-        self._over = True
+        self._finished = True
         marks, self._marks, self._windows = self._marks, [], []
         uses, self._uses = self._uses, (None, None)
         self._in_flight.settled(marks, uses[0])
@@ -284,11 +284,11 @@ class DeviceTransfer:
     def done(self) -> bool:
         """See `Transfer.done`."""
         with self._in_flight.lock:
-            over = self.settle()
-        if over:
+            finished = self.settle()
+        if finished:
             self.run_calls()
             self._raise()
-        return over
+        return finished
 
     def _raise(self) -> None:
         if self._error is not None:
@@ -344,7 +344,7 @@ class DeviceTransfer:
         self._wait_events(lambda: self._window(layer), stream)
 
     def _window(self, layer: int) -> list[Any]:
-        if self._over or not self._windows:
+        if self._finished or not self._windows:
             return self._marks
         for layers, events in self._windows:
             if layer in layers:
@@ -368,12 +368,12 @@ class DeviceTransfer:
         """See `Transfer.when_done`."""
         with self._in_flight.lock:
             self._calls.append(call)
-            over = self.settle()
-        if over:
+            finished = self.settle()
+        if finished:
             self.run_calls()
 
     def __repr__(self) -> str:
-        state = "failed" if self._error else "finished" if self._over else "in flight"
+        state = "failed" if self._error else "finished" if self._finished else "in flight"
         return f"<Transfer {self.nbytes} bytes, {state}>"
 
 
@@ -464,8 +464,8 @@ class InFlight:
 
     def recycle(self, lane: Lane) -> None:
         """Take buffers back from finished transfers, without making calls yet."""
-        while lane.going and lane.going[0].settle():
-            self._finish(lane.going.popleft())
+        while lane.transfers and lane.transfers[0].settle():
+            self._finish(lane.transfers.popleft())
 
     def _finish(self, transfer: DeviceTransfer) -> None:
         while self.finished and not self.finished[0].waited_for:  # `done` or `wait` made its calls
@@ -495,7 +495,7 @@ class InFlight:
     def will_tell(self, call: Callable[[bool], None]) -> bool:
         """See `Engine.will_tell`."""
         with self.lock:
-            every = [*self.offload.going, *self.load.going, *self.finished]
+            every = [*self.offload.transfers, *self.load.transfers, *self.finished]
             return any(transfer.tells(call) for transfer in every)
 
     def poll(self) -> int:
@@ -506,10 +506,10 @@ class InFlight:
             going = 0
             for lane in (self.offload, self.load):
                 self.recycle(lane)
-                for transfer in [transfer for transfer in lane.going if transfer.settle()]:
-                    lane.going.remove(transfer)
+                for transfer in [transfer for transfer in lane.transfers if transfer.settle()]:
+                    lane.transfers.remove(transfer)
                     self._finish(transfer)
-                going += len(lane.going)
+                going += len(lane.transfers)
         self._tell()
         return going
 
@@ -541,7 +541,7 @@ class InFlight:
             self._drain()
         finally:
             with self.lock:
-                idle = not (self.offload.going or self.load.going)
+                idle = not (self.offload.transfers or self.load.transfers)
             if idle:
                 self._end()
 
@@ -555,7 +555,7 @@ class InFlight:
                 first = first or error
                 continue
             with self.lock:
-                left = [*self.offload.going, *self.load.going]
+                left = [*self.offload.transfers, *self.load.transfers]
             for transfer in left:
                 transfer.sleep()
         if first is not None:

@@ -22,7 +22,7 @@ class Thresholds:
     """Pages smaller than this go directly: the copy engine loses time with each copy."""
     direct_total: int = 2 << 20
     """So do transfers smaller than this: they finish before staging would have begun."""
-    copy_bytes: int = 8 << 20
+    copy_bytes: int = 512 << 10
     """Where device bytes lie as page bytes do: least mean size of a copy for the copy engine
     alone."""
     programs: int = 64

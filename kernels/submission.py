@@ -725,7 +725,7 @@ def submit_page(
     transfer.uses(block, None)
     sources: list[Any] = []
     try:
-        lane.going.append(transfer)
+        lane.transfers.append(transfer)
         transfer.begin()
         for source in streams:
             sources.append(in_flight.events.recorded(source))

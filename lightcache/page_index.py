@@ -728,34 +728,6 @@ class PageIndex:
             self.core, keys, offsets, starts, shards, ref, self._kind(independent), timeout
         )
 
-    def reserve_many(
-        self,
-        keys: Keys,
-        offsets: Offsets,
-        starts: Any = None,
-        *,
-        shards: int = 1,
-        independent: bool | None = None,
-        namespace: Namespace | None = None,
-        timeout: float | None = None,
-    ) -> list[Reservation]:
-        """Like `reserve_batch`, but returns one reservation a request, published and released
-        separately.
-
-        Raises:
-            As `reserve_batch`.
-        """
-        batch = self.reserve_batch(
-            keys,
-            offsets,
-            starts,
-            shards=shards,
-            independent=independent,
-            namespace=namespace,
-            timeout=timeout,
-        )
-        return batch.split()
-
     def wait(
         self,
         keys: Keys,

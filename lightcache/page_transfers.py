@@ -93,17 +93,17 @@ class Keeper:
         """
         self.take(engine)
         try:
-            transfer = call(when_done=self.over)
+            transfer = call(when_done=self.finish)
         except BaseException:
             self.given_up = True  # nothing of it is published
             if self._told is not None:
-                self.over(False)
-            elif not self.goes_on():
+                self.finish(False)
+            elif not self.in_flight():
                 self.hand_back()
             raise
         self._begun = True
         if self._told is not None:  # before this, by another thread
-            self.over(self._told)
+            self.finish(self._told)
         return transfer
 
     @property
@@ -111,10 +111,10 @@ class Keeper:
         """Whether the copy writes pages that are to be published."""
         return self._hold.publish is not None
 
-    def goes_on(self) -> bool:
+    def in_flight(self) -> bool:
         """Whether its transfer engine has a copy of it in flight, or one whose end it has not told
         us."""
-        return self.engine is not None and self.engine.will_tell(self.over)
+        return self.engine is not None and self.engine.will_tell(self.finish)
 
     # In both of these an interrupt in the middle leaves two owners, of which the second to end it
     # finds nothing left to end; never none.
@@ -130,7 +130,7 @@ class Keeper:
         self._source.ended = False
         self.owns = False
 
-    def over(self, ok: bool, *, published: bool = False) -> None:
+    def finish(self, ok: bool, *, published: bool = False) -> None:
         """The copy has finished: publish or abandon, and unpin. More than once is once. Before the
         call that starts it has returned it is only noted; if an interrupt came out of that call,
         nothing is published.
@@ -191,7 +191,7 @@ class Keeper:
         """The copy has finished, and the call that would have told so was lost to an interrupt."""
         if getattr(self, "owns", False) and not self.ended:
             self.given_up = True
-            self.over(False)
+            self.finish(False)
 
 
 class Saving:
@@ -204,12 +204,12 @@ class Saving:
         self.engine = engine
         self.given_up = False
 
-    def over(self, ok: bool) -> None:
+    def finish(self, ok: bool) -> None:
         """The copy has finished; there is nothing to give back."""
 
-    def goes_on(self) -> bool:
-        """As `Keeper.goes_on`."""
-        return self.engine.will_tell(self.over)
+    def in_flight(self) -> bool:
+        """As `Keeper.in_flight`."""
+        return self.engine.will_tell(self.finish)
 
 
 class Interrupted:
@@ -229,9 +229,9 @@ class Interrupted:
         """
         if self._keeper.engine is not None:
             self._keeper.engine.poll()
-        if self._keeper.goes_on():
+        if self._keeper.in_flight():
             return False
-        self._keeper.over(False)
+        self._keeper.finish(False)
         raise TransferFailed("it was interrupted while it was started; it does not count")
 
     def wait(self, timeout: float | None = None) -> None:
@@ -293,14 +293,14 @@ class _InFlight:
             LockTimeout: something could not be given back yet; call again.
         """
         try:
-            over = self.transfer.done()
+            finished = self.transfer.done()
         except TransferFailed:
-            self._keeper.over(False)
+            self._keeper.finish(False)
             raise
-        if over:
-            self._keeper.over(True)
+        if finished:
+            self._keeper.finish(True)
             self._keeper.check()
-        return over
+        return finished
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the copy has finished, and give back its pages.
@@ -315,9 +315,9 @@ class _InFlight:
         try:
             self.transfer.wait(timeout)
         except TransferFailed:
-            self._keeper.over(False)
+            self._keeper.finish(False)
             raise
-        self._keeper.over(True)
+        self._keeper.finish(True)
         self._keeper.check()
 
 

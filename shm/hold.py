@@ -37,6 +37,7 @@ class Hold:
         self.attachment = 0
         self.frees_slot = True  # False: a reaper of the structure frees the slot
         self._base = ctypes.c_void_p()
+        self._usable = _native.quick().lcs_attachment_usable
         self._closing = threading.Lock()
         # Tokens, not a count: a garbage collection may end a view at any point of this code, so
         # adding and removing must be single operations that need no lock.
@@ -84,10 +85,9 @@ class Hold:
 
     def check_usable(self) -> None:
         """Raise Detached in a forked child, after close, and if the segment was retired."""
-        check(
-            _native.quick().lcs_attachment_usable(self.attachment),
-            f"use the segment {self.opened.name!r}",
-        )
+        code = self._usable(self.attachment)
+        if code < 0:
+            check(code, f"use the segment {self.opened.name!r}")
 
     # ---- users of the mapping
 

@@ -81,7 +81,7 @@ def _steps(tier: StorageTier, keys: Keys, seconds: float) -> tuple[dict[str, flo
         number += 1
         wanted = make_keys(16, seed=100 + number)
         task = timed("prefetch", functools.partial(tier.prefetch, wanted))
-        timed("over", functools.partial(getattr, task, "over"))
+        timed("ended", functools.partial(getattr, task, "ended"))
         timed("write", lambda: tier.write(keys))
         if timed("stats", tier.stats).state != "closed" and not opened:
             opened = time.perf_counter() - begun

@@ -183,7 +183,7 @@ class Checkpoints:
         try:
             yield
         except TransferFailed:
-            foreign.tell()
+            foreign.raise_first()
             raise
         except LightcacheError:
             raise
@@ -191,7 +191,7 @@ class Checkpoints:
             with contextlib.suppress(Exception):
                 transfer.wait()  # else it fails later, and the next call raises
             try:
-                foreign.tell()
+                foreign.raise_first()
             except Exception as other:
                 if other is not transfer.error:
                     foreign.note(other)

@@ -17,7 +17,6 @@ from lightcache.connectors.model_watch import ModelWatch
 from lightcache.connectors.pooled import Pooled
 from lightcache.connectors.prefix_cache import PrefixCache, TokenIds, planes_of
 from lightcache.errors import ConfigError, Detached, TransferFailed
-from lightcache.kernels import Rule
 
 if TYPE_CHECKING:
     from lightcache.kernels.moves import Engine
@@ -185,7 +184,7 @@ class LeaseCalls:
 
     def _full(self) -> TokenPages:
         """The pages of full attention."""
-        if self.pages.attention and self.pages.attention[0].rule == Rule.prefix():
+        if self.pages.full:
             return self.pages.attention[0]
         raise ConfigError(
             "expected a model with layers of full attention, found none; its pages are saved and "

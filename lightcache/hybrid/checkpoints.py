@@ -27,7 +27,7 @@ from lightcache.manager.blocks import capacity_of
 from lightcache.manager.lookup import joined
 from lightcache.manager.request import WritePolicy
 from lightcache.manager.stats import TierCapacity
-from lightcache.manager.transfers import BlockTransfer, Ends, TransferTracker, goes_on
+from lightcache.manager.transfers import BlockTransfer, OnEnd, TransferTracker, still_moving
 from lightcache.namespaces import Namespace, NamespaceState
 from lightcache.page_index import PageIndex
 from lightcache.reservations import Reservation
@@ -203,7 +203,7 @@ class Copied:
     copying: Copying
     slots: Pages
     leases: list[Lease]
-    over: bool = False
+    finished: bool = False
 
 
 class StateTransfers:
@@ -237,13 +237,13 @@ class StateTransfers:
                 if not copy.copying.done():
                     continue
             except Exception as error:  # a failed device copies nothing more
-                if goes_on(copy.copying):
+                if still_moving(copy.copying):
                     raise  # not an error of the copy: as in `BlockTransfer.block`
                 self.moves.foreign.note(error)
             for lease in copy.leases:
                 with contextlib.suppress(LeaseLost):  # released by a look that was interrupted
                     lease.release()
-            copy.over = True
+            copy.finished = True
             self._copies.remove(copy)  # last: until here an interrupted look is repeated
 
     # ---- to the host
@@ -261,23 +261,23 @@ class StateTransfers:
         *,
         pins: Lease | None = None,
         of: list[BlockTransfer] | None = None,
-        ends: Ends | None = None,
+        on_end: OnEnd | None = None,
     ) -> BlockTransfer | None:
         """Write a slot's state to the host, under the key of position `count`. None: the host has
         it already, or has no room.
 
         Args:
             pins: pins of the slot for this copy: released when it has finished or did not begin.
-            of, ends: as for `TransferTracker.begin`.
+            of, on_end: as for `TransferTracker.begin`.
         """
 
         def let_go(ok: bool) -> None:
             if pins is not None:
                 pins.close()
-            if ends is not None:
-                ends(ok)
+            if on_end is not None:
+                on_end(ok)
 
-        def over(ok: bool, _: int | None) -> None:
+        def on_result(ok: bool, _: int | None) -> None:
             self._owner.counts.add(**{"offloads" if ok else "failed_offloads": 1})
             if ok:
                 self._owner.reached_host(path, count)
@@ -297,7 +297,7 @@ class StateTransfers:
             touched, backend = np.array([slot], np.int32), self._backend
             assert backend is not None
             return self.moves.begin(
-                touched, backend, backend.offload, new, (slots,), over, of=of, ends=let_go
+                touched, backend, backend.offload, new, (slots,), on_result, of=of, on_end=let_go
             )
 
     def _reserved(self, path: Path, count: int) -> Reservation | None:
@@ -333,12 +333,14 @@ class StateTransfers:
         owner, backend = self._owner, self._backend
         assert backend is not None
 
-        def over(ok: bool, _: int | None) -> None:
+        def on_result(ok: bool, _: int | None) -> None:
             owner.counts.add(**{"loads" if ok else "failed_loads": 1})
 
         where, touched = np.array([slot], np.int64), np.array([slot], np.int32)
         with owner.lock:
-            return self.moves.begin(touched, backend, backend.load, lease, (where, 0), over, of=of)
+            return self.moves.begin(
+                touched, backend, backend.load, lease, (where, 0), on_result, of=of
+            )
 
     # ---- making room
 
@@ -378,11 +380,13 @@ class StateTransfers:
         return sum(len(group.lease) for group in self._groups)
 
     def _look_at_groups(self) -> None:
-        over = [
-            group for group in self._groups if all(transfer.over for transfer in group.transfers)
+        finished = [
+            group
+            for group in self._groups
+            if all(transfer.finished for transfer in group.transfers)
         ]
-        self._groups = [group for group in self._groups if group not in over]
-        for group in over:
+        self._groups = [group for group in self._groups if group not in finished]
+        for group in finished:
             try:
                 with contextlib.suppress(LightcacheError):  # if unanswered, slots are kept
                     self._give_up(group)
@@ -844,7 +848,7 @@ class Checkpoints:
         host: bool = True,
         fork: bool = False,
         of: list[BlockTransfer] | None = None,
-        ends: Ends | None = None,
+        on_end: OnEnd | None = None,
     ) -> BlockTransfer | None:
         """Turn a slot's state into the checkpoint at position `count`; nothing is copied. The cache
         owns the slot from then on: the caller must not write, read or free it. If another slot
@@ -860,7 +864,7 @@ class Checkpoints:
             fork: prompts diverge here, though no checkpoint follows yet: the bound spares it.
             of: without device slots: the slot owner's list of copies; the copy is appended before
                 it begins, so that no interrupt hides it.
-            ends: called when the copy has finished, perhaps twice.
+            on_end: called when the copy has finished, perhaps twice.
 
         Returns:
             The copy to the host that reads the slot, if one was begun.
@@ -872,7 +876,9 @@ class Checkpoints:
             if fork:
                 self._bound.note_fork(path.key(count))
             if self.slots is None:
-                return self.traffic.offload(slot, path, count, of=of, ends=ends) if host else None
+                return (
+                    self.traffic.offload(slot, path, count, of=of, on_end=on_end) if host else None
+                )
             if slot not in self.loose:
                 self.loose.append(slot)
             self._name(slot, path, count, self.slots)
@@ -1056,7 +1062,7 @@ class Checkpoints:
                 with contextlib.suppress(LightcacheError):  # later, when the indexes answer
                     self.traffic.demote(missing)
             going = self.traffic.poll()
-            self.traffic.moves.foreign.tell()
+            self.traffic.moves.foreign.raise_first()
             return going
 
     def reached_host(self, path: Path, count: int) -> None:
@@ -1096,7 +1102,7 @@ class Checkpoints:
             self.give_back(self.loose[:])
         self.traffic.close(timeout)
         with self.lock:
-            self.traffic.moves.foreign.tell()
+            self.traffic.moves.foreign.raise_first()
 
 
 def _room(index: StateIndex) -> TierCapacity:

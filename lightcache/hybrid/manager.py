@@ -49,7 +49,7 @@ from lightcache.manager.request import (
     check_hashable,
 )
 from lightcache.manager.stats import TierCapacity, TierGauges
-from lightcache.manager.transfers import BlockTransfer, Ends, State
+from lightcache.manager.transfers import BlockTransfer, OnEnd, State
 from lightcache.manager.weights import WeightsState
 from lightcache.plans import TIMEOUT
 
@@ -103,8 +103,8 @@ class HybridRequest:
     @property
     def busy(self) -> bool:
         """Whether a copy used its slots at the last look."""
-        self.transfers = [transfer for transfer in self.transfers if not transfer.over]
-        self.copies = [copy for copy in self.copies if not copy.over]
+        self.transfers = [transfer for transfer in self.transfers if not transfer.finished]
+        self.copies = [copy for copy in self.copies if not copy.finished]
         return bool(self.transfers or self.copies)
 
     def sound(self) -> bool:
@@ -127,7 +127,7 @@ def loaded_well(inner: Request, loads: Sequence[BlockTransfer]) -> bool:
 
 
 def _went_well(load: BlockTransfer) -> bool:
-    if not load.over:
+    if not load.finished:
         with contextlib.suppress(TransferFailed):
             load.done()
     return load.state is State.DONE
@@ -247,7 +247,7 @@ class TailEviction:
 
     def _drop(self, request: Request, path: Path) -> None:
         owner, space = self._owner, request.space
-        if space is None or not owner.inner.weights.good(space):
+        if space is None or not owner.inner.weights.is_valid(space):
             return
         last_ready = owner.checkpoints.last_ready(path)
         begin = 0 if last_ready is None else last_ready[1] * owner.parts.step
@@ -337,7 +337,7 @@ class Donor:
             slots.keep = None
         return donated
 
-    def _give(self, request: HybridRequest, state: Saved, ends: Ends | None = None) -> bool:
+    def _give(self, request: HybridRequest, state: Saved, on_end: OnEnd | None = None) -> bool:
         """Turn a slot into a checkpoint. The request no longer owns it."""
         owner = self._owner
         path = self._path(request, state.position)
@@ -351,7 +351,7 @@ class Donor:
             host="host" in request.inner.options.tiers,
             fork=state.position == request.match.branching,
             of=request.transfers,
-            ends=ends,
+            on_end=on_end,
         )
         return owner.checkpoints.slots is not None or transfer is not None
 
@@ -557,7 +557,7 @@ class HybridManager:
         self._donor = Donor(self)
         # A separate guard: the KV manager's calls within these succeed while states fail, and would
         # tell a shared guard that the cache works.
-        self._guard = self.inner.new_guard(self._planner.let_go, "HybridManager")
+        self._fail_open = self.inner.new_fail_open(self._planner.let_go, "HybridManager")
         self._requests: dict[Hashable, HybridRequest] = {}
 
     # ---- lookup
@@ -575,7 +575,7 @@ class HybridManager:
         tentatively up to it. Otherwise as `KVCacheManager.plan`: cheap when repeated."""
         with self._lock:
             return self._planned(
-                self.manager.lookup.single(request, prompt, options, limit, device_tokens)
+                self.manager.lookup.batch_of_one(request, prompt, options, limit, device_tokens)
             )[0]
 
     def plan_many(
@@ -594,7 +594,7 @@ class HybridManager:
             )
 
     def _planned(self, batch: LookupBatch) -> list[HybridMatch]:
-        return self._guard.run(
+        return self._fail_open.run(
             lambda: self._planner.plan(batch),
             lambda: [
                 self._missed(request, LookupRequest._make(asks)) for request, asks in batch.entries
@@ -617,7 +617,7 @@ class HybridManager:
                 prompts, options=options, limits=limits, device_tokens=device_tokens
             )
             options = [ANY] * len(prompts) if options is None else options
-            return self._guard.run(
+            return self._fail_open.run(
                 lambda: self._planner.peek(every, prompts, options, device_tokens),
                 lambda: [HybridMatch(PrefixMatch(len(prompt))) for prompt in prompts],
             )
@@ -658,7 +658,7 @@ class HybridManager:
             partial(self.manager.check_take, request),
             partial(self._planner.reading, request),
             partial(self._begin, request),
-            self._guard,
+            self._fail_open,
             wait,
         )
 
@@ -686,7 +686,9 @@ class HybridManager:
         position = 0 if plan is None else self._planner.position(plan)
         try:
             if position:
-                checkpoint = self._guard.run(lambda: self.checkpoints.take(request), lambda: None)
+                checkpoint = self._fail_open.run(
+                    lambda: self.checkpoints.take(request), lambda: None
+                )
             if checkpoint is None and plan is not None and position:  # cleared meanwhile
                 manager.plan(request, plan.asked.prompt, options=plan.asked.options, limit=0)
             kv = self.manager.begin(request)
@@ -877,7 +879,9 @@ class HybridManager:
         """
         with self._lock:
             running = self._request(request)
-            if running.slots is None or (running.loading is not None and not running.loading.over):
+            if running.slots is None or (
+                running.loading is not None and not running.loading.finished
+            ):
                 raise ConfigError(f"restart {request!r}: restore it, and wait for its loads first")
             slots = running.slots
             self._begin_anew(running, 0)
@@ -1243,7 +1247,7 @@ class HybridManager:
             self.manager.begin_update(wait=False)
             self.checkpoints.clear(version, everywhere=self.inner.weights.ours)
         if wait:
-            self.inner.traffic.wait(None, timeout)
+            self.inner.transfers.wait(None, timeout)
             self.checkpoints.traffic.moves.wait(None, timeout)
 
     def finish_update(self, version: str) -> None:
@@ -1265,12 +1269,12 @@ class HybridManager:
     def disabled(self) -> bool:
         """Whether the cache of KV, or both caches, are disabled after too many errors: then nothing
         is usable."""
-        return self._guard.disabled or self.manager.disabled
+        return self._fail_open.disabled or self.manager.disabled
 
     def enable(self) -> None:
         """Enable both again. `KVCacheManager.enable` alone does not."""
         self.manager.enable()
-        self._guard.enable()
+        self._fail_open.enable()
 
     def stats(self) -> CheckpointStats:
         """This process's figures of checkpoints; `KVCacheManager` has those of KV."""

@@ -55,7 +55,7 @@ class HybridParts:
     def states_of(self, space: CacheScope) -> StateSpace | None:
         """The namespaces of a scope's states; None: it was cleared."""
         weights = self.inner.weights
-        return self.checkpoints.spaces.beside(space.host, lambda: weights.good(space))
+        return self.checkpoints.spaces.beside(space.host, lambda: weights.is_valid(space))
 
     def where(self, tenant: str) -> Where:
         """The namespaces of a tenant, opened if needed."""
@@ -155,17 +155,17 @@ class Stored:
     def running(self) -> list[StorageTask]:
         """Tasks that have not finished; while there are any, more may be found."""
         every = (self.state, self.kv)
-        return [task for task in every if task is not None and not task.over]
+        return [task for task in every if task is not None and not task.ended]
 
     @property
     def news(self) -> bool:
         """Whether the checkpoint has arrived since the last lookup."""
-        return self.state is not None and self.state.over and not self.seen
+        return self.state is not None and self.state.ended and not self.seen
 
     @property
     def brought(self) -> int:
         """Positions up to the checkpoint that was read; 0: none."""
-        if self.state is None or not self.state.over or not self.state.pages_done:
+        if self.state is None or not self.state.ended or not self.state.pages_done:
             return 0
         return self.first + self.state.pages_done
 

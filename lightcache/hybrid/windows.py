@@ -412,7 +412,7 @@ class WindowManager:
         """Every position is a multiple of so many tokens."""
         self.every = math.lcm(self.unit, -(-every // self.unit) * self.unit)
         self._state, self._lock = manager.state, manager.state.lock
-        self._guard = self._state.new_guard(self._let_go, "WindowManager")
+        self._fail_open = self._state.new_fail_open(self._let_go, "WindowManager")
         self._counts: Counter[str] = Counter()
         self._plans: dict[Hashable, _Plan] = {}
         self._running: dict[Hashable, _Running] = {}
@@ -478,7 +478,7 @@ class WindowManager:
         and pin what it needs tentatively. Otherwise as `KVCacheManager.plan`. A repeated call is
         cheap where the device has all that can be reused; else it looks again."""
         with self._lock:
-            batch = self.manager.lookup.single(request, prompt, options, limit, None)
+            batch = self.manager.lookup.batch_of_one(request, prompt, options, limit, None)
             lookup, known = LookupRequest(*batch.entries[0][1]), self._plans.get(request)
             if known is not None and known.lookup.prompt == prompt:  # its keys are hashed already
                 lookup = LookupRequest(known.lookup.prompt, lookup.options, lookup.limit)
@@ -516,7 +516,7 @@ class WindowManager:
             good = known.space is self._state.weights.space_or_none(lookup.prompt.tenant)
             if good and self.manager.lookup.holds(request, now):
                 return known
-        plan = self._plans[request] = self._guard.run(
+        plan = self._plans[request] = self._fail_open.run(
             partial(self._agree, request, lookup), partial(self._missed, request, lookup)
         )
         self._unpin(request, [side.index for side in plan.chosen.values()])
@@ -639,7 +639,7 @@ class WindowManager:
     def _begin(self, request: Hashable, plan: _Plan) -> WindowMatch:
         kv = self.manager.begin(request)
         try:
-            leases: dict[str, Lease | None] = self._guard.run(
+            leases: dict[str, Lease | None] = self._fail_open.run(
                 partial(self._leases, request, plan), dict
             )
             found = [lease for lease in leases.values() if lease is not None]
@@ -720,7 +720,7 @@ class WindowManager:
                     try:
                         table.grow(tokens)
                     except OutOfPages:  # unless finished copies still pin blocks
-                        self._state.traffic.poll()
+                        self._state.transfers.poll()
                         self._look_at_leaving()
                         table.grow(tokens)
         except LockTimeout as error:
@@ -753,7 +753,7 @@ class WindowManager:
         window, end = table.window, running.match.usable
         slots = slots_of(table.blocks, window.block_tokens, self.start(window.rule, end), end)
         assert window.backend is not None
-        self._state.traffic.begin(
+        self._state.transfers.begin(
             NONE,  # its blocks are of another device index than KV's
             window.backend,
             window.backend.load,
@@ -816,7 +816,7 @@ class WindowManager:
             block = self.manager.device.block_tokens
             for running in batch:
                 if running.inner.total // block != running.published:
-                    self._guard.run(partial(self._publish, running), nothing)
+                    self._fail_open.run(partial(self._publish, running), nothing)
                     self._trim(running)
             result: list[Mapping[str, Mapping[int, int]]] = [
                 {rule: owed.by(delivery) for rule, owed in running.owed.items() if not owed.told}
@@ -835,7 +835,7 @@ class WindowManager:
         """
         inner, space, sound = running.inner, running.inner.space, running.sound()
         full = inner.publishable() // self.unit * self.unit if sound else 0
-        if space is None or not inner.on_device or not self._state.weights.good(space):
+        if space is None or not inner.on_device or not self._state.weights.is_valid(space):
             return
         for table in running.tables:
             self._name(running, table, space)
@@ -902,14 +902,14 @@ class WindowManager:
                 new.release()
                 return
             unless_copied.pop_all()
-        self._state.traffic.begin(
+        self._state.transfers.begin(
             NONE,  # its blocks are of another device index than KV's
             backend,
             backend.offload,
             new,
             (slots_of(pins.pages, block, 0, position - begin),),
             lambda ok, _: self._count(**{"offloads" if ok else "failed_offloads": 1}),
-            ends=lambda _: pins.close(),
+            on_end=lambda _: pins.close(),
         )
 
     def _trim(self, running: _Running) -> None:
@@ -970,7 +970,7 @@ class WindowManager:
                 ending = [self._running[each] for each in requests if each in self._running]
                 for running in ending if publish else ():
                     running.settle()
-                    self._guard.run(partial(self._publish, running, last=True), nothing)
+                    self._fail_open.run(partial(self._publish, running, last=True), nothing)
             finally:
                 self.manager.release_many(requests, publish=publish)
                 self._leave(requests)
@@ -994,7 +994,7 @@ class WindowManager:
                 if table.host is not None:
                     table.host.close()
                     table.host = None
-            if all(load.over for load in running.loads):
+            if all(load.finished for load in running.loads):
                 for table in running.tables:
                     self._give_back(table, len(table.blocks) * table.window.block_tokens)
                 self._leaving.remove(running)

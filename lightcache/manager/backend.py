@@ -125,14 +125,14 @@ class EngineBackend:
         saving = Saving(self.engine)
         remember(held, saving)
         move = Move(held.pages, slots)
-        return self.engine.offload(move, when_done=saving.over, **self._how)
+        return self.engine.offload(move, when_done=saving.finish, **self._how)
 
     def begun(self, held: Releasable) -> TransferHandle | None:
         """See `TransferBackend`."""
         return begun_with(held)
 
 
-class _Over:
+class _Finished:
     """A finished copy."""
 
     def done(self) -> bool:
@@ -151,19 +151,19 @@ class NullBackend:
         """See `TransferBackend`."""
         del slots, first
         lease.release()
-        return _Over()
+        return _Finished()
 
     def offload(self, new: Reservation, slots: Slots) -> TransferHandle:
         """See `TransferBackend`."""
         del slots
         with new:
             new.publish()
-        return _Over()
+        return _Finished()
 
     def save(self, held: Allocation, slots: Slots) -> TransferHandle:
         """See `TransferBackend`."""
         del held, slots
-        return _Over()
+        return _Finished()
 
 
 __all__ = [

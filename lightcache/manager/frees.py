@@ -65,8 +65,8 @@ class PendingFrees:
                     if transfer is request.loading or not request.publish:
                         transfer.cancel()
                 request.let_go_of_host()
-            if any(not transfer.over for request in ended for transfer in request.transfers):
-                self._state.traffic.poll()
+            if any(not transfer.finished for request in ended for transfer in request.transfers):
+                self._state.transfers.poll()
             self._part()
 
     def _part(self) -> None:
@@ -74,7 +74,9 @@ class PendingFrees:
         finished: list[Request] = []
         busy: list[Request] = []
         for request in self._waiting:
-            copied = request.transfers and not all(transfer.over for transfer in request.transfers)
+            copied = request.transfers and not all(
+                transfer.finished for transfer in request.transfers
+            )
             (busy if copied else finished).append(request)
         if not finished:
             return
@@ -89,7 +91,7 @@ class PendingFrees:
 
     def _sort_out(self) -> None:
         if self._holdings:
-            self._holdings = [holdings for holdings in self._holdings if not holdings.over]
+            self._holdings = [holdings for holdings in self._holdings if not holdings.given_back]
 
     def wait(self, request: Hashable) -> None:
         """Block, without the manager's lock, until no copy of an ended request is in flight, then
@@ -109,7 +111,7 @@ class PendingFrees:
                 transfer.block(None)
             except WaitTimeout:  # the transfer backend has its own limit
                 continue
-        self._state.traffic.poll()
+        self._state.transfers.poll()
         self.poll()
         if any(transfer.state is State.QUEUED for transfer in transfers):
             raise WaitTimeout(
@@ -148,7 +150,7 @@ class _Holdings:
         return holdings, take
 
     @property
-    def over(self) -> bool:
+    def given_back(self) -> bool:
         """Whether all parts were given back."""
         return self._leases_closed and (self.held is None or self.held.ended)
 
@@ -157,7 +159,7 @@ class _Holdings:
         raises; blocks without a key as soon as the lock comes."""
         try:
             if not self._leases_closed:
-                self._offloader.store(self.requests)
+                self._offloader.write_to_storage(self.requests)
         finally:  # also after an interrupt
             self._let_go()
 

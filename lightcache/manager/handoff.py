@@ -117,7 +117,7 @@ def hand_off(
                 "shared; compute it where it is decoded"
             )
         space = running.space
-        if space is None or not manager.state.weights.good(space):
+        if space is None or not manager.state.weights.is_valid(space):
             return KVHandoff(0)
         page = manager.page_tokens
         full = running.total // page
@@ -178,15 +178,15 @@ class _Saving:
         saving = cls(manager, held, n)
         slots = slots_of(request.table, block, begin, begin + n)
         blocks = np.unique(slots // block).astype(np.int32)
-        manager.state.traffic.begin(
+        manager.state.transfers.begin(
             blocks,
             manager.backend,
             manager.backend.save,
             held,
             (slots,),
-            saving.over,
+            saving.on_result,
             of=request.transfers,
-            ends=saving.ended,
+            on_end=saving.ended,
             into=(saving, "_transfer"),
         )
         return saving
@@ -207,11 +207,11 @@ class _Saving:
         finally:
             with self._manager.state.lock:
                 self._given_up = True
-                if self._transfer.over:
+                if self._transfer.finished:
                     self._free()
         return data
 
-    def over(self, ok: bool, nbytes: int | None) -> None:
+    def on_result(self, ok: bool, nbytes: int | None) -> None:
         counts = self._manager.state.counts
         if ok:
             moved = self._manager.state.moved_bytes(self._tokens, nbytes)
@@ -266,9 +266,9 @@ class HandoffLoad:
         Raises:
             TransferFailed: all have finished, and one failed; `tokens` says from where to compute.
         """
-        self._manager.state.traffic.poll()
+        self._manager.state.transfers.poll()
         transfers = self._transfers()
-        if not all(transfer.over for transfer in transfers):
+        if not all(transfer.finished for transfer in transfers):
             return False  # also if one has failed: the other still writes its blocks
         for transfer in transfers:
             transfer.done()
@@ -404,22 +404,22 @@ class _Adopted:
         slots[:n] = slots_of(request.table, block, begin, begin + n)
         blocks = np.unique(slots[:n] // block).astype(np.int32)
 
-        def over(ok: bool, nbytes: int | None) -> None:
+        def on_result(ok: bool, nbytes: int | None) -> None:
             if ok:
                 moved = manager.state.moved_bytes(n, nbytes)
                 manager.state.counts.add(loads=1, loaded_pages=1, loaded_bytes=moved)
             else:
                 manager.state.counts.add(failed_loads=1)
 
-        transfer = manager.state.traffic.begin(
+        transfer = manager.state.transfers.begin(
             blocks,
             manager.backend,
             manager.backend.load,
             lease,
             (slots, 0),
-            over,
+            on_result,
             of=request.transfers,
-            ends=self._tell,
+            on_end=self._tell,
             instead_of=(self, "_lease"),
         )
         return transfer, n

@@ -184,7 +184,7 @@ class Foreign:
         except Exception as error:
             self.note(error)
 
-    def tell(self) -> None:
+    def raise_first(self) -> None:
         """Raise the first exception, once; later ones were logged."""
         error, self._first = self._first, None
         if error is not None:

@@ -96,7 +96,7 @@ def wait_on(transfer: BlockTransfer, stream: Any) -> None:
     Raises:
         TransferFailed: it has finished already, and failed.
     """
-    if transfer.over:
+    if transfer.finished:
         transfer.done()
         return
     engine_transfer = getattr(transfer.moving, "transfer", None)
@@ -126,7 +126,7 @@ def begin_load(state: ManagerState, request: Request, without: int) -> LoadHandl
     pages = len(lease)
     counts, begun = state.counts, time.perf_counter_ns()
 
-    def over(ok: bool, nbytes: int | None) -> None:
+    def on_result(ok: bool, nbytes: int | None) -> None:
         if ok:
             moved = state.moved_bytes(match.usable - first, nbytes)
             elapsed = time.perf_counter_ns() - begun
@@ -134,13 +134,13 @@ def begin_load(state: ManagerState, request: Request, without: int) -> LoadHandl
         else:
             counts.add(failed_loads=1)
 
-    transfer = state.traffic.begin(
+    transfer = state.transfers.begin(
         blocks,
         state.backend,
         state.backend.load,
         lease,
         (slots, 0),
-        over,
+        on_result,
         of=request.transfers,
         into=(request, "loading"),
         instead_of=(request, "host"),

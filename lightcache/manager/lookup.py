@@ -361,7 +361,7 @@ class PrefixLookup:
 
     # ---- Arguments
 
-    def single(
+    def batch_of_one(
         self,
         request: Hashable,
         prompt: Prompt,
@@ -424,7 +424,7 @@ class PrefixLookup:
         Args:
             spaces: spaces of the prompts' tenants, if this call has looked them up.
         """
-        return self._state.guard.run(
+        return self._state.fail_open.run(
             partial(self.find, batch, spaces),
             lambda: [self.missed(request, arguments[0]) for request, arguments in batch.entries],
         )
@@ -440,7 +440,7 @@ class PrefixLookup:
                 self._failed.pop(request, None)
         due = plans if device_tokens is not None else self._due(plans, now)
         if due:
-            self._look(due, device_tokens, now, pin=True)
+            self._look_up(due, device_tokens, now, pin=True)
         absent, matches = 0, []
         for plan in plans:
             absent += plan.absent
@@ -459,7 +459,7 @@ class PrefixLookup:
         """See `KVCacheManager.peek_many`."""
         ids = range(len(prompts))
         batch = self._within_tiers(lookup_batch(ids, prompts, options, limits, device_tokens))
-        return self._state.guard.run(
+        return self._state.fail_open.run(
             partial(self._peeked, batch),
             lambda: [PrefixMatch(len(prompt), why=MissReason.DISABLED) for prompt in prompts],
         )
@@ -469,8 +469,8 @@ class PrefixLookup:
         plans = []
         for request, arguments in batch.entries:
             space = spaces[arguments[0].tenant]
-            plans.append(self._new(request, LookupRequest._make(arguments), space, now))
-        self._look(plans, batch.device_tokens, now, pin=False)
+            plans.append(self._new_plan(request, LookupRequest._make(arguments), space, now))
+        self._look_up(plans, batch.device_tokens, now, pin=False)
         return [self._match(plan, plan.device, plan.host_pages, waits=False) for plan in plans]
 
     def peek_beyond(self, request: Hashable, limit: int | None) -> PrefixMatch | None:
@@ -487,11 +487,11 @@ class PrefixLookup:
         if request in self._failed:
             return None
         state, known = self._state, self._plans[request]
-        plan = self._new(request, known.request.up_to(limit), known.space, known.since)
+        plan = self._new_plan(request, known.request.up_to(limit), known.space, known.since)
         plan.device = known.device
         plan.first_block = known.device // state.device.block_tokens
         plan.first_page = known.host_first + known.host_pages if known.host_pages else 0
-        self._look([plan], None, known.since, pin=False)
+        self._look_up([plan], None, known.since, pin=False)
         if known.match is not None and known.matched == (plan.device, plan.host_pages):
             return known.match
         return self._match(plan, plan.device, plan.host_pages, waits=False)
@@ -518,11 +518,11 @@ class PrefixLookup:
         for request, arguments in batch.entries:
             space, known = spaces[arguments[0].tenant], self._plans.get(request)
             if known is None or known.request != arguments or known.space is not space:
-                known = self._renewed(request, LookupRequest(*arguments), space, known, now)
+                known = self._replaced_plan(request, LookupRequest(*arguments), space, known, now)
             plans.append(known)
         return plans
 
-    def _new(
+    def _new_plan(
         self, request: Hashable, arguments: LookupRequest, space: CacheScope | None, now: float
     ) -> PendingRequest:
         """A plan that was not looked up yet."""
@@ -533,7 +533,7 @@ class PrefixLookup:
         ttl = options.ttl or state.config.plan_ttl
         return PendingRequest(request, arguments, space, most, ttl, now, blocks, pages)
 
-    def _renewed(
+    def _replaced_plan(
         self,
         request: Hashable,
         arguments: LookupRequest,
@@ -545,7 +545,7 @@ class PrefixLookup:
         same = before is not None and before.request.prompt == arguments.prompt
         if before is not None and same:  # its keys are hashed
             arguments = LookupRequest(before.request.prompt, arguments.options, arguments.limit)
-        plan = self._new(request, arguments, space, now)
+        plan = self._new_plan(request, arguments, space, now)
         if before is not None:
             plan.on_host, plan.pinned = before.on_host, before.pinned
             if same and before.space is space:
@@ -587,7 +587,7 @@ class PrefixLookup:
                 due.append(members[i])
         return due
 
-    def _look(
+    def _look_up(
         self,
         plans: list[PendingRequest],
         device_tokens: Sequence[int] | None,
@@ -621,7 +621,7 @@ class PrefixLookup:
                 self._on_host(space, members, pin=pin)
         if pin and device_tokens is None:
             for plan in plans:
-                self._settle(plan, now)
+                self._note_next_keys(plan, now)
 
     def _is_unhashed(self, plan: PendingRequest, space: CacheScope) -> bool:
         """Whether its prompt is not hashed yet, and need not be if its first page is nowhere."""
@@ -707,7 +707,7 @@ class PrefixLookup:
         plan.reading = self._storage.prefetch(plan.host_keys, first, namespace=space.host)
         self._state.tasks.add(plan.reading)
 
-    def _settle(self, plan: PendingRequest, now: float) -> None:
+    def _note_next_keys(self, plan: PendingRequest, now: float) -> None:
         """Note the keys that must appear before a lookup can find more."""
         device, space = self._state.device, plan.space
         plan.settled = 0.0
@@ -743,7 +743,7 @@ class PrefixLookup:
         from_storage, pending = 0, False
         if reading is not None:
             from_storage = min(host, int(reading.pages_done) * tokens)
-            pending = not reading.over
+            pending = not reading.ended
         usable, why, cut = self.usable.of(plan, device, device + host)
         waits_for = self._other(plan, usable) if computing and waits else None
         # The class is frozen: its own `__init__` sets each field by a call and takes three times as
@@ -839,7 +839,7 @@ class PrefixLookup:
         the read has ended, or the time is up. What the plan has found stays pinned.
         """
         plan = self._plans.get(request)
-        if plan is None or plan.space is None or plan.reading is None or plan.reading.over:
+        if plan is None or plan.space is None or plan.reading is None or plan.reading.ended:
             return None
         if plan.read_until is None:
             absent = plan.absent * self._state.page_tokens
@@ -863,7 +863,7 @@ class PrefixLookup:
         if plan is None:
             raise LeaseLost(f"take: the request {request!r} was not planned; plan it first")
         state = self._state
-        if plan.space is None or not state.weights.good(plan.space):
+        if plan.space is None or not state.weights.is_valid(plan.space):
             self.cancel(request)
             plan.space = plan.reading = None  # it runs without the cache
             return plan, self._match(plan, 0, 0), None, None
@@ -892,7 +892,7 @@ class PrefixLookup:
         """Look up a plan that is to be taken once more."""
         # An engine that owns its blocks has reported its tokens.
         device_tokens = None if self._state.device.owned else [plan.device]
-        self._look([plan], device_tokens, time.monotonic(), pin=True)
+        self._look_up([plan], device_tokens, time.monotonic(), pin=True)
 
     def _leases_of(self, plan: PendingRequest) -> tuple[Lease | None, Lease | None]:
         """The pages that are pinned for a plan, on the device and the host.
@@ -925,7 +925,7 @@ class PrefixLookup:
 
     def _stop_reading(self, plan: PendingRequest) -> None:
         if plan.reading is not None:
-            self._state.traffic.foreign.cancel(plan.reading)
+            self._state.transfers.foreign.cancel(plan.reading)
 
     def cancel(self, request: Hashable) -> None:
         """Forget a plan."""

@@ -66,7 +66,7 @@ from lightcache.manager.request import (
 )
 from lightcache.manager.state import ManagerState
 from lightcache.manager.stats import Counters, ManagerStats, TierGauges
-from lightcache.manager.weights import CheckedSpaces, WeightsState, open_keys
+from lightcache.manager.weights import WeightsState, open_keys
 from lightcache.manager.write_back import WriteBack
 from lightcache.shm.errors import leave
 from lightcache.shm.locking import Hurried
@@ -236,10 +236,10 @@ class KVCacheManager:
         self.lookup = PrefixLookup(state, costs)
         """`lookup` and `offloader`: also for a manager that is built on this one."""
         self.offloader = Offloader(state)
-        self._lock, self._guard, self._traffic = state.lock, state.guard, state.traffic
+        self._lock, self._fail_open, self._transfers = state.lock, state.fail_open, state.transfers
         self._counts, self._recent = state.counts, state.recent
         self._weights, self._requests = state.weights, state.requests
-        self._counters, self._told, self._tell_at = counters, Counters(), 0.0
+        self._counters, self._added, self._add_at = counters, Counters(), 0.0
         self._write_back = WriteBack(state, self.offloader)
         self._full_blocks = FullBlocks(state, self._write_back)
         self._frees = PendingFrees(state, self.offloader, self._full_blocks)
@@ -275,7 +275,7 @@ class KVCacheManager:
             Detached: the manager is closed.
         """
         with self._lock:
-            batch = self.lookup.single(request, prompt, options, limit, device_tokens)
+            batch = self.lookup.batch_of_one(request, prompt, options, limit, device_tokens)
             begun = time.perf_counter_ns()
             (match,) = self.lookup.plan(batch)
             self._counts["plan_ns"] += time.perf_counter_ns() - begun
@@ -353,7 +353,7 @@ class KVCacheManager:
             partial(self.check_take, request),
             partial(self.lookup.reading, request),
             partial(self._begin, request),
-            self._guard,
+            self._fail_open,
             wait,
         )
 
@@ -377,7 +377,7 @@ class KVCacheManager:
         if self.lookup.failed(request):  # the failure is counted already
             running = self._without_cache(request)
         else:
-            running = self._guard.run(
+            running = self._fail_open.run(
                 partial(self._taken, request), partial(self._without_cache, request)
             )
         running.begun = time.monotonic()
@@ -520,7 +520,7 @@ class KVCacheManager:
             raise OutOfPages(
                 f"allocate: {missing} blocks were asked for, {free} are free, and {leaving} are "
                 "being written to the host first; `poll`, and ask again"
-                + (", when transfers are resumed" if self._traffic.paused else "")
+                + (", when transfers are resumed" if self._transfers.paused else "")
             )
         return device.hold(missing)
 
@@ -589,7 +589,7 @@ class KVCacheManager:
                 running.table = check_table(self.device, running, table, running.match.usable)
             try:
                 without = self.lookup.usable.without_host(running.prompt, running.match)
-                return self._guard.run(
+                return self._fail_open.run(
                     partial(begin_load, self.state, running, without),
                     partial(no_load, running, without),
                 )
@@ -666,7 +666,7 @@ class KVCacheManager:
                 raise
             for each in running:
                 if each.loading is not None and each.is_loading:
-                    self._traffic.poll()
+                    self._transfers.poll()
                     break
             packed, tables = check_commits(self.device, running, totals, new_tokens, tables)
             for each, total, fresh in zip(running, totals, packed, strict=True):
@@ -676,7 +676,7 @@ class KVCacheManager:
             if tables is not None:
                 for each, table in zip(running, tables, strict=True):
                     each.table = table
-            self._guard.run(partial(self._publish, running), nothing)
+            self._fail_open.run(partial(self._name_and_offload, running), nothing)
             # Includes blocks exchanged before an error, or in a call that an interrupt ended.
             if not any(map(_owed, running)):  # nearly always
                 return [NOTHING] * len(running)
@@ -686,13 +686,12 @@ class KVCacheManager:
         """Note how long computing the prompt took, unless some of it was loaded."""
         begun, running.begun = running.begun, 0.0
         if running.match.load <= 0:
-            computed = len(running.prompt) - running.match.usable
+            computed = len(running.prompt.tokens) - running.match.usable
             self.state.pace.note(computed, time.monotonic() - begun)
 
-    def _publish(self, running: list[Request]) -> None:
-        spaces = CheckedSpaces(self._weights)
-        self._full_blocks.cache_blocks(running, spaces)
-        self.offloader.due(running, spaces)
+    def _name_and_offload(self, running: list[Request]) -> None:
+        self._full_blocks.cache_blocks(running)
+        self.offloader.write_due(running)
 
     def release(self, request: Hashable, *, publish: bool = True, wait: bool = False) -> None:
         """End a request. Its blocks are freed when no copy touches them any more; named blocks stay
@@ -722,7 +721,7 @@ class KVCacheManager:
             ended = self._end(requests, publish)
             try:
                 if publish and ended:
-                    self._guard.run(partial(self._publish_rest, ended), nothing)
+                    self._fail_open.run(partial(self._name_and_offload_rest, ended), nothing)
             finally:
                 self._frees.poll(ended)
 
@@ -742,15 +741,14 @@ class KVCacheManager:
             self.lookup.cancel(request)
         return ended
 
-    def _publish_rest(self, ended: list[Request]) -> None:
-        spaces = CheckedSpaces(self._weights)
+    def _name_and_offload_rest(self, ended: list[Request]) -> None:
         late = [
             request for request in ended if request.loading is not None or request.sound is not None
         ]
         if late:  # perhaps a load was in flight at the last commit
-            self._traffic.poll()
-            self._full_blocks.cache_blocks(late, spaces)
-        self.offloader.rest(ended, spaces)
+            self._transfers.poll()
+            self._full_blocks.cache_blocks(late)
+        self.offloader.write_rest(ended)
 
     # ---- For a manager that is built on this one, under the lock
 
@@ -824,21 +822,21 @@ class KVCacheManager:
             self.release_many(list(self._requests), publish=False)
             self.lookup.close()
             self._write_back.close()
-            self._traffic.paused = False
-            self._traffic.poll()
-        self._traffic.wait(None, timeout)
+            self._transfers.paused = False
+            self._transfers.poll()
+        self._transfers.wait(None, timeout)
         self._frees.poll()
         with self._lock:
             self._write_back.poll()
-            self._tell()
+            self._add_to_node()
         if self._own_storage is not None:  # pages of ended requests are all on the host now
             self._own_storage.close()
             with self._lock:
-                self._tell()  # counts what was written just now
+                self._add_to_node()  # counts what was written just now
         if self._own_host is not None:
             self._own_host.close()
         with self._lock:
-            self._traffic.foreign.tell()
+            self._transfers.foreign.raise_first()
 
     def __enter__(self) -> KVCacheManager:
         return self
@@ -871,13 +869,13 @@ class KVCacheManager:
             request or a plan ended.
         """
         with self._lock:
-            going = self._traffic.poll()
+            going = self._transfers.poll()
             self._frees.poll()
             self._write_back.poll()
             self._keep_low_water()
-            if self._counters is not None and time.monotonic() >= self._tell_at:
-                self._tell()
-            self._traffic.foreign.tell()
+            if self._counters is not None and time.monotonic() >= self._add_at:
+                self._add_to_node()
+            self._transfers.foreign.raise_first()
             return going
 
     def _keep_low_water(self) -> None:
@@ -887,7 +885,7 @@ class KVCacheManager:
             missing = wanted - device.free - self._write_back.blocks
             if missing > 0:
                 demote = partial(self._write_back.demote, missing, "low_water")
-                self._guard.run(demote, lambda: 0, proves=False)
+                self._fail_open.run(demote, lambda: 0, proves=False)
 
     def in_flight(self, blocks: Pages | Sequence[int] | None = None) -> Any:
         """Which of these device blocks a copy reads or writes: bool of their shape; False for what
@@ -897,10 +895,10 @@ class KVCacheManager:
             ConfigError: no block numbers.
         """
         with self._lock:
-            self._traffic.poll()
+            self._transfers.poll()
             if blocks is None:
-                return self._traffic.in_flight
-            return self._traffic.busy(numbers_of(blocks))
+                return self._transfers.in_flight
+            return self._transfers.busy(numbers_of(blocks))
 
     def wait_blocks(
         self, blocks: Pages | Sequence[int] | None = None, timeout: float | None = None
@@ -912,7 +910,7 @@ class KVCacheManager:
             WaitTimeout: a copy still touches one.
             ConfigError: no number of seconds, or no block numbers.
         """
-        self._traffic.wait(None if blocks is None else numbers_of(blocks).reshape(-1), timeout)
+        self._transfers.wait(None if blocks is None else numbers_of(blocks).reshape(-1), timeout)
         self._frees.poll()
 
     def evicted(self, blocks: Pages | Sequence[int]) -> int:
@@ -952,10 +950,10 @@ class KVCacheManager:
             ConfigError: not 1 to 40 million, or more than the transfer engine's planes hold.
         """
         with self._lock:
-            self._traffic.poll()
+            self._transfers.poll()
             self._frees.poll()
             self._write_back.poll()
-            copies = self._traffic.in_flight + self._traffic.queued
+            copies = self._transfers.in_flight + self._transfers.queued
             if self._requests or len(self._frees) or copies:
                 raise InUse(
                     f"set_blocks: {len(self._requests)} requests run, and {copies} copies are "
@@ -1080,7 +1078,7 @@ class KVCacheManager:
         with self._lock:
             self._weights.begin()
         if wait:
-            self._traffic.wait(None, timeout)
+            self._transfers.wait(None, timeout)
 
     def finish_update(self, version: str) -> None:
         """Serve this version from now on.
@@ -1117,23 +1115,23 @@ class KVCacheManager:
         """
         timeout = seconds_of(timeout)
         with self._lock:
-            self._traffic.paused = True
-        self._traffic.wait(None, timeout)
+            self._transfers.paused = True
+        self._transfers.wait(None, timeout)
 
     def resume(self) -> None:
         """Begin transfers again, those queued meanwhile first."""
         with self._lock:
-            self._traffic.paused = False
-            self._traffic.poll()
+            self._transfers.paused = False
+            self._transfers.poll()
 
     @property
     def disabled(self) -> bool:
         """Whether the manager has stopped using the cache, after too many errors."""
-        return self._guard.disabled
+        return self._fail_open.disabled
 
     def enable(self) -> None:
         """Use the cache again."""
-        self._guard.enable()
+        self._fail_open.enable()
 
     def stats(self) -> ManagerStats:
         """This process's counters."""
@@ -1151,7 +1149,7 @@ class KVCacheManager:
         if self._counters is None:
             raise ConfigError("node_stats: make the manager with counters=NodeCounters.open(cache)")
         with self._lock:
-            self._tell()
+            self._add_to_node()
         return self._counters.total()
 
     def reset_stats(self) -> ManagerStats:
@@ -1159,9 +1157,9 @@ class KVCacheManager:
         with self._lock:
             self.state.gather()
             stats = self._counts.snapshot()
-            self._tell()  # the node's total continues
+            self._add_to_node()  # the node's total continues
             self._counts.clear()
-            self._told.clear()
+            self._added.clear()
             self._recent.clear()
             return stats
 
@@ -1182,19 +1180,19 @@ class KVCacheManager:
                 host=capacity_of(self.host.index),
                 running=len(self._requests),
                 leaving=len(self._frees),
-                transfers=self._traffic.in_flight,
-                queued=self._traffic.queued,
+                transfers=self._transfers.in_flight,
+                queued=self._transfers.queued,
             )
 
-    def _tell(self) -> None:
+    def _add_to_node(self) -> None:
         """Add what was counted since the last call to the node's counters."""
-        self._tell_at = time.monotonic() + TELL
+        self._add_at = time.monotonic() + TELL
         self.state.gather()
-        more = {name: n - self._told[name] for name, n in self._counts.items()}
+        more = {name: n - self._added[name] for name, n in self._counts.items()}
         more = {name: n for name, n in more.items() if n > 0}
         if self._counters is not None and more:
-            self._told.update(more)
-            self._guard.run(partial(self._counters.add, **more), nothing)
+            self._added.update(more)
+            self._fail_open.run(partial(self._counters.add, **more), nothing)
 
 
 __all__ = ["KVCacheManager"]

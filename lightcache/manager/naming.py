@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,9 +21,6 @@ from lightcache.manager.request import (
 )
 from lightcache.manager.state import ManagerState
 from lightcache.manager.write_back import WriteBack
-
-if TYPE_CHECKING:
-    from lightcache.manager.weights import CheckedSpaces
 
 NOTHING: Mapping[int, int] = {}
 """No block to exchange."""
@@ -55,7 +51,7 @@ class FullBlocks:
         self._naming: _RequestNaming | None = None
         """The last naming, for `settle`."""
 
-    def cache_blocks(self, running: list[Request], spaces: CheckedSpaces) -> None:
+    def cache_blocks(self, running: list[Request]) -> None:
         """Name full blocks that have no name yet, in one call for each space. If another block has
         the same content already, it replaces the request's block, and `Request.owed` has the
         exchange."""
@@ -72,7 +68,7 @@ class FullBlocks:
                     members = by_space[request.space] = []
                 members.append((request, request.named, full))
         for space, members in by_space.items():
-            if spaces.good(space):
+            if self._state.weights.is_valid(space):
                 self._name(space, members)
 
     def _name(self, space: CacheScope, members: list[Filled]) -> None:

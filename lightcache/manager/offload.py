@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +17,6 @@ from lightcache.manager.request import CacheScope, Request, WritePolicy, keys_of
 from lightcache.manager.state import ManagerState
 from lightcache.manager.transfers import BlockTransfer
 from lightcache.reservations import Reservation
-
-if TYPE_CHECKING:
-    from lightcache.manager.weights import CheckedSpaces
 
 _SEEN = 1 << 16  # pages that SELECTIVE remembers
 Span = tuple[Request, int, int]
@@ -38,7 +34,7 @@ class Offloader:
         self._failed = 0
         """Number of our copies that failed, or never began."""
 
-    def due(self, running: list[Request], spaces: CheckedSpaces) -> None:
+    def write_due(self, running: list[Request]) -> None:
         """After a commit: write pages of requests that have enough, or whose prompt is complete."""
         if self._state.config.write is WritePolicy.BACK:
             return
@@ -46,7 +42,7 @@ class Offloader:
         due: list[Span] = []
         for request in running:
             if request.left_to_others and request.failed_then != self._failed:
-                self._take_over(request, spaces)
+                self._take_over(request)
             begin = request.written * tokens
             if request.total < begin + tokens:
                 continue
@@ -60,37 +56,39 @@ class Offloader:
                 continue
             prompt_ends = request.total >= prompt and request.written < prompt // tokens
             if full - request.written >= group or prompt_ends or urgent:
-                due += self._span(request, full, spaces)
-        self._write(due)
+                due += self._span(request, full)
+        self._write_spans(due)
 
-    def rest(self, ended: list[Request], spaces: CheckedSpaces) -> None:
+    def write_rest(self, ended: list[Request]) -> None:
         """Write the remaining pages of requests that end. All their host pages count as used, also
         those that the device had: else the host would evict pages that are needed later."""
         used: dict[CacheScope, list[bytes]] = {}
         due: list[Span] = []
         for request in ended:
             if request.left_to_others:  # other processes' failures are not in `_failed`
-                self._take_over(request, spaces)
+                self._take_over(request)
             full = request.publishable() // self._state.page_tokens
-            stored = self._for_storage(request, full, spaces)
+            stored = self._for_storage(request, full)
             if stored:
                 due += stored
             elif self._state.config.write is not WritePolicy.BACK and full > request.written:
-                due += self._span(request, full, spaces)
+                due += self._span(request, full)
             elif request.space is not None and request.options.read and (full or request.written):
                 packed = request.host_chain.packed(0, max(full, request.written))
                 used.setdefault(request.space, []).extend(packed)
-        self._write(due)
+        self._write_spans(due)
         for space, parts in used.items():
-            if spaces.good(space):  # reserves nothing, so the order of the keys does not matter
+            if self._state.weights.is_valid(
+                space
+            ):  # reserves nothing, so the order of the keys does not matter
                 keys = keys_of(parts)
                 self._state.host.reserve(keys, len(keys), namespace=space.host).release()
 
-    def _take_over(self, request: Request, spaces: CheckedSpaces) -> None:
+    def _take_over(self, request: Request) -> None:
         """Write pages that other requests were writing, if they are neither there nor being written
         now. Of n samples whose copies all fail, each tries once."""
         end, request.left_to_others = request.left_to_others, 0
-        if request.space is None or not spaces.good(request.space):
+        if request.space is None:
             return
         begin = self._state.host.peek(request.host_chain.keys[:end], namespace=request.space.host)
         if begin < end:
@@ -98,9 +96,9 @@ class Offloader:
 
     def write(self, request: Request, begin: int, end: int) -> None:
         """Begin to write these pages now, whatever the policy."""
-        self._write([(request, begin, end)])
+        self._write_spans([(request, begin, end)])
 
-    def store(self, ended: list[Request]) -> None:
+    def write_to_storage(self, ended: list[Request]) -> None:
         """Begin to write the pages of ended requests, whose copies have finished, from the host to
         storage. The tier decides which pages are worth storing. Errors are counted or noted."""
         state = self._state
@@ -108,18 +106,18 @@ class Offloader:
             return
         for request in ended:
             try:
-                state.guard.run(partial(self._store, request), nothing)
+                state.fail_open.run(partial(self._write_to_storage, request), nothing)
             except LightcacheError:
                 state.counts.add(errors=1)
             except Exception as error:
-                state.traffic.foreign.note(error)
+                state.transfers.foreign.note(error)
 
-    def _store(self, request: Request) -> None:
+    def _write_to_storage(self, request: Request) -> None:
         storage, options, space = self._state.storage, request.options, request.space
         if storage is None or space is None or not options.write or "storage" not in options.tiers:
             return
         pages = request.publishable() // self._state.page_tokens
-        if pages and request.publish and self._state.weights.good(space):
+        if pages and request.publish and self._state.weights.is_valid(space):
             keys = request.host_chain.keys[:pages]
             ids = request.token_ids(pages * self._state.page_tokens)
             task = storage.write(
@@ -127,7 +125,7 @@ class Offloader:
             )
             self._state.tasks.add(task)
 
-    def _for_storage(self, request: Request, full: int, spaces: CheckedSpaces) -> list[Span]:
+    def _for_storage(self, request: Request, full: int) -> list[Span]:
         """Pages of an ending request that are for storage and not on the host yet. They are written
         to the host whatever the policy, since storage is written from there."""
         options, begin, space = request.options, request.written, request.space
@@ -135,14 +133,14 @@ class Offloader:
             return []
         if not {"host", "storage"} <= options.tiers or options.priority < 0:
             return []
-        if not full or not spaces.good(space):
+        if not full:
             return []
         request.written = max(begin, full)
         if self._state.config.write is WritePolicy.SELECTIVE:  # it has skipped some pages
             begin = self._state.host.peek(request.host_chain.keys[:full], namespace=space.host)
         return [(request, begin, full)] if full > begin else []
 
-    def _span(self, request: Request, full: int, spaces: CheckedSpaces) -> list[Span]:
+    def _span(self, request: Request, full: int) -> list[Span]:
         """The span of a request's next pages to write, up to `full`; empty if there is none."""
         options = request.options
         if not options.write or "host" not in options.tiers or options.priority < 0:
@@ -151,8 +149,7 @@ class Offloader:
         if self._state.config.write is WritePolicy.SELECTIVE and options.priority <= 0:
             end = begin + self._asked_for(request.host_chain.keys[begin:full])
         request.written = full
-        wanted = end > begin and request.space is not None and spaces.good(request.space)
-        return [(request, begin, end)] if wanted else []
+        return [(request, begin, end)] if end > begin and request.space is not None else []
 
     def _asked_for(self, keys: Keys) -> int:
         """Number of leading pages that were seen often enough. Counts all these pages."""
@@ -167,8 +164,9 @@ class Offloader:
             self._seen.popitem(last=False)
         return leading
 
-    def _write(self, due: list[Span]) -> None:
-        """Begin to write these spans, with one call of the core for each space."""
+    def _write_spans(self, due: list[Span]) -> None:
+        """Begin to write these spans, with one call of the core for each space. Spans of a space
+        that was cleared are left out."""
         by_space: dict[CacheScope, list[Span]] = {}
         tokens, block = self._state.page_tokens, self._state.device.block_tokens
         for request, begin, end in due:
@@ -176,6 +174,8 @@ class Offloader:
             if len(request.table) * block >= end * tokens:  # else the engine has freed its blocks
                 by_space.setdefault(request.space, []).append((request, begin, end))
         for space, spans in by_space.items():
+            if not self._state.weights.is_valid(space):
+                continue  # the host accepts nothing of it
             slots = self._slots(spans)
             try:
                 parts = self._reserve(space, spans)
@@ -188,7 +188,7 @@ class Offloader:
                 self._state.counts.add(failed_offloads=len(spans))
                 continue
             for span, part, part_slots in zip(spans, parts, slots, strict=True):
-                self._offload(span, part, part_slots)
+                self._launch_span(span, part, part_slots)
 
     def _reserve(self, space: CacheScope, spans: list[Span]) -> list[Reservation]:
         """Reserve pages for all spans. Keys start at the root: all of them count as used."""
@@ -199,7 +199,7 @@ class Offloader:
             begins.append(begin)
             packed += request.host_chain.packed(0, end)
             offsets.append(offsets[-1] + end)
-        return state.host.index.reserve_many(
+        batch = state.host.index.reserve_batch(
             keys_of(packed),
             np.array(offsets),
             np.array(begins),
@@ -207,8 +207,9 @@ class Offloader:
             namespace=space.host,
             timeout=state.config.time_limit,
         )
+        return batch.split()
 
-    def _offload(self, span: Span, new: Reservation, slots: npt.NDArray[np.int64]) -> None:
+    def _launch_span(self, span: Span, new: Reservation, slots: npt.NDArray[np.int64]) -> None:
         request, begin, end = span
         tokens, block = self._state.page_tokens, self._state.device.block_tokens
         if not new.all_new:
@@ -219,7 +220,7 @@ class Offloader:
                 new.release()
                 return
         touched = request.table[begin * tokens // block : -(-end * tokens // block)]
-        if self.launch(new, slots, touched, request.transfers).over:
+        if self.launch(new, slots, touched, request.transfers).finished:
             request.transfers.pop()  # a finished copy delays nothing
 
     def _slots(self, spans: list[Span]) -> list[npt.NDArray[np.int64]]:
@@ -259,7 +260,7 @@ class Offloader:
         """
         state, pages, begun = self._state, len(new.pages), time.perf_counter_ns()
 
-        def over(ok: bool, nbytes: int | None) -> None:
+        def on_result(ok: bool, nbytes: int | None) -> None:
             if ok:
                 moved = pages * state.page_bytes if nbytes is None else nbytes
                 elapsed = time.perf_counter_ns() - begun
@@ -271,7 +272,9 @@ class Offloader:
                 state.counts.add(failed_offloads=1)
 
         backend = state.backend
-        return state.traffic.begin(blocks, backend, backend.offload, new, (slots,), over, of=of)
+        return state.transfers.begin(
+            blocks, backend, backend.offload, new, (slots,), on_result, of=of
+        )
 
 
 __all__ = ["Offloader"]

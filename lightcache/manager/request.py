@@ -451,14 +451,14 @@ class Request:
     @property
     def is_loading(self) -> bool:
         """Whether some of its blocks may not be loaded yet, as of the last poll."""
-        return self.loading is not None and not self.loading.over
+        return self.loading is not None and not self.loading.finished
 
     def publishable(self) -> int:
         """Tokens that may be shared: computed, and no longer being loaded."""
         if self.space is None:
             return 0
         total = self.total if self.options.output else min(self.total, len(self.prompt.tokens))
-        loads = self.loading is not None and not self.loading.over
+        loads = self.loading is not None and not self.loading.finished
         if loads or (self.sound is not None and not self.sound()):
             return min(total, self.match.device)
         return total

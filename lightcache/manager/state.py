@@ -67,14 +67,14 @@ class ManagerState:
         self.counts = Counters()
         self.recent = Recent(config.window)
         self.pace = Pace()
-        self.guard = self.new_guard(let_go, "KVCacheManager")
-        self.traffic = TransferTracker(self.lock, config.time_limit)
+        self.fail_open = self.new_fail_open(let_go, "KVCacheManager")
+        self.transfers = TransferTracker(self.lock, config.time_limit)
         self.weights = Weights(host, device, weights)
         self.tasks = Tasks(self.counts)
         self.requests: dict[Hashable, Request] = {}
         """Requests between `take` and `release`."""
 
-    def new_guard(self, let_go: Callable[[], None], of: str) -> FailOpen:
+    def new_fail_open(self, let_go: Callable[[], None], of: str) -> FailOpen:
         """A guard with this manager's limits. Its errors count among the manager's.
 
         Args:

@@ -345,7 +345,7 @@ class Tasks:
         """Count and forget finished tasks."""
         every, self._going = self._going, []
         for task in every:
-            if not task.over:
+            if not task.ended:
                 self._going.append(task)
             elif task.kind == "read":
                 self._counts.add(storage_read_ns=int(task.seconds * 1e9))

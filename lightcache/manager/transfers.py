@@ -50,8 +50,8 @@ _DONE, _FAILED, _CANCELLED = State.DONE, State.FAILED, State.CANCELLED
 _UNDER_WAY, _UNFINISHED = (_BEGINNING, _RUNNING), (_QUEUED, _BEGINNING, _RUNNING)
 
 
-Over = Callable[[bool, "int | None"], None]
-Ends = Callable[[bool], None]
+OnResult = Callable[[bool, "int | None"], None]
+OnEnd = Callable[[bool], None]
 
 
 class BlockTransfer:
@@ -70,19 +70,19 @@ class BlockTransfer:
 
     def __init__(
         self,
-        traffic: TransferTracker,
+        tracker: TransferTracker,
         blocks: Pages,
         backend: TransferBackend,
         call: Callable[..., TransferHandle],
         held: Releasable,
         arguments: tuple[Any, ...],
-        over: Over,
-        ends: Ends | None,
+        on_result: OnResult,
+        on_end: OnEnd | None,
     ) -> None:
         """For `TransferTracker.begin`."""
-        self._traffic, self._backend, self._call = traffic, backend, call
+        self._tracker, self._backend, self._call = tracker, backend, call
         self._held, self._arguments = held, arguments
-        self._over, self._ends = over, ends
+        self._on_result, self._on_end = on_result, on_end
         self.blocks = blocks
         """Device blocks that it reads or writes."""
         self.state = _QUEUED
@@ -95,7 +95,7 @@ class BlockTransfer:
         return self._box[0] if self._box else None
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Whether it has finished, as of the last poll."""
         return self.state not in _UNFINISHED
 
@@ -105,9 +105,9 @@ class BlockTransfer:
         Raises:
             TransferFailed: it has finished, and failed; the error is chained.
         """
-        self._traffic.poll()
+        self._tracker.poll()
         self._raise()
-        return self.over
+        return self.finished
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until it has finished, without the lock.
@@ -118,11 +118,11 @@ class BlockTransfer:
             ConfigError: no number of seconds.
         """
         timeout = seconds_of(timeout)
-        self._traffic.poll()
+        self._tracker.poll()
         if self.state is _QUEUED:
             raise WaitTimeout("wait: transfers are paused; resume the manager first")
         self.block(timeout)
-        self._traffic.poll()
+        self._tracker.poll()
         self._raise()
 
     def block(self, timeout: float | None) -> None:
@@ -133,7 +133,7 @@ class BlockTransfer:
             Any exception that ended the wait and not the copy, such as one of a signal handler.
         """
         moving = self.moving
-        if moving is None or self.over:
+        if moving is None or self.finished:
             return
         try:
             moving.wait(seconds_of(timeout))
@@ -142,18 +142,18 @@ class BlockTransfer:
         except LightcacheError as error:
             self.error = without_frames(error)
         except Exception as error:  # whatever a driver may raise
-            if goes_on(moving):
+            if still_moving(moving):
                 raise
             self.error = without_frames(error)
 
     def cancel(self) -> None:
         """If it has not begun, never begin it, and give back what it holds. Else do nothing."""
-        with self._traffic.lock:
+        with self._tracker.lock:
             if self.state is _QUEUED:
                 if self._result is None:
                     self._result = False, None
                 self._finish(_CANCELLED)
-                self._traffic.sort_out()
+                self._tracker.sort_out()
 
     def _raise(self) -> None:
         if self.state is _FAILED:
@@ -161,7 +161,7 @@ class BlockTransfer:
                 f"the transfer failed: {self.error}; compute these tokens instead"
             ) from self.error
 
-    def go_on(self, *, paused: bool) -> None:
+    def advance(self, *, paused: bool) -> None:
         """Take the next steps that are possible now. Raises an exception that ended the check and
         not the copy, as in `block`; the copy continues."""
         if self.state is _QUEUED:
@@ -172,8 +172,8 @@ class BlockTransfer:
                 return
             self._start()
         elif self.state is _BEGINNING:
-            self._see_what_began()
-        if self.state is _RUNNING and (self._result is not None or self._is_over()):
+            self._find_what_began()
+        if self.state is _RUNNING and (self._result is not None or self._has_finished()):
             assert self._result is not None
             self._finish(_DONE if self._result[0] else _FAILED)
 
@@ -185,11 +185,11 @@ class BlockTransfer:
             keep_result(self._box, self._call, self._asked, *arguments)
         except Exception as error:  # as in `block`
             self._why = without_frames(error)
-            self._see_what_began()
+            self._find_what_began()
         else:
             self.state = _RUNNING
 
-    def _see_what_began(self) -> None:
+    def _find_what_began(self) -> None:
         """Find out whether the copy began, after an error of its transfer backend or an
         interrupt."""
         if not self._box:
@@ -199,7 +199,7 @@ class BlockTransfer:
             keep_result(self._box, partial(begun_of, self._backend), (self._held,))
         self.state = _RUNNING
 
-    def _is_over(self) -> bool:
+    def _has_finished(self) -> bool:
         """Whether the copy has finished; then `_result` says how."""
         moving, moved = self._box[0] if self._box else None, None
         error = self.error
@@ -213,7 +213,7 @@ class BlockTransfer:
             except LightcacheError as found:
                 error = self._why or without_frames(found)
             except Exception as found:
-                if goes_on(moving):
+                if still_moving(moving):
                     raise
                 error = self._why or without_frames(found)
         self.error = error
@@ -227,16 +227,16 @@ class BlockTransfer:
         if not self._counted:
             self._counted = True
             if state is _FAILED:
-                self._traffic.failed += 1
-                self._traffic.foreign.note(self.error)
-            self._over(ok, moved)
+                self._tracker.failed += 1
+                self._tracker.foreign.note(self.error)
+            self._on_result(ok, moved)
         if not ok:
             # If the lock does not come in time, the last reference to the pages frees them.
             with contextlib.suppress(LightcacheError):
                 self._held.close()
-        if self._ends is not None:
+        if self._on_end is not None:
             with contextlib.suppress(LightcacheError):
-                self._ends(ok)
+                self._on_end(ok)
         self.state = state
 
 
@@ -255,14 +255,14 @@ def without_frames(error: Exception) -> Exception:
     return error
 
 
-class Asked(Protocol):
+class Pollable(Protocol):
     """An object with `done`."""
 
     def done(self) -> bool:
         """See `TransferHandle`, and `Copying`."""
 
 
-def goes_on(copy: Asked) -> bool:
+def still_moving(copy: Pollable) -> bool:
     """Whether a copy is still in flight after `done` or `wait` raised a foreign exception, such as
     one of a signal handler. Calls `done` once more."""
     try:
@@ -314,10 +314,10 @@ class TransferTracker:
         call: Callable[..., TransferHandle],
         held: Releasable,
         arguments: tuple[Any, ...],
-        over: Over,
+        on_result: OnResult,
         *,
         of: list[BlockTransfer] | None = None,
-        ends: Ends | None = None,
+        on_end: OnEnd | None = None,
         into: tuple[object, str] | None = None,
         instead_of: tuple[object, str] | None = None,
     ) -> BlockTransfer:
@@ -332,15 +332,15 @@ class TransferTracker:
                 back if it never begins and if it fails, unless the transfer backend has done so or
                 has taken them over.
             arguments: of the call, after `held`.
-            over: called with whether it succeeded and how many bytes it moved (None: the backend
-                does not know). For counting: an interrupt may lose this call.
+            on_result: called with whether it succeeded and how many bytes it moved (None: the
+                backend does not know). For counting: an interrupt may lose this call.
             of: list of transfers of the owner of its blocks, to which it is appended. None: the
                 blocks are held otherwise.
-            ends: called with whether it succeeded, when it has finished. Perhaps twice.
+            on_end: called with whether it succeeded, when it has finished. Perhaps twice.
             into: an object and an attribute that is set to this transfer in the same instant.
             instead_of: an object and an attribute that had `held`, set to None in the same instant.
         """
-        transfer = BlockTransfer(self, blocks, backend, call, held, arguments, over, ends)
+        transfer = BlockTransfer(self, blocks, backend, call, held, arguments, on_result, on_end)
         if into is None and instead_of is None:  # nearly always, and faster
             append_to((self._all,) if of is None else (self._all, of), transfer)
         else:
@@ -352,20 +352,20 @@ class TransferTracker:
             if instead_of is not None:
                 known.append(partial(setattr, *instead_of, None))
             together(*known)
-        transfer.go_on(paused=self.paused)
+        transfer.advance(paused=self.paused)
         if transfer.state not in _UNFINISHED:
             self._all.remove(transfer)
         return transfer
 
     def sort_out(self) -> None:
         """Forget finished transfers."""
-        self._all = [transfer for transfer in self._all if not transfer.over]
+        self._all = [transfer for transfer in self._all if not transfer.finished]
 
     def poll(self) -> int:
         """Begin queued transfers unless paused; notice finished ones. Returns `in_flight`."""
         with self.lock, Hurried(self._time_limit):
             for transfer in self._all:
-                transfer.go_on(paused=self.paused)
+                transfer.advance(paused=self.paused)
             self.sort_out()
             return self.in_flight
 
@@ -373,7 +373,7 @@ class TransferTracker:
         """Which of these blocks a copy reads or writes, or will when transfers are resumed, as of
         the last poll."""
         busy = np.zeros(blocks.shape, np.bool_)
-        touched = [transfer.blocks for transfer in self._all if not transfer.over]
+        touched = [transfer.blocks for transfer in self._all if not transfer.finished]
         if touched and blocks.size:
             every = np.concatenate(touched)
             flags = np.zeros(int(every.max(initial=-1)) + 1, np.bool_)
@@ -388,7 +388,7 @@ class TransferTracker:
             if blocks is None:
                 return [transfer for transfer in self._all if transfer.state in _UNDER_WAY]
             wanted = set(blocks.tolist())
-            every = [transfer for transfer in self._all if not transfer.over]
+            every = [transfer for transfer in self._all if not transfer.finished]
             return [
                 transfer for transfer in every if not wanted.isdisjoint(transfer.blocks.tolist())
             ]
@@ -421,4 +421,4 @@ class TransferTracker:
         self.poll()
 
 
-__all__ = ["BlockTransfer", "Ends", "State", "TransferTracker", "goes_on"]
+__all__ = ["BlockTransfer", "OnEnd", "State", "TransferTracker", "still_moving"]

@@ -88,7 +88,7 @@ class Weights:
         """The state now, read from shared memory in about a microsecond."""
         if self._updating:
             return WeightsState.UPDATING
-        self._look()
+        self._is_version_valid()
         return self._gone
 
     # ---- Spaces
@@ -101,10 +101,10 @@ class Weights:
                 return None
             space = self._spaces.get(tenant)
             if space is None or self._index is not self._device.index:
-                if not self._look():
+                if not self._is_version_valid():
                     return None
                 space = self.open_space(tenant)
-            if self.good(space):
+            if self.is_valid(space):
                 return space
         return None
 
@@ -112,7 +112,7 @@ class Weights:
         """As `scope_of`; also None if no namespace is left for the tenant: then nothing of it is
         found or published."""
         space = self._spaces.get(tenant)
-        if space is not None and self._index is self._device.index and self.good(space):
+        if space is not None and self._index is self._device.index and self.is_valid(space):
             return space  # nearly always
         try:
             return self.scope_of(tenant)
@@ -146,11 +146,11 @@ class Weights:
             spec if spec.page_tokens == blocks else replace(spec, page_tokens=blocks),
         )
 
-    def good(self, space: CacheScope) -> bool:
+    def is_valid(self, space: CacheScope) -> bool:
         """Whether anything of a space may be found or published. If another process has cleared our
         version, our device forgets it, and no space is opened again before an update: the process
         that cleared it has other weights."""
-        if self._updating or not self._look():
+        if self._updating or not self._is_version_valid():
             return False
         if space.host.ref == self._anchor.ref:
             return True
@@ -161,7 +161,7 @@ class Weights:
             self._device.clear_tenant(space.weights, space.tenant)
         return False
 
-    def _look(self) -> bool:
+    def _is_version_valid(self) -> bool:
         """Whether our version is valid."""
         seen = _SEEN[self._host.index.namespace_state(self._anchor)]
         if seen is self._gone:
@@ -187,7 +187,7 @@ class Weights:
         if self._begun:
             return
         if not self._updating:
-            self.ours = self._look()
+            self.ours = self._is_version_valid()
             self._updating = True
         if self.ours:
             self._clear(self.version)
@@ -207,7 +207,7 @@ class Weights:
         if space is None:
             return False
         self._host.clear(space.host)
-        self.good(space)  # notices the clear, and forgets the tenant here and on the device
+        self.is_valid(space)  # notices the clear, and forgets the tenant here and on the device
         return True
 
     def _clear(self, version: str) -> None:
@@ -237,20 +237,4 @@ class Weights:
         self._gone = WeightsState.NORMAL
 
 
-class CheckedSpaces:
-    """Checks of spaces during one call of a manager: each space is checked once, at first use."""
-
-    def __init__(self, weights: Weights) -> None:
-        """No space was checked."""
-        self._weights = weights
-        self._checked: dict[CacheScope, bool] = {}
-
-    def good(self, space: CacheScope) -> bool:
-        """See `Weights.good`."""
-        good = self._checked.get(space)
-        if good is None:
-            good = self._checked[space] = self._weights.good(space)
-        return good
-
-
-__all__ = ["CheckedSpaces", "Weights", "WeightsState", "open_keys"]
+__all__ = ["Weights", "WeightsState", "open_keys"]

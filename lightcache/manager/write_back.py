@@ -168,9 +168,9 @@ class WriteBack:
         assert isinstance(device, ManagedBlocks)
         free = device.free
         if free < wanted:
-            state.traffic.poll()  # also while the manager is disabled: copies in flight finish
+            state.transfers.poll()  # also while the manager is disabled: copies in flight finish
             self.poll()
-            state.guard.run(partial(self._make_room, device, wanted), nothing, proves=False)
+            state.fail_open.run(partial(self._make_room, device, wanted), nothing, proves=False)
             free = device.free
         return free
 
@@ -260,23 +260,25 @@ class WriteBack:
         if self._evicting:
             every, self._evicting = self._evicting, []
             for begun, written in every:
-                if all(transfer.over for transfer in begun):
+                if all(transfer.finished for transfer in begun):
                     self._guard_store(written)
                 else:
                     self._evicting.append((begun, written))
-        over = [
-            group for group in self._groups if all(transfer.over for transfer in group.transfers)
+        finished = [
+            group
+            for group in self._groups
+            if all(transfer.finished for transfer in group.transfers)
         ]
-        if not over:
+        if not finished:
             return
-        self._groups = [group for group in self._groups if group not in over]
-        for group in over:
+        self._groups = [group for group in self._groups if group not in finished]
+        for group in finished:
             give_up = partial(self._give_up, group)
-            self._state.guard.run(give_up, group.lease.close, proves=False)
+            self._state.fail_open.run(give_up, group.lease.close, proves=False)
             self._guard_store(group.written)
 
     def _guard_store(self, written: list[_Origin]) -> None:
-        self._state.guard.run(partial(self._store, written), nothing, proves=False)
+        self._state.fail_open.run(partial(self._store, written), nothing, proves=False)
 
     def _store(self, written: list[_Origin]) -> None:
         """Write pages that were written back from the host to storage, each prompt as far as it was
@@ -285,7 +287,7 @@ class WriteBack:
         if storage is None:
             return
         for origin in sorted(written, key=lambda each: len(each.host_keys)):
-            if origin.to_storage and self._state.weights.good(origin.space):
+            if origin.to_storage and self._state.weights.is_valid(origin.space):
                 if len(origin.host_keys) > 1:
                     last.pop(origin.host_keys[-2].tobytes(), None)
                 last[origin.host_keys[-1].tobytes()] = origin
@@ -296,7 +298,7 @@ class WriteBack:
             except LightcacheError:
                 self._state.counts.add(errors=1)
             except Exception as error:
-                self._state.traffic.foreign.note(error)
+                self._state.transfers.foreign.note(error)
 
     def _give_up(self, group: _Group) -> None:
         index, n = self._state.device.index, len(group.lease)
@@ -305,7 +307,7 @@ class WriteBack:
             return
         discarded = index.discard(group.lease)
         ask = partial(self._on_host, group, index)
-        present = min(discarded, self._state.guard.run(ask, lambda: 0, proves=False))
+        present = min(discarded, self._state.fail_open.run(ask, lambda: 0, proves=False))
         self._state.counts.add(
             demotions=present,
             demotions_lost=discarded - present,

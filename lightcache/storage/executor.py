@@ -118,7 +118,7 @@ class WorkQueue:
         return list(chain(*self.reads.values(), *self._writes.values()))
 
 
-class Running:
+class RunningCall:
     """A call in flight."""
 
     def __init__(self, what: str, end: float, ours: bool, late: Callable[[], None] | None) -> None:
@@ -150,7 +150,7 @@ class Executor:
         """
         self.changed = Condition()
         self.queue = WorkQueue()
-        self.calls: set[Running] = set()
+        self.calls: set[RunningCall] = set()
         self.threads: set[threading.Thread] = set()
         self._ready = Condition(self.changed.lock)
         self._look = Condition(self.changed.lock)
@@ -179,7 +179,7 @@ class Executor:
         try:
             with self.changed:
                 while len(self.threads) < self._most:
-                    self._hire()
+                    self._start_thread()
         except BaseException:
             self.close(math.inf)
             raise
@@ -201,7 +201,7 @@ class Executor:
         with self.changed:
             return sum(call.late for call in self.calls)
 
-    def _hire(self) -> None:
+    def _start_thread(self) -> None:
         """Start one more thread; the lock is held."""
         self._begun += 1
         name = f"lightcache-{self._name}-{self._begun}"
@@ -214,7 +214,7 @@ class Executor:
                 self.threads.discard(thread)
             raise
 
-    def _staff(self) -> None:
+    def _ensure_thread(self) -> None:
         """Ensure that a thread will do the queued work; the lock is held.
 
         Raises:
@@ -226,7 +226,7 @@ class Executor:
         working = len(self.threads) - lost
         if working < self._most and len(self.threads) < self._most + self._spare:
             try:
-                self._hire()
+                self._start_thread()
                 working += 1
             except RuntimeError as error:  # the system starts no more threads
                 if not working:
@@ -286,7 +286,7 @@ class Executor:
             if self.closing and not back:
                 raise Detached(f"{self._name}: closed")
             for _ in range(times):
-                self._staff()
+                self._ensure_thread()
                 self.queue.put(work, back=back)
             self._ready.notify(times)
             if work.end < self._looks_at:
@@ -307,7 +307,7 @@ class Executor:
             seconds: until it is late.
             after: called once, when the call has ended and was left; at once if it was left before
                 it began.
-            late: as in `here`; also called if the call is not started in time.
+            late: as in `call_here`; also called if the call is not started in time.
         """
         call = Call(self, run, self._clock() + seconds, what, after, late)
         self.put(call)
@@ -345,7 +345,7 @@ class Executor:
             batch.leave()
         batch.raise_error()
 
-    def here(
+    def call_here(
         self,
         run: Callable[[], T],
         end: float,
@@ -361,7 +361,7 @@ class Executor:
         Raises:
             Late: it returned or raised after it was found late.
         """
-        call = Running(what, end, threading.current_thread() in self.threads, late)
+        call = RunningCall(what, end, threading.current_thread() in self.threads, late)
         try:  # around the adding as well: an interrupt may come after any line
             with self.changed:
                 self.calls.add(call)
@@ -381,7 +381,7 @@ class Executor:
         if self._process != os.getpid():
             return
         reason = ""
-        late: list[Running] = []
+        late: list[RunningCall] = []
         expired: list[Work] = []
         with self.changed:
             now, waiting = self._clock(), self.queue.all()
@@ -393,7 +393,7 @@ class Executor:
                 expired = [work for work in waiting if work.end <= now]
                 if late:
                     try:
-                        self._staff()
+                        self._ensure_thread()
                     except Exhausted as error:
                         expired, reason = waiting, str(error)
                 expired = [work for work in expired if self.queue.remove(work)]
@@ -467,7 +467,7 @@ class Call(Work, Generic[T]):
                 return
             self._begun = True
         with contextlib.suppress(Late):
-            self._executor.here(self._called, self.end, self._what, self._late)
+            self._executor.call_here(self._called, self.end, self._what, self._late)
         if not self._wanted():
             self._give_back()
 
@@ -569,7 +569,7 @@ class _Batch(Work):
             self._running += 1
         error: BaseException | None = None
         try:
-            self._executor.here(piece, self.end)
+            self._executor.call_here(piece, self.end)
         except Late:
             pass
         except BaseException as found:  # for the caller: this thread serves others
@@ -623,4 +623,14 @@ class _Batch(Work):
             del error  # as in `run`
 
 
-__all__ = ["READ", "WRITE", "Call", "Executor", "Exhausted", "Late", "Running", "Work", "WorkQueue"]
+__all__ = [
+    "READ",
+    "WRITE",
+    "Call",
+    "Executor",
+    "Exhausted",
+    "Late",
+    "RunningCall",
+    "Work",
+    "WorkQueue",
+]

@@ -107,7 +107,7 @@ class Job(Work):
         """Cancelled, or its call was late: publish nothing more."""
         self.held: list[tuple[int, int, Reservation]] = []
         """Groups of pages for `publish`."""
-        self.kept: Deadline | None = None
+        self.publish_by: Deadline | None = None
         """The deadline for `publish`, for a job that holds pages."""
         self.lock = threading.RLock()
         self.accounting = threading.Lock()
@@ -167,7 +167,7 @@ class Job(Work):
             self.given_up = True
             self.abandon_keys()
 
-    def lose(self) -> None:
+    def abandon_call(self) -> None:
         """Its call is late: give up the pages of that call; pages done before stay."""
         self.give_up()
 
@@ -254,7 +254,7 @@ class WriteJob(Job):
             if before < self._done < len(self._keys):  # a write that advances gets its time again
                 self.deadline = Deadline(self.deadline.timeout, self.executor.options.clock)
                 self.end = self.executor.now + self.deadline.left
-        self.progress.reach(self._done)
+        self.progress.set_prefix(self._done)
         return self._done < len(self._keys) and not self.stopping
 
     def _write(self, first: int) -> int:
@@ -267,8 +267,8 @@ class WriteJob(Job):
         if missing := end - first - len(pages):
             why = "evicted before they were written"
             self.progress.count(skipped=missing)
-            self.progress.say(f"{missing} pages were {why}")
-            self.executor.unstored("gone", missing, f"they were {why}")
+            self.progress.add_reason(f"{missing} pages were {why}")
+            self.executor.count_unstored("gone", missing, f"they were {why}")
             self.stopping = True
         if not pages:
             return first
@@ -292,9 +292,9 @@ class WriteJob(Job):
             refused=refused,
         )
         if prefix < len(keys):  # a page after a hole would not be found
-            self.progress.say(result.reason)
-            self.executor.unstored("failed", failed, result.reason)
-            self.executor.unstored("refused", refused, result.reason)
+            self.progress.add_reason(result.reason)
+            self.executor.count_unstored("failed", failed, result.reason)
+            self.executor.count_unstored("refused", refused, result.reason)
             self.stopping = True
         return first + prefix
 
@@ -325,7 +325,7 @@ class WriteJob(Job):
         if left := progress.pages - progress.counts.total():
             self.progress.count(skipped=left)
             why = reason if failed else "one before them could not be stored, or they were stopped"
-            self.executor.unstored("ended" if failed else "behind", left, why)
+            self.executor.count_unstored("ended" if failed else "behind", left, why)
 
     def release(self) -> None:
         """See `Job`."""
@@ -385,7 +385,7 @@ class ReadJob(Job):
         cache, progress = self.executor.cache, self.progress
         done = max(self._start, cache.peek(self._keys, namespace=self._namespace))
         progress.count(present=done - self._start)
-        progress.reach(done - self._start)
+        progress.set_prefix(done - self._start)
         rest = self._keys[done:]
         end = done + (self.executor.contains(self, rest) if len(rest) else 0)
         progress.count(absent=len(self._keys) - end)
@@ -394,12 +394,12 @@ class ReadJob(Job):
         while done < end and not self.stopping:
             group_end = min(done + self.executor.options.group, end)
             done = self._read_group(done, group_end)
-            progress.reach(done - self._start)
+            progress.set_prefix(done - self._start)
             if done < group_end:
                 break
         if not self._hold:  # pages that other readers were loading may not have become ready
             ready = cache.peek(self._keys, namespace=self._namespace)
-            progress.reach(max(0, ready - self._start))
+            progress.set_prefix(max(0, ready - self._start))
         return False
 
     def _declines(self, pages: int) -> bool:
@@ -410,7 +410,7 @@ class ReadJob(Job):
         why = costs.decide_found(pages).declined
         if why:
             self.progress.count(declined=pages)
-            self.progress.say(why)
+            self.progress.add_reason(why)
         return bool(why)
 
     def _read_group(self, first: int, end: int) -> int:
@@ -473,7 +473,7 @@ class ReadJob(Job):
                 failed=counts[ReadStatus.FAILED],
                 corrupt=counts[ReadStatus.CORRUPT],
             )
-            self.progress.say(result.reason)
+            self.progress.add_reason(result.reason)
         return good
 
     def _with_room(self, end: int, reservation: Reservation) -> int:
@@ -481,7 +481,7 @@ class ReadJob(Job):
         if not len(missing):
             return end
         self.progress.count(no_room=len(missing))
-        self.progress.say(f"no room in the cache: {reservation.why}")
+        self.progress.add_reason(f"no room in the cache: {reservation.why}")
         return int(missing[0])
 
     def _publish(self, first: int, end: int, reservation: Reservation) -> None:
@@ -496,7 +496,7 @@ class ReadJob(Job):
 
     def _leave_busy(self, busy: Positions) -> int:
         self.progress.count(busy=len(busy))
-        self.progress.say(f"{len(busy)} pages are being read or computed by others")
+        self.progress.add_reason(f"{len(busy)} pages are being read or computed by others")
         return int(busy[0])
 
     def _wait_for_others(self, busy: Positions) -> bool:
@@ -527,9 +527,9 @@ class ReadJob(Job):
         """See `Job`."""
         for _, _, reservation in self.held:
             reservation.give_up()
-        self.lose()
+        self.abandon_call()
 
-    def lose(self) -> None:
+    def abandon_call(self) -> None:
         """See `Job`."""
         with self.lock:
             if self._reservation is not None:
@@ -554,7 +554,7 @@ class ReadJob(Job):
     def publish(self, pages: int) -> StorageTask:
         """See `StorageTask.publish`."""
         with self.lock:
-            if not self._hold or self.given_up or not self.task.over:
+            if not self._hold or self.given_up or not self.task.ended:
                 raise ConfigError(
                     f"publish: expected a finished prefetch with hold=True that was neither "
                     f"published nor cancelled before, found {self.task!r}"
@@ -562,7 +562,7 @@ class ReadJob(Job):
             _arguments.count(pages, "pages", 0, self.progress.prefix)
             self.given_up = True  # once
             again = self._publish_held(self._start + pages)
-            self.executor.let_go_held(self)
+            self.executor.give_back_held(self)
         if again is None:
             return self.executor.ended_task("read", pages)
         keys = self._keys[: self._start + pages]
@@ -580,7 +580,7 @@ class ReadJob(Job):
                 elif first < end:
                     return first
         except LightcacheError:
-            self.executor.let_go_held(self)
+            self.executor.give_back_held(self)
             raise
         return None
 
@@ -619,12 +619,12 @@ class LastReadyJob(ReadJob):
             key = np.ascontiguousarray(keys[last - 1 : last])
             parts = self._run.keys(key)
             if cache.peek(parts, namespace=self._namespace) == len(parts):
-                progress.reach(last)
+                progress.set_prefix(last)
                 break
             if self.executor.contains(self, self._run.last(key)):
                 self._keys = parts
                 super().step()
-                progress.reach(last if progress.prefix == len(parts) else 0)
+                progress.set_prefix(last if progress.prefix == len(parts) else 0)
                 break
         return False
 
@@ -697,9 +697,9 @@ class JobExecutor(Executor):
         progress.count(**counts)
         failed = "failed" in counts
         if not counts:
-            progress.reach(pages)
+            progress.set_prefix(pages)
         if not failed:
-            progress.say(reason)
+            progress.add_reason(reason)
         progress.end(reason if failed else "", failed=failed)
         self.add(**counts)
         progress.settle()
@@ -751,7 +751,7 @@ class JobExecutor(Executor):
         with self.changed:
             self._tally.update(counts)
 
-    def unstored(self, kind: Unstored, pages: int, why: str) -> None:
+    def count_unstored(self, kind: Unstored, pages: int, why: str) -> None:
         """Count pages that should have been stored and were not; log the first of each kind."""
         if not pages:
             return
@@ -822,10 +822,10 @@ class JobExecutor(Executor):
     def _finished(self, job: Job) -> None:
         with self.changed:
             self.running.discard(job)
-            self._note()
+            self._notify()
         job.progress.settle()
 
-    def _note(self) -> None:
+    def _notify(self) -> None:
         """Notify of a change; the lock is held. Wakes the watching thread only if it may have work:
         to give pages back, or to end with the last job."""
         self.changed.notify_all()
@@ -836,16 +836,18 @@ class JobExecutor(Executor):
         """Remember that a job has pages for `publish`."""
         with self.changed:
             options = self.options
-            job.kept = job.kept or Deadline(options.timeout, options.clock)  # from its end on
+            job.publish_by = job.publish_by or Deadline(
+                options.timeout, options.clock
+            )  # from its end on
             self.holding.add(job)
-            self._note()
+            self._notify()
             closing = self.closing
         if closing:  # `close` has looked at these already
             self._abandon(job.give_up)
         if job.given_up:  # cancelled by a thread that did not see it among these
-            self.let_go_held(job)
+            self.give_back_held(job)
 
-    def let_go_held(self, job: Job) -> None:
+    def give_back_held(self, job: Job) -> None:
         """Give back the pages of a job that will not be published any more. It moves from `holding`
         to `_returning` under one hold of the lock, so that the executor never seems idle."""
         with self.changed:
@@ -862,7 +864,7 @@ class JobExecutor(Executor):
                 self._tally["tasks_failed" if failed else "tasks_finished"] += 1
 
         with job.accounting:  # if two threads end it, only one counts
-            if not job.progress.over:
+            if not job.progress.ended:
                 job.account(reason, failed=failed)
             job.progress.end(reason, failed=failed, count=count)
 
@@ -885,7 +887,7 @@ class JobExecutor(Executor):
         with self.changed:
             if queued or held or begun:
                 self._cancelled.append((job, "queued" if queued else "held" if held else "begun"))
-            self._note()
+            self._notify()
 
     def _let_go(self, job: Job, *, later: bool = False) -> bool:
         """Give back the pages of a job of `_returning`; if that fails, the job becomes owed.
@@ -911,7 +913,7 @@ class JobExecutor(Executor):
                 self._returning.remove(job)
                 if owed:
                     self._owed.append(job)
-                self._note()
+                self._notify()
         return not owed
 
     def _give_back(self, unwanted: Sequence[Job], owed: Sequence[Job] = ()) -> None:
@@ -921,7 +923,7 @@ class JobExecutor(Executor):
         with self.changed:
             cancelled, self._cancelled = self._cancelled, []
             if cancelled:  # the only notification for jobs that ended by themselves
-                self._note()
+                self._notify()
         free = True
         for job, progress in cancelled:
             if progress == "begun":
@@ -937,7 +939,8 @@ class JobExecutor(Executor):
                 self._finished(job)
 
     def _abandon(self, give_up: Callable[[], None]) -> bool:
-        """Call `give_up` or `lose` of a job; False: keys are abandoned when the job is released."""
+        """Call `give_up` or `abandon_call` of a job; False: keys are abandoned when the job is
+        released."""
         try:
             give_up()
         except LightcacheError as error:
@@ -1028,14 +1031,14 @@ class JobExecutor(Executor):
             self.add(timeouts=1)
             self._fail(reason, whole)
             if job is not None:
-                self._abandon(job.lose)
+                self._abandon(job.abandon_call)
                 if job.held:
                     self._hold(job)
                 self._end_task(job, reason, failed=True)
                 job.progress.settle()
 
         try:
-            result, error = self.here(
+            result, error = self.call_here(
                 partial(run, left), began + left + self.options.grace, what, hangs
             )
         except Late:
@@ -1076,7 +1079,7 @@ class JobExecutor(Executor):
         with contextlib.suppress(Stopped, StorageError):  # the breaker was told
             self.call(None, "probe", run)
         with self.changed:
-            self._note()
+            self._notify()
             self._look.notify()
 
     # ---- the watching thread: late calls, expired work, pages to give back
@@ -1102,7 +1105,7 @@ class JobExecutor(Executor):
         if self._cancelled:
             return 0.0
         pauses = [super().pause(), None if self.closing else self.breaker.wait]
-        pauses += [job.kept.left for job in self.holding if job.kept is not None]
+        pauses += [job.publish_by.left for job in self.holding if job.publish_by is not None]
         pauses += [RETRY] if self._owed else []
         known = [pause for pause in pauses if pause is not None]
         return max(0.001, min(*known, threading.TIMEOUT_MAX)) if known else None
@@ -1115,11 +1118,15 @@ class JobExecutor(Executor):
         if self.holding or self._owed:
             with self.changed:
                 owed, self._owed = self._owed, []
-                kept = [job for job in self.holding if job.kept is not None and job.kept.passed]
+                kept = [
+                    job
+                    for job in self.holding
+                    if job.publish_by is not None and job.publish_by.passed
+                ]
                 self.holding.difference_update(kept)
                 self._returning += [*kept, *owed]
         for job in kept:
-            job.progress.say("what was held was not published in time, so it was given back")
+            job.progress.add_reason("what was held was not published in time, so it was given back")
         if kept or owed or self._cancelled:
             self._give_back(kept, owed)
         if not self.closing and self.breaker.shut and self.breaker.probe():
@@ -1157,7 +1164,7 @@ class JobExecutor(Executor):
             self.holding.clear()
             self._returning += held
             self._ready.notify_all()
-            self._note()
+            self._notify()
         self._give_back(held)
         if self.wait_idle(deadline.left):
             return True

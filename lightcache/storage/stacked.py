@@ -285,7 +285,7 @@ class Level:
 
         if not self.apart:
             end = self._executor.now + seconds + GRACE
-            return self._executor.here(lambda: run(seconds), end, what, hangs)
+            return self._executor.call_here(lambda: run(seconds), end, what, hangs)
         call = self._executor.submit(
             lambda: run(seconds * KEPT), seconds + GRACE, what=what, late=hangs
         )

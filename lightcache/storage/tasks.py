@@ -67,7 +67,7 @@ class TaskResult:
 COUNTS = tuple(
     name for name in TaskResult.__dataclass_fields__ if name not in ("pages", "prefix", "reasons")
 )
-_OVER = (TaskState.FINISHED, TaskState.FAILED)
+_ENDED = (TaskState.FINISHED, TaskState.FAILED)
 
 
 class TaskOwner(Protocol):
@@ -103,13 +103,13 @@ class TaskProgress:
         self.settled = False
         """The task has ended, and the tier's totals count it."""
         self.process = os.getpid()
-        self.began, self.ended = time.monotonic(), 0.0
+        self.began_at, self.ended_at = time.monotonic(), 0.0
         self._observer: Callable[[], None] | None = None
 
     @property
-    def over(self) -> bool:
+    def ended(self) -> bool:
         """True if it is FINISHED or FAILED. Takes no lock, as neither state ever changes."""
-        return self.state in _OVER
+        return self.state in _ENDED
 
     @property
     def result(self) -> TaskResult:
@@ -135,7 +135,7 @@ class TaskProgress:
         with self.changed:
             self.counts.update(pages)
 
-    def reach(self, prefix: int) -> None:
+    def set_prefix(self, prefix: int) -> None:
         """Set the number of leading pages that are done."""
         if prefix != self.prefix:
             with self.changed:
@@ -143,7 +143,7 @@ class TaskProgress:
             if self._observer is not None:
                 self._observer()
 
-    def say(self, reason: str) -> None:
+    def add_reason(self, reason: str) -> None:
         """Add a reason, if it is not empty and new."""
         if reason:
             with self.changed:
@@ -160,24 +160,24 @@ class TaskProgress:
         """End the task; False: it had ended before. `count` receives the counts of the result
         before waiters wake, so they find the task in the tier's totals."""
         with self.changed:
-            if self.state in _OVER:
+            if self.state in _ENDED:
                 return False
             if reason:
-                self.say(reason)
+                self.add_reason(reason)
             if count is not None:
                 count(self.counts)
-            self.ended = time.monotonic()
+            self.ended_at = time.monotonic()
             self.state = TaskState.FAILED if failed else TaskState.FINISHED
             self.changed.notify_all()
             return True
 
-    def become(
+    def replace(
         self, state: TaskState, prefix: int, counts: Mapping[str, int], reasons: Sequence[str]
     ) -> None:
         """Take over the state that another process reports, unless the task has ended."""
         with self.changed:
-            if not self.over:
-                self.ended = time.monotonic() if state in _OVER else 0.0
+            if not self.ended:
+                self.ended_at = time.monotonic() if state in _ENDED else 0.0
                 self.state, self.prefix = state, prefix
                 self.counts = Counter(counts)
                 self.reasons = list(reasons)
@@ -218,15 +218,15 @@ class StorageTask:
         return self.progress.state
 
     @property
-    def over(self) -> bool:
+    def ended(self) -> bool:
         """True if it is FINISHED or FAILED."""
-        return self.progress.over
+        return self.progress.ended
 
     @property
     def seconds(self) -> float:
         """Seconds from the request to the end of the task; 0 before the end."""
-        ended = self.progress.ended
-        return max(0.0, ended - self.progress.began) if ended else 0.0
+        ended = self.progress.ended_at
+        return max(0.0, ended - self.progress.began_at) if ended else 0.0
 
     @property
     def pages_done(self) -> int:
@@ -266,7 +266,7 @@ class StorageTask:
             left = min(Deadline(timeout).timeout, threading.TIMEOUT_MAX)
         progress = self.progress
         with progress.changed:
-            if not progress.changed.wait_for(lambda: progress.over, left):
+            if not progress.changed.wait_for(lambda: progress.ended, left):
                 raise WaitTimeout(
                     f"wait: after {timeout} s the {self.kind} of {progress.pages} pages is not "
                     "over; wait longer, or cancel it"

@@ -534,13 +534,13 @@ class StorageTier(BaseTier):
                 lease.release()
                 skipped = len(keys) - pages
                 why = "writes may pin no pages" if pages else "nothing of it is in the cache"
-                executor.unstored("refused", pages, why)
+                executor.count_unstored("refused", pages, why)
                 counts = {"refused": pages, "skipped": skipped}
                 return executor.ended_task("write", len(keys), why, **counts)
             progress = TaskProgress("write", len(keys), self._page_tokens)
             if pages < len(keys):
                 progress.count(skipped=len(keys) - pages)
-                progress.say(reason)
+                progress.add_reason(reason)
             own = keys[:pages].copy()
             job = WriteJob(executor, progress, deadline, own, lease, namespace, rows)
         except BaseException:
@@ -554,7 +554,7 @@ class StorageTier(BaseTier):
         executor = self._executor
         if executor.breaker.shut:
             reason = executor.breaker.reason
-            executor.unstored("disabled", len(wanted), reason)
+            executor.count_unstored("disabled", len(wanted), reason)
             return 0, reason
         if prompt < self._min_tokens:
             executor.add(skipped_short=len(wanted))

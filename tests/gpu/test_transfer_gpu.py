@@ -1,12 +1,17 @@
-"""The transfer engine on a GPU, in every layout and mode, against pages packed the slow way."""
+"""The transfer engine on a GPU: the conformance suite, and every layout and mode against pages
+packed the slow way."""
+
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from gpu.place import HostGate
 from support.gpu_memory import Pinned
 from support.transfer_cases import CASES, check_loaded, some_slots
 
 from lightcache.kernels.moves import Move
+from lightcache.kernels.testing import CHECKS, Rig
 
 pytest.importorskip("triton")
 PAGES = 6
@@ -18,6 +23,34 @@ def engine_of(case, mode="auto", pages=PAGES, **more):
     memory = Pinned(pages, case.geometry.page_bytes)
     made = TransferEngine(case.geometry, case.planes, memory, mode=mode, **more)
     return made, memory
+
+
+def rig(how, setup):
+    """An engine between tensors, with this mode and rate."""
+    from lightcache.kernels.engine import TransferEngine
+
+    device = torch.zeros(setup.device_bytes, dtype=torch.uint8, device="cuda:0")
+    memory, where = Pinned(*setup.pages_shape), {"device": "cuda:0", "keep": device}
+
+    def write(data):
+        device.copy_(torch.from_numpy(data))
+        torch.cuda.synchronize()
+
+    planes = setup.planes(device.data_ptr(), **where)
+    return Rig(
+        TransferEngine(setup.geometry, planes, memory, staging_bytes=1 << 14, **how),
+        memory.array,
+        moved_planes=setup.moved_planes(device.data_ptr(), **where),
+        read_device=lambda: device.cpu().numpy(),
+        write_device=write,
+        gate=lambda: HostGate("cuda:0"),
+    )
+
+
+@pytest.mark.parametrize("how", [{"mode": "staged"}, {"mode": "direct", "rate": 1e9}, {}], ids=str)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_conformance(check, how):
+    check(partial(rig, how))
 
 
 @pytest.mark.parametrize("staging", [1 << 14, 1 << 20])

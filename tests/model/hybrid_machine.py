@@ -338,7 +338,7 @@ class HybridMachine(RuleBasedStateMachine):
             one.ready = one.load.done()
         except TransferFailed:
             loading = self.hybrid._request(request).loading
-            if loading is not None and not loading.over:
+            if loading is not None and not loading.finished:
                 return False
             assert one.load.tokens == 0
             assert self.hybrid.restart(request).usable == 0

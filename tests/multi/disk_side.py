@@ -77,7 +77,7 @@ class Stop:
             "the page without its footer": (0, 4096),
             "half a footer": (0, 4096 + 48),
         }
-        whole = SlotFiles.write
+        whole = SlotFiles.write_slot
 
         def write(slots: SlotFiles, slot: int, page: memoryview, footer: bytes) -> None:
             self.at("before the page")
@@ -92,7 +92,7 @@ class Stop:
             whole(slots, slot, page, footer)
             self.at("behind the page")
 
-        SlotFiles.write = write  # type: ignore[method-assign]
+        SlotFiles.write_slot = write  # type: ignore[method-assign]
 
     def install(self) -> None:
         """All points."""

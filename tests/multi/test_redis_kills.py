@@ -60,7 +60,7 @@ def test_killed_in_the_middle_of_a_write(
     after: float,
     wait_until: Any,
 ) -> None:
-    """The proxy holds what it has sent behind so many pages, wherever in one that is."""
+    """The proxy stops after so many pages, wherever in one that is."""
     proxy.requests.pause(after=int(after * PAGE_BYTES))
     with redis_server.client() as client:
         others = len(client.client_list()) - 1
@@ -78,6 +78,7 @@ def test_killed_in_the_middle_of_a_write(
         proxy.requests.wait(int(after * PAGE_BYTES))
         child.kill()
         child.wait()
+        proxy.refuse()  # a connection that it was making is not to reach the server after the cut
         proxy.cut()
         with redis_server.client() as client:
             wait_until(lambda: len(client.client_list()) <= others + 1, "the server has noticed")

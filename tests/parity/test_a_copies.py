@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.device_sides import Device, rows
+from support.device_sides import Device
 from support.fake_driver import FakeDriver
 from support.keys import prompt
 
 from lightcache import Cache, Load, NotReady, Offload
 from lightcache.kernels.geometry import KVGroup, PageGeometry
 from lightcache.kernels.moves import Move
+from lightcache.kernels.testing import moved_rows
 from lightcache.pool import CHUNK_BYTES
 from lightcache.shm import _native
 
@@ -145,7 +146,7 @@ def test_a12_usable_while_it_is_still_pinning(make: Make, wait_until: Wait) -> N
         load = Load(engine, cache.match(prompt(1, 2)), slots)
         load.wait(60)
         move = Move([0, 1], slots)
-        for _, slot in rows(LARGE.share(), device, each, [move]):
+        for _, slot in moved_rows(LARGE.share(), device, each, [move]):
             assert (device.memory[slot] == was[slot]).all()
         assert pinned.ready == 4, "nobody waited for the rest"
         with pytest.raises(NotReady, match=f"page 4 is not registered .* 4 of {pages} pages"):

@@ -259,7 +259,7 @@ class Reading:
     def __init__(self, shelf: Shelf, keys: Any, start: int, namespace: Any) -> None:
         self.shelf, self.keys, self.start, self.namespace = shelf, keys, start, namespace
         self.pages_done = 0
-        self.over = self.cancelled = False
+        self.ended = self.cancelled = False
 
     def go_on(self) -> None:
         """Bring everything to the host."""
@@ -273,11 +273,11 @@ class Reading:
                 view[:] = shelf.pages[self.keys[position].tobytes()]
             new.publish()
             self.pages_done = end - self.start
-        self.over = True
+        self.ended = True
 
     def wait(self, timeout: float | None = None) -> None:
         """Nobody brings anything while it is waited for."""
-        self.over = True
+        self.ended = True
 
     def cancel(self) -> None:
         """Nobody wants it any more."""

@@ -199,6 +199,7 @@ class Proxy:
                 self._open |= {client, server}
             if self._listener is not listener:  # `cut` may have missed these two
                 _shut(client)
+                _shut(server)
             self._start(lambda a=client, b=server: self._both(a, b))  # type: ignore[misc]
 
     def _connect(self) -> socket.socket:

@@ -60,7 +60,7 @@ def test_keys_that_are_none(index: PageIndex, keys: Any) -> None:
         lambda: index.wait(keys, timeout=0),
         lambda: index.peek_many(keys, bounds),
         lambda: index.match_many(keys, bounds),
-        lambda: index.reserve_many(keys, bounds),
+        lambda: index.reserve_batch(keys, bounds),
         lambda: index.wait_many(keys, bounds, timeout=0),
     ):
         refused(ConfigError, "keys", call)
@@ -101,7 +101,7 @@ def test_offsets_that_are_none(index: PageIndex, offsets: Any) -> None:
     for call in (
         index.peek_many,
         index.match_many,
-        index.reserve_many,
+        index.reserve_batch,
         lambda k, o: index.wait_many(k, o, timeout=0),
     ):
         refused(ConfigError, "offsets", call, GOOD, offsets)

@@ -170,7 +170,7 @@ def test_an_interrupt_at_every_place(no_collection, mode):
             enqueued = [entry for entry in device.log if entry[0] in ("launch", "copy")]
             if enqueued:
                 assert engine.poll() == 1, at
-                (transfer,) = engine._in_flight.offload.going
+                (transfer,) = engine._in_flight.offload.transfers
                 assert covered(device.log, transfer._marks), at
                 assert hit == (transfer._error is not None) or not transfer._error
             device.running = True
@@ -222,25 +222,6 @@ def _none_twice(engine):
 
 
 # ---- calls
-
-
-def test_a_call_that_raises_holds_back_no_other():
-    engine, _, device = engine_of("copies")
-    told = []
-
-    def bad(ok):
-        raise Refused("busy")
-
-    with engine:
-        device.running = False
-        first, second = (engine.offload(Move([at], np.arange(16))) for at in (0, 1))
-        first.when_done(bad)
-        first.when_done(told.append)
-        second.when_done(told.append)
-        device.running = True
-        refused(Refused, "", engine.poll)
-        assert told == [True, True]
-        assert engine.poll() == 0
 
 
 def test_close_goes_on_when_a_call_raises():

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.device_sides import Device, Placed, rows
+from support.device_sides import Device
 from support.inline_device import InlineDevice
 from support.threaded_device import ThreadedDevice
 
@@ -29,6 +29,7 @@ from lightcache.kernels.host_engine import HostEngine
 from lightcache.kernels.moves import Engine, Move
 from lightcache.kernels.options import Thresholds
 from lightcache.kernels.pinned import HostPages
+from lightcache.kernels.testing import PlacedPages, moved_rows, random_moves
 
 pytest.importorskip("triton")
 
@@ -116,31 +117,6 @@ def shares(draw: st.DrawFn) -> Share:
     return geometry.share(rank, ranks, layers=layers, writing=draw(st.booleans()))
 
 
-def some_moves(rng: random.Random, geometry: PageGeometry) -> list[Move]:
-    """Of pages and slots that are all different, aligned to the largest unit: pages begun and ended
-    in the middle, left out, with holes; slots in runs or scattered, int32 or int64."""
-    tokens = geometry.page_tokens
-    unit = max(plane.unit_tokens for group in geometry.groups for plane in group.planes)
-    pages, blocks = rng.sample(range(PAGES), PAGES), rng.sample(range(SLOTS // unit), SLOTS // unit)
-    if rng.random() < 0.5:
-        blocks.sort(reverse=True)  # taken from the end: runs
-    whole, holes = rng.random() < 0.4, rng.random() < 0.3
-    moves = []
-    for _ in range(rng.randrange(1, 4)):
-        mine = [pages.pop() for _ in range(min(len(pages), rng.randrange(3)))]
-        first = 0 if whole else rng.randrange(0, len(mine) * tokens + 1, unit)
-        count = len(mine) * tokens - first
-        count = count if whole else rng.randrange(count + 1)
-        units = [
-            -1 if holes and rng.random() < 0.2 else blocks.pop() for _ in range(-(-count // unit))
-        ]
-        slots = [b * unit + t if b >= 0 else -1 for b in units for t in range(unit)][:count]
-        skip = np.array([rng.random() < 0.3 for _ in mine], np.bool_)
-        given_slots = np.array(slots, rng.choice([np.int32, np.int64]))
-        moves.append(Move(mine, given_slots, first, rng.choice([None, skip])))
-    return moves
-
-
 @contextlib.contextmanager
 def device_engine(
     rng: random.Random, share: Share, planes: Any, memory: HostPages
@@ -191,13 +167,13 @@ def moved(engine: Engine, verb: str, moves: list[Move], window: int | None, at_o
 def test_both_engines_and_a_plain_loop_agree(share: Share, seed: int) -> None:
     rng = random.Random(seed)
     more = rng.choice([0, 0, 16, 5]) if share.geometry.parts == 1 else 0
-    host = Placed(share.geometry, PAGES, seed, more)
+    host = PlacedPages(share.geometry, PAGES, seed, more)
     pages, other = host.pages(), host.pages()
-    moves = some_moves(rng, share.geometry)
+    moves = random_moves(rng, share.geometry, PAGES, SLOTS)
     window, at_once = rng.choice([None, 1, 2]), rng.random() < 0.5
     placed = rng.randrange(1000)
     device = Device(share, SLOTS, placed)
-    pairs = list(rows(share, device, host.page_bytes, moves))
+    pairs = list(moved_rows(share, device, host.page_bytes, moves))
     calls = host.moves(moves, rng.choice([np.int32, np.int64]))
     expected = pages.copy()
     for page, slot in pairs:

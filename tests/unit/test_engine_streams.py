@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.device_sides import Device, rows
+from support.device_sides import Device
 from support.refusals import refused
 from support.threaded_device import Gate, ThreadedDevice
 
@@ -25,6 +25,7 @@ from lightcache.kernels.engine import TransferEngine
 from lightcache.kernels.geometry import KVGroup, PageGeometry
 from lightcache.kernels.moves import Move
 from lightcache.kernels.pinned import HostPages
+from lightcache.kernels.testing import moved_rows
 
 pytest.importorskip("triton")
 
@@ -50,7 +51,7 @@ class World:
         )
 
     def pairs(self, move: Move) -> list[tuple[slice, slice]]:
-        return list(rows(SHARE, self.device, self.memory.page_bytes, [move]))
+        return list(moved_rows(SHARE, self.device, self.memory.page_bytes, [move]))
 
     def check_offload(self, moves: list[Move]) -> None:
         """In as many calls, one after the other, of which none waits."""

@@ -1,4 +1,5 @@
-"""The host engine: every byte against a plain loop, and what its transfers promise."""
+"""The host engine: every byte against a plain loop, and what it promises beyond the conformance
+suite (test_engine_conformance.py)."""
 
 from __future__ import annotations
 
@@ -9,16 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.device_sides import Bytes, Device, Placed, rows
+from support.device_sides import Device
 from support.refusals import refused
 
 from lightcache import ConfigError, Detached, TransferFailed, WaitTimeout
 from lightcache.kernels import host_engine
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane
 from lightcache.kernels.host_engine import HostEngine
-from lightcache.kernels.moves import Engine, Move, Transfer, flatten
+from lightcache.kernels.moves import Move, flatten
 from lightcache.kernels.pinned import HostPages
 from lightcache.kernels.planes import DevicePlane, DevicePlanes
+from lightcache.kernels.testing import Bytes, PlacedPages, moved_rows, random_moves
 
 SLOTS = 64
 PAGES = 6
@@ -82,25 +84,6 @@ def pages_of(geometry: PageGeometry) -> HostPages:
     return HostPages(np.random.default_rng(1).integers(0, 256, shape, np.uint8))
 
 
-def any_moves(rng: random.Random, geometry: PageGeometry) -> list[Move]:
-    """Moves of different pages and slots, aligned to the largest unit."""
-    tokens = geometry.page_tokens
-    unit = max(plane.unit_tokens for group in geometry.groups for plane in group.planes)
-    pages, blocks = rng.sample(range(PAGES), PAGES), rng.sample(range(SLOTS // unit), SLOTS // unit)
-    if rng.random() < 0.3:
-        blocks.sort()  # runs
-    moves = []
-    for _ in range(rng.randrange(1, 4)):
-        mine = [pages.pop() for _ in range(min(len(pages), rng.randrange(3)))]
-        first = rng.randrange(0, len(mine) * tokens + 1, unit)
-        count = rng.randrange(len(mine) * tokens - first + 1)
-        units = [blocks.pop() if rng.random() < 0.9 else -1 for _ in range(-(-count // unit))]
-        slots = [b * unit + t if b >= 0 else -1 for b in units for t in range(unit)][:count]
-        skip = np.array([rng.random() < 0.3 for _ in mine], np.bool_)
-        moves.append(Move(mine, slots, first, rng.choice([None, skip])))
-    return moves
-
-
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("kind", GEOMETRIES)
 def test_every_byte_both_ways(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,11 +93,11 @@ def test_every_byte_both_ways(kind: str, seed: int, monkeypatch: pytest.MonkeyPa
     ranks = rng.choice([1, 2]) if geometry.head_groups in (1, 2) else 1
     share = geometry.share(rng.randrange(ranks), ranks, writing=rng.random() < 0.5)
     device = Device(share, SLOTS, seed)
-    host = Placed(geometry, PAGES, seed, rng.choice([0, 5]) if geometry.parts == 1 else 0)
+    host = PlacedPages(geometry, PAGES, seed, rng.choice([0, 5]) if geometry.parts == 1 else 0)
     pages, others = host.pages(), host.pages()
     memory = HostPages(host.memory(pages))
-    moves = any_moves(rng, geometry)
-    pairs, moves = list(rows(share, device, host.page_bytes, moves)), host.moves(moves)
+    moves = random_moves(rng, geometry, PAGES, SLOTS)
+    pairs, moves = list(moved_rows(share, device, host.page_bytes, moves)), host.moves(moves)
     window = rng.choice([None, 1, 2])
     with HostEngine(
         geometry, device.planes, memory, share=share, threads=rng.choice([1, 3])
@@ -181,7 +164,9 @@ class Sides:
 
     def expected(self, *moves: Move) -> Bytes:
         flat = self.memory.array.copy().reshape(-1)
-        for page, slot in rows(self.geometry.share(), self.device, self.memory.page_bytes, moves):
+        for page, slot in moved_rows(
+            self.geometry.share(), self.device, self.memory.page_bytes, moves
+        ):
             flat[page] = self.device.memory[slot]
         return flat.reshape(self.memory.array.shape)
 
@@ -196,13 +181,6 @@ def sides() -> Iterator[Sides]:
 MOVE = Move([2], np.arange(8))
 
 
-def test_it_is_an_engine(sides: Sides) -> None:
-    engine: Engine = sides.engine
-    transfer: Transfer = engine.offload(MOVE)
-    transfer.wait_on()
-    assert transfer.done()
-
-
 def test_nothing_moves_before_what_it_is_after(sides: Sides) -> None:
     before, gate, stream = sides.memory.array.copy(), Gate(), Gate()
     stream.opened.set()
@@ -213,16 +191,6 @@ def test_nothing_moves_before_what_it_is_after(sides: Sides) -> None:
     refused(WaitTimeout, "", transfer.wait, 0)
     assert (sides.memory.array == before).all()
     expected = sides.expected(MOVE)
-    gate.opened.set()
-    transfer.wait(60)
-    assert (sides.memory.array == expected).all()
-
-
-def test_arrays_of_a_call_may_be_changed_behind_it(sides: Sides) -> None:
-    gate, slots, pages = Gate(), np.arange(8), np.array([2])
-    expected = sides.expected(MOVE)
-    transfer = sides.engine.offload(Move(pages, slots), after=[gate])
-    slots[:], pages[:] = 20, 3
     gate.opened.set()
     transfer.wait(60)
     assert (sides.memory.array == expected).all()
@@ -255,8 +223,10 @@ def test_a_transfer_is_something_to_be_after(sides: Sides) -> None:
     assert called == [True]
     k = sides.device.memory
     for low, high in zip(
-        rows(sides.geometry.share(), sides.device, sides.memory.page_bytes, [Move([0], range(8))]),
-        rows(
+        moved_rows(
+            sides.geometry.share(), sides.device, sides.memory.page_bytes, [Move([0], range(8))]
+        ),
+        moved_rows(
             sides.geometry.share(), sides.device, sides.memory.page_bytes, [Move([0], range(8, 16))]
         ),
         strict=True,
@@ -296,14 +266,14 @@ def test_a_failed_copy(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_windows_are_done_one_by_one(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightcache.kernels.host_engine import Index, Lane
+    from lightcache.kernels.host_engine import Index, RowSeries
 
     whole, gate = Index._indexed, Gate()
 
-    def slow(self: Index, lane: Lane, *arguments: Any) -> None:
-        if lane.layer == 2:
+    def slow(self: Index, series: RowSeries, *arguments: Any) -> None:
+        if series.layer == 2:
             gate.synchronize()
-        whole(self, lane, *arguments)
+        whole(self, series, *arguments)
 
     monkeypatch.setattr(Index, "_indexed", slow)
     expected = sides.expected(MOVE)
@@ -312,7 +282,7 @@ def test_windows_are_done_one_by_one(sides: Sides, monkeypatch: pytest.MonkeyPat
     transfer.wait_layer(1)
     assert gate.reached.wait(60)
     assert not transfer.done()
-    for page, _ in rows(
+    for page, _ in moved_rows(
         sides.geometry.share(layers=[0, 1]), sides.device, sides.memory.page_bytes, [MOVE]
     ):
         assert (sides.memory.array.reshape(-1)[page] == expected.reshape(-1)[page]).all()
@@ -321,56 +291,6 @@ def test_windows_are_done_one_by_one(sides: Sides, monkeypatch: pytest.MonkeyPat
     assert (sides.memory.array == expected).all()
     transfer.wait(60)
     refused(ConfigError, "layer", transfer.wait_layer, 3)
-
-
-def test_calls_are_made_once(sides: Sides) -> None:
-    gate, called = Gate(), []
-    transfer = sides.engine.offload(MOVE, after=[gate])
-    transfer.when_done(lambda ok: called.append(("a", ok)))
-
-    def wrong(ok: bool) -> None:
-        raise KeyError("mine")
-
-    transfer.when_done(wrong)
-    transfer.when_done(lambda ok: called.append(("b", ok)))
-    assert sides.engine.poll() == 1
-    assert called == []
-    gate.opened.set()
-    refused(KeyError, "mine", transfer.wait, 60)
-    transfer.wait(60)
-    assert called == [("a", True), ("b", True)]
-    transfer.when_done(lambda ok: called.append(("c", ok)))
-    assert called[2:] == [("c", True)]
-    assert sides.engine.poll() == 0
-
-
-def test_poll_and_close_make_the_calls() -> None:
-    for way in ("poll", "close"):
-        sides, called, gate = Sides(), [], Gate()
-        transfer = sides.engine.offload(MOVE, after=[gate])
-        transfer.when_done(called.append)
-        gate.opened.set()
-        transfer.synchronize()
-        assert called == []
-        getattr(sides.engine, way)()
-        assert called == [True]
-        sides.engine.close()
-        sides.engine.close()
-        for call in (sides.engine.offload, sides.engine.load):
-            refused(Detached, "closed", call, MOVE)
-
-
-def test_close_waits_for_what_goes_on() -> None:
-    sides, gate = Sides(), Gate()
-    expected = sides.expected(MOVE)
-    sides.engine.offload(MOVE, after=[gate])
-    closing = threading.Thread(target=sides.engine.close)
-    closing.start()
-    assert gate.reached.wait(60)
-    assert closing.is_alive()
-    gate.opened.set()
-    closing.join(60)
-    assert (sides.memory.array == expected).all()
 
 
 def test_a_transfer_that_comes_as_the_engine_closes(sides: Sides) -> None:
@@ -479,10 +399,10 @@ def test_a_load_does_not_wait_for_threads_that_offload(monkeypatch: pytest.Monke
     monkeypatch.setattr(host_engine, "HELP_BYTES", 1)
     whole, gate, sides = Index._indexed, Gate(), Sides(threads=3)
 
-    def held_up(self: Index, lane: Any, rows: slice, to_host: bool) -> None:
+    def held_up(self: Index, series: Any, rows: slice, to_host: bool) -> None:
         if to_host:
             gate.synchronize()
-        whole(self, lane, rows, to_host)
+        whole(self, series, rows, to_host)
 
     monkeypatch.setattr(Index, "_indexed", held_up)
     offload = sides.engine.offload(MOVE)
@@ -493,25 +413,7 @@ def test_a_load_does_not_wait_for_threads_that_offload(monkeypatch: pytest.Monke
     sides.engine.close()
 
 
-def test_planes_of_one_call(sides: Sides) -> None:
-    other = Device(sides.geometry.share(), SLOTS, 9)
-    expected = sides.memory.array.copy().reshape(-1)
-    for page, slot in rows(sides.geometry.share(), other, sides.memory.page_bytes, [MOVE]):
-        expected[page] = other.memory[slot]
-    sides.engine.offload(MOVE, planes=other.planes).wait(60)
-    assert (sides.memory.array.reshape(-1) == expected).all()
-    refused(ConfigError, "layer 0", sides.engine.offload, MOVE, planes=DevicePlanes({}))
-
-
-def test_nothing_to_move(sides: Sides) -> None:
-    for moves in ([], Move([], []), Move([1], [-1] * 8), Move([1], [0], skip=np.array([True]))):
-        called: list[bool] = []
-        transfer = sides.engine.offload(moves)
-        transfer.when_done(called.append)
-        transfer.wait(60)
-        transfer.wait_layer(1)
-        assert transfer.nbytes == 0
-        assert called == [True]
+def test_a_share_without_layers(sides: Sides) -> None:
     share = sides.geometry.share(layers=[])
     with HostEngine(sides.geometry, sides.device.planes, sides.memory, share=share) as engine:
         engine.offload(MOVE).wait(60)
@@ -528,6 +430,7 @@ def test_nothing_to_move(sides: Sides) -> None:
         (MOVE, {"after": 17}, "after"),
         (MOVE, {"streams": ["s"]}, "after"),
         (MOVE, {"planes": 17}, "planes"),
+        (MOVE, {"planes": DevicePlanes({})}, "layer 0"),
     ],
 )
 def test_bad_input_moves_nothing(sides: Sides, moves: Any, how: Any, why: str) -> None:
@@ -575,6 +478,7 @@ import sys
 import numpy as np
 from lightcache import Cache
 from lightcache.kernels import KVGroup, Move, PageGeometry, Shard, layouts
+from lightcache.kernels.testing import Bytes, PlacedPages, moved_rows
 
 class Refused:
     def find_spec(self, name, *rest):

@@ -345,10 +345,10 @@ def test_without_device_slots_the_state_goes_to_the_host(hybrids: Any) -> None:
     world.backend.at_once = False
     world.store.slots[5] = stamps_of(prompt.tokens)[7]
     transfer = world.checkpoints.donate(5, world.path(prompt), 2)
-    assert not transfer.over
+    assert not transfer.finished
     assert world.checkpoints.in_flight([4, 5]).tolist() == [False, True]
     world.settle()
-    assert transfer.over
+    assert transfer.finished
     assert host_state(world, prompt, 8) == stamps_of(prompt.tokens)[7]
     refused(ConfigError, "the engine's own", world.checkpoints.acquire, 1)
     world.checkpoints.free(np.array([5], np.int32))  # of the engine: nothing

@@ -147,7 +147,7 @@ def test_a_checkpoint_that_was_let_go_is_pinned_anew(
     assert world.plan(prompt).usable == 32
     with monkeypatch.context() as patch:
         patch.setattr(world.checkpoints, "last_ready", broken)
-        while not world.hybrid._guard.disabled:
+        while not world.hybrid._fail_open.disabled:
             world.hybrid.plan("nobody", Prompt(tokens(9, 1)))
     world.hybrid.enable()
     assert world.plan(prompt).usable == 32

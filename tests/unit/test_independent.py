@@ -173,7 +173,7 @@ def test_the_index_says_only_what_its_calls_do_by_default(segment_name: str) -> 
                 chain, many, named = (prompt(10 * seed + i, 2) for i in range(3))
                 with index.reserve(chain, independent=told) as new:
                     new.publish()
-                for new in index.reserve_many(many, [0, 1, 2], independent=told):
+                for new in index.reserve_batch(many, [0, 1, 2], independent=told).split():
                     new.publish()
                     new.release()
                 held = index.allocate(2)

@@ -134,7 +134,7 @@ def test_tasks_that_are_over_are_not_kept(worlds: Any) -> None:
     for i in range(200):
         world.run("a", tokens(18, i))
         for task in world.manager._storage.tasks:
-            task.over = True
+            task.ended = True
     assert len(world.manager.state.tasks._going) <= 64
     assert world.manager.stats().requests == 200
     assert not world.manager.state.tasks._going

@@ -73,8 +73,8 @@ def test_waiting_for_room_ends_if_the_cache_is_not_asked_any_more(worlds: Any) -
     manager = world.manager
     manager.plan("c", Prompt(tokens(24, 9)))
     manager.take("c")
-    while not manager._guard.disabled:
-        manager._guard._breaker.failure("tests")
+    while not manager._fail_open.disabled:
+        manager._fail_open._breaker.failure("tests")
     assert len(manager.allocate("c", 24, timeout=None)) == 6
     manager.release("c")
     manager.enable()
@@ -129,7 +129,7 @@ def test_blocks_to_exchange_are_told_though_writing_breaks(
         world.store.write(table, 0, stamps_of(PROMPT.tokens))
     world.manager.commit("a", 18)
     with monkeypatch.context() as patch:
-        patch.setattr(world.manager.offloader, "due", raising(CacheCorrupted))
+        patch.setattr(world.manager.offloader, "write_due", raising(CacheCorrupted))
         changed = world.manager.commit("b", 18)
     assert list(changed.values()) == world.manager.request("a").table[:4].tolist()
     assert world.manager.stats().errors == 1

@@ -129,7 +129,7 @@ def test_no_number_of_seconds(worlds: Any, call: str, timeout: Any) -> None:
     with pytest.raises(ConfigError, match="timeout: expected seconds, or None for no limit, found"):
         waiting(world, load, call, timeout)
     assert manager.in_flight(table).all()
-    assert (manager.gauges().running, manager._traffic.paused) == (1, False)
+    assert (manager.gauges().running, manager._transfers.paused) == (1, False)
     assert manager.plan("b", PROMPT).tokens == 18  # neither closed nor updated
     manager.cancel("b")
     manager.release("a")
@@ -166,10 +166,10 @@ def test_what_comes_out_of_asking_for_a_copy_of_states(hybrids: Any) -> None:
     (copied,) = world.checkpoints.traffic._copies
     copying.done = once(Odd("arranged"), copying.done)
     refused(Odd, "arranged", world.hybrid.poll)
-    assert (copied.over, len(copied.leases)) == (False, 1)
+    assert (copied.finished, len(copied.leases)) == (False, 1)
     world.copier.finish()
     assert world.hybrid.poll() == 0
-    assert copied.over
+    assert copied.finished
     world.hybrid.release("b", publish=False, at=40)
 
 

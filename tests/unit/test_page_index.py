@@ -229,8 +229,7 @@ def give_up(index: PageIndex, other: PageIndex) -> None:
 
 def write_many(index: PageIndex, other: PageIndex) -> None:
     keys = np.concatenate([prompt(4, 2), prompt(5, 2)])
-    for each in index.reserve_many(keys, np.array([0, 2, 4])):
-        each.release()
+    index.reserve_batch(keys, np.array([0, 2, 4])).release()
 
 
 def hand_on(index: PageIndex, other: PageIndex) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.device_sides import Device, rows
+from support.device_sides import Device
 from support.index_view import IndexView
 from support.interrupts import interrupt
 from support.keys import prompt
@@ -38,6 +38,7 @@ from lightcache.kernels.host_engine import HostEngine
 from lightcache.kernels.moves import Move
 from lightcache.kernels.pinned import HostPages
 from lightcache.kernels.planes import DevicePlanes
+from lightcache.kernels.testing import moved_rows
 
 TOKENS = 4
 SLOTS = 64
@@ -96,7 +97,9 @@ class World:
             assert len(hit) == len(keys)
             flat = self.cache.pool.array.reshape(-1)
             move = Move(hit.pages.tolist(), slots[: len(keys) * TOKENS])
-            for page, slot in rows(GEOMETRY.share(), self.device, GEOMETRY.page_bytes, [move]):
+            for page, slot in moved_rows(
+                GEOMETRY.share(), self.device, GEOMETRY.page_bytes, [move]
+            ):
                 assert (flat[page] == self.device.memory[slot]).all()
 
 
@@ -290,7 +293,9 @@ def test_a_load_holds_its_lease(world: World) -> None:
     world.engine.close()
     assert world.pins() == 0
     flat = world.cache.pool.array.reshape(-1)
-    for page, slot in rows(GEOMETRY.share(), world.device, GEOMETRY.page_bytes, [Move(pages, to)]):
+    for page, slot in moved_rows(
+        GEOMETRY.share(), world.device, GEOMETRY.page_bytes, [Move(pages, to)]
+    ):
         assert (flat[page] == world.device.memory[slot]).all()
 
 

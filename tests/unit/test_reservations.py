@@ -129,13 +129,13 @@ def test_a_full_chain_has_no_room(segment_name: str) -> None:
 # ---------------------------------------------------------------- arguments
 
 
-def test_reserve_many_gives_all_back_on_an_error(index: PageIndex) -> None:
+def test_reserve_batch_gives_all_back_on_an_error(index: PageIndex) -> None:
     asked = np.concatenate([prompt(1, 2), prompt(2, 2)])
-    refused(ConfigError, "starts", index.reserve_many, asked, np.array([0, 2, 4]), [0])
-    refused(ConfigError, "start", index.reserve_many, asked, np.array([0, 2, 4]), [0, 3])
+    refused(ConfigError, "starts", index.reserve_batch, asked, np.array([0, 2, 4]), [0])
+    refused(ConfigError, "start", index.reserve_batch, asked, np.array([0, 2, 4]), [0, 3])
     assert pins(index) == 0
     assert index.stats().writing == 0
-    first, last = index.reserve_many(asked, np.array([0, 2, 4]), [1, 0])
+    first, last = index.reserve_batch(asked, np.array([0, 2, 4]), [1, 0]).split()
     assert (first.new.tolist(), last.new.tolist()) == ([1], [0, 1])
     first.release()
     last.release()

@@ -140,7 +140,7 @@ def test_a_storage_that_is_slower_than_computing(cache: Cache) -> None:
     with tier_of(cache, storage) as tier:
         assert tier.prefetch(KEYS[:4].copy()).wait(60.0).loaded == 4  # nothing was measured yet
         task = tier.prefetch(KEYS, 4)
-        assert task.over
+        assert task.ended
         assert task.state is TaskState.FINISHED
         result = task.result
         assert (result.declined, result.absent, result.failed, result.prefix) == (16, 0, 0, 0)

@@ -191,7 +191,7 @@ def test_others_see_that_it_was_cleared(where: Path) -> None:
 
 
 def test_cleared_in_the_middle_of_a_write(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = SlotFiles.write
+    whole = SlotFiles.write_slot
     with disk(where) as one, disk(where) as other:
 
         def clearing(*arguments: Any) -> None:
@@ -199,7 +199,7 @@ def test_cleared_in_the_middle_of_a_write(where: Path, monkeypatch: pytest.Monke
             whole(*arguments)
             other.clear(timeout=60.0)
 
-        monkeypatch.setattr(SlotFiles, "write", clearing)
+        monkeypatch.setattr(SlotFiles, "write_slot", clearing)
         assert put(one, KEYS[:3]) == [STORED] * 3  # anew
         assert found(other, KEYS) == 3
     with disk(where) as storage:
@@ -209,7 +209,7 @@ def test_cleared_in_the_middle_of_a_write(where: Path, monkeypatch: pytest.Monke
 def test_a_page_that_others_read_is_not_deleted(
     where: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = SlotFiles.read
+    whole = SlotFiles.read_slot
     with disk(where) as one, disk(where) as other:
         put(one, KEYS[:2])
 
@@ -218,7 +218,7 @@ def test_a_page_that_others_read_is_not_deleted(
                 other.delete(KEYS[:1], timeout=60.0)
             return whole(*arguments)
 
-        monkeypatch.setattr(SlotFiles, "read", deleting)
+        monkeypatch.setattr(SlotFiles, "read_slot", deleting)
         assert got(one, KEYS[:1]) == [OK]
         monkeypatch.undo()
         assert other.delete(KEYS[:1], timeout=60.0) == 1
@@ -228,7 +228,7 @@ def test_deleted_by_another_thread_while_it_is_read(
     where: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of our own process: its pins do not keep it. That is no corruption."""
-    whole = SlotFiles.read
+    whole = SlotFiles.read_slot
     with disk(where) as storage:
         put(storage, KEYS[:2])
 
@@ -238,7 +238,7 @@ def test_deleted_by_another_thread_while_it_is_read(
             assert storage._index.stats().doomed == 1  # nobody gets the slot meanwhile
             return whole(*arguments)
 
-        monkeypatch.setattr(SlotFiles, "read", deleting)
+        monkeypatch.setattr(SlotFiles, "read_slot", deleting)
         assert got(storage, KEYS[:1]) == [ABSENT]
         assert storage.stats().reads_corrupt == 0
         assert got(storage, KEYS[:2]) == [ABSENT, OK]
@@ -264,7 +264,7 @@ def test_a_batch_of_which_some_were_written_in_time(
     where: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first page takes until the time is up: the others are not begun, and none is found."""
-    whole, began = SlotFiles.write, []
+    whole, began = SlotFiles.write_slot, []
 
     def slow(*arguments: Any) -> None:
         began.append(1)
@@ -272,7 +272,7 @@ def test_a_batch_of_which_some_were_written_in_time(
         whole(*arguments)
 
     passed = threading.Event()
-    monkeypatch.setattr(SlotFiles, "write", slow)
+    monkeypatch.setattr(SlotFiles, "write_slot", slow)
     monkeypatch.setattr(Deadline, "passed", property(lambda self: passed.is_set()))
     with disk(where, threads=1) as storage:
         timer = threading.Timer(0.05, passed.set)
@@ -410,7 +410,7 @@ def test_no_time_limit(where: Path) -> None:
 
 
 def test_closing_waits_for_calls(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = SlotFiles.read
+    whole = SlotFiles.read_slot
     storage = disk(where)
     put(storage, KEYS[:1])
     closer = threading.Thread(target=storage.close)
@@ -421,7 +421,7 @@ def test_closing_waits_for_calls(where: Path, monkeypatch: pytest.MonkeyPatch) -
             pass
         return whole(*arguments)
 
-    monkeypatch.setattr(SlotFiles, "read", closing)
+    monkeypatch.setattr(SlotFiles, "read_slot", closing)
     assert got(storage, KEYS[:1]) == [OK]
     closer.join(60.0)
     refused(Detached, "closed", put, storage, KEYS)
@@ -429,7 +429,7 @@ def test_closing_waits_for_calls(where: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_call_that_hangs_holds_closing_up(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightcache.storage.common.CLOSING", 0.01)
-    whole, hanging = SlotFiles.read, Gate()
+    whole, hanging = SlotFiles.read_slot, Gate()
     storage = disk(where)
     put(storage, KEYS[:1])
 
@@ -437,7 +437,7 @@ def test_a_call_that_hangs_holds_closing_up(where: Path, monkeypatch: pytest.Mon
         hanging()
         return whole(*arguments)
 
-    monkeypatch.setattr(SlotFiles, "read", slow)
+    monkeypatch.setattr(SlotFiles, "read_slot", slow)
     statuses: list[ReadStatus] = []
     call = threading.Thread(target=lambda: statuses.extend(got(storage, KEYS[:1])))
     call.start()

@@ -203,7 +203,7 @@ def test_a_disk_that_cannot_be_written(
     now = [100.0]
     with disk(where, retry=30.0, clock=lambda: now[0]) as storage:
         put(storage, KEYS[:2])
-        failing = Failing(monkeypatch, "write", number)
+        failing = Failing(monkeypatch, "write_slot", number)
         result = storage.write(KEYS[2:4], [bytes(PAGE_BYTES)] * 2, timeout=60.0)
         assert list(result.statuses) == [FAILED] * 2
         assert os.strerror(number) in result.reason
@@ -280,7 +280,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
 
 def test_one_page_of_a_batch_fails(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of the batch is found; what was written of it may be, by a rebuild, and is right."""
-    whole, failed = SlotFiles.write, []
+    whole, failed = SlotFiles.write_slot, []
 
     def second(self: SlotFiles, slot: int, *arguments: Any) -> None:
         if not failed and slot % 2:
@@ -288,7 +288,7 @@ def test_one_page_of_a_batch_fails(where: Path, monkeypatch: pytest.MonkeyPatch)
             raise OSError(errno.EIO, "on purpose")
         whole(self, slot, *arguments)
 
-    monkeypatch.setattr(SlotFiles, "write", second)
+    monkeypatch.setattr(SlotFiles, "write_slot", second)
     with disk(where) as storage:
         assert put(storage, KEYS[:4]) == [FAILED] * 4
         assert found(storage, KEYS) == 0
@@ -316,7 +316,7 @@ def test_a_page_that_cannot_be_read_is_stored_anew(
 ) -> None:
     with disk(where) as storage:
         put(storage, KEYS[:3])
-        failing = Failing(monkeypatch, "read", errno.EIO)
+        failing = Failing(monkeypatch, "read_slot", errno.EIO)
         into = np.zeros((3, PAGE_BYTES), np.uint8)
         result = storage.read(KEYS[:3], list(into), timeout=60.0)
         assert list(result.statuses) == [FAILED] * 3
@@ -411,7 +411,7 @@ def test_what_was_stored_counts_though_the_rest_fails(
     with disk(where) as storage:
         put(storage, KEYS[:4])
         with monkeypatch.context() as patch:
-            patch.setattr(storage._writer, "_fill", _locked)
+            patch.setattr(storage._writer, "_fill_slots", _locked)
             result = storage.write(KEYS[:6], list(pages_of(KEYS[:6])), timeout=60.0)
             assert list(result.statuses) == [PRESENT] * 4 + [FAILED] * 2
             assert result.reason == "disk: the index is locked"

@@ -85,14 +85,14 @@ def test_requests_go_on_without_the_disk(
         def refuse(*arguments: Any) -> None:
             raise OSError(errno.EIO, "on purpose")
 
-        monkeypatch.setattr(SlotFiles, "write", refuse)
+        monkeypatch.setattr(SlotFiles, "write_slot", refuse)
         other = np.arange(1000, 1000 + 10 * PAGE_TOKENS)
         fill(cache, cache.hash_pages(other))
         task = tier.write_tokens(other, "request 2")
         assert task.wait(60.0).stored == 0
         assert "on purpose" in "".join(task.result.reasons)
         assert again(cache, tier) == 10
-        monkeypatch.setattr(SlotFiles, "read", refuse)
+        monkeypatch.setattr(SlotFiles, "read_slot", refuse)
         assert cache.evict(96) == 20
         task = tier.prefetch(cache.hash_pages(TOKENS))
         assert task.wait(60.0).prefix == 0

@@ -159,7 +159,7 @@ def test_who_leaves_a_call_has_it_given_back_when_it_returns(hanging: Hanging) -
 def test_a_call_in_the_callers_thread(hanging: Hanging) -> None:
     made, now = executor()
     told: list[str] = []
-    assert made.here(lambda: 5, 1.0) == 5
+    assert made.call_here(lambda: 5, 1.0) == 5
 
     def slow() -> int:
         now[0] = 2.0
@@ -167,7 +167,7 @@ def test_a_call_in_the_callers_thread(hanging: Hanging) -> None:
         assert (made.late, made.lost) == (1, 0)  # the thread is none of the executor's
         return 5
 
-    refused(Late, "", made.here, slow, 1.0, "slow", lambda: told.append("late"))
+    refused(Late, "", made.call_here, slow, 1.0, "slow", lambda: told.append("late"))
     assert (told, made.late) == (["late"], 0)
 
 

@@ -201,12 +201,12 @@ def test_a_storage_that_goes_on_failing_is_left_alone(
         assert cache.check().pins == 0
         now[0] = 30.0
         assert tier.stats().state == "half-open"
-        assert tier.prefetch(KEYS, 2).over  # the probe is no request's
+        assert tier.prefetch(KEYS, 2).ended  # the probe is no request's
         tier.poll()
         wait_until(lambda: tier.stats().state == "open", "the probe, which fails")
         now[0] = 59.0
         tier.poll()
-        assert tier.prefetch(KEYS, 2).over
+        assert tier.prefetch(KEYS, 2).ended
         now[0] = 60.0
         tier.poll()
         wait_until(lambda: tier.stats().state == "closed", "the probe")

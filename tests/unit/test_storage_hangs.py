@@ -122,7 +122,7 @@ def test_a_call_that_comes_back_late_publishes_nothing(cache: Cache) -> None:
     assert flaky.wait_hanging()
     now[0] = 10.5
     tier.poll()
-    assert not task.over  # within its grace
+    assert not task.ended  # within its grace
     now[0] = 11.0
     tier.poll()
     assert task.state is FAILED

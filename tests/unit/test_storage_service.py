@@ -33,7 +33,7 @@ def test_without_a_service_tasks_fail_at_once(cache: Cache, client: Any, caplog:
     fill(cache, KEYS)
     with caplog.at_level(logging.WARNING):
         for task in (client.write(KEYS), client.prefetch(KEYS), client.prefetch_last_ready(KEYS)):
-            assert task.over
+            assert task.ended
             assert task.state is FAILED
             assert task.result.failed == 20
             assert f"lightcache storage {cache.name}" in task.result.reasons[0]
@@ -107,7 +107,7 @@ def test_what_the_queue_had_goes_to_the_next_service(cache: Cache, wait_until: W
             service._turn = lambda timeout: 0  # type: ignore[method-assign]
             task = client.write(KEYS)
             service.close(0.0)
-        wait_until(lambda: task.over, "the end of its service")
+        wait_until(lambda: task.ended, "the end of its service")
         assert task.state is FAILED
         assert f"is gone (pid {os.getpid()})" in task.result.reasons[0]
         with StorageService(cache, storage):
@@ -124,7 +124,7 @@ def test_what_was_left_too_long_is_dropped(cache: Cache, wait_until: Wait) -> No
             service.wait(60.0)
             service._turn = lambda timeout: 0  # type: ignore[method-assign]
             task = client.write(KEYS, timeout=0.0)
-            wait_until(lambda: task.over, "its time")
+            wait_until(lambda: task.ended, "its time")
             service.close(0.0)
         with StorageService(cache, storage) as service:
             wait_until(lambda: service.stats().late == 1, "the late one")

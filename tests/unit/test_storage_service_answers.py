@@ -44,14 +44,14 @@ def test_a_service_that_is_stopped_costs_its_clients_one_detection(
             with caplog.at_level(logging.WARNING):
                 task = one.prefetch(KEYS)
                 wait_until(lambda: not len(one._tasks), "that it stands still")
-                assert not task.over
+                assert not task.ended
                 later[0] = 2.5
                 reason = task.wait(60.0).reasons[0]  # long before its time, 30 s
                 assert "has not looked at its messages for 2 s" in reason
                 for call in (one.prefetch, one.write, one.prefetch_last_ready):
                     assert call(KEYS).state is FAILED  # nothing is asked, nothing is waited for
                 later[0] = 1000.0
-                assert one.prefetch(KEYS).over
+                assert one.prefetch(KEYS).ended
                 assert not len(one._tasks)
             texts = [record.getMessage() for record in caplog.records]
             assert sum("has not looked at its messages" in text for text in texts) == 1
@@ -95,7 +95,7 @@ def test_reads_of_a_client_that_is_gone_hold_up_nobody(cache: Cache, wait_until:
         wait_until(lambda: service.stats().tier.queued == 2, "the reads that are given up")
         recorder.gate.set()
         assert wanted.wait(60.0).loaded == 20
-        assert all(task.over for task in (*tasks, written))
+        assert all(task.ended for task in (*tasks, written))
     reads = [n for what, n in recorder.calls if what == "contains"]
     assert reads == [3, 20, 2]  # the one that was begun, the other client's, and the write
 
@@ -104,7 +104,7 @@ def test_a_full_queue_refuses(cache: Cache) -> None:
     with StorageService(cache, full(cache), most=1) as service, StorageClient(cache) as client:
         gate = silent(service)
         tasks = [client.prefetch(KEYS) for _ in range(board.TASKS + 40)]
-        refused = [task for task in tasks if task.over]
+        refused = [task for task in tasks if task.ended]
         assert 20 < len(refused) <= 40
         assert "cannot be asked" in refused[0].result.reasons[0]
         gate.set()
@@ -129,7 +129,7 @@ def test_a_service_whose_thread_fails_says_that_it_does_not_serve(cache: Cache) 
 def test_the_end_of_a_task_is_told_when_it_was_counted() -> None:
     task = StorageTask(TaskProgress("read", 4, None))
     served = Served(None, 1, 2, task)  # type: ignore[arg-type]
-    task.progress.reach(4)
+    task.progress.set_prefix(4)
     task.progress.end(failed=False)
     found = Answer.unpack(served.answer(settled=False))
     assert (found.task, found.state, found.prefix) == (2, TaskState.RUNNING, 4)

@@ -88,7 +88,7 @@ def test_closing_the_service_finishes_what_is_queued(cache: Cache) -> None:
     while client.service().serving:
         pass
     assert client.write(KEYS[:2]).state is FAILED  # nothing new
-    assert not task.over
+    assert not task.ended
     storage.gate.set()
     assert task.wait(60.0).stored == 20
     closing.join(60.0)

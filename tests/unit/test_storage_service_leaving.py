@@ -54,7 +54,7 @@ def test_an_answer_that_was_not_pushed_is_repeated_once_more_at_the_end(cache: C
             while service._tasks:
                 pass
         assert Peer.tell is whole
-        assert not task.over
+        assert not task.ended
         del service._repeat
         assert service.close()
         assert task.wait(60.0).prefix == 20

@@ -32,7 +32,7 @@ def test_long_chains(segment_name: str) -> None:
                 cache.evict(2600)
             assert tier.prefetch(keys).wait(60.0).loaded == 2500
             task = tier.prefetch(make_keys((1 << 16) + 1, seed=3))
-            assert task.over
+            assert task.ended
             assert "more than one task" in task.result.reasons[0]
 
 
@@ -76,7 +76,7 @@ def test_stopping_never_waits(make_tier: Any, cache: Cache, wait_until: Wait) ->
         assert flaky.wait_hanging()
         wait_until(lambda: task.pages_done == 8, "the first group")
         assert task.stop().prefix == 8
-        assert not task.over
+        assert not task.ended
         if isinstance(tier, ServedTier):
             (job,) = tier.serving._tier._executor.running
             wait_until(lambda: job.stopping, "the word to stop")
@@ -90,7 +90,7 @@ def test_taking_behind_a_deadline(cache: Cache) -> None:
     with ServedTier(cache, flaky, read_policy="deadline", read_seconds=0.01) as tier:
         task = tier.prefetch(KEYS)
         assert task.take().prefix == 0
-        assert not task.over
+        assert not task.ended
         flaky.let_go()
         task.wait(60.0)
     with ServedTier(cache, full(cache), read_policy="deadline", read_seconds=60.0) as tier:

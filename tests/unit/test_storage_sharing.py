@@ -45,7 +45,7 @@ def test_busy_keys_are_waited_for(make_tier: Any, cache: Cache, other: Cache) ->
         with other.reserve(KEYS[:6], 2) as theirs:
             task = tier.prefetch(KEYS)
             while cache.peek(KEYS) < 2:
-                assert not task.over
+                assert not task.ended
             for page, data in zip(theirs.pages.tolist(), pages_of(KEYS[2:6]), strict=True):
                 other.pool[page][:] = data
             theirs.publish()
@@ -59,7 +59,7 @@ def test_busy_keys_that_are_abandoned_are_read(make_tier: Any, cache: Cache, oth
         with other.reserve(KEYS[:6], 2):
             task = tier.prefetch(KEYS)
             while cache.peek(KEYS) < 2:
-                assert not task.over
+                assert not task.ended
         result = task.wait(60.0)
         assert (result.loaded, result.present, result.prefix) == (20, 0, 20)
 
@@ -81,14 +81,14 @@ def test_waiting_for_others_has_a_limit(cache: Cache, other: Cache) -> None:
     with tier, other.reserve(KEYS[:6], 2):
         task = tier.prefetch(KEYS, timeout=10.0)
         while cache.peek(KEYS) < 2:
-            assert not task.over
+            assert not task.ended
         now[0] = 10.0
         result = task.wait(60.0)
         assert result.prefix == 2
         assert result.busy == 4
         assert "by others" in result.reasons[0]
         slow = tier.prefetch(KEYS)
-        assert not slow.over
+        assert not slow.ended
         slow.cancel()
         assert slow.wait(60.0).reasons == ("cancelled",)
 

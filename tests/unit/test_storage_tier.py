@@ -328,7 +328,7 @@ def test_a_task_waits_with_a_limit(make_tier: Any, cache: Cache) -> None:
     with make_tier(cache, storage, threads=1) as tier:
         task = tier.prefetch(KEYS)
         refused(WaitTimeout, "20 pages is not over", task.wait, 0.0)
-        assert not task.over
+        assert not task.ended
         storage.gate.set()
         assert task.wait().absent == 20
 
@@ -336,8 +336,8 @@ def test_a_task_waits_with_a_limit(make_tier: Any, cache: Cache) -> None:
 def test_a_task_is_counted_before_it_is_over() -> None:
     task, seen = TaskProgress("read", 4, None), []
     task.count(loaded=4)
-    assert task.end(failed=False, count=lambda counts: seen.append((counts["loaded"], task.over)))
-    assert not task.end(failed=True, count=lambda counts: seen.append((4, task.over)))
+    assert task.end(failed=False, count=lambda counts: seen.append((counts["loaded"], task.ended)))
+    assert not task.end(failed=True, count=lambda counts: seen.append((4, task.ended)))
     assert seen == [(4, False)]
     assert task.state is FINISHED
 

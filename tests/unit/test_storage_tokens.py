@@ -235,8 +235,8 @@ def test_a_manager_gives_those_of_prompt_and_output(worlds: Any) -> None:
 def test_a_manager_keeps_none_that_nobody_wants(worlds: Any) -> None:
     seen: list[Any] = []
     world = worlds(storage=over(Recorder))
-    note = world.manager.offloader.store
-    world.manager.offloader.store = lambda ended: (
+    note = world.manager.offloader.write_to_storage
+    world.manager.offloader.write_to_storage = lambda ended: (
         seen.extend(one.generated for one in ended),
         note(ended),
     )

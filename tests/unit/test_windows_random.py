@@ -103,7 +103,7 @@ class Traffic:
     def pause(self) -> None:
         """Nothing moves for a while, or everything again."""
         if self.late:
-            tracker = self.engine.manager.state.traffic
+            tracker = self.engine.manager.state.transfers
             if tracker.paused:
                 self.engine.manager.resume()
             else:

@@ -60,10 +60,10 @@ class RankTransfer:
         Raises:
             TransferFailed: it has finished, and failed; names the rank.
         """
-        over = self._look()
+        finished = self._look()
         if self._why:
             raise TransferFailed(f"copy {self.number}: {self._why}; compute these tokens instead")
-        return over
+        return finished
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until it has finished.
@@ -158,7 +158,7 @@ class RankTransfer:
         keeper = self._keeper
         if keeper is not None:
             # We publish nothing: the last rank to publish has made the pages ready.
-            keeper.over(False, published=not why)
+            keeper.finish(False, published=not why)
         self._why, self._finished = why, True
         self._coordinator._ended(self)
         return True

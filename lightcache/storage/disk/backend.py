@@ -164,7 +164,7 @@ class _PageWrite:
             checksum=checksum(self._name, self._view),
         )
         try:
-            self._folder.slots.write(self._slot, self._view, footer.pack())
+            self._folder.slots.write_slot(self._slot, self._view, footer.pack())
             self.done = True
         except OSError as error:
             self.error = str(error)
@@ -187,7 +187,7 @@ class _Batch:
         if parent is not None:
             self.chain, self.start = np.concatenate([parent, keys]), 1
 
-    def say(
+    def set(
         self, status: WriteStatus, positions: Sequence[int] | None = None, reason: str = ""
     ) -> None:
         """Set the status of these positions, None: of all, where there is none yet."""
@@ -206,14 +206,14 @@ class _Batch:
 class Writer:
     """Reserves slots, fills and publishes them: all new pages of a turn or none."""
 
-    def __init__(self, folder: Folder, lanes: Executor, health: CircuitBreaker) -> None:
+    def __init__(self, folder: Folder, executor: Executor, health: CircuitBreaker) -> None:
         """Writes nothing yet.
 
         Args:
             health: opens at the first error, since a full or read-only disk stays so for a while.
                 Reads continue. A write is its probe.
         """
-        self._folder, self._lanes, self.health = folder, lanes, health
+        self._folder, self._executor, self.health = folder, executor, health
 
     def write(
         self,
@@ -232,15 +232,15 @@ class Writer:
                     tried = probing and self.health.state == "half-open"
                     probing = tried or self.health.probe()
                 if deadline.passed:
-                    batch.say(FAILED, reason=deadline.reason)
+                    batch.set(FAILED, reason=deadline.reason)
                     batch.late = True
                 elif shut and not probing:
-                    batch.say(REFUSED, reason=self.health.reason)
+                    batch.set(REFUSED, reason=self.health.reason)
                 elif wrong := self._folder.refresh():
-                    batch.say(REFUSED, reason=self._ill(wrong))
+                    batch.set(REFUSED, reason=self._report_failure(wrong))
                 else:
                     try:
-                        self._turn(batch, deadline)
+                        self._write_new(batch, deadline)
                     except Abandoned:  # cleared by another process: repeat in the new epoch
                         continue
                     except (ConfigError, Detached):
@@ -248,38 +248,38 @@ class Writer:
                     except LightcacheError as error:  # pages of earlier turns stay stored
                         if not batch.done:
                             raise
-                        batch.say(FAILED, reason=f"disk: {error}")
+                        batch.set(FAILED, reason=f"disk: {error}")
         finally:
             if probing:
                 self.health.leave()  # a probe with nothing to write has no outcome
         return WriteResult(cast(Any, tuple(batch.statuses)), batch.reason), batch.late
 
-    def _ill(self, why: str) -> str:
+    def _report_failure(self, why: str) -> str:
         """Report a failed write to the breaker; returns the reason."""
         self.health.failure(why)
         return self.health.reason
 
-    def _turn(self, batch: _Batch, deadline: Deadline) -> None:
+    def _write_new(self, batch: _Batch, deadline: Deadline) -> None:
         """Write the new pages, and wait for those that others are writing."""
         start = batch.start
         index = self._folder.index
         with index.reserve(batch.chain, start, timeout=deadline.left) as reservation:
             if reservation.all_new:
-                self._fill(batch, range(len(batch.names)), reservation, deadline)
+                self._fill_slots(batch, range(len(batch.names)), reservation, deadline)
                 return
-            batch.say(PRESENT, (reservation.present - start).tolist())
+            batch.set(PRESENT, (reservation.present - start).tolist())
             missing = (reservation.missing - start).tolist()
             if missing and not index.reap():  # dead processes may hold slots: then try again
-                batch.say(REFUSED, missing, f"refused: no slot could be had: {reservation.why}")
+                batch.set(REFUSED, missing, f"refused: no slot could be had: {reservation.why}")
             busy = reservation.busy
             ours = (reservation.new - start).tolist()
             if ours:
-                self._fill(batch, ours, reservation, deadline)
+                self._fill_slots(batch, ours, reservation, deadline)
         if len(busy):
             with contextlib.suppress(WaitTimeout):  # the next turn reports that the time is up
                 index.wait(np.ascontiguousarray(batch.chain[busy]), timeout=deadline.left)
 
-    def _fill(
+    def _fill_slots(
         self, batch: _Batch, ours: Sequence[int], reservation: Reservation, deadline: Deadline
     ) -> None:
         now, work = time.time_ns(), []
@@ -287,19 +287,19 @@ class Writer:
             parent = batch.names[at - 1] if at else batch.before
             name, view = batch.names[at], batch.views[at]
             work.append(_PageWrite(self._folder, slot, name, parent, view, now + at))
-        self._lanes.run(work, WRITE, deadline)
+        self._executor.run(work, WRITE, deadline)
         error, done = "", True
         for page in work:
             error, done = error or page.error, done and page.done
         if error:
-            batch.say(FAILED, ours, self._ill(error))
+            batch.set(FAILED, ours, self._report_failure(error))
         elif not done:
-            batch.say(FAILED, ours, deadline.reason)
+            batch.set(FAILED, ours, deadline.reason)
             batch.late = True
         else:
             reservation.publish()
             self.health.success()
-            batch.say(STORED, ours)
+            batch.set(STORED, ours)
 
 
 # ---- Reading pages from slots
@@ -333,7 +333,7 @@ class _PageRead:
             self.unreadable = True
 
     def _read(self) -> tuple[ReadStatus, str]:
-        footer = unpack(self._folder.slots.read(self._slot, self._view))
+        footer = unpack(self._folder.slots.read_slot(self._slot, self._view))
         if footer is None:
             return ReadStatus.CORRUPT, f"corrupt: slot {self._slot} does not say what it holds"
         if footer.key != self._name or footer.checksum != checksum(self._name, self._view):
@@ -343,7 +343,7 @@ class _PageRead:
 
 def read_pages(
     folder: Folder,
-    lanes: Executor,
+    executor: Executor,
     keys: Keys,
     names: Sequence[bytes],
     slots: Sequence[int],
@@ -353,7 +353,7 @@ def read_pages(
     """Read pages that are pinned; slot -1: the page is absent."""
     every = zip(names, slots, views, strict=True)
     work = [None if slot < 0 else _PageRead(folder, name, slot, view) for name, slot, view in every]
-    lanes.run([page for page in work if page is not None], READ, deadline)
+    executor.run([page for page in work if page is not None], READ, deadline)
     statuses, bad, reason, late = [], [], "", False
     for at, page in enumerate(work):
         status = ReadStatus.ABSENT if page is None else page.status
@@ -438,12 +438,12 @@ class DiskStorage(Owned):
         self._folder = Folder(where, spec, How(wanted, direct, persistent, timeout))
         self._index, self._counters = self._folder.index, Counters()
         try:
-            self._lanes = Executor(threads, "disk")
-            self._lanes.start()
+            self._executor = Executor(threads, "disk")
+            self._executor.start()
         except RuntimeError as error:  # the system starts no more threads
             self._folder.close()
             raise StorageError(f"disk: {error}; give fewer threads=") from error
-        self._writer = Writer(self._folder, self._lanes, _health(f"disk {path}", retry, clock))
+        self._writer = Writer(self._folder, self._executor, _health(f"disk {path}", retry, clock))
         self._calls = Calls()
 
     @classmethod
@@ -510,7 +510,7 @@ class DiskStorage(Owned):
         corrupt one; otherwise it could never be stored again."""
         names, views = check_batch(keys, buffers, self.spec.page_bytes, writable=True)
         deadline = Deadline(timeout)
-        with self._call() as lanes:
+        with self._call() as executor:
             self._folder.renewed()
             # Each key by itself, to find pages after absent ones too.
             held = self._index.match_many(keys, np.arange(len(keys) + 1))
@@ -518,7 +518,7 @@ class DiskStorage(Owned):
                 slots = np.full(len(keys), -1, np.int32)
                 slots[held.counts > 0] = held.pages
                 found = read_pages(
-                    self._folder, lanes, keys, names, slots.tolist(), views, deadline
+                    self._folder, executor, keys, names, slots.tolist(), views, deadline
                 )
             finally:
                 held.release()
@@ -599,7 +599,7 @@ class DiskStorage(Owned):
         """Wrap every use of the folder: it is not closed meanwhile."""
         with self._calls.one():
             try:
-                yield self._lanes
+                yield self._executor
             except (ConfigError, StorageError):
                 raise
             except Detached as error:
@@ -618,7 +618,7 @@ class DiskStorage(Owned):
         self._calls.end(self._release)
 
     def _release(self) -> None:
-        self._lanes.close(CLOSING)
+        self._executor.close(CLOSING)
         self._folder.close()
 
 

@@ -248,17 +248,17 @@ class SlotFiles:
         """True if direct I/O is in use."""
         return bool(self._direct)
 
-    def read(self, slot: int, page: memoryview) -> memoryview:
+    def read_slot(self, slot: int, page: memoryview) -> memoryview:
         """Read a page; returns the footer block, valid until this thread's next call. Blocks.
 
         Raises:
             OSError: it could not be read.
         """
         block = self._block()
-        self._move(os.preadv, slot, page, block)
+        self._transfer_slot(os.preadv, slot, page, block)
         return block[-BLOCK:]
 
-    def write(self, slot: int, page: memoryview, footer: bytes) -> None:
+    def write_slot(self, slot: int, page: memoryview, footer: bytes) -> None:
         """Write a page and its footer. Blocks, but does not wait for the disk's own cache.
 
         Raises:
@@ -266,9 +266,9 @@ class SlotFiles:
         """
         block = self._block()
         block[-BLOCK:] = footer
-        self._move(os.pwritev, slot, page, block)
+        self._transfer_slot(os.pwritev, slot, page, block)
 
-    def _move(
+    def _transfer_slot(
         self,
         call: Callable[[int, list[memoryview], int], int],
         slot: int,

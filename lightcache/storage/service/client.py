@@ -131,7 +131,7 @@ class ClientTask:
         elif self._policy == "deadline":
             with contextlib.suppress(WaitTimeout):
                 self.task.wait(self._soft.left)
-        if not self.task.over:
+        if not self.task.ended:
             self.stop()
 
     def stop(self) -> None:
@@ -140,7 +140,7 @@ class ClientTask:
 
     def cancel(self) -> None:
         """See `StorageTask.cancel`."""
-        if not self.task.over and not self._client.tell(Kind.CANCEL, self):
+        if not self.task.ended and not self._client.tell(Kind.CANCEL, self):
             self._client.give_up(self, "cancelled; the storage service could not be told")
 
     def publish(self, pages: int) -> StorageTask:
@@ -425,7 +425,7 @@ class StorageClient(BaseTier):
             self._forget(task)
         elif answer.prefix > task.progress.prefix:
             task.advanced()
-        task.progress.become(answer.state, answer.prefix, answer.counts, answer.reasons)
+        task.progress.replace(answer.state, answer.prefix, answer.counts, answer.reasons)
 
     def _look(self) -> None:
         """Give up tasks whose service is gone or silent, and overdue ones."""

@@ -104,7 +104,7 @@ class Served:
                 client that hears of it finds it in the statistics.
         """
         state = self.task.state  # before the result, which is final then
-        if self.task.over and not settled:
+        if self.task.ended and not settled:
             state = TaskState.RUNNING
         result = self.task.result
         counts = {name: getattr(result, name) for name in COUNTS}
