@@ -615,7 +615,9 @@ class WindowManager:
 
     def _let_go(self) -> None:
         """The cache is disabled: drop the pins of requests that wait."""
-        for request in self._plans:
+        for request, plan in list(self._plans.items()):
+            nothing_found = WindowMatch(PrefixMatch(plan.match.tokens), limit=PREFIX)
+            self._plans[request] = _Plan(plan.lookup, None, nothing_found, {})
             self._unpin(request)
 
     # ---- running requests
@@ -1013,6 +1015,16 @@ class WindowManager:
     def leaving(self) -> int:
         """Number of ended requests whose blocks of windows a load still writes."""
         return len(self._leaving)
+
+    @property
+    def disabled(self) -> bool:
+        """Whether nothing is found or saved any more, after too many errors in a row."""
+        return self._fail_open.disabled or self.manager.disabled
+
+    def enable(self) -> None:
+        """Use the cache again."""
+        self._fail_open.enable()
+        self.manager.enable()
 
     def stats(self) -> WindowStats:
         """The counters of windows; those of KV are the manager's."""

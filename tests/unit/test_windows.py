@@ -10,9 +10,9 @@ import pytest
 from support.window_engine import AtOnce, LateBackend, WindowEngine, uncached
 
 from lightcache import Router
-from lightcache.errors import ConfigError, LeaseLost, OutOfPages
+from lightcache.errors import ConfigError, LeaseLost, NotReady, OutOfPages
 from lightcache.group_index import GroupIndex
-from lightcache.groups import Rule
+from lightcache.groups import GroupSet, Rule
 from lightcache.hybrid import WindowBlocks, WindowManager
 from lightcache.hybrid.checkpoints import Tier
 from lightcache.manager import (
@@ -509,6 +509,30 @@ def test_no_room_on_the_host_is_counted(engines: Make) -> None:
         engine.run(list(range(100, 160)), 0)
         assert engine.manage.stats().no_room
     engine.settle()
+
+
+def test_errors_of_the_cache_are_misses(engines: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engines()
+    engine.run(STEM, 0)
+    engine.settle()
+    engine.manage.plan("waits", Prompt(STEM))
+    assert pinned(engine)[0] == 4
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise NotReady("arranged")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GroupIndex, "reserve", broken)
+        patch.setattr(GroupSet, "peek", broken)
+        assert engine.run([*STEM, 1], 2).match.usable == 0
+    assert engine.manage.disabled
+    assert pinned(engine) == [0, 0]  # nothing is kept for those that wait
+    assert engine.run(STEM, 2).match.usable == 0
+    engine.manage.enable()
+    assert not engine.manage.disabled
+    assert engine.run(STEM, 2).match.usable == 56
+    assert engine.manage.take("waits").usable == 56
+    engine.manage.release("waits")
 
 
 @pytest.mark.parametrize(
