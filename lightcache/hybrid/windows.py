@@ -58,6 +58,8 @@ from lightcache.shm.locking import Hurried
 
 PREFIX = Rule.prefix().name
 """Full attention, among the names of rules."""
+EVERY = 4096
+"""Default distance of saved positions, in tokens."""
 _KEPT = (KeyStatus.NEW, KeyStatus.PRESENT)
 
 
@@ -390,14 +392,15 @@ class WindowManager:
     """
 
     def __init__(
-        self, manager: KVCacheManager, windows: Sequence[WindowBlocks], *, every: int = 256
+        self, manager: KVCacheManager, windows: Sequence[WindowBlocks], *, every: int = EVERY
     ) -> None:
         """The caller closes the parts, after this object: the manager, then the windows.
 
         Args:
             windows: one for each rule.
             every: windows are saved at multiples of so many tokens, rounded up to whole blocks and
-                pages; also where a prompt and a request end, and where prompts part.
+                pages; also where a prompt and a request end, and where prompts part. A window of n
+                tokens takes n / every of the host bytes that all KV of its layers would take.
 
         Raises:
             ConfigError: no windows, two of one rule or of one group of the host cache, other block
@@ -836,12 +839,12 @@ class WindowManager:
             last: the request ends: its last position is due.
         """
         inner, space, sound = running.inner, running.inner.space, running.sound()
-        full = inner.publishable() // self.unit * self.unit if sound else 0
+        limit = inner.publishable() if sound else 0
         if space is None or not inner.on_device or not self._state.weights.is_valid(space):
             return
         for table in running.tables:
-            self._name(running, table, space)
-        for position in self._due(running, full, last):
+            self._name(running, table, space, limit)
+        for position in self._due(running, limit // self.unit * self.unit, last):
             for table in running.tables:
                 self._save(running, table, space, position)
             running.saved = position
@@ -856,14 +859,13 @@ class WindowManager:
         due.update([full] if last else [], [running.match.branching or 0])
         return sorted(position for position in due if saved < position <= full)
 
-    def _name(self, running: _Running, table: _Table, space: CacheScope) -> None:
-        window, inner = table.window, running.inner
-        limit = inner.publishable() if running.sound() else 0
-        first = max(table.named, table.begin)
+    def _name(self, running: _Running, table: _Table, space: CacheScope, limit: int) -> None:
+        """Give the full blocks up to so many tokens their keys."""
+        window, first = table.window, max(table.named, table.begin)
         full = min(limit // window.block_tokens, len(table.blocks))
         if full <= first:
             return
-        keys = np.ascontiguousarray(inner.device_chain.keys[first:full])
+        keys = np.ascontiguousarray(running.inner.device_chain.keys[first:full])
         offsets, starts = np.array([0, len(keys)]), np.zeros(1, np.int64)
         naming = NamingResult(len(keys))
         table.naming = naming, first  # noted before the index changes
