@@ -531,7 +531,9 @@ PATH_LIMIT = 2
 """Default bound on checkpoints of one path: a conversation continues from its last one, and other
 conversations use the slots of earlier ones better (docs/benchmarks.md)."""
 _PARTED = 1 << 12  # maximum number of remembered forks
-_SUPERSEDED = 16  # looked at on the host beside those within the bound; earlier ones were, in their turn
+_SUPERSEDED = (
+    16  # looked at on the host beside those within the bound; earlier ones were, in their turn
+)
 
 
 class PathBound:

@@ -74,7 +74,7 @@ class RoomRules(MachineBase):
         client, now = self.client(number), self.view.queue_now
         space, real = self.space(client, where)
         keys = self.keys(path)
-        keys = keys[start % len(keys) :]
+        keys = keys[start % (len(keys) + 1) :]
         changed = self.model.evict_first(keys, space, now)
         assert client.index.evict_first(make.array(keys), namespace=real) == len(changed)
 

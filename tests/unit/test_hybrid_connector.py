@@ -20,8 +20,8 @@ from support.hybrid_connecting import (  # noqa: E402
     ready_states,
     saved,
     small_cache,
-    superseded,
     states_of,
+    superseded,
     together,
 )
 from support.hybrid_models import KINDS, hybrid  # noqa: E402
