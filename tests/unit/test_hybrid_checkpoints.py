@@ -147,7 +147,8 @@ def test_the_bound_looks_at_few_of_those_that_stay(hybrids: Any) -> None:
 
     world.checkpoints.host_states.evict_first = evict_first
     world.save(prompt, *range(8, 8 * 30 + 1, 8))
-    assert max(asked) == 16 and len(asked) == 29
+    assert max(asked) == 16
+    assert len(asked) == 29
     assert world.there(prompt)["host"] == list(range(8, 8 * 30 + 1, 8))
     assert world.superseded(prompt) == list(range(8, 8 * 30, 8))
     assert world.checkpoints.stats().bounded == 2 * 29

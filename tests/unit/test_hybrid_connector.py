@@ -347,7 +347,8 @@ def test_a_fork_that_another_process_saved_is_known(segment_name: str, qwen: Any
                 longer = together(longer, prompt(40, seed))
                 ask(second, qwen, longer, steps=2)
             ordinary = set(saved(second, longer)) - set(superseded(second, longer))
-            assert min(ordinary) == 64 and len(ordinary) == 2
+            assert min(ordinary) == 64
+            assert len(ordinary) == 2
             assert second.stats().states.bounded > 0
 
 

@@ -112,7 +112,8 @@ def test_runs_go_first_whole(index: PageIndex) -> None:
     assert states.last_ready(keys[:2]) == 1
     index.evict(3)
     assert index.peek(states.run.keys(keys[1:2])) == 0, "its parts follow"
-    assert states.last_ready(keys) == 3 and states.last_ready(keys[:1]) == 1
+    assert states.last_ready(keys) == 3
+    assert states.last_ready(keys[:1]) == 1
     assert index.peek(prompt(1, 4)) == 4
     assert index.check().clean
 
