@@ -346,12 +346,13 @@ class NamespaceLimits(ctypes.Structure):
 
 
 class WalkProgress(ctypes.Structure):
-    """Progress of a protect, unprotect or drop."""
+    """Progress of a protect, unprotect, evict_first or drop."""
 
     _fields_ = [
         ("cursor", ctypes.c_uint32),
         ("pages", ctypes.c_uint32),
         ("ended", ctypes.c_uint32),
+        ("tick", ctypes.c_uint64),
     ]
 
 
@@ -563,6 +564,7 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_namespace_open": (INT, (ADDRESS, TEXT, TEXT, U32, ADDRESS, *LOCKED)),
     "lci_namespace_limits": (INT, (ADDRESS, TEXT, TEXT, ADDRESS, ADDRESS, *LOCKED)),
     "lci_keep": (INT, (ADDRESS, ADDRESS, U32, U32, INT, ADDRESS, *LOCKED)),
+    "lci_evict_first": (INT, (ADDRESS, ADDRESS, U32, U32, ADDRESS, *LOCKED)),
     "lci_drop": (INT, (ADDRESS, ADDRESS, U32, U32, U32, ADDRESS, *LOCKED)),
     "lci_oldest": (INT, (ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS, *LOCKED)),
     "lci_discard": (

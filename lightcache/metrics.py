@@ -102,7 +102,7 @@ _CHECKPOINTS_HELP = {
     "donated": "Saved states that became checkpoints.",
     "merged": "Saved states that were checkpoints already.",
     "refused": "Saved states that could not become checkpoints.",
-    "bounded": "Checkpoints evicted because their path had too many.",
+    "bounded": "Checkpoints superseded because their path had too many.",
     "copies": "Copies from a checkpoint to a working slot.",
     "no_room": "Checkpoints not written to the host because there was no room.",
     "demotions": "Checkpoints evicted from the device ahead of need, with a copy on the host.",

@@ -1605,6 +1605,31 @@ class PageIndex:
         check(code, what)
         return progress
 
+    def evict_first(self, keys: Keys, *, namespace: Namespace | None = None) -> int:
+        """Make the pages of these keys the first to be evicted, at any position in the chain: they
+        stay and are found until room is needed, and their next use makes them ordinary pages again.
+        Pages that are pinned, protected or being written are left as they are. Returns the number
+        of pages changed, without those that eviction takes next anyway.
+
+        They count as used before all others, those of one call together, so a run or the end of a
+        prefix goes as one. A page that others hang on still goes after them, and a page that
+        several prompts share is changed for all of them. A namespace's `minimum` holds for these
+        pages as for others.
+
+        Takes the lock, for 256 keys at a time; about 40 ns a page.
+
+        Raises:
+            ConfigError: keys of another shape, dtype or layout.
+            LockTimeout: pages changed so far stay changed.
+            PermissionDenied, Detached.
+        """
+        where, n = _arguments.keys(keys)
+        progress = layout.WalkProgress()
+        ref, total = self._ref(namespace), ctypes.byref(progress)
+        code = self.core.locked("lci_evict_first", where, n, ref, total, what="evict first")
+        check(code, "evict_first")
+        return int(progress.pages)
+
     def drop(self, keys: Keys, *, start: int = 0, namespace: Namespace | None = None) -> int:
         """Evict the branch of `keys[start:]` now, from its end upward. Stops at the first page that
         is pinned, protected, being written, or has another child (those of an independent page do

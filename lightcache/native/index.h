@@ -299,11 +299,12 @@ typedef struct lci_ns_limits {
     uint64_t others;         /* out: what the other open namespaces were promised */
 } lci_ns_limits;
 
-/* Progress of keep, unkeep and drop, zeroed by the caller. */
+/* Progress of keep, unkeep, evict_first and drop, zeroed by the caller. */
 typedef struct lci_walk_op {
     uint32_t cursor; /* keys that are settled: from the first on, of a drop from the last back */
     uint32_t pages;  /* that were changed */
     uint32_t ended;  /* nothing is left to do */
+    uint64_t tick;   /* of evict_first: what its pages get */
 } lci_walk_op;
 
 /* Progress of listing what is evicted next; `want`, `keep_order` set and the rest zeroed. The lease

@@ -304,12 +304,16 @@ static int evict(call *c) {
 static int keep(call *c) {
     lc_key keys[MOST_KEYS];
     uint32_t n = some_keys(c, keys, MOST_KEYS);
-    lci_walk_op op = {0};
-    int rc = sane(lci_keep(c->w->h, keys, n, some_namespace(c), below(c->r, 2) != 0, &op, c->wait,
-                           c->deadline),
-                  "keep");
+    lci_walk_op op = {0}, first = {0};
+    int kept = below(c->r, 2) != 0; /* drawn first, as compilers have drawn it in the arguments */
+    lci_ns_ref ns = some_namespace(c);
+    int rc = sane(lci_keep(c->w->h, keys, n, ns, kept, &op, c->wait, c->deadline), "keep");
     at_most(op.cursor, n, "keep came further than its keys");
     at_most(op.pages, n, "keep changed more than it was asked for");
+    rc = worse(rc, sane(lci_evict_first(c->w->h, keys, n, ns, &first, c->wait, c->deadline),
+                        "evict first"));
+    at_most(first.cursor, n, "evict first came further than its keys");
+    at_most(first.pages, n, "evict first changed more than it was asked for");
     return rc;
 }
 
@@ -631,7 +635,7 @@ const operation operations[] = {
     {"publish", publish_open},
     {"abandon", abandon_open},
     {"evict", evict},
-    {"keep", keep},
+    {"keep and evict first", keep},
     {"drop", drop},
     {"oldest and discard", oldest},
     {"discard", discard_strange},

@@ -136,6 +136,8 @@ int lci_namespace_limits(lci_handle *h, const char *weights, const char *tenant,
                          lci_ns_limits *limits, lci_ns_ref *out, int wait, uint64_t deadline);
 int lci_keep(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ref, int keep,
              lci_walk_op *op, int wait, uint64_t deadline);
+int lci_evict_first(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ref,
+                    lci_walk_op *op, int wait, uint64_t deadline);
 int lci_drop(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t start, lci_ns_ref ref,
              lci_walk_op *op, int wait, uint64_t deadline);
 int lci_oldest(lci_handle *h, lci_oldest_op *op, lci_lease *lease, lc_key *keys, uint32_t *parents,
