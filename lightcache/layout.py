@@ -530,6 +530,7 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_open": (ADDRESS, (ADDRESS, U64)),
     "lci_close": (None, (ADDRESS,)),
     "lci_count": (INT, (ADDRESS, ADDRESS)),
+    "lci_count_groups": (INT, (ADDRESS, U32, ADDRESS)),
     "lci_peek1": (INT, (ADDRESS, ADDRESS, U32, U32)),
     "lci_peek": (INT, (ADDRESS, ADDRESS, ADDRESS, U32, U32, ADDRESS)),
     "lci_deepest1": (INT, (ADDRESS, ADDRESS, U32, U32)),

@@ -584,7 +584,10 @@ static int slots(call *c) {
 
 static int count(call *c) {
     lci_counts counts;
-    return sane(lci_count(some_handle(c), &counts), "count");
+    uint32_t pages[2 * LCI_NUMBERS];
+    lci_handle *h = some_handle(c);
+    int rc = sane(lci_count(h, &counts), "count");
+    return worse(rc, sane(lci_count_groups(h, 1, pages), "count_groups"));
 }
 
 static int checked(call *c) {
