@@ -540,6 +540,7 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_match": (INT, (ADDRESS, ADDRESS, ADDRESS, U32, U32, ADDRESS, ADDRESS)),
     "lci_part_keys": (INT, (ADDRESS, U32, U32, U32, U32, ADDRESS)),
     "lci_match_groups": (INT, (ADDRESS, U32, ADDRESS, U32, U32, U32, ADDRESS)),
+    "lci_match_groups_many": (INT, (ADDRESS, U32, ADDRESS, ADDRESS, U32, U32, U32, ADDRESS)),
     "lci_peek_groups": (INT, (ADDRESS, U32, ADDRESS, U32, U32, U32, ADDRESS)),
     "lci_release": (INT, (ADDRESS, ADDRESS)),
     "lci_split": (INT, (ADDRESS, ADDRESS, ADDRESS, U32)),

@@ -101,6 +101,9 @@ int lci_match(lci_handle *h, const lc_key *keys, const int64_t *offsets, uint32_
               lci_ns_ref ns, lci_lease *lease, int32_t *counts);
 int lci_match_groups(lci_group *groups, uint32_t count, const lc_key *keys, uint32_t n,
                      uint32_t page_tokens, uint32_t step, int32_t *limit);
+int lci_match_groups_many(lci_group *groups, uint32_t count, const lc_key *keys,
+                          const int64_t *offsets, uint32_t sequences, uint32_t page_tokens,
+                          uint32_t step, int32_t *found);
 int lci_peek_groups(lci_group *groups, uint32_t count, const lc_key *keys, uint32_t n,
                     uint32_t page_tokens, uint32_t step, int32_t *limit);
 int lci_release(lci_handle *h, lci_lease *lease);
