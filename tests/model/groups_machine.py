@@ -423,6 +423,26 @@ class GroupsMachine(RuleBasedStateMachine):
             assert found.limit in limits
         self.verify(found, chain, self.pages)
 
+    @rule(number=pick, path=paths, end=deep, page=pick, from_part=pick, kept=st.booleans())
+    def match_hollow(
+        self, number: int, path: list[int], end: int, page: int, from_part: int, kept: bool
+    ) -> None:
+        """A page that a position needs has lost parts, and its last one is there again."""
+        number = self.number(number)
+        group, scope = self.scope(number)
+        run = self.shape.run(number)
+        self.serve(path, end)
+        chain, needs = make.chain(path[:end]), sorted(self.needed(group, end))
+        if run.parts > 1 and needs:
+            which = needs[page % len(needs)]
+            parts = self.parts(number, chain[which : which + 1])
+            gone = make.array(parts[from_part % (run.parts - 1) :])
+            self.others[scope[0]].drop(gone, namespace=self.space(scope))
+            self.learn(scope[0])
+            self.write_parts(number, path, which + 1, 0, True)
+        self.match_many([(path, end), (path, end)], 1, kept)
+        self.compare(path, end, 1, False)
+
     @rule(chosen=st.lists(st.tuples(paths, deep), max_size=4), step=steps, kept=st.booleans())
     def match_many(self, chosen: list[tuple[list[int], int]], step: int, kept: bool) -> None:
         chains = [make.chain(path[:end]) for path, end in chosen]
@@ -441,7 +461,7 @@ class GroupsMachine(RuleBasedStateMachine):
         step=steps,
         kept=st.booleans(),
         turns=st.one_of(within, mixed, mixed),
-        what=st.sampled_from(["evict", "drop", "drop", "write", "clear"]),
+        what=st.sampled_from(["evict", "drop", "part", "write", "clear"]),
         number=pick,
         other=paths,
         count=st.integers(1, LONG),
@@ -465,6 +485,7 @@ class GroupsMachine(RuleBasedStateMachine):
         changes: dict[str, Callable[[], None]] = {
             "evict": lambda: self.evict_some(number, count),
             "drop": lambda: self.drop(number, chain),
+            "part": lambda: self.drop(number, chain, last=True),
             "write": lambda: self.write_now(number, other, 0, count),
             "clear": lambda: self.clear_scope(number),
         }
@@ -489,11 +510,12 @@ class GroupsMachine(RuleBasedStateMachine):
         _, (index, _) = self.scope(number)
         assert self.others[index].evict(count) == self.learn(index)
 
-    def drop(self, number: int, chain: list[make.Pair]) -> None:
-        """The pages that are matched."""
+    def drop(self, number: int, chain: list[make.Pair], last: bool = False) -> None:
+        """The pages that are matched, or the last part of each."""
         _, scope = self.scope(number)
         index, space = self.others[scope[0]], self.space(scope)
-        keys = make.array(self.parts(number, chain))
+        run = self.shape.run(self.number(number))
+        keys = run.last(make.array(chain)) if last else run.keys(make.array(chain))
         assert index.drop(keys, namespace=space) == self.learn(scope[0])
 
     def evict_group(self, number: int, count: int) -> None:
