@@ -66,10 +66,12 @@ from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import leave
 from lightcache.shm.layout import SegmentKind
 from lightcache.shm.locking import deadline_ns
-from lightcache.snapshot import CheckReport, IndexStats
+from lightcache.snapshot import CheckReport, GroupPages, IndexStats
 
 # ---- The segment of an index.
 
+MOST_COUNTED = 1 << 18
+"""Records that `PageIndex.groups` reads at most, in 7 ms."""
 T = TypeVar("T", bound="PageIndex")
 Hook = Callable[[Segment], None]
 
@@ -872,6 +874,24 @@ class PageIndex:
         counts = layout.IndexCounts()
         check(self.core.quick.lci_count(self.core.handle, ctypes.byref(counts)), "stats")
         return snapshot.stats_of(counts)
+
+    def groups(self) -> tuple[GroupPages, ...]:
+        """Pages by KV group: of each group that has a name (`kv_groups` of the cache) or a page.
+        Takes no lock. Reads the record of every page, in 7 ns each and at slightly different
+        instants. Of more than 262,144 pages it reads one in n, and counts n for each.
+
+        Raises:
+            Detached: closed, replaced, or a forked child.
+        """
+        step = -(-self.core.pages // MOST_COUNTED)
+        counts = (ctypes.c_uint32 * (2 * layout.NUMBERS))()
+        with self.core.segment.busy():
+            code = self.core.slow.lci_count_groups(self.core.handle, step, ctypes.byref(counts))
+        check(code, "groups")
+        ready, writing = counts[: layout.NUMBERS], counts[layout.NUMBERS :]
+        return snapshot.groups_of(
+            [step * n for n in ready], [step * n for n in writing], self.segment.config
+        )
 
     @property
     def plans(self) -> Plans:

@@ -221,7 +221,7 @@ static inline uint32_t lci_ns_id(lci_ns_ref ref) { return ref & 0xff; }
  * tokens needs the pages of those from floor(n / align) * align - back to n. */
 typedef struct lci_group {
     lci_handle *h;
-    lci_lease *lease; /* empty, with its capacity; NULL for a peek */
+    lci_lease *lease; /* with its capacity; NULL for a peek */
     uint64_t align;   /* 1 at least */
     uint64_t back;
     lci_ns_ref ns;
@@ -636,6 +636,9 @@ LC_API int lci_unreserve(lci_handle *h, lci_reserve_op *op, const int32_t *page,
 LC_API int lci_abandon(lci_handle *h, uint32_t rid, uint32_t gen, int wait, uint64_t deadline);
 LC_API int lci_publish(lci_handle *h, uint32_t rid, uint32_t gen, uint32_t shard,
                        const int32_t *pages, uint32_t n);
+
+/* lookup.c: for groups.c, which gives back what it matched before an error. */
+LC_API int lci_release(lci_handle *h, lci_lease *lease);
 
 /* publish.c: without the lock. */
 int lci_make_ready(lci_handle *h, uint32_t rid, uint32_t ns, const int32_t *pages, uint32_t n);

@@ -102,6 +102,19 @@ static int match_groups(const call *c, const lc_key *keys, uint32_t n, lci_ns_re
         rc = worse(rc, sane(lci_release(c->w->h, leases[i]), "release"));
         free(leases[i]);
     }
+    int64_t offsets[4] = {0, n / 3, n / 3, n};
+    int32_t found[6][3];
+    for (int i = 0; i < 2; i++) {
+        leases[i] = groups[i].lease = room(sizeof(lci_lease) + (i ? 24 : 8) * (size_t)n);
+        leases[i]->capacity = i ? 3 * n : n;
+    }
+    rc = worse(rc, sane(lci_match_groups_many(groups, 2, keys, offsets, 3, 4, 1, *found), "match groups"));
+    for (int i = 0; i < 2; i++) {
+        at_most(leases[i]->held, n * groups[i].parts, "a group holds more than it was asked for");
+        in_range(c->w, (int32_t *)(leases[i] + 1), leases[i]->held, "a group was given a page");
+        rc = worse(rc, sane(lci_release(c->w->h, leases[i]), "release"));
+        free(leases[i]);
+    }
     int peeked = sane(lci_peek_groups(groups, 2, keys, n, 4, 1, &limit), "peek groups");
     at_most(peeked, n, "groups found more than they were asked for");
     return worse(rc, peeked);
@@ -588,7 +601,10 @@ static int slots(call *c) {
 
 static int count(call *c) {
     lci_counts counts;
-    return sane(lci_count(some_handle(c), &counts), "count");
+    uint32_t pages[2 * LCI_NUMBERS];
+    lci_handle *h = some_handle(c);
+    int rc = sane(lci_count(h, &counts), "count");
+    return worse(rc, sane(lci_count_groups(h, 1, pages), "count_groups"));
 }
 
 static int checked(call *c) {

@@ -159,6 +159,20 @@ def test_a_run_is_found_when_all_of_it_is_there(index: PageIndex) -> None:
     assert index.stats().ready == 4 + 5
 
 
+def test_many_sequences_of_runs(index: PageIndex) -> None:
+    keys = prompt(1, 5)
+    assert put(index, keys[:3]) == 3 * STATE.parts
+    together = group_set(index, (Rule.point(), STATE))
+    many = np.concatenate([keys, keys[:2], keys[4:]])
+    with together.match_many(many, [0, 5, 7, 8]) as found:
+        assert found.pages.tolist() == [3, 2, 0]
+        assert found.leases[0].counts.tolist() == [STATE.parts, STATE.parts, 0]
+        for place, key in enumerate((keys[2:3], keys[1:2])):
+            with index.match(STATE.keys(key)) as parts:
+                assert found.leases[0][place].tolist() == parts.pages.tolist()
+    assert index.check().pins == 0
+
+
 def test_all_or_none(index: PageIndex) -> None:
     keys = prompt(1, 20)
     fill(index, prompt(2, 30))
