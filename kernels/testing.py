@@ -328,6 +328,14 @@ class _World:
         """Begin these moves."""
         return getattr(self.engine, verb)(self.host_moves(moves), **how)
 
+    def gate(self, verb: str = "offload", **how: Any) -> Gate:
+        """A gate, shut. Such a call is made before, and undone: an engine may load a kernel at its
+        first one, for which a GPU waits until all streams are idle."""
+        self.begin(verb, _one_page(), **how).wait(TIMEOUT)
+        self.rig.pages[...] = self.setup.placed_pages.memory(self.pages)
+        self.rig.write_device(self.device)
+        return self.rig.gate()
+
 
 class _Told:
     """The calls that an engine made. Its methods are equal, but not the same, in each access."""
@@ -397,7 +405,7 @@ def check_windows(factory: Factory) -> None:
     for window in (1, 2):
         for verb in ("offload", "load"):
             with _World(factory) as world:
-                gate, moves = world.rig.gate(), _one_page()
+                gate, moves = world.gate(verb, window=window), _one_page()
                 world.expect(verb, moves)
                 transfer = world.begin(verb, moves, window=window, after=[gate.event])
                 try:
@@ -477,7 +485,7 @@ def check_after(factory: Factory) -> None:
     have been changed meanwhile."""
     for verb in ("offload", "load"):
         with _World(factory) as world:
-            gate, slots = world.rig.gate(), np.arange(_KV.page_tokens)
+            gate, slots = world.gate(verb), np.arange(_KV.page_tokens)
             move = world.host_moves([Move([2], slots)])[0]
             pages = np.array(move.pages)
             transfer = getattr(world.engine, verb)(Move(pages, slots), after=[gate.event])
@@ -509,7 +517,7 @@ def check_calls(factory: Factory) -> None:
     """A `when_done` call is pending while the copy is in flight, and made once, in a thread that
     asks."""
     with _World(factory) as world:
-        gate, told, other = world.rig.gate(), _Told(), _Told()
+        gate, told, other = world.gate(), _Told(), _Told()
         transfer = world.begin("offload", _one_page(), after=[gate.event], when_done=told.note)
         try:
             _same(transfer.done(), False, "done of a copy in flight")
@@ -536,7 +544,7 @@ def check_calls(factory: Factory) -> None:
 def check_dropped_transfer(factory: Factory) -> None:
     """The call is made by `poll` too, if the caller has kept no Transfer."""
     with _World(factory) as world:
-        gate, told, moves = world.rig.gate(), _Told(), _one_page()
+        gate, told, moves = world.gate(), _Told(), _one_page()
         world.expect("offload", moves)
         world.begin("offload", moves, after=[gate.event], when_done=told.note)
         _same(world.engine.will_tell(told.note), True, "will_tell without a Transfer")
@@ -556,7 +564,7 @@ def check_calls_that_raise(factory: Factory) -> None:
         raise Wrong
 
     with _World(factory) as world:
-        gate, told, raised = world.rig.gate(), _Told(), 0
+        gate, told, raised = world.gate(), _Told(), 0
         first = world.begin("offload", _one_page(1), after=[gate.event], when_done=wrong)
         second = world.begin("offload", _one_page(2), after=[gate.event], when_done=told.note)
         first.when_done(told.note)
@@ -572,7 +580,7 @@ def check_calls_that_raise(factory: Factory) -> None:
 def check_close(factory: Factory) -> None:
     """`close` waits for copies in flight and makes their calls; later calls raise Detached."""
     world = _World(factory)
-    gate, told, moves = world.rig.gate(), _Told(), _one_page()
+    gate, told, moves = world.gate(), _Told(), _one_page()
     world.expect("offload", moves)
     world.begin("offload", moves, after=[gate.event], when_done=told.note)
     closing = threading.Thread(target=world.engine.close)

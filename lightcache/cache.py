@@ -45,7 +45,7 @@ from lightcache.pool import (
     make_object,
 )
 from lightcache.reservations import Reservation, ReservationShard
-from lightcache.runs import PLAIN, Run
+from lightcache.runs import NAMES_ITEM, PLAIN, Run, checked_names
 from lightcache.shm import Segment
 from lightcache.shm.clients import ClientInfo
 from lightcache.shm.codes import Code, check
@@ -78,6 +78,7 @@ class CacheSpec:
         secret: bytes | None,
         pool_path: str | os.PathLike[str] | None,
         numa: Numa,
+        kv_groups: Sequence[str] | None,
     ) -> None:
         """If `secret` is None it is read from the file, which is created if needed after all
         checks."""
@@ -105,6 +106,7 @@ class CacheSpec:
             "algorithm": algorithm,
             "secret": digest_of(self.secret),
             **({} if folder is None else {FOLDER_ITEM: folder}),
+            **({} if kv_groups is None else {NAMES_ITEM: checked_names(kv_groups)}),
         }
 
     def _capacity(self, pages: int | None, size: int | str | None) -> int:
@@ -360,6 +362,7 @@ class Cache:
         numa: Numa = None,
         pool_path: str | os.PathLike[str] | None = None,
         independent: bool = False,
+        kv_groups: Sequence[str] | None = None,
         grow: bool = True,
         lock_timeout: float = 10.0,
         timeout: float | None = 10.0,
@@ -383,6 +386,9 @@ class Cache:
                 same folder there.
             independent: for pages that are useful without their prefix, such as checkpoints of
                 recurrent state; see `PageIndex.create`.
+            kv_groups: names of the KV groups that share the cache, such as ("kv", "states"), for
+                `dump` and metrics: the i-th is that of `Run(group=i)`. None: it has one group, or
+                they are shown by number.
             grow: True: a thread gives memory to the rest of the pool. False: call `pool.prefault`.
             Otherwise as `PageIndex.create`.
 
@@ -400,6 +406,7 @@ class Cache:
             secret,
             pool_path,
             numa,
+            kv_groups,
         )
         index = PageIndex.create(
             name,
@@ -490,6 +497,7 @@ class Cache:
         numa: Numa = None,
         pool_path: str | os.PathLike[str] | None = None,
         independent: bool = False,
+        kv_groups: Sequence[str] | None = None,
         grow: bool = True,
         lock_timeout: float = 10.0,
         timeout: float | None = 10.0,
@@ -520,6 +528,7 @@ class Cache:
             secret,
             pool_path,
             numa,
+            kv_groups,
         )
         index = PageIndex.open(
             name,

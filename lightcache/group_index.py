@@ -113,6 +113,11 @@ class GroupIndex:
         parts = self.index.unprotect(self.run.keys(keys), namespace=namespace)
         return -(-parts // self.run.parts)
 
+    def evict_first(self, keys: Keys, *, namespace: Namespace | None = None) -> int:
+        """Make pages the first to be evicted. Returns how many were changed."""
+        parts = self.index.evict_first(self.run.keys(keys), namespace=namespace)
+        return -(-parts // self.run.parts)
+
     def drop(self, key: Keys, *, namespace: Namespace | None = None) -> int:
         """Evict one page. Returns how many went: 0 or 1."""
         return -(-self.index.drop(self.run.keys(key), namespace=namespace) // self.run.parts)

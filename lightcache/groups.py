@@ -12,18 +12,22 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
 
 from lightcache import _arguments, layout
-from lightcache._arguments import Keys, count
+from lightcache._arguments import Keys, Offsets, Pages, count
 from lightcache.errors import ConfigError, LightcacheError
 from lightcache.kernels.groups import Rule
-from lightcache.leases import Lease, buffer_for
+from lightcache.leases import Lease, LeaseBatch, buffer_for
 from lightcache.namespaces import Namespace
 from lightcache.runs import PLAIN, Run
 from lightcache.shm.codes import check
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from lightcache.page_index import PageIndex
 
 _MAX_STEP = 1 << 31
@@ -44,21 +48,15 @@ class Group:
     namespace have different numbers."""
 
 
-class GroupMatch:
-    """What a match has pinned. Leave its `with`, or release it."""
+L = TypeVar("L", Lease, LeaseBatch)
 
-    def __init__(
-        self, pages: int, leases: Sequence[Lease], first: Sequence[int], limit: str | None
-    ) -> None:
-        """For `GroupSet`."""
-        self.pages = pages
-        """The position, in pages: the deepest that every group accepts; 0: none."""
-        self.leases = tuple(leases)
+
+class _Held(Generic[L]):
+    """Leases of several groups, released together."""
+
+    def __init__(self, leases: Sequence[L]) -> None:
+        self.leases: tuple[L, ...] = tuple(leases)
         """The pinned pages of each group; of a run all parts, page by page."""
-        self.first = tuple(first)
-        """The number of the first of the group's pages in the sequence."""
-        self.limit = limit
-        """Name of the group that has no deeper position; None: no group limits it."""
 
     def release(self) -> None:
         """Unpin all.
@@ -75,7 +73,7 @@ class GroupMatch:
         if refused is not None:
             raise refused
 
-    def __enter__(self) -> GroupMatch:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -86,6 +84,49 @@ class GroupMatch:
     ) -> None:
         for lease in self.leases:
             lease.__exit__(kind, error, trace)
+
+
+class GroupMatch(_Held[Lease]):
+    """What a match has pinned. Leave its `with`, or release it."""
+
+    def __init__(
+        self, pages: int, leases: Sequence[Lease], first: Sequence[int], limit: str | None
+    ) -> None:
+        """For `GroupSet`."""
+        super().__init__(leases)
+        self.pages = pages
+        """The position, in pages: the deepest that every group accepts; 0: none."""
+        self.first = tuple(first)
+        """The number of the first of the group's pages in the sequence."""
+        self.limit = limit
+        """Name of the group that has no deeper position; None: no group limits it."""
+
+
+class GroupMatches(_Held[LeaseBatch]):
+    """What a match of many sequences has pinned. Leave its `with`, release it, or split it."""
+
+    def __init__(
+        self, pages: Pages, leases: Sequence[LeaseBatch], first: Pages, limits: Sequence[str | None]
+    ) -> None:
+        """For `GroupSet`."""
+        super().__init__(leases)
+        self.pages = pages
+        """The position of each sequence, in pages: int32 of shape (sequences,)."""
+        self.first = first
+        """The number of the first page of each group in each sequence: int32 of shape (groups,
+        sequences)."""
+        self.limits = tuple(limits)
+        """For each sequence the name that a `GroupMatch` has as its `limit`."""
+
+    def split(self) -> list[GroupMatch]:
+        """One match for each sequence, each to be released on its own; this object is empty then.
+
+        Raises:
+            LeaseLost: released already.
+        """
+        each = zip(*(batch.split() for batch in self.leases), strict=True)
+        rest = zip(self.pages.tolist(), each, self.first.T.tolist(), self.limits, strict=True)
+        return [GroupMatch(*one) for one in rest]
 
 
 class GroupPosition(NamedTuple):
@@ -136,6 +177,7 @@ class GroupSet:
         self._dense = self.groups[0] if self._is_dense() else None
         calls = self.groups[0].index.core.quick
         self._match, self._peek = calls.lci_match_groups, calls.lci_peek_groups
+        self._match_many = calls.lci_match_groups_many
 
     def _refuse_misfit(self, group: Group) -> None:
         group.index.core.check_usable(f"group {group.name!r}")
@@ -188,6 +230,45 @@ class GroupSet:
         pages, limit = self._called(self._match, "match", records, where, n, step)
         return GroupMatch(pages, leases, [record.first for record in each], limit)
 
+    def match_many(self, keys: Keys, offsets: Offsets, *, step: int = 1) -> GroupMatches:
+        """`match` for many sequences in one call of the core, as for a scheduler's step: `keys` are
+        those of all sequences, sequence i has `keys[offsets[i] : offsets[i + 1]]`. Each has its own
+        pins. On an error nothing is pinned.
+
+        Raises:
+            As `match`; ConfigError also for offsets that do not fit the keys.
+        """
+        count(step, "step", 1, _MAX_STEP)
+        where, n = _arguments.keys(keys)
+        bounds = _arguments.offsets(offsets, n)
+        lengths, groups = np.diff(bounds), len(self.groups)
+        found = np.zeros((2 + 2 * groups, len(lengths)), np.int32)
+        records, each = self._prepared()
+        leases: list[LeaseBatch] = []
+        for number, (record, group, most) in enumerate(
+            zip(each, self.groups, self._most, strict=True)
+        ):
+            room = int(np.minimum(lengths, min(n, most)).sum()) * group.run.parts
+            buffer = buffer_for(room)
+            buffer[1] = room
+            record.lease = ctypes.addressof(buffer)
+            leases.append(LeaseBatch(group.index.core, buffer, found[2 + groups + number]))
+        code = self._match_many(
+            records,
+            groups,
+            where,
+            _arguments.address(bounds),
+            len(lengths),
+            self.page_tokens,
+            step,
+            _arguments.address(found),
+        )
+        if code < 0:
+            check(code, f"match of group {self.groups[found[1, 0]].name!r}")
+        names = [*(group.name for group in self.groups), None]  # the last for -1
+        limits = [names[limit] for limit in found[1].tolist()]
+        return GroupMatches(found[0], leases, found[2 : 2 + groups], limits)
+
     @staticmethod
     def _match_dense(group: Group, keys: Keys) -> GroupMatch:
         lease = group.index.match(keys, namespace=group.namespace)
@@ -233,4 +314,4 @@ class GroupSet:
         return pages, limit
 
 
-__all__ = ["Group", "GroupMatch", "GroupPosition", "GroupSet", "Rule"]
+__all__ = ["Group", "GroupMatch", "GroupMatches", "GroupPosition", "GroupSet", "Rule"]

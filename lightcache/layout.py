@@ -346,12 +346,13 @@ class NamespaceLimits(ctypes.Structure):
 
 
 class WalkProgress(ctypes.Structure):
-    """Progress of a protect, unprotect or drop."""
+    """Progress of a protect, unprotect, evict_first or drop."""
 
     _fields_ = [
         ("cursor", ctypes.c_uint32),
         ("pages", ctypes.c_uint32),
         ("ended", ctypes.c_uint32),
+        ("tick", ctypes.c_uint64),
     ]
 
 
@@ -530,6 +531,7 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_open": (ADDRESS, (ADDRESS, U64)),
     "lci_close": (None, (ADDRESS,)),
     "lci_count": (INT, (ADDRESS, ADDRESS)),
+    "lci_count_groups": (INT, (ADDRESS, U32, ADDRESS)),
     "lci_peek1": (INT, (ADDRESS, ADDRESS, U32, U32)),
     "lci_peek": (INT, (ADDRESS, ADDRESS, ADDRESS, U32, U32, ADDRESS)),
     "lci_deepest1": (INT, (ADDRESS, ADDRESS, U32, U32)),
@@ -539,6 +541,7 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_match": (INT, (ADDRESS, ADDRESS, ADDRESS, U32, U32, ADDRESS, ADDRESS)),
     "lci_part_keys": (INT, (ADDRESS, U32, U32, U32, U32, ADDRESS)),
     "lci_match_groups": (INT, (ADDRESS, U32, ADDRESS, U32, U32, U32, ADDRESS)),
+    "lci_match_groups_many": (INT, (ADDRESS, U32, ADDRESS, ADDRESS, U32, U32, U32, ADDRESS)),
     "lci_peek_groups": (INT, (ADDRESS, U32, ADDRESS, U32, U32, U32, ADDRESS)),
     "lci_release": (INT, (ADDRESS, ADDRESS)),
     "lci_split": (INT, (ADDRESS, ADDRESS, ADDRESS, U32)),
@@ -563,6 +566,7 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_namespace_open": (INT, (ADDRESS, TEXT, TEXT, U32, ADDRESS, *LOCKED)),
     "lci_namespace_limits": (INT, (ADDRESS, TEXT, TEXT, ADDRESS, ADDRESS, *LOCKED)),
     "lci_keep": (INT, (ADDRESS, ADDRESS, U32, U32, INT, ADDRESS, *LOCKED)),
+    "lci_evict_first": (INT, (ADDRESS, ADDRESS, U32, U32, ADDRESS, *LOCKED)),
     "lci_drop": (INT, (ADDRESS, ADDRESS, U32, U32, U32, ADDRESS, *LOCKED)),
     "lci_oldest": (INT, (ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS, *LOCKED)),
     "lci_discard": (

@@ -20,9 +20,10 @@ from lightcache.errors import ConfigError, LightcacheError, NotInstalled
 from lightcache.manager.blocks import DeviceTier
 from lightcache.manager.stats import ManagerStats
 from lightcache.page_index import PageIndex
+from lightcache.runs import names_of
 from lightcache.shm.clients import ClientInfo
 from lightcache.shm.layout import LOCK_OFFSET, ClientState, LockRecord
-from lightcache.snapshot import IndexStats
+from lightcache.snapshot import GroupPages, IndexStats
 
 try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -76,7 +77,7 @@ _CHECKPOINT_LABELLED = frozenset(
     name for group in (_CHECKPOINT_HITS, _MOVED, _FAILED) for name in group.values()
 )
 
-_OWN = frozenset({"cache", "tier", "state", "role", "direction", "part", "cause"})
+_OWN = frozenset({"cache", "tier", "state", "role", "direction", "part", "cause", "group"})
 
 _HELP = {
     "requests": "Requests taken.",
@@ -102,7 +103,7 @@ _CHECKPOINTS_HELP = {
     "donated": "Saved states that became checkpoints.",
     "merged": "Saved states that were checkpoints already.",
     "refused": "Saved states that could not become checkpoints.",
-    "bounded": "Checkpoints evicted because their path had too many.",
+    "bounded": "Checkpoints superseded because their path had too many.",
     "copies": "Copies from a checkpoint to a working slot.",
     "no_room": "Checkpoints not written to the host because there was no room.",
     "demotions": "Checkpoints evicted from the device ahead of need, with a copy on the host.",
@@ -119,6 +120,8 @@ class _Reading:
     stats: IndexStats
     lock: LockRecord
     clients: tuple[ClientInfo, ...]
+    groups: tuple[GroupPages, ...]
+    """Empty: the index has no names of groups, and so one group."""
 
 
 class Totals(Protocol):
@@ -197,6 +200,8 @@ class CacheMetrics(_Labelled):
             yield from self._pages(tiers)
             yield from self._locks(tiers)
             yield self._clients(tiers)
+        if (host := read["host"]) is not None and host.groups:
+            yield from self._groups(host.groups)
         if totals is not None:
             yield from self._figures(totals)
 
@@ -244,6 +249,18 @@ class CacheMetrics(_Labelled):
         yield self._counter("uses", "Matches and reservations.", clocks, "tier")
         size = {(): float(self._cache.page_bytes)}
         yield self._gauge("page_bytes", "Bytes of a page of the host.", size)
+
+    def _groups(self, groups: tuple[GroupPages, ...]) -> Iterator[Metric]:
+        pages = {
+            (group.name, state): float(number)
+            for group in groups
+            for state, number in (("ready", group.ready), ("writing", group.writing))
+        }
+        text = "Pages of the host by KV group and state."
+        yield self._gauge("group_pages", text, pages, "group", "state")
+        sizes = {(group.name,): float(group.ready * self._cache.page_bytes) for group in groups}
+        text = "Bytes of the host's ready pages by KV group."
+        yield self._gauge("group_bytes", text, sizes, "group")
 
     def _locks(self, tiers: Mapping[str, _Reading]) -> Iterator[Metric]:
         locks = {tier: reading.lock for tier, reading in tiers.items()}
@@ -351,7 +368,8 @@ def _read(index: PageIndex) -> _Reading | None:
     with contextlib.suppress(LightcacheError), index.segment.busy():
         where = index.segment.address + LOCK_OFFSET
         lock = LockRecord.from_buffer_copy(ctypes.string_at(where, ctypes.sizeof(LockRecord)))
-        return _Reading(index.stats(), lock, tuple(index.clients()))
+        groups = index.groups() if names_of(index.segment.config) else ()
+        return _Reading(index.stats(), lock, tuple(index.clients()), groups)
     return None
 
 

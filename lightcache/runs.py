@@ -7,7 +7,10 @@ key of its own, made from the page's.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -73,4 +76,42 @@ class Run:
 PLAIN = Run()
 """Pages of the index as they are."""
 
-__all__ = ["PLAIN", "Run"]
+# ---- Names of the groups, for operators
+
+NAMES_ITEM = "kv_groups"
+"""The item of an index's configuration with the names of its groups: that of group i is the i-th.
+Its creator writes it, and `open` compares it."""
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,31}")
+
+
+def checked_names(names: Sequence[str]) -> list[str]:
+    """The names of the groups 0, 1, ... of an index.
+
+    Raises:
+        ConfigError: none, more than an index can have, two alike, or one that is no name.
+    """
+    listed = list(names) if isinstance(names, (list, tuple)) else []
+    if not _are_names(listed):
+        raise ConfigError(
+            f"kv_groups: expected 1 to {layout.NUMBERS} different names of 1 to 31 letters, digits "
+            f"and `_.-`, found {names!r}"
+        )
+    return listed
+
+
+def names_of(config: Mapping[str, Any]) -> list[str]:
+    """The names in the configuration of an index. Empty: its creator named none, or another writer
+    has damaged them."""
+    names = config.get(NAMES_ITEM)
+    return names if isinstance(names, list) and _are_names(names) else []
+
+
+def _are_names(names: list[Any]) -> bool:
+    return (
+        1 <= len(names) <= layout.NUMBERS
+        and all(isinstance(name, str) and _NAME.fullmatch(name) for name in names)
+        and len(set(names)) == len(names)
+    )
+
+
+__all__ = ["NAMES_ITEM", "PLAIN", "Run", "checked_names", "names_of"]

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lightcache import _arguments, layout
+from lightcache import _arguments, layout, runs
 from lightcache._core import Core
 from lightcache.errors import CacheCorrupted, LockTimeout
 from lightcache.shm import layout as shm_layout
@@ -57,6 +59,18 @@ class IndexStats:
     no_memory_s: float = 0.0
     """For this many seconds no process asks for memory for the pages that have none, because there
     was none; calls evict instead. 0: memory is requested when needed."""
+
+
+@dataclass(frozen=True)
+class GroupPages:
+    """Pages of one KV group of an index."""
+
+    number: int
+    name: str
+    """As its creator has named it; its number if it has no name."""
+    ready: int
+    writing: int
+    """Reserved and not published yet."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +124,18 @@ def stats_of(counts: layout.IndexCounts) -> IndexStats:
         kept=counts.kept,
         clock=counts.clock,
         no_memory_s=counts.no_memory_ns / 1e9,
+    )
+
+
+def groups_of(
+    ready: Sequence[int], writing: Sequence[int], config: Mapping[str, Any]
+) -> tuple[GroupPages, ...]:
+    """The groups that have a name or a page; counts are by number."""
+    names = dict(enumerate(runs.names_of(config)))
+    return tuple(
+        GroupPages(number, names.get(number, str(number)), int(here), int(coming))
+        for number, (here, coming) in enumerate(zip(ready, writing, strict=True))
+        if here or coming or number in names
     )
 
 

@@ -32,6 +32,7 @@ from lightcache.tools.output import Command, bar, emit, json_option
 @click.option(
     "--independent", is_flag=True, help="For states: any page may be evicted before others."
 )
+@click.option("--kv-groups", help='Names of the KV groups that share it, such as "kv,states".')
 @click.option(
     "--algorithm", default="xxh3_128", show_default=True, help="Hash algorithm of the keys."
 )
@@ -63,6 +64,7 @@ def create(
     threads: int | None,
     secret_file: Path | None,
     numa: str | None,
+    kv_groups: str | None,
     **configuration: Any,
 ) -> None:
     """Create the cache NAME.
@@ -75,7 +77,13 @@ def create(
     name = _check_given(name, configuration)
     with _secret(secret_file) as secret:
         cache = Cache.create(
-            name, secret=secret, role="create", grow=False, numa=parse_numa(numa), **configuration
+            name,
+            secret=secret,
+            role="create",
+            grow=False,
+            numa=parse_numa(numa),
+            kv_groups=None if kv_groups is None else kv_groups.split(","),
+            **configuration,
         )
         try:
             if not no_prefault:

@@ -128,11 +128,16 @@ def _totals(facts: Facts) -> RenderableType:
     return lines("pages", pairs)
 
 
-def _groups(ready: dict[int, int]) -> list[tuple[str, object]]:
-    """What there is of each group, if there are several: KV, then windows and states."""
-    if not any(ready):
+def _groups(groups: list[Facts]) -> list[tuple[str, object]]:
+    """The ready pages of each group, if there are several: KV, then windows and states."""
+    if not any(group["number"] for group in groups):
         return []
-    return [("by group", ", ".join(f"{group}: {pages:,}" for group, pages in ready.items()))]
+    shown = [
+        f"{group['name']} {group['ready']:,}"
+        + (f" ({format_size(group['bytes'])})" if group["bytes"] is not None else "")
+        for group in groups
+    ]
+    return [("by group", ", ".join(shown))]
 
 
 def _lock(facts: Facts) -> RenderableType:

@@ -7,6 +7,7 @@ the words needed to adopt them, and no secret.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from lightcache.layout import PageState
 from lightcache.pool import PoolObject
 from lightcache.shm import layout as shm_layout
 from lightcache.shm.clients import ClientInfo
+from lightcache.snapshot import GroupPages, groups_of
 from lightcache.tools.image import Copy, Image
 
 # ---- Pages, for `dump --pages`
@@ -211,7 +213,10 @@ def totals(image: Image) -> Facts:
     found = records(image)["word"][:used]
     words = found & layout.STATE_MASK
     count = np.bincount(words, minlength=16)
-    of_groups = np.bincount(found[words == PageState.READY] >> layout.GROUP_SHIFT)
+    ready, writing = (
+        np.bincount(found[words == wanted] >> layout.GROUP_SHIFT, minlength=layout.NUMBERS).tolist()
+        for wanted in (PageState.READY, PageState.WRITING)
+    )
     state = {member.name.lower(): int(count[member]) for member in PageState}
     named = state["writing"] + state["ready"] + state["evicting"]
     counted = (state["free"], named, state["doomed"], state["held"])
@@ -231,7 +236,7 @@ def totals(image: Image) -> Facts:
         "available": state["free"] + max(0, grown - used) + int((counts <= 0).sum()),
         "evictable": root.queued,
         "kept": root.kept,
-        "groups": {int(group): int(of_groups[group]) for group in np.flatnonzero(of_groups)},
+        "groups": [_group(image, group) for group in groups_of(ready, writing, image.config)],
         "accounting_holds": bool(equal and used == root.fresh and grown == root.grown),
         "ticket_pins": int(pinned[0].sum(dtype=np.int64)) - int(late.sum()),
         "late_ticket_pins": int(late.sum()),
@@ -241,6 +246,14 @@ def totals(image: Image) -> Facts:
         "hit_pages": hits,
         "missed_pages": missed,
         "repairing": bool(root.repairing),
+    }
+
+
+def _group(image: Image, group: GroupPages) -> Facts:
+    size = image.config.get("page_bytes")
+    return {
+        **dataclasses.asdict(group),
+        "bytes": group.ready * size if isinstance(size, int) else None,
     }
 
 

@@ -134,15 +134,25 @@ class ModelPages:
 
     @property
     def options(self) -> dict[str, Any]:
-        """For `Cache.create` and `Cache.open`: page_bytes, page_tokens, fingerprint, device, and
-        independent, if no layer needs the pages before a position."""
+        """For `Cache.create` and `Cache.open`: page_bytes, page_tokens, fingerprint, device;
+        independent, if no layer needs the pages before a position; kv_groups, if there are
+        several."""
         options: dict[str, Any] = {
             "page_bytes": self.geometry.page_bytes,
             "page_tokens": self.page_tokens,
             "fingerprint": self.fingerprint,
             "device": self.device != "cpu",
         }
-        return options if self.full else options | {"independent": True}
+        if not self.full:
+            options["independent"] = True
+        if len(names := self._names()) > 1:
+            options["kv_groups"] = names
+        return options
+
+    def _names(self) -> tuple[str, ...]:
+        """Of the groups, by their numbers in the cache."""
+        names = [of.name for of in self.attention]
+        return (*names, "states") if self.states is not None else tuple(names)
 
 
 def describe(model: Any, *, page_tokens: int = 16, name: str | None = None) -> ModelPages:

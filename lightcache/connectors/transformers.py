@@ -79,8 +79,8 @@ class Connector(LeaseCalls):
                 multiples of chunk and page_tokens, windows at those of page_tokens; while decoding,
                 both at those of `every` as well. Processes may use different values.
             path_limit: bound on states of a hybrid model on one path; the first ones beyond it are
-                evicted, except where prompts diverge, and those in use. 0: no bound. The default is
-                that of `lightcache.hybrid.Checkpoints`.
+                the first to be evicted, except where prompts diverge, and those in use. 0: no
+                bound. The default is that of `lightcache.hybrid.Checkpoints`.
 
         Raises:
             LayoutMismatch: the cache is of another model; says what differs.

@@ -485,7 +485,8 @@ class CheckpointStats:
     refused: int = 0
     """Saved states that could not become checkpoints: no room under the key, or cleared weights."""
     bounded: int = 0
-    """Checkpoints evicted because their path had too many."""
+    """Checkpoints beyond the bound on their path: evicted from the device, or made the first to be
+    evicted on the host."""
     copies: int = 0
     """Copies from a checkpoint to a working slot."""
     loads: int = 0
@@ -534,13 +535,18 @@ PATH_LIMIT = 2
 """Default bound on checkpoints of one path: a conversation continues from its last one, and other
 conversations use the slots of earlier ones better (docs/benchmarks.md)."""
 _PARTED = 1 << 12  # maximum number of remembered forks
+_SUPERSEDED = (
+    16  # looked at on the host beside those within the bound; earlier ones were, in their turn
+)
 
 
 class PathBound:
-    """Bounds the checkpoints of one path: evicts the first ones beyond it, but never forks, the
-    last, or checkpoints in use, and the newest last. The process that adds a checkpoint enforces
-    the bound on the path it knows; continuations by other keys are bounded when a checkpoint is
-    added there."""
+    """Bounds the checkpoints of one path: the first ones beyond it are superseded, but never forks,
+    the last, or checkpoints in use, and the newest last. On the device they are evicted, since a
+    slot is needed at once. On the host they stay, as the first to be evicted: until then a prompt
+    may continue from them, and one that does makes them ordinary checkpoints again. The process
+    that adds a checkpoint enforces the bound on the path it knows; continuations by other keys are
+    bounded when a checkpoint is added there."""
 
     def __init__(
         self, most: int | None, counts: Counts, parting: Callable[[Path], Pages] | None = None
@@ -574,17 +580,21 @@ class PathBound:
                 self._enforce(index, path, tier, count, self._most)
 
     def _enforce(self, index: StateIndex, path: Path, tier: Tier, count: int, most: int) -> None:
-        space, keys = path.space.of(tier), path.keys
-        present = _standing(index, keys, space)
+        space, keys, stay = path.space.of(tier), path.keys, tier is Tier.HOST
+        present = _standing(index, keys, space, most + _SUPERSEDED if stay else len(keys))
         excess = len(present) - most
         if excess <= 0:
             return
         children = index.children(keys[present], namespace=space)
         children = np.maximum(children, self._parting_after(path, present))
         forks = self._forks(children, keys[present])
-        others = zip(present[:-1].tolist(), forks, strict=False)
-        for i, fork in sorted(others, key=lambda one: one[0] == count - 1):
-            if excess and not fork and index.drop(keys[i : i + 1], namespace=space):
+        others = [i for i, fork in zip(present[:-1].tolist(), forks, strict=False) if not fork]
+        others.sort(key=lambda position: position == count - 1)
+        if stay and others:
+            self._counts.add(bounded=index.evict_first(keys[others[:excess]], namespace=space))
+            return
+        for i in others:
+            if excess and index.drop(keys[i : i + 1], namespace=space):
                 self._counts.add(bounded=1)
                 excess -= 1
 
@@ -616,11 +626,12 @@ def last_ready(index: StateIndex, parts: list[Keys], space: Namespace) -> list[i
     return positions
 
 
-def _standing(index: StateIndex, keys: Keys, space: Namespace | None) -> Positions:
-    """Positions of checkpoints on a path, ascending. They are few among thousands of
-    keys, so `last_ready` steps from one to the next, 5 ns a key in all."""
-    positions, end = [], len(keys)
-    while end := index.last_ready(keys[:end], namespace=space):
+def _standing(index: StateIndex, keys: Keys, space: Namespace | None, most: int) -> Positions:
+    """Positions of the last `most` checkpoints on a path, ascending. They are few among thousands
+    of keys, so `last_ready` steps from one to the next, 5 ns a key in all."""
+    positions: list[int] = []
+    end = len(keys)
+    while len(positions) < most and (end := index.last_ready(keys[:end], namespace=space)):
         end -= 1
         positions.append(end)
     return np.array(positions[::-1], np.int64)
@@ -670,9 +681,9 @@ class Checkpoints:
                 its slot. Always THROUGH without a device, or with a storage, which is written from
                 the host.
             most: maximum number of checkpoints on one path of either tier; beyond it the first
-                ones are evicted, except forks. A conversation continues from its last checkpoint,
-                so other conversations use the slots of earlier ones better (docs/benchmarks.md).
-                None: no bound.
+                ones, except forks, are evicted from the device, and are the first to be evicted on
+                the host. A conversation continues from its last checkpoint, so other conversations
+                use the slots of earlier ones better (docs/benchmarks.md). None: no bound.
             low_water: slots to keep free by writing back early. None: with BACK a fiftieth of all,
                 at least 1; else none.
             run: the group of the states in KV's cache, and the pages that each takes there; then
@@ -1010,7 +1021,7 @@ class Checkpoints:
         dropped = 0
         for tier, _, index in self.tiers:
             namespace = path.space.of(tier)
-            for position in _standing(index, path.keys, namespace).tolist():
+            for position in _standing(index, path.keys, namespace, len(path.keys)).tolist():
                 if position >= first:
                     dropped += index.drop(path.key(position + 1), namespace=namespace)
         return dropped

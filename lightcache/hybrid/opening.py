@@ -52,6 +52,8 @@ GROUP = "state"
 """Name of the only group of these geometries."""
 STATES = 1
 """The number of this group in a cache of KV."""
+NAMES = ("kv", "states")
+"""What operators see of the groups of such a cache."""
 Parts = Mapping[str, Sequence[Any]]
 """By name: one tensor of each layer, of shape (slots, ...)."""
 
@@ -306,6 +308,7 @@ def open_hybrid(
         "fingerprint": f"{model} {geometry.fingerprint()} {layout.dtypes} "
         f"{layout.geometry.fingerprint()}",
         "device": planes.device != "cpu",
+        "kv_groups": NAMES,
     }
     if twice := sorted(decided.keys() & options.keys()):
         raise ConfigError(

@@ -2,6 +2,7 @@
 #include "index.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 static uint64_t up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 
@@ -359,5 +360,26 @@ LC_API int lci_count(lci_handle *h, lci_counts *out) {
         .clock = lc_load(&r->clock),
         .no_memory_ns = lc_load(&r->grown) < h->page_count ? lci_no_memory_left(h) : 0,
     };
+    return LC_OK;
+}
+
+/* Pages by group, of one record in each `step`: first those that are READY, then those that are being
+ * written. Each word is read once, all at different instants. No lock. Which record of a step it is
+ * changes from step to step: requests of one kind fill a pool in a pattern of some period. */
+LC_API int lci_count_groups(const lci_handle *h, uint32_t step, uint32_t pages[2 * LCI_NUMBERS]) {
+    int rc = lcs_usable(h->at);
+    if (rc != LC_OK) return rc;
+    if (step == 0) return LC_E_RANGE;
+    memset(pages, 0, 2 * LCI_NUMBERS * sizeof *pages);
+    uint64_t used = lc_load(&h->root->fresh); /* 64 bits: nothing wraps below */
+    if (used > h->page_count) used = h->page_count;
+    uint32_t turn = 0; /* over 2^32, a place within the step */
+    for (uint64_t first = 0; first < used; first += step, turn += UINT32_C(0x9e3779b1)) {
+        uint64_t page = first + ((uint64_t)turn * step >> 32);
+        if (page >= used) break;
+        uint32_t word = lc_load(&h->pages[page].word), state = lci_state_of(word);
+        if (state == LCI_READY || state == LCI_WRITING)
+            pages[(word >> LCI_GROUP_SHIFT) + (state == LCI_WRITING) * LCI_NUMBERS]++;
+    }
     return LC_OK;
 }

@@ -158,6 +158,7 @@ static const lc_fact facts[] = {
     LC_FACT_FIELD(lci_walk_op, cursor),
     LC_FACT_FIELD(lci_walk_op, pages),
     LC_FACT_FIELD(lci_walk_op, ended),
+    LC_FACT_FIELD(lci_walk_op, tick),
     LC_FACT_TYPE(lci_oldest_op),
     LC_FACT_FIELD(lci_oldest_op, since),
     LC_FACT_FIELD(lci_oldest_op, want),

@@ -13,11 +13,19 @@ typedef struct joint {
     uint32_t pages;           /* no deeper position can be used */
     int32_t limit;            /* the group that refused the one after it; -1: none has */
     uint32_t low[LCI_GROUPS]; /* what a group needs from here on was there when it was looked at */
+    uint32_t base[LCI_GROUPS]; /* pages of sequences before this one that its lease holds */
 } joint;
 
-static inline int32_t *pages_of(const lci_group *g) { return (int32_t *)(g->lease + 1); }
-static inline uint32_t *gens_of(const lci_group *g) {
-    return (uint32_t *)(pages_of(g) + g->lease->capacity);
+/* What a group's lease holds for this sequence. */
+static inline uint32_t held_by(const joint *m, uint32_t i) {
+    return m->groups[i].lease->held - m->base[i];
+}
+static inline int32_t *pages_of(const joint *m, uint32_t i) {
+    return (int32_t *)(m->groups[i].lease + 1) + m->base[i];
+}
+static inline uint32_t *gens_of(const joint *m, uint32_t i) {
+    const lci_lease *lease = m->groups[i].lease;
+    return (uint32_t *)((int32_t *)(lease + 1) + lease->capacity) + m->base[i];
 }
 
 /* The first page that a position needs; that position: none. It never falls when `pages` grows, so
@@ -124,34 +132,35 @@ static void look_all(joint *m) {
 
 static void unpin_all(joint *m) {
     for (uint32_t i = 0; i < m->count; i++) {
-        lci_group *g = &m->groups[i];
-        lci_unpin_run(g->h, pages_of(g), 0, g->lease->held);
-        g->lease->held = 0;
+        lci_unpin_run(m->groups[i].h, pages_of(m, i), 0, held_by(m, i));
+        m->groups[i].lease->held = m->base[i];
     }
 }
 
 /* All parts of what the group needs, up to the first that is not there. They are in the lease. */
-static int pin_parts(const joint *m, lci_group *g, uint32_t parts) {
+static int pin_parts(const joint *m, uint32_t i, uint32_t parts) {
+    const lci_group *g = &m->groups[i];
     lc_key some[SOME];
-    uint32_t *held = &g->lease->held, ns = lci_ns_id(g->ns);
-    while (*held < parts) {
-        uint32_t n = least(parts - *held, SOME);
-        part_keys(m, g, *held, n, some);
-        int found = lci_find_and_pin(g->h, some, n, ns, pages_of(g) + *held, gens_of(g) + *held);
+    for (uint32_t at = held_by(m, i); at < parts; at = held_by(m, i)) {
+        uint32_t n = least(parts - at, SOME);
+        part_keys(m, g, at, n, some);
+        int found = lci_find_and_pin(g->h, some, n, lci_ns_id(g->ns), pages_of(m, i) + at,
+                                     gens_of(m, i) + at);
         if (LC_UNLIKELY(found < 0)) return found;
-        *held += (uint32_t)found;
+        g->lease->held += (uint32_t)found;
         if ((uint32_t)found < n) break;
     }
     return LC_OK;
 }
 
 /* What the group needs, as far as it is still there. */
-static int pin(const joint *m, lci_group *g, uint32_t need) {
-    if (LC_UNLIKELY(need > g->lease->capacity / g->parts)) return LC_E_RANGE;
-    if (!whole_pages(g)) return pin_parts(m, g, need * g->parts);
-    int found = lci_find_and_pin(g->h, m->keys + g->first, need, lci_ns_id(g->ns), pages_of(g),
-                                 gens_of(g));
-    if (LC_LIKELY(found >= 0)) g->lease->held = (uint32_t)found;
+static int pin(const joint *m, uint32_t i, uint32_t need) {
+    const lci_group *g = &m->groups[i];
+    if (LC_UNLIKELY(need > (g->lease->capacity - m->base[i]) / g->parts)) return LC_E_RANGE;
+    if (!whole_pages(g)) return pin_parts(m, i, need * g->parts);
+    int found = lci_find_and_pin(g->h, m->keys + g->first, need, lci_ns_id(g->ns), pages_of(m, i),
+                                 gens_of(m, i));
+    if (LC_LIKELY(found >= 0)) g->lease->held += (uint32_t)found;
     return found < 0 ? found : LC_OK;
 }
 
@@ -161,12 +170,12 @@ static int pin_all(joint *m) {
         lci_group *g = &m->groups[i];
         g->first = first_of(m, g, m->pages);
         uint32_t need = m->pages - g->first;
-        int rc = pin(m, g, need);
+        int rc = pin(m, i, need);
         if (LC_UNLIKELY(rc != LC_OK)) {
             m->limit = (int32_t)i;
             return rc;
         }
-        uint32_t found = g->lease->held / g->parts;
+        uint32_t found = held_by(m, i) / g->parts;
         if (found < need) refuse(m, i, g->first + found);
     }
     return LC_OK;
@@ -178,8 +187,8 @@ static bool trim(joint *m) {
         lci_group *g = &m->groups[i];
         if (g->first != first_of(m, g, m->pages)) return false;
         uint32_t need = (m->pages - g->first) * g->parts;
-        lci_unpin_run(g->h, pages_of(g), need, g->lease->held);
-        if (need < g->lease->held) g->lease->held = need;
+        lci_unpin_run(g->h, pages_of(m, i), need, held_by(m, i));
+        if (need < held_by(m, i)) g->lease->held = m->base[i] + need;
     }
     return true;
 }
@@ -196,9 +205,9 @@ static void confirm_all(joint *m) {
     uint64_t ticks[LCI_GROUPS] = {0};
     for (uint32_t i = 0; i < m->count; i++) {
         const lci_group *g = &m->groups[i];
-        uint32_t held = g->lease->held;
+        uint32_t held = held_by(m, i);
         if (!held) continue;
-        uint32_t left = lci_confirm(g->h, pages_of(g), gens_of(g), held, lci_ns_id(g->ns),
+        uint32_t left = lci_confirm(g->h, pages_of(m, i), gens_of(m, i), held, lci_ns_id(g->ns),
                                     tick_of(m, i, ticks));
         uint32_t page = g->first + left / g->parts;
         if (LC_UNLIKELY(left < held) && page < m->pages) refuse(m, i, page);
@@ -272,7 +281,7 @@ static uint32_t attachments_of(const joint *m, lcs_attachment **at) {
 static void note(const joint *m, lcs_attachment *at, uint32_t n) {
     uint32_t hit = 0;
     for (uint32_t i = 0; i < m->count; i++)
-        if (m->groups[i].h->at == at) hit += m->groups[i].lease->held / m->groups[i].parts;
+        if (m->groups[i].h->at == at) hit += held_by(m, i) / m->groups[i].parts;
     lci_note_lookup(at, hit + n - m->pages, hit);
 }
 
@@ -284,6 +293,7 @@ static int begin(joint *m, lci_group *groups, uint32_t count, const lc_key *keys
     m->pages = n / step * step;
     for (uint32_t i = 0; i < count; i++) {
         m->low[i] = m->pages;
+        if (groups[i].lease) m->base[i] = groups[i].lease->held;
         bool sound = groups[i].align && groups[i].number < LCI_NUMBERS &&
                      groups[i].parts - 1 < LCI_PARTS;
         int rc = sound ? lci_usable(groups[i].h) : LC_E_RANGE;
@@ -327,8 +337,8 @@ LC_API int lci_part_keys(const lc_key *keys, uint32_t n, uint32_t number, uint32
     return LC_OK;
 }
 
-/* The same, and each group's pages from its `first` to the position are pinned, in its lease. After an
- * error nothing is. */
+/* The same, and each group's pages from its `first` to the position are pinned: they follow those that
+ * its lease holds already. After an error it holds as many as before. */
 LC_API int lci_match_groups(lci_group *groups, uint32_t count, const lc_key *keys, uint32_t n,
                             uint32_t page_tokens, uint32_t step, int32_t *limit) {
     joint m;
@@ -349,4 +359,33 @@ LC_API int lci_match_groups(lci_group *groups, uint32_t count, const lc_key *key
         }
     }
     return end(&m, rc, limit);
+}
+
+/* The same for many sequences: that of the keys [offsets[i], offsets[i+1]) is the i-th, as if each were
+ * matched by a call of its own. Each group's lease, which begins empty, holds its pages of one sequence
+ * after the other. `found` are 2 + 2 * count rows of as many numbers as there are sequences: the
+ * positions, the limits, then each group's first page, then how many pages its lease has for the
+ * sequence. After an error nothing is pinned, and limits[0] is the group that it is about. */
+LC_API int lci_match_groups_many(lci_group *groups, uint32_t count, const lc_key *keys,
+                                 const int64_t *offsets, uint32_t sequences, uint32_t page_tokens,
+                                 uint32_t step, int32_t *found) {
+    int32_t *position = found, *limit = position + sequences, *first = limit + sequences;
+    int32_t *held = first + (size_t)count * sequences;
+    for (uint32_t s = 0; s < sequences; s++) {
+        uint32_t before[LCI_GROUPS], n = (uint32_t)(offsets[s + 1] - offsets[s]);
+        for (uint32_t i = 0; i < count && i < LCI_GROUPS; i++) before[i] = groups[i].lease->held;
+        int rc = lci_match_groups(groups, count, keys + offsets[s], n, page_tokens, step, &limit[s]);
+        if (LC_UNLIKELY(rc < 0)) {
+            limit[0] = limit[s];
+            if (s > 0) /* else none holds anything, or there are more than there can be */
+                for (uint32_t i = 0; i < count; i++) lci_release(groups[i].h, groups[i].lease);
+            return rc;
+        }
+        position[s] = rc;
+        for (uint32_t i = 0; i < count; i++) {
+            first[(size_t)i * sequences + s] = (int32_t)groups[i].first;
+            held[(size_t)i * sequences + s] = (int32_t)(groups[i].lease->held - before[i]);
+        }
+    }
+    return LC_OK;
 }

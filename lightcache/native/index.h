@@ -221,7 +221,7 @@ static inline uint32_t lci_ns_id(lci_ns_ref ref) { return ref & 0xff; }
  * tokens needs the pages of those from floor(n / align) * align - back to n. */
 typedef struct lci_group {
     lci_handle *h;
-    lci_lease *lease; /* empty, with its capacity; NULL for a peek */
+    lci_lease *lease; /* with its capacity; NULL for a peek */
     uint64_t align;   /* 1 at least */
     uint64_t back;
     lci_ns_ref ns;
@@ -299,11 +299,12 @@ typedef struct lci_ns_limits {
     uint64_t others;         /* out: what the other open namespaces were promised */
 } lci_ns_limits;
 
-/* Progress of keep, unkeep and drop, zeroed by the caller. */
+/* Progress of keep, unkeep, evict_first and drop, zeroed by the caller. */
 typedef struct lci_walk_op {
     uint32_t cursor; /* keys that are settled: from the first on, of a drop from the last back */
     uint32_t pages;  /* that were changed */
     uint32_t ended;  /* nothing is left to do */
+    uint64_t tick;   /* of evict_first: what its pages get */
 } lci_walk_op;
 
 /* Progress of listing what is evicted next; `want`, `keep_order` set and the rest zeroed. The lease
@@ -635,6 +636,9 @@ LC_API int lci_unreserve(lci_handle *h, lci_reserve_op *op, const int32_t *page,
 LC_API int lci_abandon(lci_handle *h, uint32_t rid, uint32_t gen, int wait, uint64_t deadline);
 LC_API int lci_publish(lci_handle *h, uint32_t rid, uint32_t gen, uint32_t shard,
                        const int32_t *pages, uint32_t n);
+
+/* lookup.c: for groups.c, which gives back what it matched before an error. */
+LC_API int lci_release(lci_handle *h, lci_lease *lease);
 
 /* publish.c: without the lock. */
 int lci_make_ready(lci_handle *h, uint32_t rid, uint32_t ns, const int32_t *pages, uint32_t n);

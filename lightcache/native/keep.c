@@ -1,5 +1,5 @@
-/* What an engine decides itself about pages that have a key: to keep some for good, to let a branch
- * go at once; and which keys the pages have that it pins. */
+/* What an engine decides itself about pages that have a key: to keep some for good, to let some go
+ * first, or a branch at once; and which keys the pages have that it pins. */
 #include "index.h"
 
 /* The page that a key has; LC_NIL: none. `*usable`: it is READY, and of this namespace. */
@@ -70,6 +70,71 @@ LC_API int lci_keep(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref re
         if (!lci_ns_open(h, ref)) op->ended = 1; /* nothing is found in it any more */
         for (int i = 0; i < 8 && !op->ended && !t.error; i++) {
             keep_batch(h, &t, keys, n, lci_ns_id(ref), keep, op);
+            if (lcs_lock_wanted(h->at)) break;
+        }
+        rc = lci_unlock(h, &t);
+        if (rc == LC_OK && !op->ended) rc = lci_again(begun, wait, deadline);
+        if (rc != LC_OK) return rc;
+    }
+    return LC_OK;
+}
+
+/* ------------------------------------------------------------------ going first */
+
+/* One step: a batch of keys. Ticks are lowered after the commit: a death before them leaves pages that
+ * stand first and were used since, which their turn puts right; in the other order it would leave pages
+ * that stand later than their ticks say. A page that is used meanwhile keeps its tick, for the same
+ * reason. */
+static void first_batch(lci_handle *h, lc_txn *t, const lc_key *keys, uint32_t n, uint32_t ns,
+                        lci_walk_op *op) {
+    lci_page *changed[LCI_BATCH];
+    uint64_t used[LCI_BATCH];
+    uint32_t count = 0, at = op->cursor, end = n - at < LCI_BATCH ? n : at + LCI_BATCH;
+    bool usable;
+    if (at == 0) op->tick = lci_queue_now(h); /* one for all: runs and prefixes go together */
+    for (; at < end && !t->error; at++) {
+        uint32_t page = page_of(h, &keys[at], ns, &usable);
+        if (!usable) continue;
+        lci_page *p = &h->pages[page];
+        used[count] = lc_load(&p->used);
+        if (used[count] >> LCI_TICK_SHIFT <= op->tick || lc_load(&p->word) & LCI_KEPT ||
+            lci_pinned(h, p))
+            continue;
+        if (lci_queueable(h, page)) {
+            lci_queue_remove(h, t, page);
+            lci_queue_put(h, t, page, op->tick);
+        }
+        changed[count++] = p;
+    }
+    lci_step(t);
+    if (t->error) return;
+    for (uint32_t i = 0; i < count; i++)
+        atomic_compare_exchange_strong_explicit(
+            &changed[i]->used, &used[i],
+            op->tick << LCI_TICK_SHIFT | (used[i] & LCI_HITS_MASK), memory_order_relaxed,
+            memory_order_relaxed);
+    op->cursor = end;
+    op->pages += count;
+    op->ended = end == n;
+}
+
+/* Make the pages of these keys that are ready, not kept and not pinned the first to be evicted, as if
+ * they had been used before all others, those of one call together. Their next use makes them ordinary
+ * ones. `op->pages`: how many have changed. LC_E_BUSY, LC_E_INTR: call again, it continues. */
+LC_API int lci_evict_first(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ref,
+                           lci_walk_op *op, int wait, uint64_t deadline) {
+    lc_txn t;
+    int rc = lcs_usable(h->at);
+    if (rc != LC_OK) return rc;
+    if (h->at->readonly) return LC_E_READONLY;
+    if (op->cursor > n) return LC_E_RANGE;
+    uint64_t begun = lcs_now_ns();
+    while (!op->ended) {
+        rc = lci_lock(h, &t, LCI_OP_EVICT, wait, deadline);
+        if (rc != LC_OK) return rc;
+        if (!lci_ns_open(h, ref)) op->ended = 1;
+        for (int i = 0; i < 8 && !op->ended && !t.error; i++) {
+            first_batch(h, &t, keys, n, lci_ns_id(ref), op);
             if (lcs_lock_wanted(h->at)) break;
         }
         rc = lci_unlock(h, &t);

@@ -104,9 +104,9 @@ static void rebuild_chain(builder *b, uint32_t bucket) {
     lc_store_release(&h->dict.buckets[bucket], b->head[bucket]);
 }
 
-/* How far pages have been used: whatever had a key, unless only its generation says so. The memory
- * of these is there; of the others it is unknown once the mark is nonsense, so it is given
- * again. */
+/* How far pages have been used: whatever had a key, unless only its generation says so. One that is
+ * pinned is in a client's hands, also if a forged log says that it was never handed out. The memory of
+ * these is there; of the others it is unknown once the mark is nonsense, so it is given again. */
 static uint32_t settle_marks(lci_handle *h) {
     lci_root *r = h->root;
     uint32_t said = lc_load(&r->fresh), grown = lc_load(&r->grown), fresh = 0;
@@ -115,7 +115,7 @@ static uint32_t settle_marks(lci_handle *h) {
     for (uint32_t page = 0; page < h->page_count; page++) {
         const lci_page *p = &h->pages[page];
         bool said_so = page < said || page < grown || lc_load(&p->word);
-        if (lc_load(&p->gen) && said_so) fresh = page + 1;
+        if (lc_load(&p->gen) && (said_so || lci_pinned(h, p))) fresh = page + 1;
     }
     for (uint32_t page = fresh; page < h->page_count; page++)
         lc_store(&h->pages[page].word, LCI_FREE);
@@ -222,7 +222,7 @@ static void rebuild_queue(lci_handle *h, uint32_t fresh) {
 
 static void rebuild(builder *b) {
     lci_handle *h = b->h;
-    uint32_t fresh = settle_marks(h); /* not to be loaded again: a process might scribble */
+    uint32_t fresh = b->fresh = settle_marks(h);
     clear_totals(h);
     lci_rebuild_records(b);
     lci_rebuild_rows(b);

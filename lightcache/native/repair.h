@@ -6,6 +6,7 @@
 
 typedef struct builder {
     lci_handle *h;
+    uint32_t fresh; /* the root's, settled; not to be loaded again: a process might scribble */
     uint32_t *head; /* what each chain should hold: first page, then by `next` */
     uint32_t *next;
     uint8_t *mark;

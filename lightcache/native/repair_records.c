@@ -31,10 +31,10 @@ static bool next_chunk(const lci_handle *h, walk *w) {
 }
 
 /* LC_NIL: the end, or damage. */
-static uint32_t next_page(const lci_handle *h, walk *w) {
-    if (w->i == w->here && !next_chunk(h, w)) return LC_NIL;
-    uint32_t page = lc_load(&h->chunks[w->at].page[w->i++]);
-    return page < h->page_count && page < lc_load(&h->root->fresh) ? page : LC_NIL;
+static uint32_t next_page(const builder *b, walk *w) {
+    if (w->i == w->here && !next_chunk(b->h, w)) return LC_NIL;
+    uint32_t page = lc_load(&b->h->chunks[w->at].page[w->i++]);
+    return page < b->fresh ? page : LC_NIL;
 }
 
 static void leave_list(builder *b, const lci_list *list, uint32_t chunks) {
@@ -52,7 +52,7 @@ static bool take_list(builder *b, const lci_list *list, uint32_t *chunks) {
         if (!sound) break;
         b->chunk_mark[w.at] = 1;
         ++*chunks;
-        while (sound && w.i < w.here) sound = next_page(b->h, &w) != LC_NIL;
+        while (sound && w.i < w.here) sound = next_page(b, &w) != LC_NIL;
     }
     if (sound && w.at == lc_load(&list->last)) return true;
     leave_list(b, list, *chunks);
@@ -120,7 +120,7 @@ static bool note_pages(builder *b, uint32_t rid) {
     uint32_t chunks, page;
     bool once = true;
     if (!take_list(b, list, &chunks)) return false;
-    for (walk w = walk_of(list); (page = next_page(h, &w)) != LC_NIL;) {
+    for (walk w = walk_of(list); (page = next_page(b, &w)) != LC_NIL;) {
         if (lci_res_of(lc_load(&h->pages[page].word)) != rid + 1) continue;
         once &= b->listed[page] != rid + 1;
         b->listed[page] = rid + 1;
@@ -272,7 +272,7 @@ void lci_rebuild_records(builder *b) {
 
 static void count_row0(builder *b, const lci_list *list) {
     uint32_t page;
-    for (walk w = walk_of(list); (page = next_page(b->h, &w)) != LC_NIL;) {
+    for (walk w = walk_of(list); (page = next_page(b, &w)) != LC_NIL;) {
         _Atomic uint16_t *pins = lci_pin(b->h, 0, page);
         lc_store(pins, (uint16_t)(lc_load(pins) + 1));
     }
@@ -292,12 +292,13 @@ static void settle_vacant(lci_handle *h, uint32_t slot) {
     lcs_byte_unlock(h->at->life_fd, LCS_BYTE_SLOTS + slot);
 }
 
-static void set_bits(lci_handle *h, uint32_t slot) {
+static void set_bits(const builder *b, uint32_t slot) {
+    lci_handle *h = b->h;
     uint64_t bit = UINT64_C(1) << slot;
     bool vacant = slot && lc_load_acquire(&lcs_client_of(h->at, slot)->state) == LCS_CLIENT_FREE;
     for (uint32_t page = 0; page < h->page_count; page++) {
         if (lc_load(lci_pin(h, slot, page)) == 0) continue;
-        if (page >= lc_load(&h->root->fresh)) { /* no client ever found it */
+        if (page >= b->fresh) { /* no client ever found it */
             lc_store(lci_pin(h, slot, page), 0);
             continue;
         }
@@ -311,11 +312,11 @@ static void set_bits(lci_handle *h, uint32_t slot) {
     }
 }
 
-/* Row 0 from the tickets, the bits from the rows. `fresh` has been settled. */
+/* Row 0 from the tickets, the bits from the rows. */
 void lci_rebuild_rows(builder *b) {
     lci_handle *h = b->h;
     for (uint32_t page = 0; page < h->page_count; page++) lc_store(lci_pin(h, 0, page), 0);
     for (uint32_t i = 0; i < h->ticket_count; i++)
         if (lc_load(&h->tickets[i].state) != LCI_TICKET_FREE) count_row0(b, &h->tickets[i].pages);
-    for (uint32_t slot = 0; slot < LCS_SLOTS; slot++) set_bits(h, slot);
+    for (uint32_t slot = 0; slot < LCS_SLOTS; slot++) set_bits(b, slot);
 }

@@ -48,8 +48,15 @@ static inline uint32_t lc_list_follow(lc_txn *t, const lc_lists *l, uint32_t lis
     return node;
 }
 
+/* The first node of a list. Its link back must lead to the head: else it would be unlinked elsewhere and
+ * stay the first here, however often a caller takes it off. With that, each pair of links that a caller
+ * goes through agrees, so a node is on one list at most, and what ends on sound lists ends on damaged ones. */
 static inline uint32_t lc_list_first(lc_txn *t, const lc_lists *l, uint32_t list) {
-    return lc_list_follow(t, l, list, &l->heads[list]);
+    uint32_t node = lc_list_follow(t, l, list, &l->heads[list]);
+    if (node == LC_NIL || LC_LIKELY(lc_load(&lc_link_at(l, node)->prev) == lc_list_head(l, list)))
+        return node;
+    t->error = LC_E_CORRUPT;
+    return LC_NIL;
 }
 
 /* Link `node`, which is on no list, before `at` (a head: at the end of that list). */

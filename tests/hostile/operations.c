@@ -102,6 +102,19 @@ static int match_groups(const call *c, const lc_key *keys, uint32_t n, lci_ns_re
         rc = worse(rc, sane(lci_release(c->w->h, leases[i]), "release"));
         free(leases[i]);
     }
+    int64_t offsets[4] = {0, n / 3, n / 3, n};
+    int32_t found[6][3];
+    for (int i = 0; i < 2; i++) {
+        leases[i] = groups[i].lease = room(sizeof(lci_lease) + (i ? 24 : 8) * (size_t)n);
+        leases[i]->capacity = i ? 3 * n : n;
+    }
+    rc = worse(rc, sane(lci_match_groups_many(groups, 2, keys, offsets, 3, 4, 1, *found), "match groups"));
+    for (int i = 0; i < 2; i++) {
+        at_most(leases[i]->held, n * groups[i].parts, "a group holds more than it was asked for");
+        in_range(c->w, (int32_t *)(leases[i] + 1), leases[i]->held, "a group was given a page");
+        rc = worse(rc, sane(lci_release(c->w->h, leases[i]), "release"));
+        free(leases[i]);
+    }
     int peeked = sane(lci_peek_groups(groups, 2, keys, n, 4, 1, &limit), "peek groups");
     at_most(peeked, n, "groups found more than they were asked for");
     return worse(rc, peeked);
@@ -304,12 +317,16 @@ static int evict(call *c) {
 static int keep(call *c) {
     lc_key keys[MOST_KEYS];
     uint32_t n = some_keys(c, keys, MOST_KEYS);
-    lci_walk_op op = {0};
-    int rc = sane(lci_keep(c->w->h, keys, n, some_namespace(c), below(c->r, 2) != 0, &op, c->wait,
-                           c->deadline),
-                  "keep");
+    lci_walk_op op = {0}, first = {0};
+    int kept = below(c->r, 2) != 0; /* drawn first, as compilers have drawn it in the arguments */
+    lci_ns_ref ns = some_namespace(c);
+    int rc = sane(lci_keep(c->w->h, keys, n, ns, kept, &op, c->wait, c->deadline), "keep");
     at_most(op.cursor, n, "keep came further than its keys");
     at_most(op.pages, n, "keep changed more than it was asked for");
+    rc = worse(rc, sane(lci_evict_first(c->w->h, keys, n, ns, &first, c->wait, c->deadline),
+                        "evict first"));
+    at_most(first.cursor, n, "evict first came further than its keys");
+    at_most(first.pages, n, "evict first changed more than it was asked for");
     return rc;
 }
 
@@ -584,7 +601,10 @@ static int slots(call *c) {
 
 static int count(call *c) {
     lci_counts counts;
-    return sane(lci_count(some_handle(c), &counts), "count");
+    uint32_t pages[2 * LCI_NUMBERS];
+    lci_handle *h = some_handle(c);
+    int rc = sane(lci_count(h, &counts), "count");
+    return worse(rc, sane(lci_count_groups(h, 1, pages), "count_groups"));
 }
 
 static int checked(call *c) {
@@ -631,7 +651,7 @@ const operation operations[] = {
     {"publish", publish_open},
     {"abandon", abandon_open},
     {"evict", evict},
-    {"keep", keep},
+    {"keep and evict first", keep},
     {"drop", drop},
     {"oldest and discard", oldest},
     {"discard", discard_strange},

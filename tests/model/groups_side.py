@@ -24,6 +24,7 @@ from support.keys import keys
 
 from lightcache import PageIndex
 from lightcache.groups import Group, GroupMatch, GroupSet, Rule
+from lightcache.runs import PLAIN, Run
 
 
 class Layers(NamedTuple):
@@ -33,6 +34,8 @@ class Layers(NamedTuple):
     tokens: int
     index: int
     tenant: str
+    parts: int = 0
+    """Of a page; 0: it is one page of the index, with its own key."""
 
 
 class Shape(NamedTuple):
@@ -42,13 +45,18 @@ class Shape(NamedTuple):
     groups: list[Layers]
     names: list[str]
 
+    def run(self, number: int) -> Run:
+        """How the pages of a group lie in its index. Plain groups share what has the same key."""
+        parts = self.groups[number].parts
+        return Run(number + 1, parts) if parts else PLAIN
+
     def join(self, indexes: list[PageIndex]) -> GroupSet:
         groups = []
-        for number, (rule, tokens, index, tenant) in enumerate(self.groups):
+        for number, (rule, tokens, index, tenant, _) in enumerate(self.groups):
             kind = getattr(Rule, rule)
             made = kind(tokens) if rule in ("window", "chunk") else kind()
             space = indexes[index].namespace("", tenant)
-            groups.append(Group(str(number), made, indexes[index], space))
+            groups.append(Group(str(number), made, indexes[index], space, self.run(number)))
         return GroupSet(groups, page_tokens=self.page_tokens)
 
 
@@ -67,10 +75,15 @@ def hold(shape: Shape, path: list[int], step: int, number: int, start: int) -> N
         held: Any = shape.join(indexes).match(keys(*path), step=step)
         pins = pins_of(shape, held)
     else:
-        rule, _, index, tenant = shape.groups[number]
-        space = indexes[index].namespace("", tenant)
-        independent = rule != "prefix"
-        held = indexes[index].reserve(keys(*path), start, independent=independent, namespace=space)
+        rule, _, index, tenant, _ = shape.groups[number]
+        run = shape.run(number)
+        held = indexes[index].reserve(
+            run.keys(keys(*path)),
+            start * run.parts,
+            independent=rule != "prefix",
+            run=run,
+            namespace=indexes[index].namespace("", tenant),
+        )
         pages = [*held.pages.tolist(), *held.present_pages.tolist()]
         pins = [(index, page) for page in pages]
     print(json.dumps(pins), flush=True)

@@ -218,6 +218,22 @@ class Model:
 
     # ---- what an engine decides itself
 
+    def evict_first(self, keys: Sequence[Pair], space: CacheScope, now: int) -> list[Page]:
+        """The pages that count as used at the queue's present from here on."""
+        found = [self.by_key[key] for key in keys if space.open and key in self.by_key]
+        changed = [
+            page
+            for page in found
+            if page.state == "ready"
+            and page.space is space
+            and not page.kept
+            and not self.pinned(page.number)
+            and page.tick > now
+        ]
+        for page in changed:
+            page.tick, page.parked = now, 0
+        return changed
+
     def drop(self, keys: Sequence[Pair], start: int, space: CacheScope) -> list[Page]:
         """The pages that go, the end first."""
         gone: list[Page] = []

@@ -70,6 +70,15 @@ class RoomRules(MachineBase):
             page.kept = kept
 
     @rule(number=pick, path=paths, start=pick, where=pick)
+    def evict_first(self, number: int, path: list[int], start: int, where: int) -> None:
+        client, now = self.client(number), self.view.queue_now
+        space, real = self.space(client, where)
+        keys = self.keys(path)
+        keys = keys[start % (len(keys) + 1) :]
+        changed = self.model.evict_first(keys, space, now)
+        assert client.index.evict_first(make.array(keys), namespace=real) == len(changed)
+
+    @rule(number=pick, path=paths, start=pick, where=pick)
     def drop_branch(self, number: int, path: list[int], start: int, where: int) -> None:
         client = self.client(number)
         space, real = self.space(client, where)

@@ -12,8 +12,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 from model.groups_machine import (
+    EVICT_CHOSEN,
+    EVICT_MARKED,
     EVICT_UNLINKED,
     LOCKED,
+    PIN_COUNTED,
     TREE,
     WALK_NEXT,
     Dying,
@@ -49,15 +52,16 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
     return Turns(library.quick)
 
 
+@pytest.mark.parametrize("parts", [0, 3])
 @pytest.mark.parametrize("rules", [("window",), ("prefix", "point"), ("window", "point")], ids=str)
 def test_a_page_goes_between_its_look_up_and_its_pin(
-    segment_name: str, turns: Turns, dying: Dying, rules: tuple[str, ...]
+    segment_name: str, turns: Turns, dying: Dying, rules: tuple[str, ...], parts: int
 ) -> None:
     """Wherever the match stands, another client evicts a page until it is in no chain, and the
     match goes on. Random turns seldom meet this."""
     for passed in range(1, 13):
         machine = GroupsMachine(segment_name, turns, dying)
-        machine.open([Layers(rule, 3, i, "") for i, rule in enumerate(rules)], 1, 8)
+        machine.open([Layers(rule, 3, i, "", parts) for i, rule in enumerate(rules)], 1, 12)
         try:
             stops = [(LOCKED, 1), (WALK_NEXT, passed), (EVICT_UNLINKED, 1)]
             machine.match_while(
@@ -71,6 +75,32 @@ def test_a_page_goes_between_its_look_up_and_its_pin(
                 step=1,
                 turns=stops,
                 what="drop",
+            )
+        finally:
+            machine.teardown()
+
+
+@pytest.mark.parametrize("rule", ["prefix", "window", "point"])
+def test_a_part_goes_between_its_pin_and_the_second_look(
+    segment_name: str, turns: Turns, dying: Dying, rule: str
+) -> None:
+    """Another client has chosen the last parts when they are pinned, and marks them."""
+    for marked in range(1, 4):
+        machine = GroupsMachine(segment_name, turns, dying)
+        machine.open([Layers(rule, 3, 0, "", 3)], 1, 12)
+        try:
+            stops = [(EVICT_CHOSEN, 1), (PIN_COUNTED, 1), (EVICT_MARKED, marked)]
+            machine.match_while(
+                count=1,
+                end=3,
+                kept=False,
+                number=0,
+                other=[],
+                path=TREE[0],
+                served=3,
+                step=1,
+                turns=stops,
+                what="part",
             )
         finally:
             machine.teardown()

@@ -88,6 +88,7 @@ int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t grown);
 lci_handle *lci_open(lcs_attachment *at, uint64_t pages);
 void lci_close(lci_handle *h);
 int lci_count(lci_handle *h, lci_counts *out);
+int lci_count_groups(const lci_handle *h, uint32_t step, uint32_t pages[2 * LCI_NUMBERS]);
 int lci_peek1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns);
 int lci_peek(lci_handle *h, const lc_key *keys, const int64_t *offsets, uint32_t requests,
              lci_ns_ref ns, int32_t *counts);
@@ -100,6 +101,9 @@ int lci_match(lci_handle *h, const lc_key *keys, const int64_t *offsets, uint32_
               lci_ns_ref ns, lci_lease *lease, int32_t *counts);
 int lci_match_groups(lci_group *groups, uint32_t count, const lc_key *keys, uint32_t n,
                      uint32_t page_tokens, uint32_t step, int32_t *limit);
+int lci_match_groups_many(lci_group *groups, uint32_t count, const lc_key *keys,
+                          const int64_t *offsets, uint32_t sequences, uint32_t page_tokens,
+                          uint32_t step, int32_t *found);
 int lci_peek_groups(lci_group *groups, uint32_t count, const lc_key *keys, uint32_t n,
                     uint32_t page_tokens, uint32_t step, int32_t *limit);
 int lci_release(lci_handle *h, lci_lease *lease);
@@ -136,6 +140,8 @@ int lci_namespace_limits(lci_handle *h, const char *weights, const char *tenant,
                          lci_ns_limits *limits, lci_ns_ref *out, int wait, uint64_t deadline);
 int lci_keep(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ref, int keep,
              lci_walk_op *op, int wait, uint64_t deadline);
+int lci_evict_first(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ref,
+                    lci_walk_op *op, int wait, uint64_t deadline);
 int lci_drop(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t start, lci_ns_ref ref,
              lci_walk_op *op, int wait, uint64_t deadline);
 int lci_oldest(lci_handle *h, lci_oldest_op *op, lci_lease *lease, lc_key *keys, uint32_t *parents,

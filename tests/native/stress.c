@@ -136,6 +136,15 @@ static void do_evict(actor *a) {
     CHECK_EQ(rc, LC_OK);
 }
 
+static void do_evict_first(actor *a) {
+    lci_walk_op op = {0};
+    int rc;
+    choose(a);
+    do rc = lci_evict_first(a->c->h, a->p.keys, a->p.n, lc_load(&namespace), &op, BLOCKING);
+    while (rc == LC_E_INTR);
+    CHECK_EQ(rc, LC_OK);
+}
+
 static void do_clear(actor *a) {
     lci_ns_ref fresh, old = lc_load(&namespace);
     int rc;
@@ -240,7 +249,7 @@ static void *act(void *argument) {
         else if (what < 24) do_match_two(a);
         else if (what < 30) do_peek(a);
         else if (what < 46) do_reserve(a);
-        else if (what < 50) do_evict(a);
+        else if (what < 50) below(a, 2) ? do_evict(a) : do_evict_first(a);
         else if (what < 55) do_give(a);
         else if (what < 61) do_adopt(a);
         else if (what < 62) do_copy(a);

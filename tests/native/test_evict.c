@@ -231,6 +231,29 @@ static void queue_notices_damage(void) {
     tear_down();
 }
 
+/* A link back to a record whose own link happens to lead here: unlinked there, the page would be the
+ * first of its list for ever, and be queued again and again, for it is pinned. */
+static void evict_ends_where_a_page_cannot_be_taken_off_its_list(void) {
+    uint32_t freed = 0;
+    set_up(64);
+    prompt_fill(&a, &p, 1, 1);
+    collect(&a);
+    CHECK_EQ(match(&b, &p, &l), 1);
+    uint32_t page = (uint32_t)p.page[0];
+    lci_page *record = &a.h->pages[page], *other = &a.h->pages[63];
+    uint32_t prev = lc_load(&record->queue.prev), next = lc_load(&other->queue.next);
+    lc_store(&record->queue.prev, 63);
+    lc_store(&other->queue.next, page);
+    CHECK_EQ(lci_evict_pages(a.h, 5, &freed, BLOCKING), LC_E_CORRUPT);
+    CHECK_EQ(freed, 0);
+    lc_store(&record->queue.prev, prev);
+    lc_store(&other->queue.next, next);
+    index_check(&s);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    CHECK_EQ(evict(&a, 5), 1);
+    tear_down();
+}
+
 /* A page whose tick rose while it was queued moves on instead of leaving. */
 static void evict_puts_right_what_was_used_since(void) {
     set_up(64);
@@ -260,6 +283,7 @@ const test evict_tests[] = {
     TEST(evict_takes_in_all_that_was_published),
     TEST(evict_of_the_quota_takes_in_all_that_was_published),
     TEST(queue_notices_damage),
+    TEST(evict_ends_where_a_page_cannot_be_taken_off_its_list),
     TEST(evict_puts_right_what_was_used_since),
     END_OF_TESTS,
 };

@@ -118,6 +118,42 @@ static void groups_pin_the_deepest_position(void) {
     tear_down_groups();
 }
 
+/* Each sequence as by a call of its own; a lease has the pages of one after the other. */
+static void groups_of_many_sequences(void) {
+    static const int64_t offsets[] = {0, 20, 20, 28};
+    static int32_t found[2 + 2 * GROUPS][3];
+    static lc_key keys[28];
+    set_up_groups();
+    memcpy(keys, p.keys, 20 * sizeof *keys);
+    memcpy(keys + 20, p.keys, 8 * sizeof *keys);
+    CHECK_EQ(lci_match_groups_many(groups, GROUPS, keys, offsets, 3, TOKENS, 1, *found), LC_OK);
+    CHECK(found[0][0] == 16 && found[0][1] == 0 && found[0][2] == 8);
+    CHECK(found[1][0] >= 0 && found[1][1] == -1 && found[1][2] == -1);
+    for (int i = 0; i < GROUPS; i++) {
+        for (int s = 0; s < 3; s++) CHECK_EQ(found[2 + i][s] + found[2 + GROUPS + i][s], found[0][s]);
+        CHECK_EQ(leases[i].head.held, found[2 + GROUPS + i][0] + found[2 + GROUPS + i][2]);
+    }
+    for (int i = 0; i < 24; i++) CHECK_EQ(leases[KV].pages[i], p.page[i % 16]);
+    for (int i = 0; i < 3; i++) {
+        CHECK_EQ(leases[WINDOW].pages[i], there[13 + i]);
+        CHECK_EQ(leases[WINDOW].pages[3 + i], there[5 + i]);
+    }
+    CHECK(leases[STATES].pages[0] == there[15] && leases[STATES].pages[1] == there[7]);
+    CHECK_EQ(pins_in(&b), 24);
+    CHECK_EQ(pins_in(&d), 8);
+    release_groups();
+    leases[STATES].head.capacity = 1; /* room for that of the first sequence alone */
+    CHECK_EQ(lci_match_groups_many(groups, GROUPS, keys, offsets, 3, TOKENS, 1, *found), LC_E_RANGE);
+    CHECK_EQ(found[1][0], STATES);
+    CHECK_EQ(pins_in(&b) + pins_in(&d), 0);
+    for (int i = 0; i < GROUPS; i++) CHECK_EQ(leases[i].head.held, 0);
+    empty_leases();
+    CHECK_EQ(lci_match_groups_many(groups, GROUPS, keys, offsets, 0, TOKENS, 1, *found), LC_OK);
+    CHECK_EQ(lci_match_groups_many(groups, LCI_GROUPS + 1, keys, offsets, 3, TOKENS, 1, *found),
+             LC_E_RANGE);
+    tear_down_groups();
+}
+
 static void group_in_steps(void) {
     set_up_groups();
     CHECK_EQ(lci_match_groups(&groups[STATES], 1, p.keys, 20, TOKENS, 8, &limit), 16);
@@ -370,6 +406,7 @@ static void one_group_is_confirmed_in_part(void) {
 
 const test group_tests[] = {
     TEST(groups_pin_the_deepest_position),
+    TEST(groups_of_many_sequences),
     TEST(group_in_steps),
     TEST(group_ends_within_a_step),
     TEST(group_with_one_page_far_back),

@@ -101,6 +101,175 @@ static void oldest_of_two_clients(void) {
     tear_down();
 }
 
+/* ------------------------------------------------------------------ going first */
+
+static uint32_t first_in(lci_ns_ref ns, const prompt *of) {
+    walk = (lci_walk_op){0};
+    CHECK_EQ(lci_evict_first(a.h, of->keys, of->n, ns, &walk, BLOCKING), LC_OK);
+    CHECK_EQ(walk.ended, 1);
+    return walk.pages;
+}
+static uint32_t first(const prompt *of) { return first_in(NS, of); }
+
+static uint32_t ready_of(uint32_t number, uint32_t n) {
+    prompt of;
+    prompt_make(&of, number, n);
+    return peek(&b, &of);
+}
+
+/* Before what is older, call by call; a prefix from its end. */
+static void what_was_told_to_goes_first(void) {
+    set_up(64);
+    for (uint32_t i = 0; i < 4; i++) prompt_fill(&a, &p, i, 8);
+    collect(&a);
+    prompt_make(&p, 3, 8);
+    CHECK_EQ(first(&p), 8);
+    CHECK_EQ(first(&p), 0);
+    prompt_make(&p, 2, 8);
+    CHECK_EQ(first(&p), 8);
+    index_check(&s);
+    CHECK_EQ(evict(&b, 9), 9);
+    CHECK(ready_of(3, 8) == 0 && ready_of(2, 8) == 7);
+    CHECK_EQ(evict(&b, 8), 8);
+    CHECK(ready_of(2, 8) == 0 && ready_of(0, 8) == 7 && ready_of(1, 8) == 8);
+    tear_down();
+}
+
+/* Until it is used again; what was told so much later than it was queued goes first as well. */
+static void what_is_used_again_goes_in_its_turn(void) {
+    set_up(64);
+    for (uint32_t i = 0; i < 3; i++) prompt_fill(&a, &p, i, 4);
+    CHECK_EQ(evict(&b, 1), 1); /* the queue's present is not 0 any more */
+    prompt_make(&p, 2, 4);
+    CHECK_EQ(match(&b, &p, &l), 4);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    CHECK_EQ(first(&p), 4);
+    prompt_make(&q, 1, 4);
+    CHECK_EQ(first(&q), 4);
+    CHECK_EQ(match(&b, &p, &l), 4);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    CHECK_EQ(evict(&b, 7), 7);
+    CHECK(ready_of(0, 4) == 0 && ready_of(1, 4) == 0 && ready_of(2, 4) == 4);
+    CHECK_EQ(lc_load(&a.h->pages[l.pages[0]].used) & LCI_HITS_MASK, 2);
+    tear_down();
+}
+
+/* In a chain whose pages go in any order, and in one whose first page has another child. */
+static void parents_go_in_their_turn(void) {
+    set_up_independent(64);
+    prompt_fill(&a, &q, 2, 4);
+    prompt_fill(&a, &p, 1, 4);
+    prompt_make(&p, 1, 2);
+    CHECK_EQ(first(&p), 2);
+    CHECK_EQ(evict(&b, 2), 2);
+    prompt_make(&p, 1, 4);
+    CHECK_EQ(lci_peek1(b.h, p.keys + 2, 2, NS), 2);
+    tear_down();
+    set_up(64);
+    prompt_fill(&a, &q, 2, 4);
+    prompt_make(&p, 1, 4);
+    p.keys[2] = prompt_key(9, 2);
+    p.keys[3] = prompt_key(9, 3);
+    CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 4);
+    prompt_publish(&a, &p, 0);
+    prompt_unpin(&a, &p);
+    prompt_make(&p, 1, 4);
+    CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 2);
+    prompt_publish(&a, &p, 0);
+    prompt_unpin(&a, &p);
+    CHECK_EQ(first(&p), 4);
+    CHECK_EQ(evict(&b, 2), 2);
+    CHECK(ready_of(1, 4) == 2 && ready_of(2, 4) == 4);
+    CHECK_EQ(evict(&b, 4), 4); /* the old prompt before the other branch of the two */
+    CHECK(ready_of(1, 4) == 2 && ready_of(2, 4) == 0);
+    CHECK_EQ(evict(&b, 4), 4);
+    CHECK_EQ(index_counts(&b).named, 0);
+    tear_down();
+}
+
+/* Not of what is pinned, kept, being written, in another namespace, or gone. */
+static void only_what_may_go_goes_first(void) {
+    lci_ns_ref other;
+    set_up(64);
+    CHECK_EQ(lci_namespace_open(a.h, "w", "t", 0, &other, BLOCKING), LC_OK);
+    prompt_fill(&a, &q, 5, 2); /* the oldest */
+    prompt_fill(&a, &p, 1, 4);
+    CHECK_EQ(match(&b, &p, &l), 4);
+    CHECK_EQ(first(&p), 0);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    CHECK_EQ(keep(&p, 1), 4);
+    CHECK_EQ(first(&p), 0);
+    CHECK_EQ(keep(&p, 0), 4);
+    CHECK_EQ(first_in(other, &p), 0);
+    CHECK_EQ(evict(&b, 2), 2);
+    CHECK_EQ(ready_of(5, 2), 0);
+    prompt_make(&q, 2, 4);
+    CHECK_EQ(prompt_reserve(&b, &q, NS, 1), 4);
+    CHECK_EQ(first(&q), 0);
+    prompt_publish(&b, &q, 0);
+    CHECK_EQ(first(&q), 0); /* its writer still pins it */
+    prompt_unpin(&b, &q);
+    CHECK_EQ(first(&q), 4); /* it is in no list yet */
+    index_check(&s);
+    CHECK_EQ(evict(&b, 4), 4);
+    CHECK(ready_of(1, 4) == 4 && ready_of(2, 4) == 0);
+    prompt_make(&q, 7, 4);
+    CHECK_EQ(first(&q), 0);
+    CHECK_EQ(lci_clear(a.h, NS, BLOCKING), LC_OK);
+    CHECK_EQ(first(&p), 0);
+    CHECK_EQ(walk.cursor, 0);
+    tear_down();
+}
+
+/* Over several holds of the lock, and goes on where it was; all get the tick of the first. */
+static void many_go_first_at_one_tick(void) {
+    set_up(1000);
+    prompt_fill(&a, &q, 9, 100);
+    prompt_fill(&a, &p, 1, 600);
+    collect(&a);
+    CHECK_EQ(first(&p), 600);
+    CHECK_EQ(walk.cursor, 600);
+    for (uint32_t i = 0; i < 600; i++) CHECK_EQ(lci_tick(&a.h->pages[p.page[i]]), walk.tick);
+    CHECK_EQ(evict(&b, 600), 600);
+    CHECK_EQ(ready_of(9, 100), 100);
+    prompt_fill(&a, &p, 1, 400);
+    walk = (lci_walk_op){.cursor = 100, .tick = 0};
+    CHECK_EQ(lci_evict_first(a.h, p.keys, 400, NS, &walk, BLOCKING), LC_OK);
+    CHECK_EQ(walk.pages, 300);
+    CHECK_EQ(lci_tick(&a.h->pages[p.page[399]]), 0);
+    walk = (lci_walk_op){.cursor = 401};
+    CHECK_EQ(lci_evict_first(a.h, p.keys, 400, NS, &walk, BLOCKING), LC_E_RANGE);
+    walk = (lci_walk_op){.cursor = 0};
+    CHECK_EQ(lci_evict_first(a.h, p.keys, 0, NS, &walk, BLOCKING), LC_OK);
+    tear_down();
+}
+
+/* A minimum holds for what goes first as for all else; its own namespace takes that before the rest. */
+static void a_minimum_holds_for_what_goes_first(void) {
+    lci_ns_ref ns;
+    lci_ns_limits wanted = {.minimum = 8};
+    set_up(16);
+    CHECK_EQ(lci_namespace_limits(a.h, "w", "t", &wanted, &ns, BLOCKING), LC_OK);
+    for (uint32_t i = 1; i <= 2; i++) {
+        prompt_make(&p, i, 4);
+        CHECK_EQ(prompt_reserve(&a, &p, ns, 1), 4);
+        prompt_publish(&a, &p, 0);
+        prompt_unpin(&a, &p);
+    }
+    prompt_fill(&b, &q, 3, 8);
+    collect(&b);
+    CHECK_EQ(first_in(ns, &p), 4);
+    prompt_make(&q, 4, 4);
+    CHECK_EQ(prompt_reserve(&a, &q, ns, 1), 4);
+    prompt_publish(&a, &q, 0);
+    prompt_unpin(&a, &q);
+    CHECK(lci_peek1(b.h, p.keys, 4, ns) == 0 && ready_of(3, 8) == 8);
+    CHECK_EQ(first_in(ns, &q), 4);
+    CHECK_EQ(evict(&b, 16), 8);
+    CHECK(lci_peek1(b.h, q.keys, 4, ns) == 4 && ready_of(3, 8) == 0);
+    tear_down();
+}
+
 /* ------------------------------------------------------------------ limits and damage */
 
 /* What is kept stays so; only pages that are ready can be. */
@@ -156,6 +325,10 @@ static void damage_changes_nothing(void) {
     CHECK_EQ(lci_drop(a.h, p.keys, 3, 0, NS, &op, BLOCKING), LC_E_CORRUPT);
     CHECK_EQ(oldest(&a, 3, 1), LC_E_CORRUPT);
     CHECK_EQ(lci_release(a.h, &list.head), LC_OK);
+    uint64_t used = lc_load(&leaf->used);
+    CHECK_EQ(lci_evict_first(a.h, p.keys, 3, NS, &op, BLOCKING), LC_E_CORRUPT);
+    CHECK_EQ(op.pages + op.cursor, 0);
+    CHECK_EQ(lc_load(&leaf->used), used);
     lc_store(&leaf->queue.prev, old);
     index_check(&s);
     CHECK_EQ(index_counts(&a).kept, 0);
@@ -233,6 +406,25 @@ static void play(int point, void (*what)(void)) {
     at_point = point;
     then = what;
     lc_pause_hook = once;
+}
+
+/* Its tick stays, and its turn brings it to where that belongs. */
+static void match_p(void) {
+    CHECK_EQ(match(&b, &p, &l), 4);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+}
+static void a_use_while_pages_are_told_to_go_first(void) {
+    set_up(64);
+    prompt_fill(&a, &q, 2, 4);
+    prompt_fill(&a, &p, 1, 4);
+    collect(&a);
+    play(LC_AT_COMMIT, match_p);
+    first(&p);
+    CHECK(lc_pause_hook == NULL);
+    index_check(&s);
+    CHECK_EQ(evict(&b, 4), 4);
+    CHECK(ready_of(1, 4) == 4 && ready_of(2, 4) == 0);
+    tear_down();
 }
 
 static uint32_t middle;
@@ -394,6 +586,12 @@ const test keep_tests[] = {
     TEST(what_is_interrupted_goes_on),
     TEST(oldest_lists_all_and_puts_them_back),
     TEST(oldest_of_two_clients),
+    TEST(what_was_told_to_goes_first),
+    TEST(what_is_used_again_goes_in_its_turn),
+    TEST(parents_go_in_their_turn),
+    TEST(only_what_may_go_goes_first),
+    TEST(many_go_first_at_one_tick),
+    TEST(a_minimum_holds_for_what_goes_first),
     TEST(kept_pages_are_counted_anew),
     TEST(oldest_at_the_limit_of_pins),
     TEST(damage_changes_nothing),
@@ -401,6 +599,7 @@ const test keep_tests[] = {
     TEST(discard_takes_only_pins_that_are_there),
     TEST(discard_of_what_others_hang_on),
 #ifdef LC_PAUSE_POINTS
+    TEST(a_use_while_pages_are_told_to_go_first),
     TEST(a_pin_in_the_middle_of_what_is_dropped),
     TEST(a_pin_in_the_middle_of_what_is_discarded),
 #endif

@@ -230,6 +230,10 @@ static void list_first_of_a_damaged_list(void) {
     lc_store(&heads()[0].next, lc_list_head(&lists, 1));
     CHECK_EQ(lc_list_first(&t, &lists, 0), LC_NIL);
     CHECK_EQ(t.error, LC_E_CORRUPT);
+    lc_store(&heads()[0].next, 2); /* whose link back does not say so */
+    t.error = LC_OK;
+    CHECK_EQ(lc_list_first(&t, &lists, 0), LC_NIL);
+    CHECK_EQ(t.error, LC_E_CORRUPT);
     CHECK(lc_link_at(&lists, NODES + LISTS) == NULL);
     CHECK(lc_link_at(&lists, LC_NIL) == NULL);
     CHECK(lc_link_at(&lists, NODES + LISTS - 1) == &heads()[LISTS - 1]);

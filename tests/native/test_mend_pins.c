@@ -114,6 +114,30 @@ static void mending_of_pins_on_unused_pages(void) {
     tear_down();
 }
 
+/* A log that is forged takes back the step that gave pages to a living client, and both marks; its pins
+ * are not in the log. The pages are given to no other client. */
+static void mending_of_pages_that_are_in_use_and_say_free(void) {
+    prompt mine, other;
+    prepare();
+    uint32_t fresh = lc_load(&a.h->root->fresh), grown = lc_load(&a.h->root->grown);
+    prompt_make(&mine, 3, 4);
+    CHECK_EQ(prompt_reserve(&a, &mine, NS, 1), 4);
+    for (uint32_t i = 0; i < 4; i++) {
+        CHECK((uint32_t)mine.fresh[i] >= fresh);
+        lc_store(&a.h->pages[mine.fresh[i]].word, LCI_FREE);
+    }
+    lc_store(&a.h->root->fresh, fresh);
+    lc_store(&a.h->root->grown, fresh);
+    CHECK_EQ(lci_repair(b.h, BLOCKING), LC_OK);
+    CHECK_EQ(lci_grow(a.h, grown, BLOCKING), LC_OK);
+    prompt_make(&other, 4, 4);
+    CHECK_EQ(prompt_reserve(&b, &other, NS, 1), 4);
+    for (uint32_t i = 0; i < 4; i++)
+        for (uint32_t k = 0; k < 4; k++) CHECK(mine.fresh[i] != other.fresh[k]);
+    for (uint32_t i = 0; i < 4; i++) expect_pins(a.slot, (uint32_t)mine.fresh[i], 1);
+    tear_down();
+}
+
 /* Slots without pins, or not free, are left to those who are at work on them and hold their bytes:
  * one joins, another reaps the dead client of a slot in quarantine as its guest. */
 static void mending_leaves_slots_to_others(void) {
@@ -146,6 +170,7 @@ const test mend_pins_tests[] = {
     TEST(mending_of_a_living_clients_slot),
     TEST(mending_without_byte_locks_clears_no_pins),
     TEST(mending_of_pins_on_unused_pages),
+    TEST(mending_of_pages_that_are_in_use_and_say_free),
     TEST(mending_leaves_slots_to_others),
     END_OF_TESTS,
 };

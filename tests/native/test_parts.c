@@ -248,6 +248,30 @@ static uint32_t evict_group(uint32_t want) {
 
 static bool there(uint32_t i) { return part_of(i, PARTS - 1) != LC_NIL; }
 
+/* What is ready and what is being written, by group; and of every third record. */
+static void pages_are_counted_by_group(void) {
+    uint32_t counts[2 * LCI_NUMBERS], sum = 0, thirds = 0;
+    set_up_parts(64, PARTS, 1);
+    put_parts(4, 2, PARTS);
+    prompt_fill(&a, &q, 2, 20);
+    CHECK_EQ(reserve_parts(&a, 9, 1, PARTS), PARTS);
+    client reader = reader_join(&s);
+    CHECK_EQ(lci_count_groups(reader.h, 1, counts), LC_OK);
+    client_forget(&reader);
+    CHECK_EQ(counts[0], 20);
+    CHECK_EQ(counts[NUMBER], 2 * PARTS);
+    CHECK_EQ(counts[LCI_NUMBERS + NUMBER], PARTS);
+    for (uint32_t i = 0; i < 2 * LCI_NUMBERS; i++) sum += counts[i];
+    CHECK_EQ(sum, 20 + 3 * PARTS);
+    CHECK_EQ(lci_count_groups(b.h, 3, counts), LC_OK);
+    for (uint32_t i = 0; i < 2 * LCI_NUMBERS; i++) thirds += counts[i];
+    CHECK(thirds == sum / 3 || thirds == sum / 3 + 1);
+    CHECK_EQ(lci_count_groups(b.h, UINT32_MAX, counts), LC_OK);
+    CHECK_EQ(lci_count_groups(b.h, 0, counts), LC_E_RANGE);
+    prompt_unpin(&a, &state);
+    tear_down();
+}
+
 /* The oldest goes, and all of it, whichever records the pages have. */
 static void the_oldest_run_goes_whole(void) {
     for (uint32_t used = 0; used < 2; used++) {
@@ -361,6 +385,7 @@ static void a_quota_is_paid_with_whole_runs(void) {
 const test part_tests[] = {
     TEST(nothing_goes_for_parts_that_cannot_be),
     TEST(a_prefix_in_parts),
+    TEST(pages_are_counted_by_group),
     TEST(the_oldest_run_goes_whole),
     TEST(a_pinned_run_does_not_go),
     TEST(a_late_ticket_keeps_no_run),

@@ -245,6 +245,7 @@ TABLE: Table = {
         ("model/bf16/16", lambda attach: attach(fingerprint="another")),
         ("pages", lambda open_again: open_again(pages=9)),
         ("fingerprint", lambda open_again: open_again(fingerprint="other")),
+        ("kv_groups", lambda open_again: open_again(kv_groups=("kv", "states"))),
         ("secret", lambda open_again: open_again(secret=bytes(32))),
     ],
     ("attached to an index as a `Cache`", ConfigError): [
@@ -317,6 +318,13 @@ TABLE: Table = {
         ("plain file", *(no_plain_file(kind) for kind in ("link", "fifo", "folder"))),
     ],
     ("", ConfigError): [
+        *(
+            ("kv_groups: expected 1 to 32 different names", *made(kv_groups=names))
+            for names in (
+                *((), "kv", 3, ("kv", "kv"), ("kv", ""), ("kv", 1), ("k v",), ("x" * 32,)),
+                [f"g{i}" for i in range(33)],
+            )
+        ),
         *(("pages", lambda cache, n=n: cache.pool.grow(n)) for n in NO_COUNTS),
         *(("threads", lambda cache, n=n: cache.pool.grow(1, threads=n)) for n in (0, *NO_COUNTS)),
         *(

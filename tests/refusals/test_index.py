@@ -276,11 +276,12 @@ TABLE: Table = {
         ("page numbers as int32", lambda index: index.discard([0.5])),
         ("once", page_twice),
     ],
-    ("kept, dropped, listed or discarded read-only", PermissionDenied): [
+    ("kept, dropped, listed, discarded or made first", PermissionDenied): [
         (
             "attached read-only",
             lambda reader: reader.protect(A),
             lambda reader: reader.unprotect(A),
+            lambda reader: reader.evict_first(A),
             lambda reader: reader.drop(A),
             lambda reader: reader.oldest(1),
             lambda reader: reader.discard(np.array([0], np.int32)),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from support.index_view import IndexView
 from support.manager_case import SECRET, World, open_cache, taken, tokens
 from support.stamped import (
     TOKEN_BYTES,
@@ -17,6 +18,7 @@ from support.stamped import (
 
 from lightcache import Cache, PageIndex
 from lightcache.errors import ConfigError
+from lightcache.group_index import GroupIndex
 from lightcache.hybrid.checkpoints import Checkpoints, Path, Tier
 from lightcache.hybrid.copiers import ArrayCopier
 from lightcache.hybrid.manager import HybridManager
@@ -303,6 +305,16 @@ class HybridWorld:
             at = [n for n in counts if index.peek(path.key(n), namespace=namespace)]
             found[tier.value] = [n * self.hybrid.parts.step for n in at]
         return found
+
+    def superseded(self, what: Any) -> list[int]:
+        """Positions of a prompt's checkpoints on the host that are the first to be evicted."""
+        path, states = self.path(as_prompt(what)), self.checkpoints.host_states
+        assert states is not None
+        run = self.checkpoints.run
+        index = states.index if isinstance(states, GroupIndex) else states
+        first = IndexView(index).goes_first()
+        keys = [tuple(key) for key in run.last(path.keys).tolist()]
+        return [(i + 1) * self.hybrid.parts.step for i, key in enumerate(keys) if key in first]
 
     def content_of(self, tier: Tier, page: int) -> int:
         """The stamp in a slot or a host page."""

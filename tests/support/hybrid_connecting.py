@@ -90,6 +90,13 @@ def saved(connector: lct.Connector, ids: Any, *, page: int = 16) -> list[int]:
     return [(at + 1) * page for at in range(len(keys)) if states.peek(keys[at : at + 1])]
 
 
+def superseded(connector: lct.Connector, ids: Any, *, page: int = 16) -> list[int]:
+    """Those of them that are the first to be evicted."""
+    keys = states_of(connector).run.last(connector.cache.hash_pages(ids.reshape(-1).tolist()))
+    first = IndexView(connector.cache.index).goes_first()
+    return [(at + 1) * page for at, key in enumerate(keys.tolist()) if tuple(key) in first]
+
+
 def together(*parts: Any) -> Any:
     """Ids one behind the other."""
     return torch.cat(parts, dim=1)

@@ -88,6 +88,12 @@ class IndexView:
             for r in records
         ]
 
+    def goes_first(self) -> set[tuple[int, int]]:
+        """Keys of the ready pages that count as used before all others: what `evict_first` has
+        changed and no process has used since, and what eviction has come to otherwise."""
+        now = self.queue_now
+        return {p.key for p in self.pages() if p.state is PageState.READY and p.tick <= now}
+
     def rows(self) -> npt.NDArray[np.uint16]:
         """Pin counts, one row for each slot: shape (64, pages)."""
         stride = self.geometry.row_stride

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from support.fake_driver import FakeDriver
 from support.storing import fill, make_cache
 
@@ -21,7 +22,7 @@ import lightcache
 from lightcache import Cache, PageIndex
 from lightcache.hybrid import Checkpoints
 from lightcache.kernels import Move
-from lightcache.metrics import CheckpointMetrics
+from lightcache.metrics import CacheMetrics, CheckpointMetrics
 from lightcache.shm import Segment
 
 ROOT = Path(__file__).parents[2]
@@ -345,8 +346,12 @@ def test_metrics(engines: list[Any], segment_name: str) -> None:
     with PageIndex.create(f"{segment_name}-slots", pages=2, independent=True) as slots:
         space["registry"].register(CheckpointMetrics(Checkpoints(slots, None)))
         served = scraped(space)
+    with make_cache(f"{segment_name}-groups", kv_groups=("kv", "states")) as cache:
+        registry = CollectorRegistry(auto_describe=True)
+        registry.register(CacheMetrics(cache))
+        by_group = generate_latest(registry).decode()
     document = (ROOT / "docs/guides/metrics.md").read_text()
-    families = set(re.findall(r"^# TYPE lightcache_(\w+) ", served, re.MULTILINE))
+    families = set(re.findall(r"^# TYPE lightcache_(\w+) ", served + by_group, re.MULTILINE))
     assert families == set(re.findall(r"`lightcache_(\w+)`", document))
     assert f'lightcache_requests_total{{cache="{segment_name}",service="chat"}} 1.0' in served
 

@@ -250,6 +250,10 @@ def test_release_once(make: Make) -> None:
     assert model.pins() == {"prefix": 0, "point": 0}
 
 
+MANY = [0, len(LONG), len(LONG) + 4]
+"""Offsets of the whole sequence and of its first four pages."""
+
+
 @pytest.mark.parametrize("how", [interrupt_call, interrupt], ids=["calls", "signals"])
 def test_interrupted_anywhere(make: Make, how: Any) -> None:
     model = make("prefix", "window", "point")
@@ -260,13 +264,19 @@ def test_interrupted_anywhere(make: Make, how: Any) -> None:
         with model.set.match(LONG):
             pass
 
-    at, more = 0, True
-    while more:
-        more = how(match, at)
-        gc.collect()
-        assert set(model.pins().values()) == {0}, f"at place {at}"
-        at += 1
-    assert at > 5
+    def match_many() -> None:
+        first, second = model.set.match_many(np.concatenate([LONG, LONG[:4]]), MANY).split()
+        with first, second:
+            pass
+
+    for call in (match, match_many):
+        at, more = 0, True
+        while more:
+            more = how(call, at)
+            gc.collect()
+            assert set(model.pins().values()) == {0}, f"at place {at}"
+            at += 1
+        assert at > 5
 
 
 def test_namespace_was_cleared(make: Make) -> None:
@@ -347,6 +357,11 @@ def test_arguments_out_of_range(make: Make) -> None:
         refused(ConfigError, "step: expected an integer", call, LONG, step=1.5)
         refused(ConfigError, "keys: expected a uint64 array", call, LONG.astype(np.int64))
         refused(ConfigError, "keys: expected", call, LONG.ravel())
+    many = model.set.match_many
+    refused(ConfigError, "step: expected 1 to", many, LONG, [0, len(LONG)], step=0)
+    refused(ConfigError, "keys: expected", many, LONG.ravel(), [0, len(LONG)])
+    for offsets in ([0, 1], [1, len(LONG)], [0, 9, 3, len(LONG)], None):
+        refused(ConfigError, "offsets: expected", many, LONG, offsets)
 
 
 def test_readers_peek(make: Make) -> None:
@@ -393,7 +408,42 @@ def test_too_many_pins(make: Make) -> None:
         pins.value = 0xFFFF
         refused(NoSpace, "match of group 'point': .* 65,535 times", model.set.match, LONG)
         assert model.pins()["prefix"] == 4
+        pins.value = 0xFFFE  # one sequence more, and not two
+        keys, offsets = np.concatenate([LONG, LONG]), [0, 24, 48]
+        refused(NoSpace, "match of group 'point'", model.set.match_many, keys, offsets)
+        assert pins.value == 0xFFFE
+        assert model.pins()["prefix"] == 4
         pins.value = 1
+
+
+def test_many_sequences(make: Make) -> None:
+    model = make("prefix", "window", "point")
+    for name in model.indexes:
+        model.fill(name, range(8))
+    absent = prompt(2, 5)
+    keys = np.concatenate([LONG, LONG[:3], absent])
+    with model.set.match_many(keys, [0, 24, 27, 27, 32]) as found:
+        assert found.pages.tolist() == [8, 3, 0, 0]
+        assert found.limits == ("prefix", None, None, "prefix")
+        assert found.first.T.tolist() == [[0, 5, 7], [0, 0, 2], [0, 0, 0], [0, 0, 0]]
+        assert [batch.counts.tolist() for batch in found.leases] == [
+            [8, 3, 0, 0],
+            [3, 3, 0, 0],
+            [1, 1, 0, 0],
+        ]
+        assert model.pins() == {"prefix": 11, "window": 6, "point": 2}
+        first, *others = found.split()
+        assert model.pins() == {"prefix": 11, "window": 6, "point": 2}
+        refused(LeaseLost, "split", found.split)
+    for other in others:
+        other.release()
+    assert (first.pages, first.first, first.limit) == (8, (0, 5, 7), "prefix")
+    assert model.pins() == {"prefix": 8, "window": 3, "point": 1}
+    first.release()
+    model.set.match_many(keys[:0], [0]).release()
+    model.set.match_many(LONG, [0, 24])
+    gc.collect()
+    assert set(model.pins().values()) == {0}
 
 
 # ---- against trying every position
@@ -470,4 +520,13 @@ def test_deepest_of_random_groups(
                 with group.index.match(LONG[page : page + 1]) as one:
                     assert one.pages.tolist() == [at]
             assert group.index.check().pins == len(needs)
+    ends = [n, 0, n // 2, n]
+    keys, offsets = np.concatenate([LONG[:end] for end in ends]), np.cumsum([0, *ends])
+    together_many = together.match_many(keys, offsets, step=step).split()
+    for end, one in zip(ends, together_many, strict=True):
+        with together.match(LONG[:end], step=step) as alone, one:
+            assert (one.pages, one.limit) == (alone.pages, alone.limit)
+            assert one.first == alone.first
+            for lease, other in zip(one.leases, alone.leases, strict=True):
+                assert lease.pages.tolist() == other.pages.tolist()
     assert all(group.index.check().pins == 0 for group in made)

@@ -97,21 +97,73 @@ def test_at_most_so_many_on_a_path(hybrids: Any, states: dict[str, Any]) -> None
     world.save(prompt, 8, 16)
     assert world.there(prompt) == {"device": [8, 16], "host": [8, 16]}
     world.save(prompt, 24)
-    assert world.there(prompt) == {"device": [16, 24], "host": [16, 24]}
+    assert world.there(prompt) == {"device": [16, 24], "host": [8, 16, 24]}
+    assert world.superseded(prompt) == [8]
     world.save(prompt, 32)
-    assert world.there(prompt) == {"device": [24, 32], "host": [24, 32]}
+    assert world.there(prompt) == {"device": [24, 32], "host": [8, 16, 24, 32]}
+    assert world.superseded(prompt) == [8, 16]
     assert world.there(other) == {"device": [8], "host": [8]}
+    assert world.superseded(other) == []
     assert world.checkpoints.stats().bounded == 4
+
+
+def test_what_the_bound_supersedes_on_the_host_goes_first(hybrids: Any) -> None:
+    """Before what is older, the first of them before the next; the rest goes in its own order."""
+    world = hybrids(states={"most": 2})
+    prompt, other = Prompt(tokens(41)), Prompt(tokens(41, 1))
+    world.save(other, 8)
+    world.save(prompt, 8, 16, 24, 32)
+    left = []
+    for _ in range(4):
+        world.states.evict(world.checkpoints.run.parts)
+        left.append((world.there(other)["host"], world.there(prompt)["host"]))
+    assert left == [([8], [16, 24, 32]), ([8], [24, 32]), ([], [24, 32]), ([], [32])]
+
+
+def test_a_superseded_checkpoint_that_is_hit_is_an_ordinary_one(hybrids: Any) -> None:
+    world = hybrids(states={"most": 2})
+    prompt = Prompt(tokens(41))
+    world.compute(prompt)
+    world.save(prompt, 8, 16, 24)
+    assert world.superseded(prompt) == [8]
+    world.slots.evict(8)
+    assert world.plan(prompt, "a", limit=10).usable == 8
+    world.hybrid.cancel("a")
+    assert world.superseded(prompt) == []
+    world.states.evict(world.checkpoints.run.parts)
+    assert world.there(prompt)["host"] == [8, 24], "the oldest went"
+
+
+def test_the_bound_looks_at_few_of_those_that_stay(hybrids: Any) -> None:
+    """Not at those that were superseded long ago; they go first all the same."""
+    world = hybrids(states={"most": 1}, state_pages=64, chunk=8)
+    prompt = Prompt(tokens(8 * 30 + 1))
+    asked: list[int] = []
+    real = world.checkpoints.host_states.evict_first
+
+    def evict_first(keys: Any, **how: Any) -> int:
+        asked.append(len(keys))
+        return real(keys, **how)
+
+    world.checkpoints.host_states.evict_first = evict_first
+    world.save(prompt, *range(8, 8 * 30 + 1, 8))
+    assert max(asked) == 16
+    assert len(asked) == 29
+    assert world.there(prompt)["host"] == list(range(8, 8 * 30 + 1, 8))
+    assert world.superseded(prompt) == list(range(8, 8 * 30, 8))
+    assert world.checkpoints.stats().bounded == 2 * 29
 
 
 def test_the_bound_looks_behind_the_new_one(hybrids: Any) -> None:
     world = hybrids(states={"most": 2})
     prompt = Prompt(tokens(62))
     world.save(prompt, 40, 60, 24)
-    assert world.there(prompt) == {"device": [24, 60], "host": [24, 60]}
+    assert world.there(prompt) == {"device": [24, 60], "host": [24, 40, 60]}
+    assert world.superseded(prompt) == [40]
     world = hybrids(states={"most": 1})
     world.save(prompt, 60, 24)  # the deepest stays, so the new one goes
-    assert world.there(prompt) == {"device": [60], "host": [60]}
+    assert world.there(prompt) == {"device": [60], "host": [24, 60]}
+    assert world.superseded(prompt) == [24]
 
 
 @pytest.mark.parametrize("between", [False, True])
@@ -138,7 +190,8 @@ def test_the_bound_knows_the_request_s_own_path(hybrids: Any) -> None:
     assert world.begin("a", prompt, limit=30).branching == 24
     world.step("a", 30)
     world.hybrid.release("a")
-    assert world.there(prompt) == {"device": [24, 56], "host": [24, 56]}
+    assert world.there(prompt) == {"device": [24, 56], "host": [24, 40, 56]}
+    assert world.superseded(prompt) == [40]
     # Who does not know how it goes on does not see what lies there; the next one to add one does.
     world.save(Prompt(prompt.tokens[:12]), 8)
     assert world.there(prompt)["device"] == [8, 24, 56]
@@ -156,9 +209,11 @@ def test_the_bound_spares_forks(hybrids: Any) -> None:
     assert world.there(other)["device"] == [16, 24]
     for position in (32, 40, 48):  # what hangs on the fork goes, and it stays
         world.save(one, position)
-        assert world.there(one) == {"device": [16, position], "host": [16, position]}
+        assert world.there(one)["device"] == [16, position]
+        assert world.superseded(one) == [8, *range(24, position, 8)]
     world.save(other, 32)
-    assert world.there(other) == {"device": [16, 32], "host": [16, 32]}
+    assert world.there(other)["device"] == [16, 32]
+    assert world.superseded(other) == [8, 24]
 
 
 def test_a_new_one_hangs_on_the_deepest_before_it(hybrids: Any) -> None:

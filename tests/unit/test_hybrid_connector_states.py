@@ -15,6 +15,7 @@ from support.hybrid_connecting import (  # noqa: E402
     ready_states,
     saved,
     small_cache,
+    superseded,
     together,
 )
 from support.raising import Odd  # noqa: E402
@@ -40,7 +41,8 @@ def test_where_prompts_part_a_state_stays(segment_name: str, qwen: Any) -> None:
         common = prompt(40)
         ask(connector, qwen, together(common, prompt(60, 1)), steps=1)
         ids = turns(connector, qwen, together(common, prompt(30, 2)), 4)
-        assert saved(connector, ids) == [32, 160]
+        assert saved(connector, ids) == [32, 64, 96, 128, 160]
+        assert superseded(connector, ids) == [64, 96, 128]
         assert ask(connector, qwen, together(common, prompt(40, 3)), steps=1)[0] == 32
 
 

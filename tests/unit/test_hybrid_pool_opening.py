@@ -140,3 +140,13 @@ def test_what_is_refused(segment_name: str) -> None:
             state_tensors(60),
             index=f"{segment_name}-other",
         )
+
+
+def test_its_groups_have_names(segment_name: str) -> None:
+    with open_(segment_name, kv_tensors(), state_tensors()) as states:
+        assert states.host is not None
+        found = states.host.index.groups()
+        assert [(group.number, group.name) for group in found] == [(0, "kv"), (1, "states")]
+        twice = {"kv_groups": ("a",), "index": f"{segment_name}-other"}
+        tensors = kv_tensors(), state_tensors()
+        refused(ConfigError, "kv_groups follow", open_, segment_name, *tensors, **twice)

@@ -9,11 +9,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.keys import keys
 from support.refusals import refused
 
-from lightcache import Cache, ConfigError, PageIndex
+from lightcache import Cache, ConfigError, PageIndex, page_index
 from lightcache.hybrid import Checkpoints, CheckpointStats
 from lightcache.manager.blocks import DeviceTier
 from lightcache.manager.stats import ManagerStats, NodeCounters
 from lightcache.metrics import CacheMetrics, CheckpointMetrics
+from lightcache.runs import Run
 from lightcache.shm.layout import LOCK_OFFSET, LockRecord
 
 PAGES, PAGE_BYTES = 8, 4096
@@ -98,6 +99,44 @@ def test_pages_without_memory(segment_name):
                 ungrown = values("pages", tier=tier, state="ungrown")
                 total = sum(values.states(tier).values()) + ungrown
                 assert total == values("capacity_pages", tier=tier)
+
+
+def test_pages_by_group(segment_name):
+    how = {"pages": 16, "page_bytes": PAGE_BYTES, "fingerprint": "f", "secret": b"s" * 16}
+    run = Run(1, 3)
+    with Cache.create(segment_name, **how, kv_groups=("kv", "states", "window4096")) as cache:
+        registry = registered(cache)
+        publish(cache, 1, 2)
+        with cache.index.reserve(run.keys(keys(1, 2)), independent=True, run=run) as new:
+            values = Values(registry, cache)
+            assert values("group_pages", group="states", state="writing") == 6
+            assert values("group_bytes", group="states") == 0
+            new.publish()
+        values = Values(registry, cache)
+        for group, pages in (("kv", 2), ("states", 6), ("window4096", 0)):
+            assert values("group_pages", group=group, state="ready") == pages
+            assert values("group_pages", group=group, state="writing") == 0
+            assert values("group_bytes", group=group) == pages * PAGE_BYTES
+
+
+def test_a_sample_of_a_pool_that_was_filled_in_a_pattern(segment_name, monkeypatch):
+    """One page in 8 of a pool where 4 pages of KV and 4 of a state alternate."""
+    run, pages = Run(1, 4), 4096
+    with PageIndex.create(segment_name, pages=pages) as index:
+        for turn in range(pages // 8):
+            publish(index, 4 * turn + 1, 4 * turn + 2, 4 * turn + 3, 4 * turn + 4)
+            with index.reserve(run.keys(keys(turn + 1)), independent=True, run=run) as new:
+                new.publish()
+        assert [group.ready for group in index.groups()] == [pages // 2, pages // 2]
+        monkeypatch.setattr(page_index, "MOST_COUNTED", pages // 8)
+        counts = [group.ready for group in index.groups()]
+        assert counts == pytest.approx([pages // 2, pages // 2], rel=0.05)
+
+
+def test_a_cache_without_names_has_no_metrics_of_groups(cache):
+    assert "group" not in Values(registered(cache), cache).text
+    with pytest.raises(ConfigError, match="labels: group"):
+        CacheMetrics(cache, labels={"group": "x"})
 
 
 def test_the_lock(cache):

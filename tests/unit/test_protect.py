@@ -1,4 +1,5 @@
-"""Protecting prefixes from eviction, and evicting branches: `protect`, `unprotect`, `drop`."""
+"""Protecting prefixes from eviction, and evicting pages first, or branches at once: `protect`,
+`unprotect`, `evict_first`, `drop`."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ from support.index_view import IndexView
 from support.keys import prompt
 
 from lightcache import Namespace, PageIndex, layout
+from lightcache.group_index import GroupIndex
+from lightcache.runs import Run
 
 PAGES = 16
 
@@ -72,6 +75,49 @@ def test_many_keys_in_steps(segment_name: str) -> None:
         assert index.drop(prompt(1, 1000)) == 1000
 
 
+# ---- evict_first
+
+
+def test_first_to_be_evicted_until_used_again(index: PageIndex) -> None:
+    for name in (1, 2, 3):
+        put(index, name, 4)
+    assert index.evict_first(prompt(3, 4)) == index.evict_first(prompt(2, 4)) == 4
+    assert index.evict_first(prompt(3, 4)) == 0, "they go next anyway"
+    assert index.peek(prompt(3, 4)) == 4
+    with index.match(prompt(2, 4)):
+        assert index.evict_first(prompt(2, 4)) == 0, "pinned"
+    assert index.check().clean
+    assert index.evict(8) == 8
+    assert [index.peek(prompt(name, 4)) for name in (1, 2, 3)] == [0, 4, 0]
+
+
+def test_only_in_its_namespace_is_a_page_made_first(index: PageIndex) -> None:
+    one, other = (index.namespace("v1", tenant) for tenant in ("one", "other"))
+    put(index, 1, 3, one)
+    assert index.evict_first(prompt(1, 3), namespace=other) == 0
+    assert index.evict_first(prompt(1, 3), namespace=one) == 3
+    index.clear(one)
+    assert index.evict_first(prompt(1, 3), namespace=one) == 0
+
+
+def test_runs_go_first_whole(index: PageIndex) -> None:
+    states, keys = GroupIndex(index, Run(1, 4)), prompt(5, 3)
+    for end in (1, 2, 3):
+        with states.reserve(keys[:end], end - 1, shards=1) as new:
+            assert new.publish()
+    put(index, 1, 4)
+    assert states.evict_first(keys[1:2]) == 1
+    assert states.last_ready(keys[:2]) == 2
+    index.evict(1)
+    assert states.last_ready(keys[:2]) == 1
+    index.evict(3)
+    assert index.peek(states.run.keys(keys[1:2])) == 0, "its parts follow"
+    assert states.last_ready(keys) == 3
+    assert states.last_ready(keys[:1]) == 1
+    assert index.peek(prompt(1, 4)) == 4
+    assert index.check().clean
+
+
 # ---- drop
 
 
@@ -79,3 +125,4 @@ def test_no_keys_are_nothing(index: PageIndex) -> None:
     put(index, 1, 2)
     none = prompt(1, 0)
     assert index.protect(none) == index.unprotect(none) == index.drop(none) == 0
+    assert index.evict_first(none) == 0

@@ -54,6 +54,51 @@ def group_set(index: PageIndex, *groups: tuple[Rule, Run]) -> GroupSet:
     return GroupSet(made, page_tokens=1)
 
 
+# ---- a minimum for a group
+
+
+def test_a_group_with_a_namespace_of_its_own_has_its_minimum(index: PageIndex) -> None:
+    """Two states are left whatever others need; a third is one page among all. A match goes over
+    both namespaces."""
+    own = index.namespace("v1", "states", minimum=2 * STATE.parts)
+    path, groups = prompt(1, 8), []
+
+    def save(position: int, before: int) -> None:
+        chain = STATE.keys(path[[before - 1, position - 1]] if before else path[[position - 1]])
+        start = STATE.parts if before else 0
+        with index.reserve(chain, start, independent=True, run=STATE, namespace=own) as new:
+            assert new.publish()
+
+    def usable() -> int:
+        with groups[0].match(path) as found:
+            return found.pages
+
+    groups.append(
+        GroupSet(
+            [
+                Group("kv", Rule.prefix(), index),
+                Group("states", Rule.point(), index, own, run=STATE),
+            ],
+            page_tokens=1,
+        )
+    )
+    save(2, 0)
+    save(4, 2)
+    save(6, 4)
+    fill(index, path)
+    states = [path[at - 1 : at] for at in (2, 4, 6)]
+    assert usable() == 6  # which is used now, and the two others are the oldest pages there are
+    with index.reserve(prompt(2, PAGES)) as new:
+        assert len(new.pages) == PAGES - 2 * STATE.parts
+    left = [index.peek(STATE.keys(key), namespace=own) for key in states]
+    assert left == [0, STATE.parts, STATE.parts]
+    assert usable() == 0  # its KV has gone
+    save(8, 6)
+    assert index.evict(PAGES) == STATE.parts, "one more than was promised, and whole"
+    assert index.evict(PAGES, group=STATE.group) == 0
+    assert index.namespace_pages(own) == 2 * STATE.parts
+
+
 # ---- keys
 
 
@@ -112,6 +157,20 @@ def test_a_run_is_found_when_all_of_it_is_there(index: PageIndex) -> None:
         assert found.leases[1].pages.tolist() == pages
         assert len(found.leases[0]) == 3
     assert index.stats().ready == 4 + 5
+
+
+def test_many_sequences_of_runs(index: PageIndex) -> None:
+    keys = prompt(1, 5)
+    assert put(index, keys[:3]) == 3 * STATE.parts
+    together = group_set(index, (Rule.point(), STATE))
+    many = np.concatenate([keys, keys[:2], keys[4:]])
+    with together.match_many(many, [0, 5, 7, 8]) as found:
+        assert found.pages.tolist() == [3, 2, 0]
+        assert found.leases[0].counts.tolist() == [STATE.parts, STATE.parts, 0]
+        for place, key in enumerate((keys[2:3], keys[1:2])):
+            with index.match(STATE.keys(key)) as parts:
+                assert found.leases[0][place].tolist() == parts.pages.tolist()
+    assert index.check().pins == 0
 
 
 def test_all_or_none(index: PageIndex) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from lightcache import Cache, PageIndex, layout
+from lightcache import Cache, PageIndex, layout, runs
 from lightcache.manager.stats import NodeCounters
 from lightcache.page_index import geometry
 from lightcache.shm import Segment, names
@@ -123,6 +123,40 @@ def test_dump_of_a_quiet_cache(run: Run, made: str) -> None:
     shown = run("dump", made).stdout
     for word in ("ready", "accounting", "holds", "none", "clients", "namespaces"):
         assert word in shown
+
+
+@pytest.mark.parametrize("kv_groups", [None, ("kv", "states", "window8")])
+def test_dump_by_group(run: Run, segment_name: str, kv_groups: tuple[str, ...] | None) -> None:
+    how: dict[str, Any] = {"pages": PAGES, "page_bytes": 1 << 20, "fingerprint": "f"}
+    names = kv_groups or ("0", "1")
+    with Cache.create(segment_name, **how, secret=SECRET, kv_groups=kv_groups, grow=False) as cache:
+        cache.pool.grow(PAGES)
+        keys, states = cache.hash_pages(np.arange(48), 16), runs.Run(1, 5)
+        with cache.reserve(keys) as new:
+            new.publish()
+        with cache.index.reserve(states.keys(keys[:2]), independent=True, run=states) as new:
+            new.publish()
+        with cache.index.reserve(states.keys(keys[2:]), independent=True, run=states):
+            groups = load(run, segment_name)["totals"]["groups"]
+            shown = run("dump", segment_name).stdout
+    counts = [(3, 0), (10, 5), (0, 0)]
+    assert groups == [
+        {"number": i, "name": name, "ready": ready, "writing": writing, "bytes": ready << 20}
+        for i, (name, (ready, writing)) in enumerate(zip(names, counts, strict=False))
+    ]
+    assert f"{names[0]} 3 (3.0 MiB), {names[1]} 10 (10.0 MiB)" in " ".join(shown.split())
+
+
+def test_names_of_groups_that_are_damaged(run: Run, segment_name: str) -> None:
+    how: dict[str, Any] = {"pages": 8, "page_bytes": 4096, "fingerprint": "f", "secret": SECRET}
+    with Cache.create(segment_name, **how, kv_groups=("kv", "states")) as cache:
+        header = path(segment_name).read_bytes()[:HEADER_END]
+        poke(segment_name, header.index(b'"states"'), b'"k\\tvww"')
+        assert load(run, segment_name)["totals"]["groups"] == []
+        with Cache.attach(segment_name, secret=SECRET) as other:
+            assert other.index.groups() == ()
+        poke(segment_name, 0, header)
+        assert cache.index.groups()[1].name == "states"
 
 
 def test_dump_shows_who_holds_what(run: Run, made: str) -> None:

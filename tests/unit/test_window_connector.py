@@ -429,6 +429,7 @@ def test_caches_that_do_not_fit(caches: Any, segment_name: str) -> None:
     ):
         refused(LayoutMismatch, message, lct.Connector, given, made)
     options = lct.describe(made, page_tokens=4).options
+    assert options["kv_groups"] == ("kv", "window9")
     how = {"pages": 4, "secret": bytes(16), **options}
     with Cache.create(segment_name, independent=True, **how) as wrong:
         refused(ConfigError, "made with independent=False, found", lct.Connector, wrong, made)

@@ -105,6 +105,44 @@ static void unkeep_ends(actor *v) {
 SCENE(keep_mixed, .pages = 48, .set = both_kinds, .act = keep_ends)
 SCENE(unkeep_mixed, .pages = 48, .set = kinds_kept, .act = unkeep_ends)
 
+/* ------------------------------------------------------------------ going first */
+
+static uint32_t first(actor *a, uint32_t number, uint32_t n) {
+    lci_walk_op op = {0};
+    lc_key keys[MAX_KEYS];
+    run_keys(keys, number, n);
+    AGAIN(lci_evict_first(a->h, keys, n, SCENE_NS, &op, LC_BLOCK, FOREVER));
+    return op.pages;
+}
+/* The second run waits to be collected, the first stands in the queue. */
+static void first_both(actor *v) {
+    NEED(first(v, 1, 20) == 16);
+    NEED(first(v, 0, 16) == 16);
+}
+SCENE(evict_first, .pages = 48, .set = two_runs, .act = first_both)
+SCENE(evict_first_independent, .pages = 48, .set = two_paths, .act = first_both)
+
+/* What was told to stands in the queue, and goes; a page that is used meanwhile stays. */
+static void told_to_go_first(stage *s) {
+    two_paths(s);
+    first_both(&s->survivor);
+}
+static void evict_ten(actor *v) { NEED(deed_evict(v, 10) == 10); }
+SCENE(evict_what_goes_first, .pages = 48, .set = told_to_go_first, .act = evict_ten, .taken = 10)
+static bool match_one(stage *s) {
+    hold l;
+    hold_match(&s->other[0], &l, 1, 14, SCENE_NS);
+    hold_release(&s->other[0], &l);
+    return true;
+}
+static void path_and_other(stage *s) {
+    two_paths(s);
+    stage_other(s, 0)->stopped = true;
+}
+static void first_some(actor *v) { first(v, 1, 16); }
+SCENE(evict_first_raced, .pages = 48, .set = path_and_other, .act = first_some,
+      .meanwhile = match_one)
+
 /* ------------------------------------------------------------------ letting go */
 
 static uint32_t drop(actor *a, uint32_t number, uint32_t n, uint32_t start) {

@@ -64,6 +64,17 @@ SCENE(parts_abandon, .pages = 48, .set = three_states, .prepare = reserve_fourth
 static void evict_seven(actor *v) { NEED(deed_evict(v, 7) == 7); }
 SCENE(parts_evict, .pages = 48, .set = three_states, .act = evict_seven, .taken = 7)
 
+static void first_second(actor *v) {
+    lci_walk_op walk = {0};
+    lc_key keys[MAX_KEYS];
+    state_keys(keys, 1, 1);
+    int rc;
+    do rc = lci_evict_first(v->h, keys, PARTS, SCENE_NS, &walk, LC_BLOCK, FOREVER);
+    while (rc == LC_E_INTR);
+    NEED(rc == LC_OK && walk.pages == PARTS);
+}
+SCENE(parts_evict_first, .pages = 48, .set = three_states, .act = first_second)
+
 static void one_other(stage *s) {
     three_states(s);
     stage_other(s, 0)->stopped = true;
