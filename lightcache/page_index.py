@@ -1636,7 +1636,7 @@ class PageIndex:
         several prompts share is changed for all of them. A namespace's `minimum` holds for these
         pages as for others.
 
-        Takes the lock, for 256 keys at a time; about 40 ns a page.
+        Takes the lock, for 256 keys at a time; about 50 ns a page.
 
         Raises:
             ConfigError: keys of another shape, dtype or layout.

@@ -427,6 +427,21 @@ static void a_use_while_pages_are_told_to_go_first(void) {
     tear_down();
 }
 
+/* The queue is in force before any tick is lowered: a death in between is put right by itself. */
+static void ticks_stand(void) {
+    for (uint32_t i = 0; i < 4; i++) CHECK(lci_tick(&a.h->pages[p.page[i]]) > 0);
+}
+static void ticks_are_lowered_after_the_commit(void) {
+    set_up_independent(64);
+    prompt_fill(&a, &p, 1, 4);
+    collect(&a);
+    play(LC_AT_COMMIT, ticks_stand);
+    CHECK_EQ(first(&p), 4);
+    CHECK(lc_pause_hook == NULL);
+    for (uint32_t i = 0; i < 4; i++) CHECK_EQ(lci_tick(&a.h->pages[p.page[i]]), 0);
+    tear_down();
+}
+
 static uint32_t middle;
 static void pin_middle(void) { CHECK_EQ(lci_pin_one(b.h, middle), LC_OK); }
 
@@ -600,6 +615,7 @@ const test keep_tests[] = {
     TEST(discard_of_what_others_hang_on),
 #ifdef LC_PAUSE_POINTS
     TEST(a_use_while_pages_are_told_to_go_first),
+    TEST(ticks_are_lowered_after_the_commit),
     TEST(a_pin_in_the_middle_of_what_is_dropped),
     TEST(a_pin_in_the_middle_of_what_is_discarded),
 #endif

@@ -140,6 +140,20 @@ static void path_and_other(stage *s) {
     stage_other(s, 0)->stopped = true;
 }
 static void first_some(actor *v) { first(v, 1, 16); }
+
+/* Nine pages of a run are pinned by another client, of the other eight are kept and four go first. */
+static void few_may_go(stage *s) {
+    actor *o = stage_other(s, 0);
+    two_runs(s);
+    hold_match(o, &o->held, 1, 9, SCENE_NS);
+    NEED(keep(&s->survivor, 0, 8, 1, SCENE_NS) == 8);
+    NEED(first(&s->survivor, 0, 12) == 4);
+}
+static void first_few(actor *v) {
+    NEED(first(v, 1, 16) == 7);
+    NEED(first(v, 0, 16) == 4);
+}
+SCENE(evict_first_few, .pages = 48, .set = few_may_go, .act = first_few)
 SCENE(evict_first_raced, .pages = 48, .set = path_and_other, .act = first_some,
       .meanwhile = match_one)
 
