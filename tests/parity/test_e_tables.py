@@ -14,8 +14,8 @@ from support.refusals import refused
 
 from lightcache.errors import ConfigError
 from lightcache.hybrid import Checkpoints, Grid, HybridConfig, HybridManager, state_block_tables
-from lightcache.hybrid.copiers import ArrayCopier
 from lightcache.hybrid.checkpoints import Tier
+from lightcache.hybrid.copiers import ArrayCopier
 from lightcache.hybrid.opening import States, create_slots, open_states
 from lightcache.hybrid.saving import Saves, decode_saves
 from lightcache.hybrid.tables import StateTables
