@@ -25,12 +25,17 @@ import numpy as np
 from click.testing import CliRunner
 
 from lightcache import Cache, LightcacheError, PageIndex
+from lightcache._arguments import Keys
+from lightcache.group_index import GroupIndex
+from lightcache.groups import Group, GroupSet, Rule
 from lightcache.page_index import geometry
+from lightcache.runs import Run
 from lightcache.shm import Segment, read_segment
 from lightcache.shm.layout import CLIENTS_OFFSET, LOCK_OFFSET, ClientRecord, SegmentHeader
 from lightcache.tools.cli import group
 
 PAGES = 48
+STATES = Run(1, 3)
 LIMIT = 20  # seconds for the calls of one case: an alarm, not a measure
 LOCK = 0.05  # seconds to wait for a lock
 ESCAPE = b"\x1b[2J\x9b31m\xc2\x9b\xff\xfe\x07"
@@ -57,6 +62,8 @@ JSON_TEXTS = [
     b'{"pages":48,"page_bytes":"x","fingerprint":[],"page_tokens":{},"secret":null}',
     b'{"pages":48,"page_bytes":9223372036854775807,"fingerprint":"\\ud800","page_tokens":0}',
     b'{"pages":48,"page_bytes":4096,"page_tokens":16,"algorithm":[1],"fingerprint":"\\u001b[2J"}',
+    b'{"pages":48,"page_tokens":16,"kv_groups":["kv","\\u001b[2J"]}',
+    b'{"pages":48,"page_bytes":"x","page_tokens":16,"kv_groups":{"kv":1}}',
 ]
 
 
@@ -157,6 +164,11 @@ class Case:
         with contextlib.closing(index):
             found = index.peek(keys)
             assert 0 <= found <= len(keys), found
+            position = groups_of(index).peek(keys)
+            assert 0 <= position.pages <= len(keys), position
+            states = GroupIndex(index, STATES)
+            assert 0 <= states.last_ready(keys) <= len(keys)
+            assert sum(group.ready for group in index.groups()) <= PAGES
             index.stats()
             index.clients()
             index.check()
@@ -168,6 +180,9 @@ class Case:
                 lambda: index.match(keys).release(),
                 lambda: self._write(index),
                 lambda: index.evict(3),
+                lambda: self._match_groups(index, keys),
+                *self._states(index, keys),
+                lambda: index.evict(2, group=STATES.group),
                 lambda: index.namespace("w", "t"),
                 index.reap,
                 index.check,
@@ -176,6 +191,38 @@ class Case:
             ):
                 with contextlib.suppress(LightcacheError):
                     call()
+
+    def _match_groups(self, index: PageIndex, keys: Keys) -> None:
+        together = groups_of(index)
+        with together.match(keys) as one, together.match_many(keys, [0, 5, len(keys)]) as many:
+            assert 0 <= one.pages <= len(keys), one.pages
+            assert all(0 <= pages <= len(keys) for pages in many.pages), many.pages
+            for lease in (*one.leases, *many.leases):
+                assert all(0 <= page < PAGES for page in lease.pages), lease.pages
+
+    def _states(self, index: PageIndex, keys: Keys) -> list[Callable[[], object]]:
+        """Calls for pages in parts, each for itself."""
+        states = GroupIndex(index, STATES)
+
+        def plan() -> None:
+            if states.plan("request", keys[3:4], timeout=LOCK):
+                states.take("request").release()
+
+        def write() -> None:
+            with states.reserve(keys[8:10], 1, shards=1) as got:
+                assert all(0 <= page < PAGES for page in got.pages), got.pages
+                got.publish()
+
+        return [
+            lambda: states.last_ready_many(keys, [0, 5, len(keys)]),
+            lambda: states.children(keys),
+            plan,
+            write,
+            lambda: states.protect(keys[3:4]),
+            lambda: states.unprotect(keys[3:4]),
+            lambda: states.drop(keys[7:8]),
+            index.groups,
+        ]
 
     def _write(self, index: PageIndex) -> None:
         keys = np.arange(600, 620, dtype=np.uint64).reshape(-1, 2)
@@ -222,13 +269,25 @@ class Case:
             raw.write(whole or b"")
 
 
+def groups_of(index: PageIndex) -> GroupSet:
+    """Full attention, and a state at two positions."""
+    groups = [
+        Group("kv", Rule.prefix(), index),
+        Group("states", Rule.point(), index, run=STATES),
+        Group("window", Rule.window(20), index),
+    ]
+    return GroupSet(groups, page_tokens=16)
+
+
 def picture_of(name: str) -> bytes:
-    """An index with pages, a reservation and a ticket, whose client has gone."""
+    """An index with pages, states in parts, a reservation and a ticket, whose client has gone."""
     config = {"page_bytes": 4096, "page_tokens": 16, "fingerprint": "f", "algorithm": "xxh3_128",
-              "secret": ""}  # fmt: skip
+              "secret": "", "kv_groups": ["kv", "states"]}  # fmt: skip
     with PageIndex.create(name, pages=PAGES, config=config, lifetime="persistent") as index:
         keys = np.arange(40, dtype=np.uint64).reshape(-1, 2)
         with index.reserve(keys) as got:
+            got.publish()
+        with GroupIndex(index, STATES).reserve(keys[[3, 7]], 0, shards=1) as got:
             got.publish()
         index.namespace("weights", "tenant")
         lease = index.match(keys[:6])

@@ -14,8 +14,9 @@ from support.refusals import refused
 
 from lightcache.errors import ConfigError
 from lightcache.hybrid import Checkpoints, Grid, HybridConfig, HybridManager, state_block_tables
+from lightcache.hybrid.checkpoints import Tier
 from lightcache.hybrid.copiers import ArrayCopier
-from lightcache.hybrid.opening import create_slots
+from lightcache.hybrid.opening import States, create_slots, open_states
 from lightcache.hybrid.saving import Saves, decode_saves
 from lightcache.hybrid.tables import StateTables
 from lightcache.manager import KVCacheManager, ManagedBlocks, NullBackend, Prompt
@@ -70,14 +71,16 @@ class Pass:
 class Engine:
     """Serves requests, each step of them by the tables of their blocks."""
 
-    def __init__(self, name: str, **config: Any) -> None:
+    def __init__(self, name: str, host: bool = False, **config: Any) -> None:
+        """`host`: checkpoints are kept on the host, too."""
         self.states = np.zeros((SLOTS, WIDTH))
         self.host = open_cache(name, 64, BLOCK)
         self.device = ManagedBlocks(f"{name}.device", block_tokens=BLOCK, blocks=64)
         self.manager = KVCacheManager(self.host, self.device, NullBackend())
+        self.opened = self.open_states(name) if host else None
         self.slots = create_slots(f"{name}.slots", SLOTS)
         self.copier = CountingCopier(self.states)
-        self.checkpoints = Checkpoints(self.slots, None, copier=self.copier, most=None)
+        self.checkpoints = self.opened_checkpoints()
         self.grid = Grid(BLOCK, BLOCK, chunk=BLOCK, every=2 * BLOCK)
         self.hybrid = HybridManager(
             self.manager,
@@ -87,6 +90,26 @@ class Engine:
         )
         self.donated: dict[int, int] = {}
         """Of the last request: the slot of each position that became a checkpoint while it ran."""
+
+    def open_states(self, name: str) -> States:
+        torch = pytest.importorskip("torch")
+        parts = {"recurrent": [torch.from_numpy(self.states)]}
+        return open_states(f"{name}.states", parts, model="m", pages=SLOTS, secret=bytes(16))
+
+    def opened_checkpoints(self) -> Checkpoints:
+        if self.opened is None:
+            return Checkpoints(self.slots, None, copier=self.copier, most=None)
+        assert self.opened.copies is not None
+        backend = self.opened.copies.backend
+        return Checkpoints(self.slots, self.opened.host, backend, self.copier, most=None)
+
+    def forget_slots(self) -> None:
+        """The device loses its checkpoints, and what its slots held; no request runs."""
+        self.checkpoints.traffic.moves.wait(None, 60)
+        self.checkpoints.poll()
+        self.slots.evict(SLOTS)
+        assert self.slots.stats().ready == 0
+        self.states[:] = np.nan
 
     def serve(self, tokens: list[int], generate: int, budget: int = 20) -> tuple[list[int], Any]:
         """Returns all tokens, and the last state; `match` is the request's."""
@@ -122,7 +145,7 @@ class Engine:
         self.match = hybrid.take(name, wait=True)
         hybrid.allocate(name, known + generate)
         slot = int(hybrid.restore([name]).working[0])
-        hybrid.load(name)
+        hybrid.load(name).wait(60)
         self.donated, done, due = {}, self.match.usable, None
         table = {(done - 1) // BLOCK: slot} if done else {}
         while done < known + generate:
@@ -201,6 +224,8 @@ class Engine:
         for part in (self.hybrid, self.checkpoints, self.manager, self.device, self.slots):
             part.close()
         self.host.close()
+        if self.opened is not None:
+            self.opened.close()
 
 
 @pytest.fixture
@@ -267,6 +292,29 @@ def test_e1_a_batch_of_requests_of_different_lengths(
             for position, slot in engine.checkpoint_slots(got[0]).items():
                 assert (engine.states[slot] == after(np.zeros(WIDTH), got[0][:position])).all()
     assert hits > 4
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("saves", Saves)
+def test_e1_a_checkpoint_that_the_host_has(engines: Any, saves: Saves, ahead: bool) -> None:
+    """Slots of old blocks become checkpoints and go to the host; a request goes on from there."""
+    engine = engines(saves=saves, ahead=ahead, host=True)
+    tokens = list(range(1, 46))
+    for turn in range(4):
+        before = engine.hybrid.stats()
+        got = engine.serve(tokens, 20)
+        wanted = uncached(tokens, 20)
+        assert got[0] == wanted[0]
+        assert (got[1] == wanted[1]).all()
+        loads = engine.hybrid.stats().loads - before.loads
+        if turn:
+            assert engine.match.tier is Tier.HOST
+            assert engine.match.usable == deepest
+            assert loads == 1
+        deepest = max(engine.checkpoint_slots(got[0]))
+        assert deepest > len(tokens)
+        engine.forget_slots()
+        tokens = [*got[0], turn, 7]
 
 
 @pytest.mark.parametrize(

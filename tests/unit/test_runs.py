@@ -173,6 +173,21 @@ def test_many_sequences_of_runs(index: PageIndex) -> None:
     assert index.check().pins == 0
 
 
+def test_a_sequence_after_another_gives_back_its_own(index: PageIndex) -> None:
+    """The first group has more than the second allows."""
+    keys, wide = prompt(1, 5), Run(2, 2)
+    fill(index, keys)
+    with index.reserve(wide.keys(keys[:3]), run=wide) as new:
+        assert new.publish()
+    together = group_set(index, (Rule.prefix(), PLAIN), (Rule.prefix(), wide))
+    with together.match_many(np.concatenate([keys, keys]), [0, 5, 10]) as found:
+        assert found.pages.tolist() == [3, 3]
+        assert [batch.counts.tolist() for batch in found.leases] == [[3, 3], [6, 6]]
+        assert found.leases[0][1].tolist() == found.leases[0][0].tolist()
+        assert index.check().pins == 18
+    assert index.check().pins == 0
+
+
 def test_all_or_none(index: PageIndex) -> None:
     keys = prompt(1, 20)
     fill(index, prompt(2, 30))
