@@ -8,6 +8,7 @@ Everything that goes wrong is a `LightcacheError` that says what to do.
 """
 
 from lightcache.cache import Cache
+from lightcache.engine_keys import EngineKeys
 from lightcache.errors import (
     Abandoned,
     CacheCorrupted,
@@ -50,6 +51,7 @@ __all__ = [
     "ClientId",
     "ConfigError",
     "Detached",
+    "EngineKeys",
     "InUse",
     "KeySpec",
     "LayoutMismatch",

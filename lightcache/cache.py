@@ -15,6 +15,7 @@ import numpy as np
 
 from lightcache import _arguments
 from lightcache._arguments import Keys, Offsets, Pages, parse_size
+from lightcache.engine_keys import EngineKeys
 from lightcache.errors import CacheCorrupted, ConfigError, InUse, LayoutMismatch, OutOfPages
 from lightcache.hashing import (
     SECRET_BYTES,
@@ -673,6 +674,21 @@ class Cache:
             As `key_spec`.
         """
         return PageHasher(self.key_spec(page_tokens, namespace=namespace), salt=salt, lora=lora)
+
+    def engine_keys(
+        self,
+        page_tokens: int | None = None,
+        *,
+        salt: str | bytes = b"",
+        lora: bytes = b"",
+        namespace: Namespace | None = None,
+    ) -> EngineKeys:
+        """Return what turns the hashes of an engine into keys of this cache, and back.
+
+        Raises:
+            As `key_spec`.
+        """
+        return EngineKeys(self.key_spec(page_tokens, namespace=namespace), salt=salt, lora=lora)
 
     # ---- pages as arrays
 

@@ -56,11 +56,11 @@ _NO_SALT = bytes(16)  # neither salt nor adapter: two lengths of 0
 _NO_KEYS: Keys = np.empty((0, 2), np.uint64)
 
 
-class _Digest(Protocol):
+class Digest(Protocol):
     # `update` always returns None; the hot loop relies on that (`update(row) or digest()`).
     def update(self, data: bytes, /) -> bytes | None: ...
     def digest(self) -> bytes: ...
-    def copy(self) -> "_Digest": ...
+    def copy(self) -> "Digest": ...
 
 
 @dataclass(frozen=True)
@@ -128,14 +128,27 @@ class KeySpec:
         encoded = [_sized(text.encode("utf-8", "surrogatepass")) for text in fields]
         return b"".join([FORMAT, *encoded, struct.pack("<Q", self.page_tokens)])
 
-    def _start(self, salt: str | bytes, lora: bytes) -> _Digest:
-        """Return a digest that has hashed the key and the seed block."""
+    def derive(self, person: bytes, salt: str | bytes = b"", lora: bytes = b"") -> bytes:
+        """Return 64 bytes that depend on the secret, all other fields, `salt` and `lora`: a key for
+        the purpose that `person` names, at most 16 bytes.
+
+        Raises:
+            ConfigError: salt or lora has the wrong type.
+        """
+        block = self._seed_block(salt, lora)
+        return hashlib.blake2b(block, key=self._key, person=person).digest()
+
+    def _seed_block(self, salt: str | bytes, lora: bytes) -> bytes:
         if type(salt) is bytes and type(lora) is bytes and not salt and not lora:
             own = _NO_SALT
         else:
             own = _sized(_as_bytes("salt", salt)) + _sized(_as_bytes("lora", lora))
-        block = self._seed_prefix + own
-        state: _Digest
+        return self._seed_prefix + own
+
+    def _start(self, salt: str | bytes, lora: bytes) -> Digest:
+        """Return a digest that has hashed the key and the seed block."""
+        block = self._seed_block(salt, lora)
+        state: Digest
         if self.algorithm == "xxh3_128":
             # the seed carries 64 bits of the secret; the first block of data carries all of it
             state = xxhash.xxh3_128(self._key + block, seed=self._xxh3_seed)
@@ -460,7 +473,7 @@ def _blocks(extra: Mapping[int, bytes] | None, first: int) -> dict[int, bytes]:
     return blocks
 
 
-def _digest_rows(state: _Digest, rows: list[bytes]) -> Keys:
+def _digest_rows(state: Digest, rows: list[bytes]) -> Keys:
     """Hash the rows one by one; return the digest after each, as words (low, high)."""
     if not rows:
         return np.empty((0, 2), np.uint64)

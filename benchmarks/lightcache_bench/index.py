@@ -8,6 +8,7 @@ turns with their baseline.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -15,9 +16,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from lightcache import EngineKeys, KeySpec, hash_pages
 from lightcache.page_index import geometry
 from lightcache_bench import Row, _contention, _latency, _pool, _routing, meets
-from lightcache_bench._timing import spread
+from lightcache_bench._timing import clocked_cpu, interleaved, median, spread
 
 SIZES = (20_000, 1_000_000)
 
@@ -50,8 +52,29 @@ def rows(quick: bool) -> Iterator[Row]:
         with _pool.pool(pages, min(prompts, 5)) as index:
             yield from _contention.throughput(index, min(prompts, 5), quick)
     yield from _routing.routes(quick)
+    yield from naming(quick)
     yield memory()
     yield importing(quick)
+
+
+def naming(quick: bool) -> Iterator[Row]:
+    """Keys of 2,048 pages: from 131,072 tokens, and from an engine's SHA-256 in hex and back."""
+    spec = KeySpec(fingerprint="bench", page_tokens=64, secret=bytes(16))
+    tokens = np.arange(64 * 2048)
+    hashes = [hashlib.sha256(str(page).encode()).hexdigest() for page in range(2048)]
+    engine = EngineKeys(spec)
+    keys = engine.encode(hashes)
+    cases = {
+        "keys from tokens": clocked_cpu(lambda _: hash_pages(spec, tokens)),
+        "keys from an engine's hashes": clocked_cpu(lambda _: engine.encode(hashes)),
+        "an engine's hashes from keys": clocked_cpu(lambda _: engine.decode(keys)),
+    }
+    times = interleaved(cases, 20 if quick else 300)
+    for (name, each), target in zip(times.items(), (None, "<= 2 us", "<= 2 us"), strict=True):
+        value = median(each) / 2048
+        met = None if target is None else meets(value, target)
+        params = {"pages": 2048, **spread(each / 2048)}
+        yield Row(name, params, value, "us/page", target=target, met=met)
 
 
 def memory() -> Row:

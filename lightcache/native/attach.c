@@ -24,7 +24,7 @@ LC_API int lci_geometry_of(uint64_t pages, lci_geometry *g) {
     g->pages = pages;
     g->buckets = power_above(2 * pages); /* a chain of more than one costs a mispredicted branch */
     g->reservations = between(64, pages, 1024);
-    g->tickets = between(64, pages, 256);
+    g->tickets = between(64, pages, 4096);
     g->chunks = g->reservations + g->tickets + (pages + pages / 4) / LCI_CHUNK_PAGES;
     g->root = at;
     at += up(sizeof(lci_root), 4096);
@@ -300,7 +300,7 @@ uint32_t lci_uncollected(const lci_handle *h) {
 static bool tickets_hold(const lci_handle *h) {
     uint64_t now = lcs_now_ns();
     if (!lc_load(&h->root->ticket_used)) return false;
-    for (uint32_t i = 0; i < h->ticket_count; i++) {
+    for (uint32_t i = 0, end = lci_ticket_end(h); i < end; i++) {
         const lci_ticket *k = &h->tickets[i];
         if (lc_load(&k->state) != LCI_TICKET_FREE && lc_load(&k->pages.count) &&
             now < lc_load(&k->deadline_ns))

@@ -150,12 +150,16 @@ static bool ticket(checker *c, uint32_t index, uint32_t *chunks) {
 
 static bool tickets(checker *c, uint32_t *chunks) {
     const lci_handle *h = c->h;
-    uint32_t used = 0;
+    uint32_t used = 0, end = 0;
     for (uint32_t i = 0; i < h->ticket_count; i++) {
         if (lc_load(&h->tickets[i].state) == LCI_TICKET_FREE) continue;
         if (!ticket(c, i, chunks)) return false;
         used++;
+        end = i + 1;
     }
+    if (end != lc_load(&h->root->ticket_end))
+        BROKEN(c, 22, used, end, "tickets in use end at %u, the root says %u", end,
+               lc_load(&h->root->ticket_end));
     if (used != lc_load(&h->root->ticket_used))
         BROKEN(c, 22, used, 0, "%u tickets in use, the count says %u", used,
                lc_load(&h->root->ticket_used));

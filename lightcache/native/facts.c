@@ -81,6 +81,7 @@ static const lc_fact facts[] = {
     LC_FACT_FIELD(lci_root, res_fresh),
     LC_FACT_FIELD(lci_root, res_used),
     LC_FACT_FIELD(lci_root, ticket_used),
+    LC_FACT_FIELD(lci_root, ticket_end),
     LC_FACT_FIELD(lci_root, clearing),
     LC_FACT_FIELD(lci_root, queued),
     LC_FACT_FIELD(lci_root, now),

@@ -157,7 +157,9 @@ typedef struct lci_root {
     _Atomic uint64_t looking_ns;   /* when the last look for dead clients began */
     _Atomic uint64_t looked_ns;    /* when the last look began that left no dead client */
     _Atomic uint64_t no_memory_ns; /* until then no call asks for more memory */
-    uint32_t pad4[4];
+    /* Changed under the lock, through the log: above the highest ticket in use. */
+    _Atomic uint32_t ticket_end;
+    uint32_t pad4[3];
     /* Changed by every client. */
     _Atomic uint64_t clock; /* the last tick given out */
     uint8_t pad2[56];
@@ -420,6 +422,12 @@ static inline uint64_t lci_next_tick(lci_handle *h) {
     return tick & (UINT64_MAX >> LCI_TICK_SHIFT);
 }
 
+/* Above the highest ticket in use, which scans of tickets end at. Within the records, whatever the
+ * segment says. */
+static inline uint32_t lci_ticket_end(const lci_handle *h) {
+    uint32_t end = lc_load(&h->root->ticket_end);
+    return end < h->ticket_count ? end : h->ticket_count;
+}
 static inline bool lci_ns_open(const lci_handle *h, lci_ns_ref ref) {
     const lci_namespace *ns = &h->ns[lci_ns_id(ref)];
     return lc_load_acquire(&ns->state) == LCI_NS_NORMAL &&

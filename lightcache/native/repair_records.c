@@ -201,12 +201,13 @@ static void end_ticket(lci_ticket *k) {
 
 static void rebuild_tickets(builder *b) {
     lci_handle *h = b->h;
-    uint32_t used = 0;
+    uint32_t used = 0, end = 0;
     for (uint32_t i = 0; i < h->ticket_count; i++) {
         lci_ticket *k = &h->tickets[i];
         uint32_t state = lc_load(&k->state), total = lc_load(&k->total);
         if (state == LCI_TICKET_FREE) continue;
         used++;
+        end = i + 1;
         both(k->adopted, k->adopters);
         both(k->done, k->adopted);
         both(k->failed, k->adopters);
@@ -217,6 +218,7 @@ static void rebuild_tickets(builder *b) {
         if (!sane || !take_list(b, &k->pages, &chunks)) end_ticket(k);
     }
     lc_store(&h->root->ticket_used, used);
+    lc_store(&h->root->ticket_end, end);
 }
 
 static void rebuild_chunks(builder *b) {

@@ -56,6 +56,10 @@ static void free_ticket(lci_handle *h, lc_txn *t, lci_ticket *k) {
     lc_txn_set(t, &k->state, LCI_TICKET_FREE);
     lc_txn_add(t, &k->gen, 1);
     lc_txn_add(t, &h->root->ticket_used, (uint32_t)-1);
+    uint32_t end = lci_ticket_end(h);
+    if ((uint32_t)(k - h->tickets) + 1 != end) return;
+    while (end && lc_load(&h->tickets[end - 1].state) == LCI_TICKET_FREE) end--;
+    lc_txn_set(t, &h->root->ticket_end, end);
 }
 
 /* Adopters whose part is over: done, failed, or dead. */
@@ -69,7 +73,8 @@ static uint64_t settled(const lci_ticket *k, bool late) {
 uint32_t lci_settle_tickets(lci_handle *h, lc_txn *t, uint32_t budget) {
     uint64_t now = lcs_now_ns();
     uint32_t work = 0;
-    for (uint32_t i = 0; i < h->ticket_count && work < budget && !t->error; i++) {
+    uint32_t end = lci_ticket_end(h);
+    for (uint32_t i = 0; i < end && work < budget && !t->error; i++) {
         lci_ticket *k = &h->tickets[i];
         uint32_t state = lc_load(&k->state);
         if (state != LCI_TICKET_OPEN && state != LCI_TICKET_DROPPED) continue;
@@ -86,7 +91,8 @@ uint32_t lci_settle_tickets(lci_handle *h, lc_txn *t, uint32_t budget) {
 
 /* A client has died: what it gave is dropped, what it adopted or should have has failed. */
 void lci_ticket_client_gone(lci_handle *h, lc_txn *t, uint32_t slot) {
-    for (uint32_t i = 0; i < h->ticket_count && !t->error; i++) {
+    uint32_t end = lci_ticket_end(h);
+    for (uint32_t i = 0; i < end && !t->error; i++) {
         lci_ticket *k = &h->tickets[i];
         uint32_t state = lc_load(&k->state);
         if (state == LCI_TICKET_FREE) continue;
@@ -107,7 +113,7 @@ void lci_ticket_client_gone(lci_handle *h, lc_txn *t, uint32_t slot) {
 bool lci_ticket_awaited(const lci_handle *h, uint32_t slot, uint64_t dead) {
     if (!lc_load(&h->root->ticket_used)) return false;
     uint64_t now = lcs_now_ns();
-    for (uint32_t i = 0; i < h->ticket_count; i++) {
+    for (uint32_t i = 0, end = lci_ticket_end(h); i < end; i++) {
         const lci_ticket *k = &h->tickets[i];
         if (lc_load_acquire(&k->state) != LCI_TICKET_OPEN || lc_load(&k->giver) != slot) continue;
         if (now >= lc_load(&k->deadline_ns)) continue;
@@ -148,6 +154,7 @@ static int open_ticket(lci_handle *h, lc_txn *t, uint32_t rid, uint32_t rgen, ui
         }
         lc_txn_set(t, &k->state, LCI_TICKET_BUILDING);
         lc_txn_add(t, &h->root->ticket_used, 1);
+        if (i >= lci_ticket_end(h)) lc_txn_set(t, &h->root->ticket_end, i + 1);
         lci_step(t);
         *ref = (lci_ticket_ref){.index = i, .gen = gen, .cache = cache_tag(h)};
         return LC_OK;
@@ -391,7 +398,7 @@ LC_API int lci_ticket_refuse_orphans(lci_handle *h, uint32_t giver, uint32_t epo
     if (rc != LC_OK) return rc;
     int refused = 0;
     uint32_t slot = h->at->slot, bit = UINT32_C(1) << (slot % 32);
-    for (uint32_t i = 0; i < h->ticket_count; i++) {
+    for (uint32_t i = 0, end = lci_ticket_end(h); i < end; i++) {
         lci_ticket *k = &h->tickets[i];
         uint32_t state = lc_load(&k->state), by = lc_load(&k->giver);
         if (state != LCI_TICKET_OPEN && state != LCI_TICKET_DROPPED) continue;

@@ -136,6 +136,7 @@ static void allow_derived(judge *j, lci_handle *h) {
     ALLOW(j, h, r->res_head);
     ALLOW(j, h, r->res_used);
     ALLOW(j, h, r->ticket_used);
+    ALLOW(j, h, r->ticket_end);
     ALLOW(j, h, r->clearing);
     ALLOW(j, h, r->queued);
     ALLOW(j, h, r->kept);

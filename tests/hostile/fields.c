@@ -85,6 +85,7 @@ static void root_fields(table *t, uint64_t at) {
     ONE(lci_root, res_fresh, TRUTH, at, 1);
     ONE(lci_root, res_used, DERIVED, at, 1);
     ONE(lci_root, ticket_used, DERIVED, at, 1);
+    ONE(lci_root, ticket_end, DERIVED, at, 1);
     ONE(lci_root, clearing, DERIVED, at, 1);
     ONE(lci_root, queued, DERIVED, at, 1);
     ARRAY(lci_root, now, DERIVED, at, 2);

@@ -24,8 +24,8 @@ static bool roots(const lci_root *a, const lci_root *b) {
     return DIFFER(free_head) || DIFFER(free_count) || DIFFER(fresh) || DIFFER(grown) ||
            DIFFER(named) || DIFFER(writing) || DIFFER(doomed) || DIFFER(chunk_head) ||
            DIFFER(chunk_fresh) || DIFFER(chunk_used) || DIFFER(res_head) || DIFFER(res_fresh) ||
-           DIFFER(res_used) || DIFFER(ticket_used) || DIFFER(clearing) || DIFFER(queued) ||
-           DIFFER(kept) || DIFFER(held);
+           DIFFER(res_used) || DIFFER(ticket_used) || DIFFER(ticket_end) || DIFFER(clearing) ||
+           DIFFER(queued) || DIFFER(kept) || DIFFER(held);
 }
 
 /* The pages of a chunk count only while it is on a list: what a free one held is dead. */

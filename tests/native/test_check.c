@@ -54,6 +54,8 @@ static void check_of_totals(void) {
     expect(19, &r->res_fresh, 1000);
     expect(21, &r->res_used, 9);
     expect(22, &r->ticket_used, 0);
+    expect(22, &r->ticket_end, 0);
+    expect(22, &r->ticket_end, 2);
     expect(23, &r->chunk_used, 1);
     expect(24, &r->chunk_fresh, 1);
     expect(24, &r->chunk_head, 100000);

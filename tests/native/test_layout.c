@@ -28,7 +28,7 @@ static void check_geometry(uint64_t pages) {
     CHECK(g.buckets >= 2 * pages && (g.buckets & (g.buckets - 1)) == 0);
     CHECK(g.row_stride >= pages && g.row_stride % 32 == 0); /* no line shared by two rows */
     CHECK(g.reservations >= 64 && g.reservations <= 1024);
-    CHECK(g.tickets >= 64 && g.tickets <= 256);
+    CHECK(g.tickets >= 64 && g.tickets <= 4096);
     /* However the pages are spread over lists, each of which may leave a chunk unfilled. */
     CHECK(g.chunks >= (pages + (g.reservations + g.tickets) * (LCI_CHUNK_PAGES - 1)) /
                           LCI_CHUNK_PAGES);
@@ -46,7 +46,7 @@ static void geometry_of_a_million_pages(void) {
     CHECK_EQ(lci_geometry_of(1000000, &g), LC_OK);
     CHECK_EQ(g.buckets, 1 << 21);
     CHECK_EQ(g.reservations, 1024);
-    CHECK_EQ(g.tickets, 256);
+    CHECK_EQ(g.tickets, 4096);
     CHECK_EQ(g.rows, g.page + UINT64_C(64000000));
     CHECK_EQ(g.row_stride, 1000000);
     CHECK(g.end / 1000000 < 210); /* bytes a page */

@@ -48,12 +48,13 @@ static void repair_of_a_sound_index_changes_nothing_that_is_found(void) {
 }
 
 static void repair_of_every_total(void) {
-    for (int i = 0; i < 12; i++) {
+    for (int i = 0; i < 13; i++) {
         prepare();
         lci_root *r = a.h->root;
         _Atomic uint32_t *totals[] = {&r->free_head, &r->free_count, &r->named, &r->writing,
                                       &r->doomed, &r->chunk_head, &r->chunk_used, &r->res_head,
-                                      &r->res_used, &r->ticket_used, &r->queued, &r->clearing};
+                                      &r->res_used, &r->ticket_used, &r->ticket_end, &r->queued,
+                                      &r->clearing};
         lc_store(totals[i], 77);
         repair_and_go_on();
         tear_down();

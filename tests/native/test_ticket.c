@@ -217,7 +217,7 @@ static void ticket_is_refused(void) {
     wrong.cache++; /* of another cache */
     CHECK_EQ(lci_ticket_poll(a.h, &wrong, &status), LC_E_MISSING);
     wrong = good;
-    wrong.index = 256;
+    wrong.index = a.h->ticket_count;
     CHECK_EQ(lci_ticket_size(a.h, &wrong), LC_E_MISSING);
     CHECK_EQ(lci_ticket_drop(a.h, &wrong, BLOCKING), LC_E_MISSING);
     CHECK_EQ(lci_ticket_done(b.h, &wrong, 1), LC_E_MISSING);
@@ -234,16 +234,20 @@ static void ticket_is_refused(void) {
 }
 
 static void tickets_run_out(void) {
-    static lci_ticket_ref many[257];
+    static lci_ticket_ref many[512];
     set_up();
     p.n = 1;
     CHECK_EQ(match(&a, &p, &l), 1);
-    for (int i = 0; i < 256; i++) {
+    uint32_t count = a.h->ticket_count;
+    CHECK(count == 300 && lc_load(&a.h->root->ticket_end) == 0);
+    for (uint32_t i = 0; i < count; i++) {
         CHECK_EQ(give(&l, bit(&b), FOREVER), LC_OK);
+        CHECK_EQ(ref.index, i);
         many[i] = ref;
     }
     CHECK_EQ(give(&l, bit(&b), FOREVER), LC_E_FULL);
-    CHECK_EQ(lc_load(lci_pin(a.h, 0, (uint32_t)l.pages[0])), 256);
+    CHECK_EQ(lc_load(lci_pin(a.h, 0, (uint32_t)l.pages[0])), count);
+    CHECK_EQ(lc_load(&a.h->root->ticket_end), count);
     index_check(&s);
     ref = many[100];
     CHECK_EQ(adopt(&b, 0, &m), 1);
@@ -251,6 +255,38 @@ static void tickets_run_out(void) {
     CHECK_EQ(lci_ticket_drop(a.h, &ref, BLOCKING), LC_OK);
     CHECK_EQ(give(&l, bit(&b), FOREVER), LC_OK);
     CHECK_EQ(ref.index, many[100].index);
+    tear_down();
+}
+
+static uint32_t end_after_drop(const lci_ticket_ref *of) {
+    CHECK_EQ(lci_ticket_drop(a.h, of, BLOCKING), LC_OK);
+    CHECK_EQ(lci_ticket_revoke(a.h, of, BLOCKING), LC_E_STALE); /* it has ended */
+    index_check(&s);
+    return lc_load(&a.h->root->ticket_end);
+}
+
+/* A scan of tickets looks no further than the highest in use. */
+static void scans_end_at_the_highest_ticket(void) {
+    lci_ticket_ref given[4];
+    set_up();
+    CHECK_EQ(match(&a, &p, &l), 100);
+    for (int i = 0; i < 4; i++) {
+        CHECK_EQ(give(&l, 0, FOREVER), LC_OK); /* for no client: ends when it is dropped */
+        given[i] = ref;
+        CHECK_EQ(lc_load(&a.h->root->ticket_end), ref.index + 1);
+    }
+    CHECK_EQ(end_after_drop(&given[1]), 4);
+    CHECK_EQ(end_after_drop(&given[2]), 4);
+    CHECK_EQ(end_after_drop(&given[3]), 1); /* past those that had ended before */
+    CHECK_EQ(give(&l, 0, FOREVER), LC_OK);
+    CHECK_EQ(ref.index, 1);
+    CHECK_EQ(lc_load(&a.h->root->ticket_end), 2);
+    CHECK_EQ(end_after_drop(&given[0]), 2);
+    CHECK_EQ(give(&l, 0, FOREVER), LC_OK);
+    CHECK(ref.index == 0 && lc_load(&a.h->root->ticket_end) == 2);
+    lc_store(&a.h->root->ticket_end, UINT32_MAX); /* damage: no further than the records */
+    CHECK_EQ(evict(&a, 1), 0); /* all are pinned */
+    lc_store(&a.h->root->ticket_end, 2);
     tear_down();
 }
 
@@ -323,6 +359,7 @@ const test ticket_tests[] = {
     TEST(ticket_adopted_with_too_many_pins_takes_nothing),
     TEST(ticket_is_refused),
     TEST(tickets_run_out),
+    TEST(scans_end_at_the_highest_ticket),
     TEST(ticket_without_chunks_is_taken_back),
     TEST(ticket_of_the_dead),
     TEST(ticket_notices_damage),

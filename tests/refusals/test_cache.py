@@ -154,6 +154,10 @@ def indexed(**changed: Any) -> list[Callable[[str], Any]]:
     return [lambda segment_name, call=call: call(segment_name, **changed) for call in calls]
 
 
+def encoded(hashes: Any, **how: Any) -> Callable[[Cache], object]:
+    return lambda cache: cache.engine_keys(**how).encode(hashes)
+
+
 def secret_of(size: int) -> Callable[[Path], object]:
     def call(tmp_path: Path) -> None:
         (tmp_path / "secret").write_bytes(bytes(size))
@@ -239,6 +243,7 @@ TABLE: Table = {
             lambda stranger: stranger.hash_pages(TOKENS),
             lambda stranger: stranger.hasher(),
             lambda stranger: stranger.key_spec(),
+            lambda stranger: stranger.engine_keys(),
         )
     ],
     ("attached with another fingerprint", LayoutMismatch): [
@@ -255,6 +260,31 @@ TABLE: Table = {
         ("16 tokens a page, found 32", lambda cache: cache.hash_pages(TOKENS, 32)),
         ("page_tokens", lambda plain: plain.hash_pages(TOKENS)),
         *(("page_tokens", *made(page_tokens=n)) for n in (-1, 1.5, 0)),
+    ],
+    ("gave hashes of an engine", ConfigError): [
+        (
+            "in a list",
+            *(
+                encoded(one)
+                for one in ("ab" * 16, bytes(16), 7, None, iter([7]), {7}, np.uint64(7))
+            ),
+        ),
+        ("float", encoded([1.5]), encoded([7, 1.5])),
+        ("of one kind", encoded([7, bytes(16)]), encoded([True]), encoded([None])),
+        ("array of int64", encoded(np.arange(4)), encoded(np.zeros((4, 2), np.int64))),
+        ("array of uint64", *(encoded(np.zeros(n, np.uint64)) for n in ((4, 3), (4, 2, 1), ()))),
+        ("- 1, found -1", encoded([7, -1])),
+        ("- 1, found 3", encoded([7, 1 << 128])),
+        ("64-bit hash give h %", encoded([-7])),
+        ("32 to 128 hex digits, found lengths .16]", encoded(["ab" * 8])),
+        ("found lengths .33]", encoded(["ab" * 16 + "a"])),
+        ("found lengths .32, 64]", encoded(["ab" * 16, "ab" * 32])),
+        ("found lengths .130]", encoded(["ab" * 65])),
+        ("16 to 64 bytes, found lengths .8]", encoded([bytes(8)])),
+        ("found lengths .65]", encoded([bytes(65)])),
+        ("number 1 has a character", *(encoded(["ab" * 16, c * 32]) for c in "g -\u0661")),
+        ("number 0 has a character", encoded([" " + "ab" * 15 + " "])),
+        ("must be bytes", encoded([7], lora=5), encoded([7], salt=5)),
     ],
     ("gave a `pool_path`", ConfigError): [
         *(("absolute", *made(pool_path=path)) for path in PATHS),

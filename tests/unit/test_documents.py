@@ -3,6 +3,7 @@ driver."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import sys
@@ -326,12 +327,12 @@ def test_transformers_hybrid(segment_name: str) -> None:
 
 
 def test_keys(engines: list[Any], segment_name: str) -> None:
-    digests = {"adapter_digest": b"an adapter", "image_digest": b"an image"}
+    digests = {"adapter_digest": b"an adapter", "image_digest": b"an image", "hashlib": hashlib}
     with make_cache(segment_name) as cache:
         tokens = list(range(80))
         space = run("docs/guides/keys.md", segment_name, cache=cache, tokens=tokens, **digests)
-        assert space["keys"].shape == (5, 2)
-        assert not (space["keys"] == cache.hash_pages(tokens)).all(axis=1).any()
+        assert space["keys"].shape == (4, 2)
+        assert not (space["keys"] == cache.hash_pages(tokens)[:4]).all(axis=1).any()
 
 
 def test_every_document_with_code_is_run() -> None:
