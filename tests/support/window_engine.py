@@ -186,6 +186,7 @@ class WindowEngine:
             page_tokens=page,
             fingerprint=f"toy {words}",
             secret=SECRET,
+            kv_groups=("kv", *(rule.name for rule in self.rules)),
         )
         self.unit = max(block, page)
         self.engines: list[Any] = []
