@@ -75,7 +75,7 @@ static void named_most(void) {
 static void unname_run(void) { CHECK_EQ(unname(&victim, pages, RUN), LC_OK); }
 static void unname_most(void) { CHECK_EQ(unname(&victim, pages, MOST), LC_OK); }
 
-/* Kept, and of a reservation that nobody has collected. */
+/* Kept, and of a reservation that is not collected. */
 static void published_and_kept(void) {
     reserved_one();
     other_run = written_run;

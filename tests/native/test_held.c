@@ -341,7 +341,7 @@ static void held_pages_pinned_while_they_lose_their_names(void) {
 }
 #endif
 
-/* Unpublished pages and those of a reservation that nobody has collected. */
+/* Unpublished pages and those of a reservation that is not collected. */
 static void held_pages_that_were_reserved(void) {
     set_up(64);
     prompt_make(&p, 1, 3);

@@ -182,7 +182,7 @@ def acquire(world: HybridPlace) -> Action:
 
 
 def donate(world: HybridPlace) -> Action:
-    """A slot that somebody acquired."""
+    """A slot that a caller acquired."""
     cached(world)
     path = world.path(OTHER)
 

@@ -28,9 +28,9 @@ def index(segment_name: str) -> Iterator[PageIndex]:
         assert report.pins == 0
 
 
-def put(index: PageIndex, keys: Keys, run: Run = STATE, behind: Keys | None = None) -> int:
-    """Save pages of a group; `behind`: hung on this page. Returns how many parts were new."""
-    before = keys[:0] if behind is None else behind
+def put(index: PageIndex, keys: Keys, run: Run = STATE, after: Keys | None = None) -> int:
+    """Save pages of a group; `after`: hung on this page. Returns how many parts were new."""
+    before = keys[:0] if after is None else after
     chain = run.keys(np.concatenate([before, keys]))
     with index.reserve(chain, len(before) * run.parts, independent=True, run=run) as new:
         made = len(new.pages)
@@ -173,8 +173,8 @@ def test_what_hangs_on_a_run_holds_back_none_of_it(index: PageIndex) -> None:
     """The second state hangs on the first: forks can be counted, and the first goes first."""
     keys = prompt(1, 3)
     put(index, keys[:1])
-    put(index, keys[1:2], behind=keys[:1])
-    put(index, keys[2:3], behind=keys[:1])
+    put(index, keys[1:2], after=keys[:1])
+    put(index, keys[2:3], after=keys[:1])
     assert index.children(STATE.last(keys)).tolist() == [2, 0, 0]
     with index.match(STATE.keys(keys[1:])):
         assert index.evict(PAGES) == 5
@@ -219,7 +219,7 @@ def test_a_repair_keeps_groups(index: PageIndex) -> None:
     keys = prompt(1, 3)
     fill(index, keys)
     put(index, keys[:1])
-    put(index, keys[1:2], behind=keys[:1])
+    put(index, keys[1:2], after=keys[:1])
     index.repair()
     assert index.children(STATE.last(keys)).tolist() == [1, 0, -1]
     assert index.evict(PAGES, group=1) == 10
