@@ -87,18 +87,16 @@ static void published_and_kept(void) {
 }
 
 /* Somebody pins one of them when they have lost their names. */
-static void pin_unnamed(int point) {
-    if (point != LC_AT_EVICT_CHOSEN) return;
-    lc_pause_hook = NULL;
+static void pin_unnamed(void) {
     now = LOOKING;
     CHECK_EQ(lci_pin_one(survivor.h, (uint32_t)pages[1]), LC_OK);
     now = OPERATING;
 }
 
 static void unname_pinned(void) {
-    lc_pause_hook = pin_unnamed;
+    play(LC_AT_EVICT_CHOSEN, pin_unnamed);
     CHECK_EQ(unname(&victim, pages, RUN), LC_E_PINS);
-    CHECK(!lc_pause_hook);
+    check_played();
 }
 
 static void leave(void) {
