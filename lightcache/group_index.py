@@ -3,10 +3,7 @@ its own pages, whatever parts they lie in."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable
-
-import numpy as np
 
 from lightcache._arguments import Keys, Offsets, Pages
 from lightcache.leases import Lease
@@ -46,9 +43,11 @@ class GroupIndex:
         self, keys: Keys, offsets: Offsets, *, namespace: Namespace | None = None
     ) -> Pages:
         """`last_ready` for many requests, int32 of shape (requests,)."""
-        runs = (keys[low:high] for low, high in itertools.pairwise(offsets))
-        found = [self.last_ready(each, namespace=namespace) for each in runs]
-        return np.array(found, np.int32)
+        found = self.index.last_ready_many(self.run.last(keys), offsets, namespace=namespace)
+        for i, (low, end) in enumerate(zip(offsets, found, strict=False)):
+            if end and not self.peek(keys[low + end - 1 : low + end], namespace=namespace):
+                found[i] = self.last_ready(keys[low : low + end - 1], namespace=namespace)
+        return found
 
     def children(self, keys: Keys, *, namespace: Namespace | None = None) -> Pages:
         """What hangs on each page, -1 for one that is not there; int32 of shape (n,)."""

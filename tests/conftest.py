@@ -206,9 +206,10 @@ def world(worlds: Callable[..., Any]) -> Any:
 @pytest.fixture
 def hybrids(segment_name: str) -> Iterator[Callable[..., Any]]:
     """Managers of hybrid models, as support.hybrid_case makes them."""
-    from support.hybrid_case import made_hybrids
+    from support.hybrid_case import HybridWorld
+    from support.manager_case import made_worlds
 
-    yield from made_hybrids(segment_name)
+    yield from made_worlds(segment_name, HybridWorld)
 
 
 @pytest.fixture

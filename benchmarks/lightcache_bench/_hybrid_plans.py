@@ -39,7 +39,7 @@ SECRET = b"a secret of benchmarks"
 
 
 class World:
-    """A hybrid manager that finds 131,072 tokens of some prompts, and a state behind them."""
+    """A hybrid manager that finds 131,072 tokens of some prompts, and a state after them."""
 
     def __init__(self, stack: ExitStack, page_tokens: int, place: str) -> None:
         """Computes them without bytes.

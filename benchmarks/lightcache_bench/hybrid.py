@@ -148,13 +148,13 @@ class Case:
 
     def compared(self, device: int, host: int | None = None) -> Iterator[Row]:
         """With so many GiB: ours against both baselines."""
-        room, behind = self._room(device), None if host is None else self._room(host)
+        room, host_room = self._room(device), None if host is None else self._room(host)
         params = {"gib": device, "states": room.states, "pages": room.pages}
         where = f"device of {device} GiB"
-        if host is not None and behind is not None:
+        if host is not None and host_room is not None:
             where += f", host of {host}"
-            params |= {"host_states": behind.states, "host_pages": behind.pages}
-        tokens = hit_tokens(self._visits, self._grid, room, behind, chunk=self._chunk)
+            params |= {"host_states": host_room.states, "host_pages": host_room.pages}
+        tokens = hit_tokens(self._visits, self._grid, room, host_room, chunk=self._chunk)
         ours = self._share(tokens)
         for against, simulator in BASELINES.items():
             theirs, states = self._best(simulator, device + (host or 0))
@@ -181,10 +181,10 @@ class Case:
             "an eighth for states": Room(eighth // STATE, (bytes_ - eighth) // self._page_bytes),
         }
         ours = hit_tokens(self._visits, self._grid, room, pool, chunk=self._chunk)
-        for against, behind in divided.items():
-            theirs = hit_tokens(self._visits, self._grid, room, behind, chunk=self._chunk)
+        for against, host_room in divided.items():
+            theirs = hit_tokens(self._visits, self._grid, room, host_room, chunk=self._chunk)
             ratio = ours / theirs if theirs else math.inf
-            target = ">= 0.95" if behind is divided["the best division"] else ">= 1"
+            target = ">= 0.95" if host_room is divided["the best division"] else ">= 1"
             yield Row(
                 f"{self._name}: hit tokens, device of {device} GiB, one pool of {host} on the host",
                 {"parts": pool.parts, "theirs": round(self._share(theirs), 2)},

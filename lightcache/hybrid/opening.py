@@ -193,20 +193,24 @@ def open_states(
     layers: Sequence[int] | None = None,
     **options: Any,
 ) -> States:
-    """Everything that `Checkpoints` needs, from an engine's tensors: of one process that has whole
-    states, in CPU memory or on one GPU.
+    """`Checkpoints` of a model that has states and no KV, from an engine's tensors: of one process
+    that has whole states, in CPU memory or on one GPU.
 
-        with open_states("qwen3-next-states", {"conv": conv, "recurrent": recurrent},
-                         model="Qwen3-Next@0e9e39f", index="qwen3-next-gpu0-states",
-                         size="64GiB") as states:
-            hybrid = HybridManager(manager, states.checkpoints(), grid)
+        with open_states("mamba-states", {"conv": conv, "ssm": ssm}, model="mamba-2.8b@1a8d5fa",
+                         index="mamba-gpu0-states", size="64GiB") as states:
+            checkpoints = states.checkpoints()
+            ...  # serve
+            checkpoints.close()
+
+    For a hybrid model use `open_hybrid`: its host cache holds KV and states, with one size for
+    both. With `index` and no size, this opens the device slots of a hybrid model without a host.
 
     Ranks that share each state describe their part with `KVGroup.state`, its heads and sections,
     and have a `RankCoordinator` for a transfer backend.
 
     Args:
-        name: of the host's cache of states, which all engines of the node share; made if there is
-            none.
+        name: of the host's cache of states, which all engines of the node share; created if
+            missing.
         parts, layers: see `state_layout`.
         model: whatever makes states of one model useless to another: its name and revision.
         index: name of the index of this device's slots, one for each data-parallel rank; None:
@@ -285,7 +289,7 @@ def open_hybrid(
     longest makes room, whether KV or state.
 
     Args:
-        name: of the host cache, which all engines of the node share; made if there is none.
+        name: of the host cache, which all engines of the node share; created if missing.
         tensors, axes, page_tokens, value_dim: of KV: see `open_kv`.
         parts, layers: of states: see `state_layout`.
         index, slots: of the device's slots of states: see `open_states`.

@@ -325,7 +325,7 @@ class WriteJob(Job):
         if left := progress.pages - progress.counts.total():
             self.progress.count(skipped=left)
             why = reason if failed else "one before them could not be stored, or they were stopped"
-            self.executor.count_unstored("ended" if failed else "behind", left, why)
+            self.executor.count_unstored("ended" if failed else "unreachable", left, why)
 
     def release(self) -> None:
         """See `Job`."""

@@ -268,8 +268,8 @@ class StorageTask:
         with progress.changed:
             if not progress.changed.wait_for(lambda: progress.ended, left):
                 raise WaitTimeout(
-                    f"wait: after {timeout} s the {self.kind} of {progress.pages} pages is not "
-                    "over; wait longer, or cancel it"
+                    f"wait: after {timeout} s the {self.kind} of {progress.pages} pages has not "
+                    "ended; wait longer, or cancel it"
                 )
         return progress.result
 
@@ -328,8 +328,8 @@ class StorageTask:
         if self.progress.process != os.getpid():
             raise Detached(
                 "this storage task belongs to the process that forked us: its threads are not "
-                "here, so it would never be over; what is needed is made with a tier or client "
-                "of this process"
+                "here, so it would never end; make what you need with a tier or client of this "
+                "process"
             )
 
     def __repr__(self) -> str:
@@ -341,7 +341,7 @@ class StorageTask:
 
 ReadPolicy = Literal["wait", "best_effort", "deadline"]
 BusyPolicy = Literal["wait", "skip"]
-Unstored = Literal["failed", "refused", "gone", "behind", "disabled", "ended"]
+Unstored = Literal["failed", "refused", "gone", "unreachable", "disabled", "ended"]
 """Why pages that should have been stored were not; see `TierStats`."""
 
 
@@ -397,7 +397,7 @@ class TierStats:
     """The storage had no room, or `write_pages` is 0."""
     unstored_gone: int = 0
     """They were evicted before their turn."""
-    unstored_behind: int = 0
+    unstored_unreachable: int = 0
     """A page before them could not be stored, so they would not be found."""
     unstored_disabled: int = 0
     """The storage was disabled after failures."""

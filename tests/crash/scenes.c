@@ -41,3 +41,30 @@ void both_kinds(stage *s) {
     run_unpin(&s->survivor, &filling);
     fill_behind(&s->survivor, 1, n, n + 4);
 }
+
+void two_runs_met(stage *s) {
+    two_runs(s);
+    stage_other(s, 0)->stopped = true;
+}
+
+void two_paths_met(stage *s) {
+    two_paths(s);
+    stage_other(s, 0)->stopped = true;
+}
+
+bool pin_marked(stage *s) {
+    lci_handle *h = s->other[0].h;
+    for (uint32_t page = 0; page < h->page_count; page++)
+        if (lci_state_of(lc_load(&h->pages[page].word)) == LCI_EVICTING) {
+            NEED(lci_pin_one(h, page) == LC_OK);
+            return true;
+        }
+    return false;
+}
+
+void act_publish(actor *v) { run_publish(v, &v->writing, 0); }
+void act_abandon(actor *v) { run_abandon(v, &v->writing); }
+void act_collect(actor *v) { NEED(deed_evict(v, 1) == 1); }
+void act_evict_all(actor *v) { deed_evict(v, (uint32_t)v->pages); }
+void act_clear(actor *v) { deed_clear(v, v->notes->ns); }
+void act_repair(actor *v) { NEED(lci_repair(v->h, LC_BLOCK, FOREVER) == LC_OK); }

@@ -45,5 +45,18 @@ void two_runs(stage *s);
 void two_paths(stage *s);
 /* And those of both kinds: a path and a run, and behind each of them four pages of the other kind. */
 void both_kinds(stage *s);
+/* With another client, whose match finds a page just before the victim marks it to be evicted: it
+ * counts its pin in `pin_marked`. */
+void two_runs_met(stage *s);
+void two_paths_met(stage *s);
+bool pin_marked(stage *s);
+
+/* What many scenes do with what the victim writes, with its space, or with the index. */
+void act_publish(actor *v);
+void act_abandon(actor *v);
+void act_collect(actor *v); /* a reservation that was published; evicts one page */
+void act_evict_all(actor *v);
+void act_clear(actor *v); /* the namespace of the notes */
+void act_repair(actor *v);
 
 #endif

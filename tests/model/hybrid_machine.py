@@ -379,7 +379,7 @@ class HybridMachine(RuleBasedStateMachine):
         before = stamps[begin - 1] if begin else 0
 
         def act() -> None:
-            assert store[source] == before, f"not the state behind {begin} tokens"
+            assert store[source] == before, f"not the state after {begin} tokens"
             if slot is not None and position is not None:
                 store[slot] = stamps[position - 1]
             store[target] = stamps[end - 1]

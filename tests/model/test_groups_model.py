@@ -58,7 +58,7 @@ def test_a_page_goes_between_its_look_up_and_its_pin(
     segment_name: str, turns: Turns, dying: Dying, rules: tuple[str, ...], parts: int
 ) -> None:
     """Wherever the match stands, another client evicts a page until it is in no chain, and the
-    match goes on. Random turns seldom meet this."""
+    match continues. Random turns seldom meet this."""
     for passed in range(1, 13):
         machine = GroupsMachine(segment_name, turns, dying)
         machine.open([Layers(rule, 3, i, "", parts) for i, rule in enumerate(rules)], 1, 12)

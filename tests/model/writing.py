@@ -115,7 +115,7 @@ class WritingRules(MachineBase):
     @precondition(lambda self: self.independent is not False)
     @rule(number=pick, path=paths, parts=st.sampled_from([1, 2, 3, 5, 40]), group=st.integers(1, 2))
     def write_run(self, number: int, path: list[int], parts: int, group: int) -> None:
-        """A state of several parts behind the one before it, of which all or nothing is written."""
+        """A state of several parts after the one before it, of which all or nothing is written."""
         client, run = self.client(number), Run(group, parts)
         keys = self.keys(path)[-2:]
         if not keys or not client.default.open:

@@ -202,9 +202,10 @@ def test_a_state_is_acquired(
 
 @pytest.fixture
 def worlds(segment_name: str) -> Iterator[Any]:
-    from support.hybrid_case import made_hybrids
+    from support.hybrid_case import HybridWorld
+    from support.manager_case import made_worlds
 
-    yield from made_hybrids(segment_name)
+    yield from made_worlds(segment_name, HybridWorld)
 
 
 def test_a_quota(index: PageIndex, killed: Callable[..., None]) -> None:

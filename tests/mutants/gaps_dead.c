@@ -85,9 +85,7 @@ static void lock_of_a_thread_that_is_gone_is_taken_over(void) {
     tear_down();
 }
 
-static void take_from_a(int point) {
-    if (point != LC_AT_UNLOCK) return;
-    lc_pause_hook = NULL;
+static void take_from_a(void) {
     lcs_lock *lock = lcs_lock_of(b.at);
     uint64_t next = (lc_load(&lock->both) >> 32) + 1;
     lc_store(&lock->both, next << 32 | b.slot | b.at->epoch << LCS_LOCK_EPOCH_SHIFT);
@@ -99,7 +97,7 @@ static void lock_that_is_anothers_is_not_let_go(void) {
     set_up(20);
     lcs_lock *lock = lcs_lock_of(a.at);
     CHECK_EQ(lci_lock(a.h, &t, LCI_OP_GROW, BLOCKING), LC_OK);
-    lc_pause_hook = take_from_a;
+    play(LC_AT_UNLOCK, take_from_a);
     CHECK_EQ(lci_unlock(a.h, &t), LC_OK);
     CHECK_EQ(lc_load(&lock->word) & LCS_LOCK_SLOT, b.slot);
     lc_store(&lock->word, 0);

@@ -258,9 +258,7 @@ static void keys_alike_in_one_half_are_two(void) {
     tear_down();
 }
 
-static void publish_p(int point) {
-    if (point != LC_AT_LOCKED) return;
-    lc_pause_hook = NULL;
+static void publish_p(void) {
     prompt_publish(&a, &p, 0);
 }
 
@@ -270,9 +268,9 @@ static void what_is_published_before_the_lock_is_present(void) {
     prompt_make(&p, 1, 8);
     prompt_make(&q, 1, 8);
     CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 8);
-    lc_pause_hook = publish_p;
+    play(LC_AT_LOCKED, publish_p);
     CHECK_EQ(prompt_reserve(&b, &q, NS, 1), 0);
-    CHECK(!lc_pause_hook);
+    check_played();
     for (int i = 0; i < 8; i++) {
         CHECK_EQ(q.status[i], LCI_PRESENT);
         CHECK_EQ(q.page[i], p.page[i]);

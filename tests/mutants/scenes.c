@@ -63,9 +63,7 @@ static void open_namespace(void) {
 }
 
 /* Somebody pins the last page of the second run while it is being evicted. */
-static void pin_marked(int point) {
-    if (point != LC_AT_EVICT_MARKED) return;
-    lc_pause_hook = NULL;
+static void pin_marked(void) {
     lc_found found;
     lc_key key = second_run.keys[second_run.n - 1];
     lc_dict_find(&survivor.h->dict, key.lo, key.hi, &found);
@@ -73,9 +71,9 @@ static void pin_marked(int point) {
 }
 
 static void evict_pinned(void) {
-    lc_pause_hook = pin_marked;
+    play(LC_AT_EVICT_MARKED, pin_marked);
     CHECK_EQ(evict(&victim, 5), 0);
-    CHECK(!lc_pause_hook);
+    check_played();
 }
 
 const scene scenes[] = {

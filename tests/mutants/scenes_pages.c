@@ -75,7 +75,7 @@ static void named_most(void) {
 static void unname_run(void) { CHECK_EQ(unname(&victim, pages, RUN), LC_OK); }
 static void unname_most(void) { CHECK_EQ(unname(&victim, pages, MOST), LC_OK); }
 
-/* Kept, and of a reservation that nobody has collected. */
+/* Kept, and of a reservation that is not collected. */
 static void published_and_kept(void) {
     reserved_one();
     other_run = written_run;
@@ -87,18 +87,16 @@ static void published_and_kept(void) {
 }
 
 /* Somebody pins one of them when they have lost their names. */
-static void pin_unnamed(int point) {
-    if (point != LC_AT_EVICT_CHOSEN) return;
-    lc_pause_hook = NULL;
+static void pin_unnamed(void) {
     now = LOOKING;
     CHECK_EQ(lci_pin_one(survivor.h, (uint32_t)pages[1]), LC_OK);
     now = OPERATING;
 }
 
 static void unname_pinned(void) {
-    lc_pause_hook = pin_unnamed;
+    play(LC_AT_EVICT_CHOSEN, pin_unnamed);
     CHECK_EQ(unname(&victim, pages, RUN), LC_E_PINS);
-    CHECK(!lc_pause_hook);
+    check_played();
 }
 
 static void leave(void) {

@@ -126,9 +126,7 @@ static void bit_of_what_goes_on_is_taken_back(void) {
 }
 
 #ifdef LC_PAUSE_POINTS
-static void publish_now(int point) {
-    if (point != LC_AT_NOT_ENDED) return;
-    lc_pause_hook = NULL;
+static void publish_now(void) {
     prompt_publish(&a, &p, 0);
 }
 
@@ -138,9 +136,9 @@ static void bit_of_what_ended_just_now_stays(void) {
     prompt_make(&p, 1, 10);
     CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 10);
     lci_flag_ended(b.h, p.op.rid);
-    lc_pause_hook = publish_now;
+    play(LC_AT_NOT_ENDED, publish_now);
     collect(&b);
-    CHECK(!lc_pause_hook);
+    check_played();
     index_check(&s);
     collect(&b);
     CHECK_EQ(index_counts(&a).reservations, 0);
@@ -148,9 +146,7 @@ static void bit_of_what_ended_just_now_stays(void) {
     tear_down();
 }
 
-static void publish_at_lock(int point) {
-    if (point != LC_AT_LOCKED) return;
-    lc_pause_hook = NULL;
+static void publish_at_lock(void) {
     prompt_publish(&a, &p, 0);
 }
 
@@ -162,9 +158,9 @@ static void collected_by_a_call_that_fails(void) {
     CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 10);
     _Atomic uint16_t *count = lci_pin(b.h, b.slot, (uint32_t)p.page[5]);
     lc_store(count, UINT16_MAX);
-    lc_pause_hook = publish_at_lock;
+    play(LC_AT_LOCKED, publish_at_lock);
     CHECK_EQ(prompt_reserve(&b, &q, NS, 1), LC_E_PINS);
-    CHECK(!lc_pause_hook);
+    check_played();
     lc_store(count, 0);
     CHECK_EQ(index_counts(&a).reservations, 0);
     CHECK_EQ(lc_load(&a.h->root->completed[0]), 0);
@@ -176,9 +172,7 @@ static void collected_by_a_call_that_fails(void) {
 static jmp_buf death;
 static uint32_t found;
 
-static void look_and_die(int point) {
-    if (point != LC_AT_COMMIT) return;
-    lc_pause_hook = NULL;
+static void look_and_die(void) {
     found = peek(&a, &p);
     longjmp(death, 1);
 }
@@ -195,9 +189,9 @@ static void pages_once_found_stay(void) {
     lci_flag_ended(a.h, p.op.rid);
     client_die(&publisher);
     CHECK_EQ(lci_lock(collector.h, &t, LCI_OP_COLLECT, BLOCKING), LC_OK);
-    lc_pause_hook = look_and_die;
+    play(LC_AT_COMMIT, look_and_die);
     if (setjmp(death) == 0) lci_collect(collector.h, &t, 256);
-    CHECK(!lc_pause_hook);
+    check_played();
     CHECK(found > 0 && found < 70);
     client_die(&collector);
     CHECK_EQ(lci_lock(b.h, &t, LCI_OP_CHECK, BLOCKING), LC_OK);
@@ -212,9 +206,7 @@ static void pages_once_found_stay(void) {
 
 static int told;
 
-static void publish_and_die(int point) {
-    if (point != LC_AT_COMMIT) return;
-    lc_pause_hook = NULL;
+static void publish_and_die(void) {
     told = lci_publish(b.h, p.op.rid, p.op.gen, 1, p.fresh, p.made);
     longjmp(death, 1);
 }
@@ -228,9 +220,9 @@ static void publisher_that_was_told_of_an_undone_end_abandons(void) {
     prompt_publish(&giver, &p, 0);
     _Atomic uint32_t *shard = &a.h->res[p.op.rid].shard[1]; /* adopted by b */
     lc_store(shard, (lc_load(shard) & ~LCI_SHARD_SLOT) | b.slot);
-    lc_pause_hook = publish_and_die;
+    play(LC_AT_COMMIT, publish_and_die);
     if (setjmp(death) == 0) (void)lci_abandon(giver.h, p.op.rid, p.op.gen, BLOCKING);
-    CHECK(!lc_pause_hook);
+    check_played();
     CHECK_EQ(told, LC_E_STALE);
     uint32_t slot = giver.slot;
     client_die(&giver);

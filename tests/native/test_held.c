@@ -318,9 +318,7 @@ static void held_again_by_unnaming(void) {
 
 #ifdef LC_PAUSE_POINTS
 /* Found and pinned behind the first look at the pins. */
-static void match_now(int point) {
-    if (point != LC_AT_EVICT_CHOSEN) return;
-    lc_pause_hook = NULL;
+static void match_now(void) {
     CHECK_EQ(match(&b, &p, &l), 3);
 }
 
@@ -329,9 +327,9 @@ static void held_pages_pinned_while_they_lose_their_names(void) {
     prompt_make(&p, 1, 3);
     CHECK_EQ(allocate(&a, 3), LC_OK);
     CHECK_EQ(name(&a, &p, 0, 0), LC_OK);
-    lc_pause_hook = match_now;
+    play(LC_AT_EVICT_CHOSEN, match_now);
     CHECK_EQ(unname(&a, pages, 3), LC_E_PINS);
-    CHECK(!lc_pause_hook);
+    check_played();
     CHECK_EQ(peek(&b, &p), 3);
     CHECK_EQ(index_counts(&a).held, 0);
     index_check(&s);
@@ -341,7 +339,7 @@ static void held_pages_pinned_while_they_lose_their_names(void) {
 }
 #endif
 
-/* Unpublished pages and those of a reservation that nobody has collected. */
+/* Unpublished pages and those of a reservation that is not collected. */
 static void held_pages_that_were_reserved(void) {
     set_up(64);
     prompt_make(&p, 1, 3);

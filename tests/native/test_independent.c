@@ -128,9 +128,7 @@ static void independent_quota(void) {
 static uint32_t wanted; /* a bit for each key of `p` */
 static uint32_t number_of[8];
 
-static void pin_wanted(int point) {
-    if (point != LC_AT_EVICT_MARKED) return;
-    lc_pause_hook = NULL;
+static void pin_wanted(void) {
     for (uint32_t i = 0; i < 8; i++)
         if (wanted >> i & 1) CHECK_EQ(lci_pin_one(b.h, number_of[i]), LC_OK);
 }
@@ -138,11 +136,11 @@ static void pin_wanted(int point) {
 static void pin_when_marked(uint32_t which) {
     wanted = which;
     for (uint32_t i = 0; i < p.n; i++) number_of[i] = page_of(i);
-    lc_pause_hook = pin_wanted;
+    play(LC_AT_EVICT_MARKED, pin_wanted);
 }
 
 static void let_go(void) {
-    CHECK(!lc_pause_hook);
+    check_played();
     for (uint32_t i = 0; i < p.n; i++) lc_store(lci_pin(b.h, b.slot, number_of[i]), 0);
 }
 
@@ -349,21 +347,6 @@ static void deepest_finds_what_is_ready(void) {
 }
 
 #ifdef LC_PAUSE_POINTS
-static uint32_t passes; /* points to pass before */
-static void (*then)(void);
-
-static void play_later(int point) {
-    if (point != LC_AT_WALK_NEXT || passes--) return;
-    lc_pause_hook = NULL;
-    then();
-}
-
-static void play(uint32_t after, void (*what)(void)) {
-    passes = after;
-    then = what;
-    lc_pause_hook = play_later;
-}
-
 /* Both go, and are used for other keys, one hanging on the other. */
 static void use_for_another(void) {
     prompt other;
@@ -375,9 +358,9 @@ static void use_for_another(void) {
 static void children_of_another_page_are_not_told(void) {
     set_up_independent(2);
     put_path(1, 2);
-    play(1, use_for_another);
+    play_after(LC_AT_WALK_NEXT, 1, use_for_another);
     CHECK_EQ(lci_children(b.h, p.keys, 1, NS, counts), LC_OK);
-    CHECK(!lc_pause_hook);
+    check_played();
     CHECK_EQ(counts[0], -1);
     tear_down();
 }
@@ -388,15 +371,15 @@ static void clear_all(void) { CHECK_EQ(lci_clear(a.h, NS, BLOCKING), LC_OK); }
 static void a_clear_wins_over_looking(void) {
     set_up_independent(8);
     put_path(1, 2);
-    play(0, clear_all);
+    play(LC_AT_WALK_NEXT, clear_all);
     CHECK_EQ(lci_deepest1(b.h, p.keys, 2, NS), 0);
-    CHECK(!lc_pause_hook);
+    check_played();
     tear_down();
     set_up_independent(8);
     put_path(1, 2);
-    play(0, clear_all);
+    play(LC_AT_WALK_NEXT, clear_all);
     check_children((const int32_t[]){-1, -1});
-    CHECK(!lc_pause_hook);
+    check_played();
     tear_down();
 }
 #endif

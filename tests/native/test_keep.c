@@ -393,21 +393,6 @@ static void discard_of_what_others_hang_on(void) {
 /* ------------------------------------------------------------------ somebody is faster */
 
 #ifdef LC_PAUSE_POINTS
-static int at_point;
-static void (*then)(void);
-
-static void once(int point) {
-    if (point != at_point) return;
-    lc_pause_hook = NULL;
-    then();
-}
-
-static void play(int point, void (*what)(void)) {
-    at_point = point;
-    then = what;
-    lc_pause_hook = once;
-}
-
 /* Its tick stays, and its turn brings it to where that belongs. */
 static void match_p(void) {
     CHECK_EQ(match(&b, &p, &l), 4);
@@ -454,7 +439,7 @@ static void a_pin_in_the_middle_of_what_is_dropped(void) {
     collect(&a);
     play(LC_AT_EVICT_MARKED, pin_middle);
     CHECK_EQ(drop(&p, 0), 4);
-    CHECK(lc_pause_hook == NULL);
+    check_played();
     CHECK_EQ(peek(&b, &p), 6);
     index_check(&s);
     CHECK_EQ(lci_unpin_one(b.h, middle), LC_OK);
@@ -470,7 +455,7 @@ static void a_pin_in_the_middle_of_what_is_discarded(void) {
     CHECK_EQ(oldest(&a, 15, 1), 15);
     play(LC_AT_EVICT_FENCED, pin_middle);
     CHECK_EQ(discarded(), 4 + 5);
-    CHECK(lc_pause_hook == NULL);
+    check_played();
     CHECK_EQ(peek(&b, &p), 6);
     CHECK_EQ(lci_unpin_one(b.h, middle), LC_OK);
     tear_down();

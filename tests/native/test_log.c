@@ -539,9 +539,7 @@ static end joiner;
 static uint32_t asked;
 
 /* A reader stands between announcing itself and beginning; the log goes round meanwhile. */
-static void append_while_joining(int point) {
-    if (point != LC_AT_LOG_ANNOUNCED) return;
-    lc_pause_hook = NULL;
+static void append_while_joining(void) {
     for (uint64_t i = 0; i < CAPACITY; i++) CHECK_EQ(append(i), LC_OK);
     CHECK_EQ(append(99), LC_E_FULL); /* who joins is waited for: it may begin at any of these */
     CHECK(!broken());
@@ -552,7 +550,7 @@ static void append_while_joining(int point) {
 static void log_appends_while_somebody_joins(void) {
     set_up(0);
     joiner = end_of(client_join(&s));
-    lc_pause_hook = append_while_joining;
+    play(LC_AT_LOG_ANNOUNCED, append_while_joining);
     CHECK_EQ(lcx_log_join(joiner.log), LC_OK);
     CHECK_EQ(asked, 1);
     CHECK_EQ(behind(&joiner), 0);
@@ -563,9 +561,7 @@ static void log_appends_while_somebody_joins(void) {
 }
 
 /* One that was killed there is found like any other. */
-static void die_while_joining(int point) {
-    if (point != LC_AT_LOG_ANNOUNCED) return;
-    lc_pause_hook = NULL;
+static void die_while_joining(void) {
     close(joiner.c.life);
     for (uint64_t i = 0; i <= CAPACITY; i++) CHECK_EQ(append(i), LC_OK);
     CHECK(!broken());
@@ -574,7 +570,7 @@ static void die_while_joining(int point) {
 static void log_joiner_that_died_holds_nobody_up(void) {
     set_up(0);
     joiner = end_of(client_join(&s));
-    lc_pause_hook = die_while_joining;
+    play(LC_AT_LOG_ANNOUNCED, die_while_joining);
     CHECK_EQ(lcx_log_join(joiner.log), LC_OK); /* of one that is dead: its slot is free by now */
     lc_store(&root()->cursors[joiner.c.slot].next, 0);
     joiner.c.life = -1;
@@ -585,9 +581,7 @@ static void log_joiner_that_died_holds_nobody_up(void) {
 }
 
 /* While a slot is written, nobody sees it, and check takes it for neither good nor bad. */
-static void look_while_writing(int point) {
-    if (point != LC_AT_LOG_WRITTEN) return;
-    lc_pause_hook = NULL;
+static void look_while_writing(void) {
     CHECK_EQ(reads(&readers[0], CAPACITY, 8), LC_E_MISSING);
     CHECK(!broken_of(&readers[0]));
     asked++;
@@ -598,7 +592,7 @@ static void log_entry_is_there_when_it_is_counted(void) {
     asked = 0;
     for (uint64_t i = 0; i < CAPACITY; i++) CHECK_EQ(append(i), LC_OK);
     CHECK_EQ(reads(&readers[0], 0, 8), CAPACITY);
-    lc_pause_hook = look_while_writing;
+    play(LC_AT_LOG_WRITTEN, look_while_writing);
     CHECK_EQ(append(CAPACITY), LC_OK);
     CHECK_EQ(asked, 1);
     CHECK_EQ(reads(&readers[0], CAPACITY, 8), 1);
@@ -606,9 +600,7 @@ static void log_entry_is_there_when_it_is_counted(void) {
 }
 
 /* What is being copied is not overwritten. */
-static void append_while_reading(int point) {
-    if (point != LC_AT_LOG_COPIED) return;
-    lc_pause_hook = NULL;
+static void append_while_reading(void) {
     CHECK_EQ(append(99), LC_E_FULL);
     asked++;
 }
@@ -617,7 +609,7 @@ static void log_entry_stays_while_it_is_read(void) {
     set_up(1);
     asked = 0;
     for (uint64_t i = 0; i < CAPACITY; i++) CHECK_EQ(append(i), LC_OK);
-    lc_pause_hook = append_while_reading;
+    play(LC_AT_LOG_COPIED, append_while_reading);
     CHECK_EQ(reads(&readers[0], 0, 1), 1);
     CHECK_EQ(asked, 1);
     CHECK_EQ(append(CAPACITY), LC_OK);
@@ -628,9 +620,7 @@ static void log_entry_stays_while_it_is_read(void) {
 /* Who was declared dead while it took the role has not got it. */
 static client thief;
 
-static void lose_the_lock(int point) {
-    if (point != LC_AT_LOCKED) return;
-    lc_pause_hook = NULL;
+static void lose_the_lock(void) {
     lc_store(&lcs_lock_of(writer.c.at)->word, thief.slot | thief.at->epoch << LCS_LOCK_EPOCH_SHIFT);
 }
 
@@ -639,7 +629,7 @@ static void log_heir_that_lost_the_lock_is_told(void) {
     CHECK_EQ(lcx_log_leave(writer.log, BLOCKING), LC_OK);
     uint32_t news = lc_load(&root()->news);
     thief = client_join(&s);
-    lc_pause_hook = lose_the_lock;
+    play(LC_AT_LOCKED, lose_the_lock);
     CHECK_EQ(lcx_log_lead(writer.log, BLOCKING), LC_E_LOST);
     CHECK_EQ(lc_load(&root()->news), news);
     client_die(&thief); /* and the next one undoes what was stored in its name */

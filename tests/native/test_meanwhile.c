@@ -4,23 +4,6 @@
 
 #ifdef LC_PAUSE_POINTS
 
-static int at_point;
-static void (*then)(void);
-
-static void once(int point) {
-    if (point != at_point) return;
-    lc_pause_hook = NULL;
-    then();
-}
-
-static void play(int point, void (*what)(void)) {
-    at_point = point;
-    then = what;
-    lc_pause_hook = once;
-}
-
-static void check_played(void) { CHECK(lc_pause_hook == NULL); }
-
 static void pin_it(void) { CHECK_EQ(lci_pin_one(b.h, (uint32_t)p.page[0]), LC_OK); }
 
 /* Pinned while it was marked, it counts as used just now: another goes before it. */

@@ -207,11 +207,7 @@ static void a_page_loses_its_name_once(void) {
 }
 
 #ifdef LC_PAUSE_POINTS
-static uint32_t marked;
-
-static void pin_in_the_second_step(int point) {
-    if (point != LC_AT_EVICT_CHOSEN || marked++ < LCI_BATCH + 5) return;
-    lc_pause_hook = NULL;
+static void pin_in_the_second_step(void) {
     CHECK_EQ(lci_pin_one(b.h, (uint32_t)pages[LCI_BATCH + 3]), LC_OK);
 }
 
@@ -221,10 +217,9 @@ static void unnaming_keeps_the_steps_before(void) {
     prompt_make(&p, 1, 40);
     CHECK_EQ(allocate(&a, 40), LC_OK);
     CHECK_EQ(name(&a, &p, 0, 0), LC_OK);
-    marked = 0;
-    lc_pause_hook = pin_in_the_second_step;
+    play_after(LC_AT_EVICT_CHOSEN, LCI_BATCH + 5, pin_in_the_second_step);
     CHECK_EQ(unname(&a, pages, 40), LC_E_PINS);
-    CHECK(!lc_pause_hook);
+    check_played();
     CHECK_EQ(op.done, LCI_BATCH);
     CHECK_EQ(op.refused, LCI_BATCH + 3);
     CHECK_EQ(index_counts(&a).held, LCI_BATCH);

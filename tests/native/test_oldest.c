@@ -151,23 +151,6 @@ static void a_promised_parent_is_not_listed(void) {
 /* ------------------------------------------------------------------ meanwhile */
 
 #ifdef LC_PAUSE_POINTS
-static int at;
-static uint32_t points_before;
-static void (*then)(void);
-
-static void play_once(int point) {
-    if (point != at || points_before--) return;
-    lc_pause_hook = NULL;
-    then();
-}
-
-static void play(int point, uint32_t before, void (*what)(void)) {
-    at = point;
-    points_before = before;
-    then = what;
-    lc_pause_hook = play_once;
-}
-
 static lci_page *page_of(uint32_t i) { return &a.h->pages[p.page[i]]; }
 
 /* The first page of a prompt hangs on its last, which is listed and seems to be pinned by nobody. */
@@ -184,9 +167,9 @@ static void a_page_is_listed_once_whatever_is_scribbled(void) {
     set_up(64);
     prompt_fill(&a, &p, 1, 40);
     collect(&a);
-    play(LC_AT_COMMIT, 0, scribble);
+    play(LC_AT_COMMIT, scribble);
     CHECK_EQ(oldest(&a, 60, 0), LC_E_CORRUPT);
-    CHECK(!lc_pause_hook);
+    check_played();
     CHECK_EQ(list.head.held, 40);
     for (uint32_t i = 0; i < 40; i++) CHECK_EQ(lc_load(&a.h->mine[p.page[i]]), 1);
     CHECK_EQ(lci_release(a.h, &list.head), LC_OK);
@@ -204,9 +187,9 @@ static void what_somebody_pins_is_not_given_up(void) {
     prompt_fill(&a, &q, 2, 1);
     CHECK_EQ(oldest(&a, 2, 1), 2);
     CHECK_EQ(lci_pin_one(b.h, (uint32_t)p.page[0]), LC_OK);
-    play(LC_AT_EVICT_FENCED, 0, find_it);
+    play(LC_AT_EVICT_FENCED, find_it);
     CHECK_EQ(discard(&a), LC_OK);
-    CHECK(!lc_pause_hook);
+    check_played();
     CHECK_EQ(giving.freed, 1);
     CHECK_EQ(lci_unpin_one(b.h, (uint32_t)p.page[0]), LC_OK);
     tear_down();
@@ -221,9 +204,9 @@ static void giving_up_keeps_the_steps_before(void) {
     set_up(64);
     prompt_fill(&a, &p, 1, 40);
     CHECK_EQ(oldest(&a, 40, 1), 40);
-    play(LC_AT_EVICT_FENCED, 1, break_a_chain);
+    play_after(LC_AT_EVICT_FENCED, 1, break_a_chain);
     CHECK_EQ(discard(&a), LC_E_CORRUPT);
-    CHECK(!lc_pause_hook);
+    check_played();
     CHECK_EQ(giving.freed, LCI_BATCH);
     mend_word();
     CHECK_EQ(peek(&b, &p), 40 - LCI_BATCH);

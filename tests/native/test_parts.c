@@ -159,7 +159,7 @@ static void parts_that_cannot_be(void) {
     tear_down();
 }
 
-/* A chain of another group, or of none, does not go on with these pages. */
+/* A chain of another group, or of none, does not continue with these pages. */
 static void groups_do_not_hang_on_each_other(void) {
     set_up_parts(64, 1, 1);
     prompt_fill(&a, &q, 1, 3);

@@ -9,26 +9,6 @@
 
 static prompt fresh;
 
-static int at_point;
-static void (*then)(void);
-
-/* The other side's own points must not call it again. */
-static void once(int point) {
-    if (point != at_point) return;
-    lc_pause_hook = NULL;
-    then();
-}
-
-static void play(int point, void (*what)(void)) {
-    at_point = point;
-    then = what;
-    lc_pause_hook = once;
-}
-
-static void check_played(void) {
-    CHECK(lc_pause_hook == NULL);
-}
-
 static uint32_t matched;
 static void match_it(void) { matched = match(&b, &p, &l); }
 
@@ -167,11 +147,7 @@ static void race_of_a_publisher_and_the_collector(void) {
 
 static jmp_buf death;
 
-static void die_at(int point) {
-    if (point != at_point) return;
-    lc_pause_hook = NULL;
-    longjmp(death, 1);
-}
+static void die(void) { longjmp(death, 1); }
 
 /* Somebody looks for names at an entry that is cleared meanwhile and given these very names, by one
  * who dies before it is open: what was seen is neither the old namespace nor a new one. */
@@ -179,8 +155,7 @@ static void die_naming_it_again(void) {
     lci_ns_ref ref;
     CHECK_EQ(lci_clear(a.h, NS, BLOCKING), LC_OK);
     if (setjmp(death)) return;
-    at_point = LC_AT_NAME_STORED;
-    lc_pause_hook = die_at;
+    play(LC_AT_NAME_STORED, die);
     (void)lci_namespace_open(a.h, "new", "", 0, &ref, BLOCKING);
     check_failed(__FILE__, __LINE__, "lived on");
 }

@@ -288,9 +288,7 @@ static void ring_step_of_a_dead_client_is_undone(void) {
 #ifdef LC_PAUSE_POINTS
 static client thief;
 
-static void lose_the_lock(int point) {
-    if (point != LC_AT_LOCKED) return;
-    lc_pause_hook = NULL;
+static void lose_the_lock(void) {
     lc_store(&lcs_lock_of(c.at)->word, thief.slot | thief.at->epoch << LCS_LOCK_EPOCH_SHIFT);
 }
 
@@ -298,7 +296,7 @@ static void ring_pop_of_one_who_lost_the_lock_returns_nothing(void) {
     set_up();
     CHECK_EQ(push(1, 1), 1);
     thief = client_join(&s);
-    lc_pause_hook = lose_the_lock;
+    play(LC_AT_LOCKED, lose_the_lock);
     CHECK_EQ(pop(1, 1, MESSAGE), LC_E_LOST);
     CHECK_EQ(lc_load(&root()->drained), 0);
     client_die(&thief); /* and the next one undoes what was stored in its name */

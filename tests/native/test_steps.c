@@ -32,9 +32,7 @@ static void giving_back_that_fails_leaves_the_pins(void) {
 }
 
 #ifdef LC_PAUSE_POINTS
-static void damage_the_last(int point) {
-    if (point != LC_AT_COMMIT) return;
-    lc_pause_hook = NULL;
+static void damage_the_last(void) {
     break_word(&a.h->pages[pages[2]].queue.prev, 1000);
 }
 
@@ -42,9 +40,9 @@ static void damage_the_last(int point) {
 static void pages_given_back_are_doomed_before_their_pins_go(void) {
     set_up(64);
     CHECK_EQ(allocate(&a, 3), LC_OK);
-    lc_pause_hook = damage_the_last;
+    play(LC_AT_COMMIT, damage_the_last);
     CHECK_EQ(free_pages(&a, pages, 3), LC_E_CORRUPT);
-    CHECK(!lc_pause_hook);
+    check_played();
     mend_word();
     CHECK_EQ(lc_load(&a.h->pages[pages[0]].word), LCI_DOOMED);
     CHECK_EQ(index_counts(&a).held, 0);
@@ -177,7 +175,7 @@ static void letting_go_keeps_the_steps_before(void) {
     steps_before = 1;
     lc_pause_hook = break_a_chain;
     CHECK_EQ(drop_run(&a, &p, 0), LC_E_CORRUPT);
-    CHECK(!lc_pause_hook);
+    check_played();
     CHECK_EQ(walk.pages, LCI_BATCH);
     CHECK_EQ(walk.cursor, LCI_BATCH);
     mend_word();

@@ -65,21 +65,6 @@ static void slot_that_somebody_mends_is_nobody_elses(void) {
 }
 
 #ifdef LC_PAUSE_POINTS
-static int at_point;
-static void (*then)(void);
-
-static void once(int point) {
-    if (point != at_point) return;
-    lc_pause_hook = NULL; /* what is done now passes points as well */
-    then();
-}
-
-static void play(int point, void (*what)(void)) {
-    at_point = point;
-    then = what;
-    lc_pause_hook = once;
-}
-
 static void b_reaps(void) { CHECK_EQ(lci_reap_slot(b.h, 3, BLOCKING), 1); }
 
 static void b_reaps_and_another_joins(void) {
@@ -94,13 +79,13 @@ static void slot_that_was_taken_again_is_left(void) {
     client_die(&dead);
     play(LC_AT_DEAD_SEEN, b_reaps_and_another_joins);
     CHECK_EQ(lcs_slot_free_dead(a.at, 3), LC_E_BUSY);
-    CHECK(!lc_pause_hook);
+    check_played();
     CHECK_EQ(lcs_attachment_usable(dead.at), LC_OK);
     CHECK_EQ(lcs_byte_held(b.life, LCS_BYTE_MEND + 3, 1), 0);
     client_die(&dead);
     play(LC_AT_DEAD_SEEN, b_reaps_and_another_joins);
     CHECK_EQ(lci_reap_slot(a.h, 3, BLOCKING), 0);
-    CHECK(!lc_pause_hook);
+    check_played();
     CHECK_EQ(lcs_attachment_usable(dead.at), LC_OK);
     client_leave(&dead);
     tear_down();
@@ -111,7 +96,7 @@ static void slot_that_was_freed_meanwhile_is_not_freed_again(void) {
     client_die(&dead);
     play(LC_AT_DEAD_SEEN, b_reaps);
     CHECK_EQ(lci_reap_slot(a.h, 3, BLOCKING), 0); /* nothing of it was ours to take back */
-    CHECK(!lc_pause_hook);
+    check_played();
     tear_down();
 }
 #endif
@@ -181,7 +166,7 @@ static void guest_is_not_taken_for_the_dead(void) {
     stranger_comes();
     play(LC_AT_LOCKED, guest_holds_the_lock);
     CHECK_EQ(lci_reap_unjoined(stranger.h, 3, BLOCKING), 1);
-    CHECK(!lc_pause_hook);
+    check_played();
     client_forget(&stranger);
     tear_down();
 }

@@ -173,21 +173,6 @@ static void lock_given_back_is_not_taken_over(void) {
 }
 
 #ifdef LC_PAUSE_POINTS
-static int at_point;
-static void (*then)(void);
-
-static void once(int point) {
-    if (point != at_point) return;
-    lc_pause_hook = NULL; /* what is done now passes points as well */
-    then();
-}
-
-static void play(int point, void (*what)(void)) {
-    at_point = point;
-    then = what;
-    lc_pause_hook = once;
-}
-
 static lc_txn of_b;
 
 static void b_takes_over(void) {
@@ -203,7 +188,7 @@ static void lock_is_taken_over_by_one(void) {
     client_die(&dead);
     play(LC_AT_OWNER_DEAD, b_takes_over);
     CHECK_EQ(take(&a, &t, 0), LC_E_TIMEOUT);
-    CHECK(!lc_pause_hook);
+    check_played();
     CHECK_EQ(lci_unlock(b.h, &of_b), LC_OK);
     reap(3);
     tear_down();
@@ -222,7 +207,7 @@ static void lock_of_another_is_not_given_back(void) {
     CHECK_EQ(take(&dead, &t, FOREVER), LC_OK);
     play(LC_AT_UNLOCK, its_byte_is_lost_and_b_takes_over);
     (void)lci_unlock(dead.h, &t);
-    CHECK(!lc_pause_hook);
+    check_played();
     CHECK_EQ(lc_load(&lock->word) & LCS_LOCK_SLOT, b.slot);
     CHECK_EQ(take(&a, &t, 0), LC_E_TIMEOUT);
     CHECK_EQ(lci_unlock(b.h, &of_b), LC_OK);

@@ -141,9 +141,7 @@ static void match_counts_what_was_missed(void) {
 
 static void (*then)(void);
 
-static void at_the_fence(int point) {
-    if (point != LC_AT_PIN_FENCED) return;
-    lc_pause_hook = NULL;
+static void at_the_fence(void) {
     then();
 }
 
@@ -155,9 +153,9 @@ static void match_of_one_who_leaves_holds_nothing(void) {
     const int64_t offsets[] = {0, 2, 4};
     prepare();
     then = leave;
-    lc_pause_hook = at_the_fence;
+    play(LC_AT_PIN_FENCED, at_the_fence);
     CHECK_EQ(lci_match(b.h, p.keys, offsets, 2, NS, &l.head, counts), LC_E_CLOSED);
-    CHECK(!lc_pause_hook);
+    check_played();
     CHECK_EQ(l.head.held, 0);
     for (uint32_t i = 0; i < 4; i++) CHECK_EQ(pins_of(&a, (uint32_t)p.page[i]), 0);
     tear_down();
@@ -176,9 +174,9 @@ static void begin_to_clear(void) {
 static void match_beside_a_clear_that_has_begun(void) {
     prepare();
     then = begin_to_clear;
-    lc_pause_hook = at_the_fence;
+    play(LC_AT_PIN_FENCED, at_the_fence);
     CHECK_EQ(match(&b, &p, &l), 0);
-    CHECK(!lc_pause_hook);
+    check_played();
     for (uint32_t i = 0; i < 4; i++) CHECK_EQ(pins_of(&a, (uint32_t)p.page[i]), 0);
     CHECK_EQ(peek(&b, &p), 0);
     tear_down();

@@ -216,3 +216,25 @@ bool advice_is_heard(void) {
     munmap(page, 4096);
     return heard;
 }
+
+#ifdef LC_PAUSE_POINTS
+static int at_point;
+static uint32_t passes_left;
+static void (*then)(void);
+
+static void once(int point) {
+    if (point != at_point || passes_left--) return;
+    lc_pause_hook = NULL;
+    then();
+}
+
+void play_after(int point, uint32_t passes, void (*what)(void)) {
+    at_point = point;
+    passes_left = passes;
+    then = what;
+    lc_pause_hook = once;
+}
+
+void play(int point, void (*what)(void)) { play_after(point, 0, what); }
+void check_played(void) { CHECK(lc_pause_hook == NULL); }
+#endif

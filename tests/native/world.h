@@ -84,4 +84,11 @@ uint32_t peek(const client *c, const prompt *p);
 uint32_t evict(client *c, uint32_t want); /* pages freed */
 void collect(client *c); /* all that others left to do */
 
+#ifdef LC_PAUSE_POINTS
+/* Call `what` once, at this pause point; its own pause points call nothing. */
+void play(int point, void (*what)(void));
+void play_after(int point, uint32_t passes, void (*what)(void)); /* lets as many pass before */
+void check_played(void);
+#endif
+
 #endif

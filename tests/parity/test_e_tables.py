@@ -241,6 +241,21 @@ def engines(segment_name: str) -> Iterator[Callable[..., Engine]]:
         engine.close()
 
 
+def checked(
+    engine: Engine, tokens: list[int], generate: int, got: tuple[list[int], Any]
+) -> dict[int, int]:
+    """What was generated, and each checkpoint, is that of an uncached run. Returns the slots of
+    the checkpoints by position."""
+    every, state = got
+    wanted = uncached(tokens, generate)
+    assert every == wanted[0]
+    assert (state == wanted[1]).all()
+    found = engine.checkpoint_slots(every)
+    for position, slot in found.items():
+        assert (engine.states[slot] == after(np.zeros(WIDTH), every[:position])).all()
+    return found
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("saves", Saves)
 def test_e1_the_slot_of_an_old_block_becomes_a_checkpoint(
@@ -252,14 +267,9 @@ def test_e1_the_slot_of_an_old_block_becomes_a_checkpoint(
     for seed in range(6):
         tokens = [*stem, *range(100 * seed, 100 * seed + 9)]
         got = engine.serve(tokens, 40)
-        wanted = uncached(tokens, 40)
-        assert got[0] == wanted[0]
-        assert (got[1] == wanted[1]).all()
         hits += engine.match.usable > 0
         assert engine.donated or engine.match.usable  # crossed in the prompt
-        found = engine.checkpoint_slots(got[0])
-        for position, slot in found.items():
-            assert (engine.states[slot] == after(np.zeros(WIDTH), got[0][:position])).all()
+        found = checked(engine, tokens, 40, got)
         for position, slot in engine.donated.items():
             assert found[position] == slot
         assert max(found) > len(tokens)  # one of the generated tokens, too
@@ -285,12 +295,7 @@ def test_e1_a_batch_of_requests_of_different_lengths(
         lengths = (3, 8, 16, 37) if seed == 1 else (1, 9, 22, 31)
         prompts = [[*stem[:n], *range(100 * seed + n, 100 * seed + 2 * n)] for n in lengths]
         for prompt, got in zip(prompts, engine.serve_batch(prompts, 21), strict=True):
-            wanted = uncached(prompt, 21)
-            assert got[0] == wanted[0]
-            assert (got[1] == wanted[1]).all()
-            hits += engine.checkpoint_slots(got[0]) != {}
-            for position, slot in engine.checkpoint_slots(got[0]).items():
-                assert (engine.states[slot] == after(np.zeros(WIDTH), got[0][:position])).all()
+            hits += checked(engine, prompt, 21, got) != {}
     assert hits > 4
 
 

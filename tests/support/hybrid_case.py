@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -384,33 +384,10 @@ def open_states(name: str, pages: int) -> Cache:
     )
 
 
-def made_hybrids(name: str) -> Iterator[Callable[..., HybridWorld]]:
-    """For a fixture: `make(**how)` makes a HybridWorld. In the end nobody has anything of
-    any but those made with `ends_busy=True`, and all of them are closed."""
-    made: list[HybridWorld] = []
-    busy: list[HybridWorld] = []
-
-    def make(*, ends_busy: bool = False, **how: Any) -> HybridWorld:
-        made.append(HybridWorld(f"{name}.{len(made)}", **how))
-        if ends_busy:
-            busy.append(made[-1])
-        return made[-1]
-
-    yield make
-    try:
-        for world in made:
-            if world not in busy:
-                world.nothing_left()
-    finally:
-        for world in reversed(made):
-            world.close()
-
-
 __all__ = [
     "HybridWorld",
     "LateCopier",
     "as_prompt",
-    "made_hybrids",
     "open_states",
     "tokens",
     "unused",

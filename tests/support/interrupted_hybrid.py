@@ -182,7 +182,7 @@ def acquire(world: HybridPlace) -> Action:
 
 
 def donate(world: HybridPlace) -> Action:
-    """A slot that somebody acquired."""
+    """A slot that a caller acquired."""
     cached(world)
     path = world.path(OTHER)
 
@@ -205,21 +205,22 @@ def release(world: HybridPlace) -> Action:
     return lambda: world.hybrid.release("a", at=world.at["a"])
 
 
-def release_donating(world: HybridPlace) -> Action:
-    """The state of its output becomes a checkpoint, and so does the one to keep."""
+def generated(world: HybridPlace, to: int) -> None:
     restored(world)
     world.every["a"] += tokens(14, 77).tolist()
     world.step("a", 18)
-    world.step("a", 32)
+    world.step("a", to)
+
+
+def release_donating(world: HybridPlace) -> Action:
+    """The state of its output becomes a checkpoint, and so does the one to keep."""
+    generated(world, 32)
     return lambda: world.hybrid.release("a", at=world.at["a"])
 
 
 def release_saved(world: HybridPlace) -> Action:
     """While a step may still write its slots."""
-    restored(world)
-    world.every["a"] += tokens(14, 77).tolist()
-    world.step("a", 18)
-    world.step("a", 30)
+    generated(world, 30)
     return lambda: world.hybrid.release("a")
 
 

@@ -284,14 +284,14 @@ class Reading:
         self.cancelled = True
 
 
-def made_worlds(name: str) -> Iterator[Callable[..., World]]:
-    """For a fixture: `make(**how)` makes a World. In the end nobody has anything of
+def made_worlds(name: str, kind: Callable[..., Any] = World) -> Iterator[Callable[..., Any]]:
+    """For a fixture: `make(**how)` makes a World, or a HybridWorld. In the end nothing is held of
     any but those made with `ends_busy=True`, and all of them are closed."""
-    made: list[World] = []
-    busy: list[World] = []
+    made: list[Any] = []
+    busy: list[Any] = []
 
-    def make(*, ends_busy: bool = False, **how: Any) -> World:
-        made.append(World(f"{name}.{len(made)}", **how))
+    def make(*, ends_busy: bool = False, **how: Any) -> Any:
+        made.append(kind(f"{name}.{len(made)}", **how))
         if ends_busy:
             busy.append(made[-1])
         return made[-1]

@@ -9,7 +9,6 @@ import numpy as np
 from support.stamped import TOKEN_BYTES, StampedBackend, StampedDevice, StampedMoving, Stamps
 
 from lightcache import Cache, ReservationShard
-from lightcache.errors import LightcacheError
 
 SECRET = b"a secret of tests"
 
@@ -50,9 +49,4 @@ class ShardBackend(StampedBackend):
                 slots = moving.slots[i * tokens : (i + 1) * tokens]
                 assert (slots >= 0).all()
                 self._page(page)[:] = 0xDEAD if moving.failed else self.device.slots[slots]
-            if not moving.failed:
-                try:
-                    shard.publish()
-                except LightcacheError:
-                    moving.failed = True
-        self.offloads += 1
+            self._publish(moving)

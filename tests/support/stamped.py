@@ -151,11 +151,15 @@ class StampedBackend:
                 assert (slots >= 0).all()
                 view = np.frombuffer(memoryview(self.cache.pool[page]), np.uint64)
                 view[:] = 0xDEAD if moving.failed else self.device.slots[slots]
-            if not moving.failed:
-                try:
-                    new.publish()
-                except Exception:
-                    moving.failed = True
+            self._publish(moving)
+
+    def _publish(self, moving: StampedMoving) -> None:
+        held: Any = moving.held
+        if not moving.failed:
+            try:
+                held.publish()
+            except Exception:
+                moving.failed = True
         self.offloads += 1
 
 
@@ -193,9 +197,4 @@ class PartsBackend(StampedBackend):
                 view = np.frombuffer(memoryview(self.cache.pool[page]), np.uint64)
                 stamp = 0xDEAD if moving.failed else int(self.device.slots[slot])
                 view[:] = self._words(stamp, part)
-            if not moving.failed:
-                try:
-                    new.publish()
-                except Exception:
-                    moving.failed = True
-        self.offloads += 1
+            self._publish(moving)

@@ -501,13 +501,13 @@ def test_the_node_is_told_of_everything_once(worlds: Any) -> None:
 def test_bytes_and_evictions_of_storage(segment_name: str, make_tier: Any) -> None:
     cache = open_cache(segment_name, 32, 4)
     storage = open_storage("memory:?pages=4", spec=StorageSpec.of(cache))
-    tier = make_tier(cache, storage, threads=1)  # one write behind the other
+    tier = make_tier(cache, storage, threads=1)  # one write after the other
     world = World(f"{segment_name}.w", cache=cache, storage=lambda _: tier)
     for seed in (1, 2):
         prompt = Prompt(tokens(13, seed))
         world.run(seed, prompt)
         keys = prompt.keys(cache.key_spec())
-        tier.write(keys).wait(60)  # behind the one of the release
+        tier.write(keys).wait(60)  # after the one of the release
     found = world.manager.stats()
     assert found.storage_written_bytes == 6 * cache.page_bytes
     assert gone(found) == {"storage_evicted_room": 2}

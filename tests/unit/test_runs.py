@@ -11,6 +11,7 @@ from support.refusals import refused
 
 from lightcache import ConfigError, LeaseLost, PageIndex
 from lightcache._arguments import Keys
+from lightcache.group_index import GroupIndex
 from lightcache.groups import Group, GroupSet, Rule
 from lightcache.runs import PLAIN, Run
 
@@ -28,9 +29,9 @@ def index(segment_name: str) -> Iterator[PageIndex]:
         assert report.pins == 0
 
 
-def put(index: PageIndex, keys: Keys, run: Run = STATE, behind: Keys | None = None) -> int:
-    """Save pages of a group; `behind`: hung on this page. Returns how many parts were new."""
-    before = keys[:0] if behind is None else behind
+def put(index: PageIndex, keys: Keys, run: Run = STATE, after: Keys | None = None) -> int:
+    """Save pages of a group; `after`: hung on this page. Returns how many parts were new."""
+    before = keys[:0] if after is None else after
     chain = run.keys(np.concatenate([before, keys]))
     with index.reserve(chain, len(before) * run.parts, independent=True, run=run) as new:
         made = len(new.pages)
@@ -247,12 +248,26 @@ def test_what_hangs_on_a_run_holds_back_none_of_it(index: PageIndex) -> None:
     """The second state hangs on the first: forks can be counted, and the first goes first."""
     keys = prompt(1, 3)
     put(index, keys[:1])
-    put(index, keys[1:2], behind=keys[:1])
-    put(index, keys[2:3], behind=keys[:1])
+    put(index, keys[1:2], after=keys[:1])
+    put(index, keys[2:3], after=keys[:1])
     assert index.children(STATE.last(keys)).tolist() == [2, 0, 0]
     with index.match(STATE.keys(keys[1:])):
         assert index.evict(PAGES) == 5
     assert there(index, keys) == [0, 5, 5]
+
+
+def test_the_last_state_of_many_prompts_has_all_its_parts(index: PageIndex) -> None:
+    states = GroupIndex(index, STATE)
+    keys, other = prompt(1, 3), prompt(2, 2)
+    put(index, keys[:2])
+    put(index, other[:1])
+    with index.reserve(STATE.keys(keys[2:])[[0, 1, 3, 4]], independent=True) as new:
+        assert new.publish()
+    assert there(index, keys) == [5, 5, 4]  # a part before the last is missing
+    every = np.concatenate([keys, other, keys[:2], keys[:0], other[1:]])
+    found = states.last_ready_many(every, np.array([0, 3, 5, 7, 7, 8]))
+    assert found.tolist() == [2, 1, 2, 0, 0]
+    assert found[0] == states.last_ready(keys)
 
 
 def test_a_quota_takes_whole_runs(index: PageIndex) -> None:
@@ -293,7 +308,7 @@ def test_a_repair_keeps_groups(index: PageIndex) -> None:
     keys = prompt(1, 3)
     fill(index, keys)
     put(index, keys[:1])
-    put(index, keys[1:2], behind=keys[:1])
+    put(index, keys[1:2], after=keys[:1])
     index.repair()
     assert index.children(STATE.last(keys)).tolist() == [1, 0, -1]
     assert index.evict(PAGES, group=1) == 10

@@ -215,7 +215,7 @@ def test_what_was_evicted_before_its_turn_is_counted_and_told_once(
             assert (task.wait(60.0).stored, task.result.skipped) == (4, 16)
             storage.gate.clear()
         found = tier.stats()
-        assert (found.unstored, found.unstored_gone, found.unstored_behind) == (32, 8, 24)
+        assert (found.unstored, found.unstored_gone, found.unstored_unreachable) == (32, 8, 24)
         storage.gate.set()
     assert caplog.text.count("4 pages of a prompt were not stored: they were evicted") == 1
 
@@ -232,7 +232,7 @@ def test_pages_that_are_not_stored_are_counted_by_reason(
             tier.write(KEYS).wait(60.0)
         tier.write(KEYS[:1]).wait(60.0)
         found = tier.stats()
-        by_kind = (found.unstored_failed, found.unstored_refused, found.unstored_behind)
+        by_kind = (found.unstored_failed, found.unstored_refused, found.unstored_unreachable)
         assert sum(by_kind[:2]) == getattr(found, f"unstored_{kind}") == 2
         assert found.unstored == sum(by_kind) > 2
         assert found.skipped_short == 1
@@ -327,7 +327,7 @@ def test_a_task_waits_with_a_limit(make_tier: Any, cache: Cache) -> None:
     storage.gate.clear()
     with make_tier(cache, storage, threads=1) as tier:
         task = tier.prefetch(KEYS)
-        refused(WaitTimeout, "20 pages is not over", task.wait, 0.0)
+        refused(WaitTimeout, "20 pages has not ended", task.wait, 0.0)
         assert not task.ended
         storage.gate.set()
         assert task.wait().absent == 20

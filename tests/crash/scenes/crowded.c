@@ -18,10 +18,7 @@ static void reserve(actor *v) {
     run_reserve(v, &v->writing, 2, 20, 1, SCENE_NS);
     NEED(v->writing.made == 20);
 }
-static void publish(actor *v) { run_publish(v, &v->writing, 0); }
-static void abandon(actor *v) { run_abandon(v, &v->writing); }
 static void evict(actor *v) { NEED(deed_evict(v, 48) == 22); }
-static void clear(actor *v) { deed_clear(v, v->notes->ns); }
 static void lease(actor *v) { hold_match(v, &v->held, 1, 16, SCENE_NS); }
 static void give(actor *v) {
     lci_ticket_ref ref;
@@ -31,17 +28,16 @@ static void give(actor *v) {
 static void leave(actor *v) {
     NEED(lci_leave(v->h, LC_BLOCK, FOREVER) == LC_OK && lcs_slot_release(v->at) == LC_OK);
 }
-static void repair(actor *v) { NEED(lci_repair(v->h, LC_BLOCK, FOREVER) == LC_OK); }
 
 SCENE(busy_reserve, .pages = 48, .set = busy, .act = reserve, .taken = 9)
-SCENE(busy_publish, .pages = 48, .set = busy, .prepare = reserve, .act = publish, .made = 20)
-SCENE(busy_abandon, .pages = 48, .set = busy, .prepare = reserve, .act = abandon)
+SCENE(busy_publish, .pages = 48, .set = busy, .prepare = reserve, .act = act_publish, .made = 20)
+SCENE(busy_abandon, .pages = 48, .set = busy, .prepare = reserve, .act = act_abandon)
 SCENE(busy_evict, .pages = 48, .set = busy, .act = evict, .taken = 22)
-SCENE(busy_clear, .pages = 48, .set = busy, .act = clear, .taken = 32)
+SCENE(busy_clear, .pages = 48, .set = busy, .act = act_clear, .taken = 32)
 SCENE(busy_match, .pages = 48, .set = busy, .act = lease)
 SCENE(busy_release, .pages = 48, .set = busy, .prepare = lease, .act = leave)
 SCENE(busy_give, .pages = 48, .set = busy, .prepare = lease, .act = give)
-SCENE(busy_repair, .pages = 48, .set = busy, .act = repair)
+SCENE(busy_repair, .pages = 48, .set = busy, .act = act_repair)
 
 /* And a fourth is dead. */
 static void busy_with_dead(stage *s) {

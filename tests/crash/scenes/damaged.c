@@ -93,8 +93,7 @@ static void pages(stage *s) {
     lc_store(&p->parent_gen, lc_load(&q->gen));
     lc_store(&h->dict.buckets[9], LC_NIL);
 }
-static void repair(actor *v) { NEED(lci_repair(v->h, LC_BLOCK, FOREVER) == LC_OK); }
-SCENE(repair_pages, .pages = 48, .set = pages, .act = repair, .unsound = true, .made = 4)
+SCENE(repair_pages, .pages = 48, .set = pages, .act = act_repair, .unsound = true, .made = 4)
 
 /* How far everything has been used. */
 static void marks(stage *s) {
@@ -111,8 +110,8 @@ static void marks_too_low(stage *s) {
     lc_store(&r->res_fresh, 0);
     lc_store(&r->chunk_fresh, 0);
 }
-SCENE(repair_marks, .pages = 48, .set = marks, .act = repair, .unsound = true)
-SCENE(repair_low_marks, .pages = 48, .set = marks_too_low, .act = repair, .unsound = true)
+SCENE(repair_marks, .pages = 48, .set = marks, .act = act_repair, .unsound = true)
+SCENE(repair_low_marks, .pages = 48, .set = marks_too_low, .act = act_repair, .unsound = true)
 
 /* Lists, records, namespaces, rows. */
 static void records(stage *s) {
@@ -161,7 +160,7 @@ static void hold_some(actor *v) { hold_match(v, &v->held, 0, 4, SCENE_NS); }
 static void slot_forgotten(stage *s) {
     lc_store(&lcs_client_of(s->survivor.at, s->notes->victim)->state, LCS_CLIENT_FREE);
 }
-SCENE(repair_records, .pages = 48, .set = records, .act = repair, .unsound = true, .made = 1)
-SCENE(repair_held, .pages = 48, .set = held, .act = repair, .unsound = true)
+SCENE(repair_records, .pages = 48, .set = records, .act = act_repair, .unsound = true, .made = 1)
+SCENE(repair_held, .pages = 48, .set = held, .act = act_repair, .unsound = true)
 SCENE(repair_lists, .pages = 48, .set = lists, .prepare = hold_some, .ready = slot_forgotten,
-      .act = repair, .unsound = true)
+      .act = act_repair, .unsound = true)

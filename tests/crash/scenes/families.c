@@ -31,8 +31,7 @@ static void tail(actor *v) {
     NEED(v->writing.made == 4);
     run_unpin(v, &v->writing);
 }
-static void abandon(actor *v) { run_abandon(v, &v->writing); }
-SCENE(abandon_tail, .pages = 48, .set = two_runs, .prepare = tail, .act = abandon)
+SCENE(abandon_tail, .pages = 48, .set = two_runs, .prepare = tail, .act = act_abandon)
 
 static void reserve_twins(actor *v) {
     run *r = &v->writing;

@@ -266,5 +266,4 @@ SCENE(reap_holding, .pages = 48, .set = holds_forty, .act = reap_first)
 SCENE(reap_holding_device, .pages = 48, .set = holds_device, .act = reap_first)
 SCENE(unjoined_holding, .pages = 48, .set = holds_forty, .act = reap_unjoined, .unjoined = true)
 
-static void repair(actor *v) { NEED(lci_repair(v->h, LC_BLOCK, FOREVER) == LC_OK); }
-SCENE(repair_holding, .pages = 48, .set = two_runs, .prepare = six, .act = repair)
+SCENE(repair_holding, .pages = 48, .set = two_runs, .prepare = six, .act = act_repair)

@@ -43,10 +43,9 @@ static void publish_and_keep_six(actor *v) {
     keep_six(v);
     run_unpin(v, &v->writing);
 }
-static void evict_all(actor *v) { deed_evict(v, (uint32_t)v->pages); }
 SCENE(keep_published, .pages = 48, .set = two_runs, .prepare = publish_six, .act = keep_six)
 SCENE(collect_kept, .pages = 48, .set = two_runs, .prepare = publish_and_keep_six,
-      .act = evict_all, .taken = 32)
+      .act = act_evict_all, .taken = 32)
 
 static void clear(actor *v) { deed_clear(v, SCENE_NS); }
 SCENE(clear_kept, .pages = 48, .set = two_kept, .act = clear, .taken = 32)
@@ -72,13 +71,12 @@ static void two_paths_kept(stage *s) {
 SCENE(keep_independent, .pages = 48, .set = two_paths, .act = keep_both)
 SCENE(unkeep_independent, .pages = 48, .set = two_paths_kept, .act = unkeep_both)
 
-static void repair(actor *v) { NEED(lci_repair(v->h, LC_BLOCK, FOREVER) == LC_OK); }
-SCENE(repair_kept, .pages = 48, .set = two_kept, .act = repair)
+SCENE(repair_kept, .pages = 48, .set = two_kept, .act = act_repair)
 static void paths_without_roots(stage *s) {
     two_paths(s);
     deed_evict(&s->survivor, 3);
 }
-SCENE(repair_independent, .pages = 48, .set = paths_without_roots, .act = repair)
+SCENE(repair_independent, .pages = 48, .set = paths_without_roots, .act = act_repair)
 
 /* Both kinds, some being written, some published and not collected, some kept. */
 static void kinds_in_use(stage *s) {
@@ -89,7 +87,7 @@ static void kinds_in_use(stage *s) {
     run_behind(p, &p->writing, 2, 0, 3);
     run_publish(p, &p->writing, 0);
 }
-SCENE(repair_mixed, .pages = 48, .set = kinds_in_use, .act = repair)
+SCENE(repair_mixed, .pages = 48, .set = kinds_in_use, .act = act_repair)
 static void keep_ends(actor *v) {
     NEED(keep(v, 0, 20, 1, SCENE_NS) == 20);
     NEED(keep(v, 1, 20, 1, SCENE_NS) == 20);
@@ -188,20 +186,7 @@ SCENE(drop_pinned, .pages = 48, .set = middle_pinned, .act = drop_seven, .taken 
 
 /* Another client's match counts its pin when a page is marked: the end of the branch, and so all of
  * it stays. */
-static void one_other(stage *s) {
-    two_runs(s);
-    stage_other(s, 0)->stopped = true;
-}
-static bool pin_marked(stage *s) {
-    lci_handle *h = s->other[0].h;
-    for (uint32_t page = 0; page < h->page_count; page++)
-        if (lci_state_of(lc_load(&h->pages[page].word)) == LCI_EVICTING) {
-            NEED(lci_pin_one(h, page) == LC_OK);
-            return true;
-        }
-    return false;
-}
-SCENE(drop_raced, .pages = 48, .set = one_other, .act = drop_some, .meanwhile = pin_marked)
+SCENE(drop_raced, .pages = 48, .set = two_runs_met, .act = drop_some, .meanwhile = pin_marked)
 
 /* What hangs on an independent page stays. */
 static void drop_all_of_one(actor *v) { NEED(drop(v, 1, 20, 0) == 20); }
@@ -271,8 +256,8 @@ static void discard_twenty(actor *v) { NEED(discard(v) == 20); }
 static void discard_some(actor *v) { discard(v); }
 SCENE(discard, .pages = 48, .set = two_runs, .prepare = oldest_twenty, .act = discard_twenty,
       .taken = 20)
-SCENE(discard_raced, .pages = 48, .set = one_other, .prepare = oldest_twenty, .act = discard_some,
-      .meanwhile = pin_marked, .taken = 4)
+SCENE(discard_raced, .pages = 48, .set = two_runs_met, .prepare = oldest_twenty,
+      .act = discard_some, .meanwhile = pin_marked, .taken = 4)
 
 /* Three of them have been matched by another client since, and one is in the middle of a branch. */
 static void matched(stage *s) {
@@ -292,11 +277,7 @@ SCENE(discard_mixed, .pages = 48, .set = both_kinds, .prepare = oldest_twenty,
 SCENE(oldest_independent, .pages = 48, .set = two_paths, .act = oldest_twenty)
 SCENE(discard_independent, .pages = 48, .set = two_paths, .prepare = oldest_twenty,
       .act = discard_twenty, .taken = 20)
-static void other_of_paths(stage *s) {
-    two_paths(s);
-    stage_other(s, 0)->stopped = true;
-}
-SCENE(discard_raced_independent, .pages = 48, .set = other_of_paths,
+SCENE(discard_raced_independent, .pages = 48, .set = two_paths_met,
       .prepare = oldest_twenty, .act = discard_some, .meanwhile = pin_marked, .taken = 19)
 
 static void end_discard(actor *v) {
@@ -319,10 +300,9 @@ static void promised(stage *s) {
     run_fill(&s->survivor, 3, 8, s->notes->ns);
 }
 static void promise_other(actor *v) { promise(v, 9, 7); }
-static void clear_space(actor *v) { deed_clear(v, v->notes->ns); }
 SCENE(open_promised, .pages = 48, .set = two_runs, .act = promise_other)
 SCENE(set_minimum, .pages = 48, .set = promised, .act = promise_other)
-SCENE(evict_promised, .pages = 48, .set = promised, .act = evict_all, .taken = 35)
+SCENE(evict_promised, .pages = 48, .set = promised, .act = act_evict_all, .taken = 35)
 SCENE(oldest_promised, .pages = 48, .set = promised, .act = oldest_twenty)
 /* Its own pages are no room for others, and room for itself. */
 static void reserve_own(actor *v) {
@@ -330,4 +310,4 @@ static void reserve_own(actor *v) {
     NEED(v->writing.made == 44);
 }
 SCENE(reserve_promised, .pages = 48, .set = promised, .act = reserve_own, .taken = 36)
-SCENE(clear_promised, .pages = 48, .set = promised, .act = clear_space, .taken = 8)
+SCENE(clear_promised, .pages = 48, .set = promised, .act = act_clear, .taken = 8)

@@ -144,15 +144,13 @@ static bool publish_doomed(stage *s) {
     lci_publish(o->h, r->op.rid, r->op.gen, 1, r->fresh, r->made);
     return true;
 }
-static void abandon(actor *v) { run_abandon(v, &v->writing); }
 SCENE(abandon_published, .pages = 48, .set = owner_gave_shard, .prepare = give_last_shard,
-      .ready = adopt_last_shard, .act = abandon, .meanwhile = publish_doomed, .made = 6)
+      .ready = adopt_last_shard, .act = act_abandon, .meanwhile = publish_doomed, .made = 6)
 
 /* Pages become ready while they are cleared: their publisher had passed its last check before. */
-static void publish(actor *a) { run_publish(a, &a->writing, 0); }
 static void publisher_stands(stage *s) {
     actor *o = writer(s, 1);
-    stop_at(o, LC_AT_SHARD_CLEARED, publish);
+    stop_at(o, LC_AT_SHARD_CLEARED, act_publish);
     s->notes->ns = SCENE_NS;
 }
 static bool page_ready(stage *s) {
@@ -163,9 +161,8 @@ static bool page_ready(stage *s) {
     lc_store(&p->word, (word & ~LCI_STATE_MASK) | LCI_READY);
     return true;
 }
-static void clear(actor *v) { deed_clear(v, v->notes->ns); }
-SCENE(clear_published, .pages = 48, .set = publisher_stands, .act = clear, .meanwhile = page_ready,
-      .taken = 32, .made = 6)
+SCENE(clear_published, .pages = 48, .set = publisher_stands, .act = act_clear,
+      .meanwhile = page_ready, .taken = 32, .made = 6)
 
 /* Pages that their writer has given up, and pins still: they are doomed before. */
 static void writer_gave_up(stage *s) {
@@ -173,11 +170,12 @@ static void writer_gave_up(stage *s) {
     run_abandon(o, &o->writing);
     s->notes->ns = SCENE_NS;
 }
-SCENE(clear_abandoned, .pages = 48, .set = writer_gave_up, .act = clear, .taken = 32)
+SCENE(clear_abandoned, .pages = 48, .set = writer_gave_up, .act = act_clear, .taken = 32)
 
 /* Somebody sleeps until something is published. */
 static void sleeper(actor *v) {
     run_reserve(v, &v->writing, 2, 6, 1, SCENE_NS);
     atomic_fetch_or(&v->h->root->event, 1);
 }
-SCENE(publish_awaited, .pages = 48, .set = two_runs, .prepare = sleeper, .act = publish, .made = 6)
+SCENE(publish_awaited, .pages = 48, .set = two_runs, .prepare = sleeper, .act = act_publish,
+      .made = 6)

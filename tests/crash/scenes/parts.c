@@ -46,19 +46,17 @@ static void three_states(stage *s) {
 static void reserve_fourth(actor *v) {
     NEED(states_reserve(v, &v->writing, 3, 1, SCENE_NS) == PARTS);
 }
-static void publish(actor *v) { run_publish(v, &v->writing, 0); }
 static void publish_fourth(actor *v) {
     reserve_fourth(v);
-    publish(v);
+    act_publish(v);
 }
-static void collect(actor *v) { NEED(deed_evict(v, 1) == 1); }
 SCENE(parts_reserve, .pages = 48, .set = three_states, .act = reserve_fourth)
-SCENE(parts_publish, .pages = 48, .set = three_states, .prepare = reserve_fourth, .act = publish,
-      .made = PARTS)
-SCENE(parts_collect, .pages = 48, .set = three_states, .prepare = publish_fourth, .act = collect,
-      .taken = 1)
-static void abandon(actor *v) { run_abandon(v, &v->writing); }
-SCENE(parts_abandon, .pages = 48, .set = three_states, .prepare = reserve_fourth, .act = abandon)
+SCENE(parts_publish, .pages = 48, .set = three_states, .prepare = reserve_fourth,
+      .act = act_publish, .made = PARTS)
+SCENE(parts_collect, .pages = 48, .set = three_states, .prepare = publish_fourth,
+      .act = act_collect, .taken = 1)
+SCENE(parts_abandon, .pages = 48, .set = three_states, .prepare = reserve_fourth,
+      .act = act_abandon)
 
 /* A state and a part of the next. */
 static void evict_seven(actor *v) { NEED(deed_evict(v, 7) == 7); }
@@ -78,15 +76,6 @@ SCENE(parts_evict_first, .pages = 48, .set = three_states, .act = first_second)
 static void one_other(stage *s) {
     three_states(s);
     stage_other(s, 0)->stopped = true;
-}
-static bool pin_marked(stage *s) {
-    lci_handle *h = s->other[0].h;
-    for (uint32_t page = 0; page < h->page_count; page++)
-        if (lci_state_of(lc_load(&h->pages[page].word)) == LCI_EVICTING) {
-            NEED(lci_pin_one(h, page) == LC_OK);
-            return true;
-        }
-    return false;
 }
 SCENE(parts_evict_raced, .pages = 48, .set = one_other, .act = evict_seven, .meanwhile = pin_marked,
       .taken = 7)

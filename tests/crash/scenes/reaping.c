@@ -60,7 +60,6 @@ SCENE(reap_tickets, .pages = 48, .set = dead_with_tickets, .act = reap_first)
 
 /* It died in the middle of a call. */
 static void reserve(actor *a) { run_reserve(a, &a->writing, 2, 6, 1, SCENE_NS); }
-static void publish(actor *a) { run_publish(a, &a->writing, 0); }
 static void match(actor *a) { hold_match(a, &a->held, 1, 16, SCENE_NS); }
 static void evict(actor *a) { deed_evict(a, 8); }
 static void die_at(stage *s, int point, void (*before)(actor *), void (*call)(actor *)) {
@@ -71,8 +70,8 @@ static void die_at(stage *s, int point, void (*before)(actor *), void (*call)(ac
     stage_die(s, o);
 }
 static void dead_matching(stage *s) { die_at(s, LC_AT_PIN_COUNTED, NULL, match); }
-static void dead_published(stage *s) { die_at(s, LC_AT_SHARD_CLEARED, reserve, publish); }
-static void dead_publishing(stage *s) { die_at(s, LC_AT_PAGE_READY, reserve, publish); }
+static void dead_published(stage *s) { die_at(s, LC_AT_SHARD_CLEARED, reserve, act_publish); }
+static void dead_publishing(stage *s) { die_at(s, LC_AT_PAGE_READY, reserve, act_publish); }
 static void dead_reserving(stage *s) { die_at(s, LC_AT_LINKED, NULL, reserve); }
 /* With all of a step in the log. */
 static void evict_one(actor *a) { deed_evict(a, 1); }

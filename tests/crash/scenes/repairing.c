@@ -1,7 +1,6 @@
 /* Rebuilding: of a sound index, of a damaged one, and after a repair that died. */
 #include "scenes.h"
 
-static void repair(actor *v) { NEED(lci_repair(v->h, LC_BLOCK, FOREVER) == LC_OK); }
 
 /* Some of everything that a repair reads. */
 static void some_of_all(stage *s) {
@@ -13,7 +12,7 @@ static void some_of_all(stage *s) {
     NEED(lci_ticket_give(p->h, p->held.pages, 8, LC_NIL, 0, 2, FOREVER, &s->notes->ticket, LC_BLOCK,
                          FOREVER) == LC_OK);
 }
-SCENE(repair, .pages = 48, .set = some_of_all, .act = repair)
+SCENE(repair, .pages = 48, .set = some_of_all, .act = act_repair)
 
 /* Queue and counts are nonsense; chains, the readers' part, are sound. */
 static void damage(stage *s) {
@@ -24,7 +23,7 @@ static void damage(stage *s) {
     lc_store(&r->named, 77);
     lc_store(&r->queued, 0);
 }
-SCENE(repair_damaged, .pages = 48, .set = damage, .act = repair, .unsound = true)
+SCENE(repair_damaged, .pages = 48, .set = damage, .act = act_repair, .unsound = true)
 
 /* The last repair died: the next to have the lock repairs before anything else. */
 static void repair_died(stage *s) {

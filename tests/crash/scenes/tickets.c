@@ -105,5 +105,5 @@ static void give_late(actor *v) {
     give(v, UINT64_C(1) << v->notes->other[0], 1);
     hold_release(v, &v->held);
 }
-static void evict_all(actor *v) { deed_evict(v, (uint32_t)v->pages); }
-SCENE(expire, .pages = 48, .set = one_other, .prepare = give_late, .act = evict_all, .taken = 32)
+SCENE(expire, .pages = 48, .set = one_other, .prepare = give_late, .act = act_evict_all,
+      .taken = 32)

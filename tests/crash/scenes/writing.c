@@ -74,13 +74,12 @@ SCENE(reserve_chain_31, .pages = 48, .set = crowd_31, .act = reserve_crowded)
 SCENE(reserve_chain_bound, .pages = 48, .set = crowd_31, .act = reserve_two_crowded)
 SCENE(reserve_chain_32, .pages = 48, .set = crowd_32, .act = reserve_crowded, .taken = 1)
 
-static void publish(actor *v) { run_publish(v, &v->writing, 0); }
 static void unpin(actor *v) { run_unpin(v, &v->writing); }
 static void published(actor *v) {
     reserve_six(v);
-    publish(v);
+    act_publish(v);
 }
-SCENE(publish, .pages = 48, .set = two_runs, .prepare = reserve_six, .act = publish, .made = 6)
+SCENE(publish, .pages = 48, .set = two_runs, .prepare = reserve_six, .act = act_publish, .made = 6)
 SCENE(unreserve, .pages = 48, .set = two_runs, .prepare = published, .act = unpin)
 
 static void reserve_shards(actor *v) { run_reserve(v, &v->writing, 2, 6, 2, SCENE_NS); }
@@ -89,45 +88,43 @@ static void first_shard(actor *v) {
     run_publish(v, &v->writing, 0);
 }
 static void last_shard(actor *v) { run_publish(v, &v->writing, 1); }
-SCENE(publish_first, .pages = 48, .set = two_runs, .prepare = reserve_shards, .act = publish)
+SCENE(publish_first, .pages = 48, .set = two_runs, .prepare = reserve_shards, .act = act_publish)
 SCENE(publish_last, .pages = 48, .set = two_runs, .prepare = first_shard, .act = last_shard,
       .made = 6)
 
-static void abandon(actor *v) { run_abandon(v, &v->writing); }
 static void abandon_unpinned(actor *v) {
     run_unpin(v, &v->writing);
-    abandon(v);
+    act_abandon(v);
 }
-SCENE(abandon, .pages = 48, .set = two_runs, .prepare = reserve_six, .act = abandon)
+SCENE(abandon, .pages = 48, .set = two_runs, .prepare = reserve_six, .act = act_abandon)
 static void reserve_behind(actor *v) { run_behind(v, &v->writing, 1, 16, 22); }
 static void publish_behind(actor *v) {
     reserve_behind(v);
-    publish(v);
+    act_publish(v);
 }
-static void collect(actor *v) { NEED(deed_evict(v, 1) == 1); }
 SCENE(reserve_independent, .pages = 48, .set = two_paths, .act = reserve_behind)
-SCENE(publish_independent, .pages = 48, .set = two_paths, .prepare = reserve_behind, .act = publish,
-      .made = 6)
-SCENE(collect_independent, .pages = 48, .set = two_paths, .prepare = publish_behind, .act = collect,
-      .taken = 1)
+SCENE(publish_independent, .pages = 48, .set = two_paths, .prepare = reserve_behind,
+      .act = act_publish, .made = 6)
+SCENE(collect_independent, .pages = 48, .set = two_paths, .prepare = publish_behind,
+      .act = act_collect, .taken = 1)
 
 /* Behind a page of the other kind: it stays a leaf, and the first of ours has no parent. */
 SCENE(reserve_mixed, .pages = 48, .set = two_runs, .act = reserve_behind)
-SCENE(publish_mixed, .pages = 48, .set = two_runs, .prepare = reserve_behind, .act = publish,
+SCENE(publish_mixed, .pages = 48, .set = two_runs, .prepare = reserve_behind, .act = act_publish,
       .made = 6)
-SCENE(abandon_mixed, .pages = 48, .set = two_runs, .prepare = reserve_behind, .act = abandon)
+SCENE(abandon_mixed, .pages = 48, .set = two_runs, .prepare = reserve_behind, .act = act_abandon)
 static void reserve_longer_mixed(actor *v) {
     run_reserve(v, &v->writing, 0, 24, 1, SCENE_NS);
     NEED(v->writing.made == 8);
 }
 SCENE(reserve_longer_mixed, .pages = 48, .set = two_paths, .act = reserve_longer_mixed)
 SCENE(abandon_independent, .pages = 48, .set = two_paths, .prepare = reserve_behind,
-      .act = abandon)
+      .act = act_abandon)
 SCENE(abandon_shards, .pages = 48, .set = two_runs, .prepare = first_shard, .act = abandon_unpinned)
 
 /* A victim with a device: its pins on what it was writing stay for a while. */
 SCENE(device_reserve, .pages = 48, .set = two_runs, .act = reserve_six, .flags = LCS_FLAG_DEVICE)
-SCENE(device_publish, .pages = 48, .set = two_runs, .prepare = reserve_six, .act = publish,
+SCENE(device_publish, .pages = 48, .set = two_runs, .prepare = reserve_six, .act = act_publish,
       .made = 6, .flags = LCS_FLAG_DEVICE)
-SCENE(device_abandon, .pages = 48, .set = two_runs, .prepare = reserve_six, .act = abandon,
+SCENE(device_abandon, .pages = 48, .set = two_runs, .prepare = reserve_six, .act = act_abandon,
       .flags = LCS_FLAG_DEVICE)
