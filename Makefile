@@ -1,4 +1,4 @@
-# make test | test-all | demo | lint | bench | gpu-test | soak | crash-test | fuzz | mutants | format | clean
+# make test | test-all | demo | lint | bench | gpu-test | wheels | soak | crash-test | fuzz | mutants | format | clean
 #
 #   test       what a person waits for: under four minutes on two cores; ARGS naming tests runs those alone
 #   test-all   all other tests: models, servers, and what takes long
@@ -52,7 +52,7 @@ export LIGHTCACHE_TEST_BUILD := $(pause)
 # Without bytecode each of a thousand processes that tests start would compile the package again.
 unexport PYTHONPATH PYTHONDONTWRITEBYTECODE
 
-.PHONY: help test test-all demo lint bench gpu-test soak crash-test fuzz mutants format install pause venv clean distclean \
+.PHONY: help test test-all demo wheels lint bench gpu-test soak crash-test fuzz mutants format install pause venv clean distclean \
         lint-python lint-types lint-c
 
 help:
@@ -114,6 +114,10 @@ test: install pause
 
 test-all: install pause
 	cd tests && $(bin)/python -m pytest --part=rest $(workers) $(ARGS)
+
+# Into dist; for a platform that has no compiler. ARGS=x86_64 builds one of them.
+wheels: $(venv)/.requirements
+	$(bin)/python .ci/wheels dist $(ARGS)
 
 demo: install
 	@$(bin)/lightcache demo $(ARGS) && \

@@ -1,13 +1,15 @@
 """The two C libraries. All metadata is in setup.cfg.
 
-Neither library includes Python.h: both are loaded through ctypes. They are declared as limited-API
-extensions only so that one wheel serves every CPython from 3.10 on.
+Neither library includes Python.h: both are loaded through ctypes, so a wheel serves every Python 3
+of its platform. They are declared as limited-API extensions so that their names do not name a
+Python.
 """
 
 import os
 from glob import glob
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 
 SHM_SOURCES = sorted(glob("shm/native/*.c"))
 INDEX_SOURCES = sorted(glob("lightcache/native/*.c"))
@@ -41,12 +43,18 @@ def library(name: str, sources: list[str]) -> Extension:
     )
 
 
+class PlatformWheel(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 setup(
+    cmdclass={"bdist_wheel": PlatformWheel},
     ext_modules=[
         library("lightcache.shm._shm", SHM_SOURCES),
         library(
             "lightcache._index",
             INDEX_SOURCES + [source for source in SHM_SOURCES if not is_process_wide(source)],
         ),
-    ]
+    ],
 )

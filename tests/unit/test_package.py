@@ -64,4 +64,5 @@ def test_a_wheel_made_from_the_source_distribution_has_every_module(tmp_path: Pa
     names = zipfile.ZipFile(wheel).namelist()
     assert {name for name in names if name.endswith(".py")} == modules()
     assert sum(name.endswith(".abi3.so") for name in names) == 2
+    assert "-py3-none-" in wheel.name
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"lightcache"}
