@@ -727,15 +727,22 @@ class Cache:
         """See `PageIndex.peek_many`."""
         return self.index.peek_many(keys, offsets, namespace=namespace)
 
-    def match(self, keys: Keys, *, namespace: Namespace | None = None) -> Lease:
+    def match(
+        self, keys: Keys, *, count: bool = True, namespace: Namespace | None = None
+    ) -> Lease:
         """See `PageIndex.match`."""
-        return self.index.match(keys, namespace=namespace)
+        return self.index.match(keys, count=count, namespace=namespace)
 
     def match_many(
-        self, keys: Keys, offsets: Offsets, *, namespace: Namespace | None = None
+        self,
+        keys: Keys,
+        offsets: Offsets,
+        *,
+        count: bool = True,
+        namespace: Namespace | None = None,
     ) -> LeaseBatch:
         """See `PageIndex.match_many`."""
-        return self.index.match_many(keys, offsets, namespace=namespace)
+        return self.index.match_many(keys, offsets, count=count, namespace=namespace)
 
     def plan(
         self,
@@ -764,9 +771,9 @@ class Cache:
             ids, keys, offsets, limit=limit, namespace=namespace, timeout=timeout
         )
 
-    def take(self, request: Hashable) -> Lease:
+    def take(self, request: Hashable, *, pages: int | None = None) -> Lease:
         """See `PageIndex.take`."""
-        return self.index.take(request)
+        return self.index.take(request, pages=pages)
 
     def cancel(self, request: Hashable) -> bool:
         """See `PageIndex.cancel`."""

@@ -26,6 +26,7 @@ DOOMED_LIST = LEVELS * DIGITS
 GROUPS = 16
 NUMBERS = 32
 PARTS = 4096
+UNCOUNTED = NIL  # capacity of a lease before a match that does not count
 CHAIN_MAX = 32
 MAX_PAGES = 40_000_000
 """Limit of the undo log's addresses: an index of 8 GiB."""
@@ -507,6 +508,7 @@ CONSTANTS: Mapping[str, int] = {
     "LCI_GROUPS": GROUPS,
     "LCI_NUMBERS": NUMBERS,
     "LCI_PARTS": PARTS,
+    "LCI_UNCOUNTED": UNCOUNTED,
     "LC_CHAIN_MAX": CHAIN_MAX,
     "LC_NIL": NIL,
 }
@@ -541,6 +543,8 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_match_groups": (INT, (ADDRESS, U32, ADDRESS, U32, U32, U32, ADDRESS)),
     "lci_peek_groups": (INT, (ADDRESS, U32, ADDRESS, U32, U32, U32, ADDRESS)),
     "lci_release": (INT, (ADDRESS, ADDRESS)),
+    "lci_shorten": (INT, (ADDRESS, ADDRESS, U32)),
+    "lci_count_pages": (INT, (ADDRESS, U32, U32)),
     "lci_split": (INT, (ADDRESS, ADDRESS, ADDRESS, U32)),
     "lci_unreserve": (INT, (ADDRESS, ADDRESS, ADDRESS, ADDRESS, U32)),
     "lci_publish": (INT, (ADDRESS, U32, U32, U32, ADDRESS, U32)),

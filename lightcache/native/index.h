@@ -210,8 +210,9 @@ static inline uint64_t lci_log_begin(const lci_geometry *g) {
  * many generations, needed only within the call. */
 typedef struct lci_lease {
     uint32_t held; /* pages pinned and not yet released */
-    uint32_t capacity;
+    uint32_t capacity; /* in, of a match: LCI_UNCOUNTED or 0; out: pages there is room for */
 } lci_lease;
+#define LCI_UNCOUNTED UINT32_MAX /* the client's figures do not count the pages of this lookup */
 
 /* What a scheduler's handle of a namespace says: id in the low byte, epoch above. */
 typedef uint32_t lci_ns_ref;

@@ -103,6 +103,8 @@ int lci_match_groups(lci_group *groups, uint32_t count, const lc_key *keys, uint
 int lci_peek_groups(lci_group *groups, uint32_t count, const lc_key *keys, uint32_t n,
                     uint32_t page_tokens, uint32_t step, int32_t *limit);
 int lci_release(lci_handle *h, lci_lease *lease);
+int lci_shorten(lci_handle *h, lci_lease *lease, uint32_t pages);
+int lci_count_pages(lci_handle *h, uint32_t asked, uint32_t hit);
 int lci_split(lci_lease *from, lci_lease *const *to, const int32_t *counts, uint32_t n);
 int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, uint32_t n, uint32_t start,
                 int32_t *page, uint8_t *status, int wait, uint64_t deadline);

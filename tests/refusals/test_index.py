@@ -208,6 +208,14 @@ TABLE: Table = {
             )
         )
     ],
+    ("shortened a lease", ConfigError): [
+        ("pages", lambda index, n=n: index.match(A).shorten(n)) for n in (-1, 3)
+    ],
+    ("gave a ticket of pages that", ConfigError): [
+        ("start", lambda index: index.match(A).ticket([index.client_id], start=3)),
+        ("stop", lambda index: index.match(A).ticket([index.client_id], stop=3)),
+    ],
+    ("took so many pages", ConfigError): [("pages", lambda index: index.take("a", pages=-1))],
     ("released a lease, batch, shard", LeaseLost): [
         (
             "released before",
