@@ -728,10 +728,15 @@ class Cache:
         return self.index.peek_many(keys, offsets, namespace=namespace)
 
     def match(
-        self, keys: Keys, *, count: bool = True, namespace: Namespace | None = None
+        self,
+        keys: Keys,
+        *,
+        after: Keys | None = None,
+        count: bool = True,
+        namespace: Namespace | None = None,
     ) -> Lease:
         """See `PageIndex.match`."""
-        return self.index.match(keys, count=count, namespace=namespace)
+        return self.index.match(keys, after=after, count=count, namespace=namespace)
 
     def match_many(
         self,
@@ -749,12 +754,15 @@ class Cache:
         request: Hashable,
         keys: Keys,
         *,
+        after: Keys | None = None,
         limit: int | None = None,
         namespace: Namespace | None = None,
         timeout: float = TIMEOUT,
     ) -> int:
         """See `PageIndex.plan`."""
-        return self.index.plan(request, keys, limit=limit, namespace=namespace, timeout=timeout)
+        return self.index.plan(
+            request, keys, after=after, limit=limit, namespace=namespace, timeout=timeout
+        )
 
     def plan_many(
         self,
@@ -789,6 +797,7 @@ class Cache:
         keys: Keys,
         start: int = 0,
         *,
+        after: Keys | None = None,
         shards: int = 1,
         independent: bool | None = None,
         run: Run = PLAIN,
@@ -799,6 +808,7 @@ class Cache:
         return self.index.reserve(
             keys,
             start,
+            after=after,
             shards=shards,
             independent=independent,
             run=run,

@@ -331,7 +331,7 @@ class ReserveProgress(ctypes.Structure):
         ("run", ctypes.c_uint32),
         ("group", ctypes.c_uint32),
         ("whole", ctypes.c_uint32),
-        ("pad", ctypes.c_uint32),
+        ("linked", ctypes.c_uint32),
         ("look", LookProgress),
     ]
 
@@ -532,6 +532,7 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_open": (ADDRESS, (ADDRESS, U64)),
     "lci_close": (None, (ADDRESS,)),
     "lci_count": (INT, (ADDRESS, ADDRESS)),
+    "lci_touch_key": (INT, (ADDRESS, ADDRESS, U32)),
     "lci_peek1": (INT, (ADDRESS, ADDRESS, U32, U32)),
     "lci_peek": (INT, (ADDRESS, ADDRESS, ADDRESS, U32, U32, ADDRESS)),
     "lci_deepest1": (INT, (ADDRESS, ADDRESS, U32, U32)),

@@ -607,12 +607,19 @@ class PageIndex:
         return counts
 
     def match(
-        self, keys: Keys, *, count: bool = True, namespace: Namespace | None = None
+        self,
+        keys: Keys,
+        *,
+        after: Keys | None = None,
+        count: bool = True,
+        namespace: Namespace | None = None,
     ) -> Lease:
         """Pin the longest ready prefix. Until the lease is released, these pages are not reused,
         even if they are evicted, cleared or replaced meanwhile. Takes no lock; about 12 ns a key.
 
         Args:
+            after: the key before the first, of shape (1, 2): `keys` are the rest of a prompt whose
+                head the engine has. The head counts as used, whether the rest is found or not.
             count: False: leave the pages out of this client's `hit_pages` and `missed_pages`. For a
                 request that is looked up several times.
 
@@ -629,10 +636,20 @@ class PageIndex:
         if not count:
             buffer[1] = layout.UNCOUNTED
         ref = self._namespace if namespace is None else self._ref(namespace)
+        if after is not None:
+            self._touch(after, ref)
         pinned = self._match1(self._handle, where, n, ref, buffer)
         if pinned < 0:
             check(pinned, "match")
         return lease
+
+    def _touch(self, key: Keys, ref: int) -> None:
+        """Mark the page of a key as used. What it hangs on is as young when its turn comes (section
+        30)."""
+        where = _arguments.one_key(key, "after")
+        code = self.core.quick.lci_touch_key(self._handle, where, ref)
+        if code < 0:
+            check(code, "look up")
 
     def match_many(
         self,
@@ -678,6 +695,7 @@ class PageIndex:
         keys: Keys,
         start: int = 0,
         *,
+        after: Keys | None = None,
         shards: int = 1,
         independent: bool | None = None,
         run: Run = PLAIN,
@@ -696,6 +714,11 @@ class PageIndex:
                 independent page pass [key of the parent, own key] with start 1 instead: the pages
                 before keep their age.
             start: first key to reserve, usually `len(lease)`.
+            after: the key before `keys[0]`, of shape (1, 2), for an engine that gives a chain in
+                pieces. The first page hangs on its page, which may be one that is being written; it
+                counts as used. If it is not there, or not of the same kind, no page is made, as
+                pages without their head are of no use; independent pages are made all the same.
+                With `run`, the key of the last part of the page before.
             shards: number of parts that are published separately, 1 to 64: one for each rank that
                 writes.
             independent: True: the new pages may be evicted while they have children; False: only
@@ -717,7 +740,7 @@ class PageIndex:
         """
         ref = self._ref(namespace)
         return reservations.reserve(
-            self.core, keys, start, shards, ref, self._kind(independent), run, timeout
+            self.core, keys, start, after, shards, ref, self._kind(independent), run, timeout
         )
 
     def reserve_batch(
@@ -934,6 +957,7 @@ class PageIndex:
         request: Hashable,
         keys: Keys,
         *,
+        after: Keys | None = None,
         limit: int | None = None,
         namespace: Namespace | None = None,
         timeout: float = TIMEOUT,
@@ -949,13 +973,14 @@ class PageIndex:
         A plan belongs to this handle. It ends when the handle closes, when the process dies, and
         `timeout` seconds after the last `plan` call for it. Its pages are released by the next call
         about plans on this handle. Its keys count as hits or misses of this client once, when it is
-        taken, cancelled or has expired, however often it was planned. All these calls are thread-safe and take no lock that another
-        process can hold. A new plan costs a `match` and 5 us, an unchanged one 4 us, in `plan_many`
-        0.3 us.
+        taken, cancelled or has expired, however often it was planned. All these calls are
+        thread-safe and take no lock that another process can hold. A new plan costs a `match` and
+        5 us, an unchanged one 4 us, in `plan_many` 0.3 us.
 
         Args:
             request: its id, anything hashable.
             keys: of the request's whole prompt; copied unless `frozen`.
+            after: as for `match`: `keys` are the rest of the prompt after this one.
             limit: most pages to pin; None: all.
             timeout: seconds; `math.inf`: no limit.
             frozen: True: the caller promises that the array is never written to or reused.
@@ -978,6 +1003,8 @@ class PageIndex:
         plan_key = count, keys[-1].tobytes() if count else b"", ref
         if self._peek1(self._handle, None, 0, 0) < 0:
             self.core.check_usable("plan")  # raises
+        if after is not None:
+            self._touch(after, ref)
         book = self._book
         with book.lock:
             deadline = book.expire() + seconds

@@ -46,6 +46,7 @@ _WHY = {
     4: "too many keys share a bucket, or another namespace has this key",
     5: "there is no memory for more pages, and each that has some is pinned, kept, being written, "
     "guaranteed to another namespace, or a prefix of such a page",
+    6: "the page of the key before them is not cached, or another namespace's or group's",
 }
 
 
@@ -417,6 +418,7 @@ def reserve(
     core: Core,
     keys: Keys,
     start: int,
+    after: Keys | None,
     shards: int,
     namespace: int,
     independent: bool,
@@ -428,19 +430,26 @@ def reserve(
     _arguments.count(start, "start", 0, n)
     _arguments.count(shards, "shards", 1, layout.SHARDS)
     page, status = np.full(n - start, -1, np.int32), np.zeros(n - start, np.uint8)
+    before = 0  # keys before those of the caller
+    if after is not None:
+        _arguments.one_key(after, "after")
+        before = run.parts if independent else 1  # the core counts the parts of runs from keys[0]
+        keys = np.concatenate([after] * before + [keys])
+        where = _arguments.keys(keys)[0]
     progress = layout.ReserveProgress(
         shards=shards,
         ns=namespace,
         run=run.parts if independent else 0,
         group=run.group,
         whole=independent and run.group != 0,
+        linked=after is not None and not independent,
     )
     reservation = Reservation(core, start, page, status, progress)
     arguments = (
         ctypes.byref(progress),
         where,
-        n,
-        start,
+        n + before,
+        start + before,
         _arguments.address(page),
         _arguments.address(status),
     )

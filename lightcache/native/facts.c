@@ -149,6 +149,7 @@ static const lc_fact facts[] = {
     LC_FACT_FIELD(lci_reserve_op, run),
     LC_FACT_FIELD(lci_reserve_op, group),
     LC_FACT_FIELD(lci_reserve_op, whole),
+    LC_FACT_FIELD(lci_reserve_op, linked),
     LC_FACT_FIELD(lci_reserve_op, look),
     LC_FACT_TYPE(lci_ns_limits),
     LC_FACT_FIELD(lci_ns_limits, quota),

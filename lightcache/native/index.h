@@ -286,12 +286,13 @@ typedef struct lci_reserve_op {
                      * none does */
     uint32_t group; /* of its new pages */
     uint32_t whole; /* nothing is evicted for more pages than there can be */
-    uint32_t pad;
+    uint32_t linked; /* nothing is made unless the first page can hang on that of the key before */
     lci_look_op look;
 } lci_reserve_op;
 enum {
     LCI_WHY_PINNED = 1, LCI_WHY_QUOTA = 2, LCI_WHY_RESERVATIONS = 3, LCI_WHY_CHAIN = 4,
-    LCI_WHY_MEMORY = 5 /* as PINNED, and more pages have no memory */
+    LCI_WHY_MEMORY = 5, /* as PINNED, and more pages have no memory */
+    LCI_WHY_HEAD = 6 /* the page of the key before is not there: what hung on it would be of no use */
 };
 
 /* How many pages a namespace may have, and how many it was promised. */

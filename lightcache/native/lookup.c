@@ -140,6 +140,19 @@ LC_API int lci_peek1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref n
     return LC_LIKELY(lci_ns_open(h, ns)) ? (int)found : 0;
 }
 
+/* The page of a key counts as used, if it is ready or being written: 1, else 0. Advice, as any tick. */
+LC_API int lci_touch_key(lci_handle *h, const lc_key *key, lci_ns_ref ns) {
+    lc_found found;
+    int rc = lci_usable(h);
+    if (rc != LC_OK) return rc;
+    if (h->at->readonly) return LC_E_READONLY;
+    if (!lci_ns_open(h, ns)) return 0;
+    lc_dict_find(&h->dict, key->lo, key->hi, &found);
+    if (found.node == LC_NIL || lci_ns_of(found.word) != lci_ns_id(ns)) return 0;
+    lci_touch(&h->pages[found.node], lci_next_tick(h), 0);
+    return 1;
+}
+
 bool lci_pinned(const lci_handle *h, const lci_page *p) {
     uint64_t bits = lc_load_acquire(&p->pins);
     uint32_t page = (uint32_t)(p - h->pages);

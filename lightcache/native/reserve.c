@@ -214,6 +214,14 @@ static uint32_t parent_of(const reserve *r, uint32_t i) {
     return find_locked(r->h, &r->keys[at - 1], &word, &length);
 }
 
+/* Must the first page hang on one that is not there? Asked again after room was made, which spares this
+ * call's chain but for a tick that was lost to a race. */
+static bool headless(const reserve *r) {
+    if (!r->op->linked) return false;
+    uint32_t parent = parent_of(r, 0);
+    return parent == LC_NIL || !lci_may_hang(r->h, parent, new_word(r, 0));
+}
+
 /* Go through a batch in order: each key hangs on the one before it. Returns how many of the taken
  * pages were used. */
 static uint32_t place(reserve *r, uint32_t from, uint32_t to, const uint32_t *pages, uint32_t got,
@@ -229,6 +237,9 @@ static uint32_t place(reserve *r, uint32_t from, uint32_t to, const uint32_t *pa
             if (twin != LC_NIL) {
                 r->page[i] = (int32_t)twin;
                 r->status[i] = LCI_BUSY_KEY;
+            } else if (i == 0 && headless(r)) {
+                stop(r, i, LCI_WHY_HEAD);
+                break;
             } else if (used == got || full) {
                 stop(r, i, used == got ? why : LCI_WHY_CHAIN);
                 break;
@@ -308,6 +319,7 @@ static bool too_many(const reserve *r, uint32_t *why) {
 static int settle(reserve *r) {
     uint32_t rest = r->n - r->start, worked = 0, why;
     if (!lci_ns_open(r->h, r->op->ns)) return LC_E_CLEARED;
+    if (r->op->cursor == 0 && headless(r)) stop(r, 0, LCI_WHY_HEAD);
     if (r->op->whole && r->op->cursor == 0 && too_many(r, &why)) stop(r, 0, why);
     while (r->op->cursor < rest && !r->op->stopped) {
         uint32_t to = r->op->cursor + LCI_BATCH < rest ? r->op->cursor + LCI_BATCH : rest;
@@ -405,7 +417,7 @@ static int give_back(reserve *r, int wait, uint64_t deadline) {
     return LC_OK;
 }
 
-/* Reserve pages for keys [start, n): see `op->run`, `op->group` and `op->whole`. Returns the
+/* Reserve pages for keys [start, n): see `op->run`, `op->group`, `op->whole` and `op->linked`. Returns the
  * number of new pages; LC_E_BUSY, LC_E_INTR and LC_E_GROW: call again with the same `op`, it
  * continues where it was. After any other error the caller gives back what `page` and `status` say
  * it holds. */

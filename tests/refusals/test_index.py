@@ -208,6 +208,10 @@ TABLE: Table = {
             )
         )
     ],
+    ("gave `after` another number", ConfigError): [
+        ("one key", lambda index, call=call: getattr(index, call)(B, after=A))
+        for call in ("match", "reserve")
+    ],
     ("shortened a lease", ConfigError): [
         ("pages", lambda index, n=n: index.match(A).shorten(n)) for n in (-1, 3)
     ],

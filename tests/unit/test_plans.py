@@ -76,9 +76,7 @@ def test_part_of_a_plan_is_taken_and_the_rest_is_given_back(index: PageIndex) ->
     assert index.plans == Plans(1, 6)
 
 
-def test_a_request_counts_once_however_often_it_is_planned(
-    index: PageIndex, clock: Clock
-) -> None:
+def test_a_request_counts_once_however_often_it_is_planned(index: PageIndex, clock: Clock) -> None:
     def counted() -> tuple[int, int]:
         (client,) = index.clients()
         return client.hit_pages, client.missed_pages
