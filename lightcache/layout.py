@@ -162,7 +162,10 @@ class ReservationRecord(ctypes.Structure):
         ("next_free", ctypes.c_uint32),
         ("pages", PageList),
         ("ns", ctypes.c_uint32),
-        ("pad", ctypes.c_uint32 * 6),
+        ("team", ctypes.c_uint64),
+        ("deadline_ns", ctypes.c_uint64),
+        ("listed", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32),
         ("shard", ctypes.c_uint32 * SHARDS),
     ]
 
@@ -241,7 +244,8 @@ class RootRecord(ctypes.Structure):
         ("looking_ns", ctypes.c_uint64),
         ("looked_ns", ctypes.c_uint64),
         ("no_memory_ns", ctypes.c_uint64),
-        ("pad4", ctypes.c_uint32 * 4),
+        ("joining_ns", ctypes.c_uint64),
+        ("pad4", ctypes.c_uint32 * 2),
         ("clock", ctypes.c_uint64),
         ("pad2", ctypes.c_uint8 * 56),
         ("event", ctypes.c_uint32),
@@ -332,6 +336,11 @@ class ReserveProgress(ctypes.Structure):
         ("group", ctypes.c_uint32),
         ("whole", ctypes.c_uint32),
         ("linked", ctypes.c_uint32),
+        ("team", ctypes.c_uint64),
+        ("join_until", ctypes.c_uint64),
+        ("later", ctypes.c_uint64),
+        ("shard", ctypes.c_uint32),
+        ("joined", ctypes.c_uint32),
         ("look", LookProgress),
     ]
 
@@ -547,6 +556,7 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_shorten": (INT, (ADDRESS, ADDRESS, U32)),
     "lci_count_pages": (INT, (ADDRESS, U32, U32)),
     "lci_split": (INT, (ADDRESS, ADDRESS, ADDRESS, U32)),
+    "lci_settle": (INT, (ADDRESS, *LOCKED)),
     "lci_unreserve": (INT, (ADDRESS, ADDRESS, ADDRESS, ADDRESS, U32)),
     "lci_publish": (INT, (ADDRESS, U32, U32, U32, ADDRESS, U32)),
     "lci_wait": (INT, (ADDRESS, ADDRESS, U32, U64)),

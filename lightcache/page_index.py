@@ -57,7 +57,7 @@ from lightcache.plans import (
     queue_of,
     seconds_of,
 )
-from lightcache.reservations import Reservation, ReservationBatch, ReservationShard
+from lightcache.reservations import Reservation, ReservationBatch, ReservationShard, Team
 from lightcache.runs import PLAIN, Run
 from lightcache.shm import Segment
 from lightcache.shm import layout as shm_layout
@@ -697,6 +697,9 @@ class PageIndex:
         *,
         after: Keys | None = None,
         shards: int = 1,
+        shard: int | None = None,
+        team: int | None = None,
+        join_timeout: float = 60.0,
         independent: bool | None = None,
         run: Run = PLAIN,
         namespace: Namespace | None = None,
@@ -721,6 +724,13 @@ class PageIndex:
                 With `run`, the key of the last part of the page before.
             shards: number of parts that are published separately, 1 to 64: one for each rank that
                 writes.
+            shard: with `team`: the part that this rank writes.
+            team: 64 bits that the ranks of one engine have agreed on, and no other engine. The
+                first of them that reserves makes the pages; the others, with the same keys and
+                `shards`, join it, and their `pages` are the same. A rank joins all of its pages or
+                none: then they are busy. (The word is not `group`, which is a set of layers here.)
+            join_timeout: seconds until the pages are abandoned if a rank has not joined;
+                `math.inf`: no limit.
             independent: True: the new pages may be evicted while they have children; False: only
                 after them; None: as the index was created. Pages that are there stay what they
                 are. A page has a parent only of its own kind, and of its own group.
@@ -731,7 +741,8 @@ class PageIndex:
             timeout: seconds to wait for the lock; None: the handle's `lock_timeout`.
 
         Raises:
-            ConfigError: keys, start or shards out of range.
+            ConfigError: keys, start, shards or shard out of range, or one of `team` and `shard`
+                without the other.
             Abandoned: the namespace was cleared.
             LockTimeout: names the lock's holder. Nothing is held.
             NoSpace: an index without a pool has pages without memory; call `grow`.
@@ -739,8 +750,15 @@ class PageIndex:
             PermissionDenied, Detached.
         """
         ref = self._ref(namespace)
+        rank = None
+        if team is not None or shard is not None:
+            if team is None or shard is None:
+                raise ConfigError("team, shard: one was given without the other; a rank needs both")
+            number = _arguments.count(team, "team", 1, (1 << 64) - 1)
+            rank = Team(number, shard, seconds_of(join_timeout))
+        kind = self._kind(independent)
         return reservations.reserve(
-            self.core, keys, start, after, shards, ref, self._kind(independent), run, timeout
+            self.core, keys, start, after, shards, rank, ref, kind, run, timeout
         )
 
     def reserve_batch(
@@ -817,6 +835,7 @@ class PageIndex:
                 code = self.core.slow.lci_wait(self.core.handle, where, n, limit)
                 if code == Code.BUSY and not self._segment.readonly:
                     self.reap()
+                    check(self.core.locked("lci_settle", what="wait"), "wait")
                 elif code == Code.TIMEOUT:
                     raise WaitTimeout(
                         f"wait: after {timeout} s some of {n} keys are still being written; wait "

@@ -212,6 +212,18 @@ TABLE: Table = {
         ("one key", lambda index, call=call: getattr(index, call)(B, after=A))
         for call in ("match", "reserve")
     ],
+    ("gave `team` without `shard`", ConfigError): [
+        ("one was given without", lambda index: index.reserve(B, team=1)),
+        ("one was given without", lambda index: index.reserve(B, shard=0)),
+        ("team", lambda index: index.reserve(B, team=0, shard=0)),
+        ("shard", lambda index: index.reserve(B, team=1, shard=1)),
+    ],
+    ("gave a ticket of a team's", ConfigError): [
+        (
+            "without tickets",
+            lambda index: index.reserve(B, shards=2, team=1, shard=0).ticket([index.client_id]),
+        )
+    ],
     ("shortened a lease", ConfigError): [
         ("pages", lambda index, n=n: index.match(A).shorten(n)) for n in (-1, 3)
     ],
