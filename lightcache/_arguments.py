@@ -121,6 +121,18 @@ def _keys_slowly(array: Any) -> tuple[Any, int]:
     return address_of_any(array), len(array)
 
 
+def one_key(array: Any, what: str) -> Any:
+    """The address of a single page key.
+
+    Raises:
+        ConfigError: not a C-contiguous uint64 array of shape (1, 2).
+    """
+    where, n = keys(array)
+    if n != 1:
+        raise ConfigError(f"{what}: expected one key, of shape (1, 2), found {n}; pass keys[i:i+1]")
+    return where
+
+
 def offsets(array: Any, key_count: int) -> Offsets:
     """Check the offsets of many requests: ascending from 0 to the number of keys. Read-only ones
     are copied.

@@ -752,27 +752,42 @@ class Cache:
         """See `PageIndex.peek_many`."""
         return self.index.peek_many(keys, offsets, namespace=namespace)
 
-    def match(self, keys: Keys, *, namespace: Namespace | None = None) -> Lease:
+    def match(
+        self,
+        keys: Keys,
+        *,
+        after: Keys | None = None,
+        count: bool = True,
+        namespace: Namespace | None = None,
+    ) -> Lease:
         """See `PageIndex.match`."""
-        return self.index.match(keys, namespace=namespace)
+        return self.index.match(keys, after=after, count=count, namespace=namespace)
 
     def match_many(
-        self, keys: Keys, offsets: Offsets, *, namespace: Namespace | None = None
+        self,
+        keys: Keys,
+        offsets: Offsets,
+        *,
+        count: bool = True,
+        namespace: Namespace | None = None,
     ) -> LeaseBatch:
         """See `PageIndex.match_many`."""
-        return self.index.match_many(keys, offsets, namespace=namespace)
+        return self.index.match_many(keys, offsets, count=count, namespace=namespace)
 
     def plan(
         self,
         request: Hashable,
         keys: Keys,
         *,
+        after: Keys | None = None,
         limit: int | None = None,
         namespace: Namespace | None = None,
         timeout: float = TIMEOUT,
     ) -> int:
         """See `PageIndex.plan`."""
-        return self.index.plan(request, keys, limit=limit, namespace=namespace, timeout=timeout)
+        return self.index.plan(
+            request, keys, after=after, limit=limit, namespace=namespace, timeout=timeout
+        )
 
     def plan_many(
         self,
@@ -789,9 +804,9 @@ class Cache:
             ids, keys, offsets, limit=limit, namespace=namespace, timeout=timeout
         )
 
-    def take(self, request: Hashable) -> Lease:
+    def take(self, request: Hashable, *, pages: int | None = None) -> Lease:
         """See `PageIndex.take`."""
-        return self.index.take(request)
+        return self.index.take(request, pages=pages)
 
     def cancel(self, request: Hashable) -> bool:
         """See `PageIndex.cancel`."""
@@ -807,7 +822,11 @@ class Cache:
         keys: Keys,
         start: int = 0,
         *,
+        after: Keys | None = None,
         shards: int = 1,
+        shard: int | None = None,
+        team: int | None = None,
+        join_timeout: float = 60.0,
         independent: bool | None = None,
         run: Run = PLAIN,
         namespace: Namespace | None = None,
@@ -817,7 +836,11 @@ class Cache:
         return self.index.reserve(
             keys,
             start,
+            after=after,
             shards=shards,
+            shard=shard,
+            team=team,
+            join_timeout=join_timeout,
             independent=independent,
             run=run,
             namespace=namespace,

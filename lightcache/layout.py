@@ -26,6 +26,7 @@ DOOMED_LIST = LEVELS * DIGITS
 GROUPS = 16
 NUMBERS = 32
 PARTS = 4096
+UNCOUNTED = NIL  # capacity of a lease before a match that does not count
 CHAIN_MAX = 32
 MAX_PAGES = 40_000_000
 """Limit of the undo log's addresses: an index of 8 GiB."""
@@ -161,7 +162,10 @@ class ReservationRecord(ctypes.Structure):
         ("next_free", ctypes.c_uint32),
         ("pages", PageList),
         ("ns", ctypes.c_uint32),
-        ("pad", ctypes.c_uint32 * 6),
+        ("team", ctypes.c_uint64),
+        ("deadline_ns", ctypes.c_uint64),
+        ("listed", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32),
         ("shard", ctypes.c_uint32 * SHARDS),
     ]
 
@@ -240,8 +244,9 @@ class RootRecord(ctypes.Structure):
         ("looking_ns", ctypes.c_uint64),
         ("looked_ns", ctypes.c_uint64),
         ("no_memory_ns", ctypes.c_uint64),
+        ("joining_ns", ctypes.c_uint64),
         ("ticket_end", ctypes.c_uint32),
-        ("pad4", ctypes.c_uint32 * 3),
+        ("pad4", ctypes.c_uint32),
         ("clock", ctypes.c_uint64),
         ("pad2", ctypes.c_uint8 * 56),
         ("event", ctypes.c_uint32),
@@ -331,7 +336,12 @@ class ReserveProgress(ctypes.Structure):
         ("run", ctypes.c_uint32),
         ("group", ctypes.c_uint32),
         ("whole", ctypes.c_uint32),
-        ("pad", ctypes.c_uint32),
+        ("linked", ctypes.c_uint32),
+        ("team", ctypes.c_uint64),
+        ("join_until", ctypes.c_uint64),
+        ("later", ctypes.c_uint64),
+        ("shard", ctypes.c_uint32),
+        ("joined", ctypes.c_uint32),
         ("look", LookProgress),
     ]
 
@@ -509,6 +519,7 @@ CONSTANTS: Mapping[str, int] = {
     "LCI_GROUPS": GROUPS,
     "LCI_NUMBERS": NUMBERS,
     "LCI_PARTS": PARTS,
+    "LCI_UNCOUNTED": UNCOUNTED,
     "LC_CHAIN_MAX": CHAIN_MAX,
     "LC_NIL": NIL,
 }
@@ -533,6 +544,7 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_close": (None, (ADDRESS,)),
     "lci_count": (INT, (ADDRESS, ADDRESS)),
     "lci_count_groups": (INT, (ADDRESS, U32, ADDRESS)),
+    "lci_touch_key": (INT, (ADDRESS, ADDRESS, U32)),
     "lci_peek1": (INT, (ADDRESS, ADDRESS, U32, U32)),
     "lci_peek": (INT, (ADDRESS, ADDRESS, ADDRESS, U32, U32, ADDRESS)),
     "lci_deepest1": (INT, (ADDRESS, ADDRESS, U32, U32)),
@@ -545,7 +557,10 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_match_groups_many": (INT, (ADDRESS, U32, ADDRESS, ADDRESS, U32, U32, U32, ADDRESS)),
     "lci_peek_groups": (INT, (ADDRESS, U32, ADDRESS, U32, U32, U32, ADDRESS)),
     "lci_release": (INT, (ADDRESS, ADDRESS)),
+    "lci_shorten": (INT, (ADDRESS, ADDRESS, U32)),
+    "lci_count_pages": (INT, (ADDRESS, U32, U32)),
     "lci_split": (INT, (ADDRESS, ADDRESS, ADDRESS, U32)),
+    "lci_settle": (INT, (ADDRESS, *LOCKED)),
     "lci_unreserve": (INT, (ADDRESS, ADDRESS, ADDRESS, ADDRESS, U32)),
     "lci_publish": (INT, (ADDRESS, U32, U32, U32, ADDRESS, U32)),
     "lci_wait": (INT, (ADDRESS, ADDRESS, U32, U64)),

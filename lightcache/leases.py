@@ -574,6 +574,27 @@ class Lease(Releasable):
         if code != 0:
             check(code, "release a lease")
 
+    def shorten(self, pages: int) -> None:
+        """Keep the first `pages` pages and unpin the others. As `release`, for those.
+
+        Raises:
+            LeaseLost: released already.
+            ConfigError: not 0 to `len(lease)`; nothing was unpinned.
+            Detached: closed, or a forked child.
+        """
+        if self.ended:
+            raise LeaseLost("this lease was released before; there is nothing to shorten")
+        _arguments.count(pages, "pages", 0, len(self))
+        self._pages = None
+        core = self._core
+        check(core.quick.lci_shorten(core.handle, self._buffer, pages), "shorten a lease")
+
+    def count_lookup(self, asked: int) -> None:
+        """For plans: count `asked` keys and the pages of this lease in the client's `hit_pages` and
+        `missed_pages`."""
+        core = self._core
+        core.quick.lci_count_pages(core.handle, asked, len(self))  # closed: nothing to count
+
     def detach(self) -> Pages:
         """The pages, int32. Their pins are the caller's from now on: `PageIndex.unpin` gives them
         up, `PageIndex.unname` takes their keys away. This object has nothing left to release.
@@ -588,17 +609,30 @@ class Lease(Releasable):
         self._buffer[0] = 0
         return pages
 
-    def ticket(self, adopters: list[ClientId], *, timeout: float = 60.0) -> Ticket:
+    def ticket(
+        self,
+        adopters: list[ClientId],
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        timeout: float = 60.0,
+    ) -> Ticket:
         """Pin the same pages for other clients, which `adopt` the ticket's 16 bytes. See `Ticket`.
 
         Args:
             adopters: clients that may adopt, each once; see `PageIndex.client_id`.
+            start, stop: the ticket has the pages from `start` up to `stop`, as a slice of `pages`:
+                those that a worker lacks. None: up to the last.
             timeout: seconds until adopting ends.
 
         Raises:
-            As `PageIndex.ticket`.
+            ConfigError: not 0 <= start <= stop <= `len(lease)`.
+            Otherwise as `PageIndex.ticket`.
         """
-        return give_ticket(self._core, self.pages, None, adopters, timeout)
+        pages = self.pages
+        end = len(pages) if stop is None else _arguments.count(stop, "stop", 0, len(pages))
+        _arguments.count(start, "start", 0, end)
+        return give_ticket(self._core, pages[start:end], None, adopters, timeout)
 
     def hold(self) -> Hold:
         """For code of lightcache that takes the pages over."""

@@ -57,7 +57,7 @@ from lightcache.plans import (
     queue_of,
     seconds_of,
 )
-from lightcache.reservations import Reservation, ReservationBatch, ReservationShard
+from lightcache.reservations import Reservation, ReservationBatch, ReservationShard, Team
 from lightcache.runs import PLAIN, Run
 from lightcache.shm import Segment
 from lightcache.shm import layout as shm_layout
@@ -608,9 +608,22 @@ class PageIndex:
         check(code, "peek")
         return counts
 
-    def match(self, keys: Keys, *, namespace: Namespace | None = None) -> Lease:
+    def match(
+        self,
+        keys: Keys,
+        *,
+        after: Keys | None = None,
+        count: bool = True,
+        namespace: Namespace | None = None,
+    ) -> Lease:
         """Pin the longest ready prefix. Until the lease is released, these pages are not reused,
         even if they are evicted, cleared or replaced meanwhile. Takes no lock; about 12 ns a key.
+
+        Args:
+            after: the key before the first, of shape (1, 2): `keys` are the rest of a prompt whose
+                head the engine has. The head counts as used, whether the rest is found or not.
+            count: False: leave the pages out of this client's `hit_pages` and `missed_pages`. For a
+                request that is looked up several times.
 
         Raises:
             ConfigError: keys of another shape, dtype or layout.
@@ -622,14 +635,31 @@ class PageIndex:
         where, n = _arguments.keys(keys)
         buffer = BUFFERS[(n - 1).bit_length()]()
         lease = Lease(self.core, buffer)
+        if not count:
+            buffer[1] = layout.UNCOUNTED
         ref = self._namespace if namespace is None else self._ref(namespace)
+        if after is not None:
+            self._touch(after, ref)
         pinned = self._match1(self._handle, where, n, ref, buffer)
         if pinned < 0:
             check(pinned, "match")
         return lease
 
+    def _touch(self, key: Keys, ref: int) -> None:
+        """Mark the page of a key as used. What it hangs on is as young when its turn comes (section
+        30)."""
+        where = _arguments.one_key(key, "after")
+        code = self.core.quick.lci_touch_key(self._handle, where, ref)
+        if code < 0:
+            check(code, "look up")
+
     def match_many(
-        self, keys: Keys, offsets: Offsets, *, namespace: Namespace | None = None
+        self,
+        keys: Keys,
+        offsets: Offsets,
+        *,
+        count: bool = True,
+        namespace: Namespace | None = None,
     ) -> LeaseBatch:
         """`match` for many requests in one call. Each request has its own pins: a page that two
         requests share is pinned twice. On an error nothing is pinned.
@@ -642,6 +672,8 @@ class PageIndex:
         counts = np.zeros(len(bounds) - 1, np.int32)
         buffer = buffer_for(n)
         batch = LeaseBatch(self.core, buffer, counts)
+        if not count:
+            buffer[1] = layout.UNCOUNTED
         code = self.core.quick.lci_match(
             self.core.handle,
             where,
@@ -665,7 +697,11 @@ class PageIndex:
         keys: Keys,
         start: int = 0,
         *,
+        after: Keys | None = None,
         shards: int = 1,
+        shard: int | None = None,
+        team: int | None = None,
+        join_timeout: float = 60.0,
         independent: bool | None = None,
         run: Run = PLAIN,
         namespace: Namespace | None = None,
@@ -683,8 +719,20 @@ class PageIndex:
                 independent page pass [key of the parent, own key] with start 1 instead: the pages
                 before keep their age.
             start: first key to reserve, usually `len(lease)`.
+            after: the key before `keys[0]`, of shape (1, 2), for an engine that gives a chain in
+                pieces. The first page hangs on its page, which may be one that is being written; it
+                counts as used. If it is not there, or not of the same kind, no page is made, as
+                pages without their head are of no use; independent pages are made all the same.
+                With `run`, the key of the last part of the page before.
             shards: number of parts that are published separately, 1 to 64: one for each rank that
                 writes.
+            shard: with `team`: the part that this rank writes.
+            team: 64 bits that the ranks of one engine have agreed on, and no other engine. The
+                first of them that reserves makes the pages; the others, with the same keys and
+                `shards`, join it, and their `pages` are the same. A rank joins all of its pages or
+                none: then they are busy. (The word is not `group`, which is a set of layers here.)
+            join_timeout: seconds until the pages are abandoned if a rank has not joined;
+                `math.inf`: no limit.
             independent: True: the new pages may be evicted while they have children; False: only
                 after them; None: as the index was created. Pages that are there stay what they
                 are. A page has a parent only of its own kind, and of its own group.
@@ -695,7 +743,8 @@ class PageIndex:
             timeout: seconds to wait for the lock; None: the handle's `lock_timeout`.
 
         Raises:
-            ConfigError: keys, start or shards out of range.
+            ConfigError: keys, start, shards or shard out of range, or one of `team` and `shard`
+                without the other.
             Abandoned: the namespace was cleared.
             LockTimeout: names the lock's holder. Nothing is held.
             NoSpace: an index without a pool has pages without memory; call `grow`.
@@ -703,8 +752,15 @@ class PageIndex:
             PermissionDenied, Detached.
         """
         ref = self._ref(namespace)
+        rank = None
+        if team is not None or shard is not None:
+            if team is None or shard is None:
+                raise ConfigError("team, shard: one was given without the other; a rank needs both")
+            number = _arguments.count(team, "team", 1, (1 << 64) - 1)
+            rank = Team(number, shard, seconds_of(join_timeout))
+        kind = self._kind(independent)
         return reservations.reserve(
-            self.core, keys, start, shards, ref, self._kind(independent), run, timeout
+            self.core, keys, start, after, shards, rank, ref, kind, run, timeout
         )
 
     def reserve_batch(
@@ -753,6 +809,7 @@ class PageIndex:
                 code = self.core.slow.lci_wait(self.core.handle, where, n, limit)
                 if code == Code.BUSY and not self._segment.readonly:
                     self.reap()
+                    check(self.core.locked("lci_settle", what="wait"), "wait")
                 elif code == Code.TIMEOUT:
                     raise WaitTimeout(
                         f"wait: after {timeout} s some of {n} keys are still being written; wait "
@@ -911,6 +968,7 @@ class PageIndex:
         request: Hashable,
         keys: Keys,
         *,
+        after: Keys | None = None,
         limit: int | None = None,
         namespace: Namespace | None = None,
         timeout: float = TIMEOUT,
@@ -925,13 +983,15 @@ class PageIndex:
 
         A plan belongs to this handle. It ends when the handle closes, when the process dies, and
         `timeout` seconds after the last `plan` call for it. Its pages are released by the next call
-        about plans on this handle. All these calls are thread-safe and take no lock that another
-        process can hold. A new plan costs a `match` and 5 us, an unchanged one 4 us, in `plan_many`
-        0.3 us.
+        about plans on this handle. Its keys count as hits or misses of this client once, when it is
+        taken, cancelled or has expired, however often it was planned. All these calls are
+        thread-safe and take no lock that another process can hold. A new plan costs a `match` and
+        5 us, an unchanged one 4 us, in `plan_many` 0.3 us.
 
         Args:
             request: its id, anything hashable.
             keys: of the request's whole prompt; copied unless `frozen`.
+            after: as for `match`: `keys` are the rest of the prompt after this one.
             limit: most pages to pin; None: all.
             timeout: seconds; `math.inf`: no limit.
             frozen: True: the caller promises that the array is never written to or reused.
@@ -954,12 +1014,14 @@ class PageIndex:
         plan_key = count, keys[-1].tobytes() if count else b"", ref
         if self._peek1(self._handle, None, 0, 0) < 0:
             self.core.check_usable("plan")  # raises
+        if after is not None:
+            self._touch(after, ref)
         book = self._book
         with book.lock:
             deadline = book.expire() + seconds
             plan = self._plan_of(request)
             if plan is None or plan.asked != plan_key:
-                lease = self.match(keys, namespace=space)
+                lease = self.match(keys, count=False, namespace=space)
                 if plan is not None:
                     lease = self._better(plan, keys, lease, space)
                 plan = PinnedPrefix(keys if frozen else keys.copy(), plan_key, space, lease)
@@ -1028,19 +1090,26 @@ class PageIndex:
                 counts[i] = plan.pages
             return counts
 
-    def take(self, request: Hashable) -> Lease:
+    def take(self, request: Hashable, *, pages: int | None = None) -> Lease:
         """Turn a plan into a lease of at least the planned pages, and of more if the prefix has
         grown (never more than `limit`). Removes the plan.
 
         The lease is empty if the namespace was cleared meanwhile, so KV of old weights is never
         handed out. About 4 us; as `match` if the prefix has grown.
 
+        Args:
+            pages: the most pages of the lease; those after them are unpinned. For ranks that have
+                agreed on fewer than were planned. None: all.
+
         Raises:
             LeaseLost: no plan has this id: never planned, taken, cancelled or expired.
-            ConfigError: an id that cannot be hashed.
+            ConfigError: an id that cannot be hashed; `pages` is no number of pages. The plan is
+                kept.
             NoSpace, NotReady: as `plan`. The plan is kept.
             Detached: closed, replaced, or a forked child.
         """
+        if pages is not None:
+            _arguments.count(pages, "pages", 0, MAX_PAGES)
         self.core.check_usable("plan")
         book = self._book
         with book.lock:
@@ -1053,6 +1122,9 @@ class PageIndex:
                 )
             self._look_again(plan)
             del book.plans[request]  # an interrupt after this drops the lease, which releases it
+            plan.count()
+            if pages is not None and pages < plan.pages:
+                plan.lease.shorten(pages)
             return plan.lease
 
     def cancel(self, request: Hashable) -> bool:
@@ -1087,7 +1159,8 @@ class PageIndex:
         has changed, the peek finds the last pinned page and no page after it."""
         counts = self.peek(plan.edge, namespace=plan.space)
         if counts != (plan.pages > 0):
-            self._exchange(plan, self.match(plan.keys, namespace=plan.space))
+            lease = self.match(plan.keys, count=False, namespace=plan.space)
+            self._exchange(plan, lease)
 
     def _exchange(self, plan: PinnedPrefix, lease: Lease) -> int:
         """Pin the new pages, then release the old ones. Returns the number of pages pinned now."""
@@ -1137,7 +1210,7 @@ class PageIndex:
         if not which:
             return []
         keys, bounds = queue.part(which)
-        return self.match_many(keys, bounds, namespace=space).split()
+        return self.match_many(keys, bounds, count=False, namespace=space).split()
 
     def allocate(self, n: int, *, timeout: float | None = None) -> Allocation:
         """Return n pages without a key, or raise. Evicts, and takes back the pages of dead clients,

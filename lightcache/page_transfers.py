@@ -365,7 +365,7 @@ class Offload(_InFlight):
         _check_kind(held, (Reservation, ReservationShard))
         if held.ended:
             raise LeaseLost("offload: this reservation has ended before; reserve again")
-        if isinstance(held, Reservation) and held.shards != 1:
+        if isinstance(held, Reservation) and held.shards != 1 and held.own_shard is None:
             raise ConfigError(
                 f"offload: this reservation has {held.shards} shards; give its ticket to those who "
                 "write them (it may be ourselves), and offload the adopted shard"

@@ -64,6 +64,10 @@ class PinnedPrefix:
         pages = len(lease)
         self.pinned = (lease, pages, self.keys[max(pages - 1, 0) : pages + 1])
 
+    def count(self) -> None:
+        """Count its keys, once, as hits and misses of this client: it ends."""
+        self.lease.count_lookup(self.asked[0])
+
     def let_go(self) -> None:
         """Unpin. A second call does nothing."""
         self.lease.__exit__(None, None, None)
@@ -145,6 +149,7 @@ class PlanBook:
         plan = self.plans.pop(request, None)
         if plan is None:
             return False
+        plan.count()
         plan.let_go()
         return True
 

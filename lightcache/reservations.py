@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,7 @@ from lightcache.leases import (
 )
 from lightcache.shm.codes import Code, check, error
 from lightcache.shm.errors import leave
+from lightcache.shm.locking import deadline_ns
 
 if TYPE_CHECKING:
     from lightcache._arguments import Keys, Offsets, Pages
@@ -46,7 +49,19 @@ _WHY = {
     4: "too many keys share a bucket, or another namespace has this key",
     5: "there is no memory for more pages, and each that has some is pinned, kept, being written, "
     "guaranteed to another namespace, or a prefix of such a page",
+    7: "the rank of the team that began this reservation did not reserve them",
+    6: "the page of the key before them is not cached, or another namespace's or group's",
 }
+
+
+@dataclass(frozen=True)
+class Team:
+    """For `reserve`: a rank among those that write together."""
+
+    number: int
+    shard: int
+    timeout: float
+    """Seconds until ranks can no longer join."""
 
 
 class Reservation(Releasable):
@@ -60,7 +75,8 @@ class Reservation(Releasable):
 
     Write the new pages, then `publish`: the pages become ready when every shard is published.
     Leaving the `with` abandons unpublished pages (they are gone at once, and other clients stop
-    waiting) and unpins everything.
+    waiting) and unpins everything. A rank of a team that leaves without having published its shard
+    abandons the pages for all ranks; their `publish` raises Abandoned.
     """
 
     def __init__(
@@ -142,12 +158,23 @@ class Reservation(Releasable):
         """Number of shards that must be published."""
         return int(self._progress.shards)
 
+    @property
+    def joined(self) -> bool:
+        """True if another rank of the team has begun it, and owns it."""
+        return bool(self._progress.joined)
+
+    @property
+    def own_shard(self) -> int | None:
+        """Of a team: the shard that this rank writes. None: it is no team's."""
+        return int(self._progress.shard) if self._progress.team else None
+
     def publish(self, shard: int | None = None) -> bool:
         """Declare a shard of all new pages written. Takes no lock; 5 to 10 ns a page for the last
         shard.
 
         Args:
-            shard: its number; None: all that belong to this client and are not yet published.
+            shard: its number; None: all that belong to this client and are not yet published; of a
+                team the shard that was reserved with.
 
         Returns:
             True if the pages are ready now: this was the last shard.
@@ -167,7 +194,8 @@ class Reservation(Releasable):
                 raise LeaseLost(f"publish: shard {shard} belongs to the client that adopted it")
             return self._ready
         pages, ours = self.pages, 0
-        for number in range(self._progress.shards):
+        own = self.own_shard
+        for number in range(self._progress.shards) if own is None else (own,):
             if number not in self._published:
                 ours += self._publish_one(number, pages)
         if not ours:
@@ -207,9 +235,11 @@ class Reservation(Releasable):
             timeout: seconds until the ticket can no longer be adopted.
 
         Raises:
-            ConfigError: there is no new page to write.
+            ConfigError: there is no new page to write, or it is a team's.
             Otherwise as `PageIndex.ticket`.
         """
+        if self._progress.team:
+            raise ConfigError("ticket: ranks of a team join with `reserve(team=)`, without tickets")
         if not len(self.new):
             raise ConfigError("ticket: this reservation has no new pages, so nothing to hand out")
         return give_ticket(self._core, self.pages, self._progress, adopters, timeout)
@@ -257,14 +287,17 @@ class Reservation(Releasable):
         return Hold(self._core, self._give_back, self.give_up, self._publish_all, note)
 
     def _publish_all(self) -> bool:
-        """For a copy that has taken over a reservation of one shard."""
-        if not self._publish_one(0, self.pages):
+        """For a copy that has taken over a reservation of one shard, or a team's."""
+        if not self._publish_one(self.own_shard or 0, self.pages):
             raise LeaseLost("publish: the reservation's shard was adopted by another client")
         return self._ready
 
     def give_up(self) -> None:
         """For modules of lightcache: abandon unpublished pages but keep the pins, so that the pages
-        are not handed out yet. May be repeated."""
+        are not handed out yet. May be repeated. A rank that has published its shard gives up
+        nothing: the others finish."""
+        if self.own_shard in self._published:
+            return
         if self._progress.gen and not self._ready:
             # LeaseLost: already ended, since a shard's owner died or the namespace was cleared
             with contextlib.suppress(LeaseLost):
@@ -417,7 +450,9 @@ def reserve(
     core: Core,
     keys: Keys,
     start: int,
+    after: Keys | None,
     shards: int,
+    team: Team | None,
     namespace: int,
     independent: bool,
     run: Run,
@@ -428,19 +463,31 @@ def reserve(
     _arguments.count(start, "start", 0, n)
     _arguments.count(shards, "shards", 1, layout.SHARDS)
     page, status = np.full(n - start, -1, np.int32), np.zeros(n - start, np.uint8)
+    before = 0  # keys before those of the caller
+    if after is not None:
+        _arguments.one_key(after, "after")
+        before = run.parts if independent else 1  # the core counts the parts of runs from keys[0]
+        keys = np.concatenate([after] * before + [keys])
+        where = _arguments.keys(keys)[0]
     progress = layout.ReserveProgress(
         shards=shards,
         ns=namespace,
         run=run.parts if independent else 0,
         group=run.group,
         whole=independent and run.group != 0,
+        linked=after is not None and not independent,
     )
+    if team is not None:
+        progress.team = team.number
+        progress.shard = _arguments.count(team.shard, "shard", 0, shards - 1)
+        endless = math.isinf(team.timeout)
+        progress.join_until = deadline_ns(None if endless else team.timeout)
     reservation = Reservation(core, start, page, status, progress)
     arguments = (
         ctypes.byref(progress),
         where,
-        n,
-        start,
+        n + before,
+        start + before,
         _arguments.address(page),
         _arguments.address(status),
     )

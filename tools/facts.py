@@ -133,7 +133,7 @@ _RESERVATION = {1: "active", 2: "doomed"}
 _TICKET = {1: "building", 2: "open", 3: "dropped"}
 _NAMESPACE = {1: "normal", 2: "clearing", 3: "cleared"}
 _OPERATIONS = {each.value: each.name.lower() for each in layout.Operation}
-_SHARD = {0: "pending", 1: "done", 2: "dead"}
+_SHARD = {0: "pending", 1: "done", 2: "dead", 3: "open"}
 
 
 def records(image: Image) -> npt.NDArray[Any]:
@@ -416,7 +416,7 @@ def _reservation(image: Image, number: int, record: layout.ReservationRecord) ->
         "owner_alive": _alive(image, record.owner, record.owner_epoch),
         "pages": record.pages.count,
         "shards": record.shards,
-        "shards_left": len(pending),
+        "shards_left": len(pending) + states.count("open"),
         "shards_dead": states.count("dead"),
         "pending_slots": sorted(set(pending)),
         "namespace": record.ns & 0xFF,

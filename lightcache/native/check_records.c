@@ -65,7 +65,9 @@ static bool shard_words(checker *c, uint32_t rid) {
         BROKEN(c, 20, rid, shards, "reservation %u has %u shards", rid, shards);
     for (uint32_t s = 0; s < shards; s++) {
         uint32_t word = lc_load(&r->shard[s]), status = word & LCI_SHARD_STATUS;
-        if (word >> LCI_SHARD_GEN_SHIFT != gen || status > LCI_SHARD_DEAD)
+        bool open = status == LCI_SHARD_OPEN;
+        bool joins = lc_load(&r->team) && !doomed && (word & LCI_SHARD_SLOT) == lc_load(&r->owner);
+        if (word >> LCI_SHARD_GEN_SHIFT != gen || (open && !joins))
             BROKEN(c, 48, rid, s, "reservation %u: shard %u has the word %#x", rid, s, word);
         if (status == LCI_SHARD_DEAD && !doomed)
             BROKEN(c, 49, rid, s, "reservation %u has a dead shard and is not doomed", rid);

@@ -48,6 +48,8 @@ bool lci_open_reservation(lci_handle *h, lc_txn *t, uint32_t shards, lci_ns_ref 
     lc_store(&res->owner_epoch, h->at->epoch);
     lc_store(&res->shards, shards);
     lc_store(&res->ns, ns);
+    lc_store(&res->team, 0);
+    lc_store(&res->listed, 0);
     lc_store(&res->pages.count, 0);
     lc_store(&res->pages.first, LC_NIL);
     lc_store(&res->pages.last, LC_NIL);
@@ -139,6 +141,7 @@ uint32_t lci_end_reservation(lci_handle *h, lc_txn *t, uint32_t rid, uint32_t bu
 
 uint32_t lci_collect(lci_handle *h, lc_txn *t, uint32_t budget) {
     uint32_t done = 0;
+    if (LC_UNLIKELY(lc_load(&h->root->joining_ns))) lci_settle_joins(h, t);
     for (uint32_t w = 0; w < 16 && done < budget && !t->error; w++) {
         uint64_t bits = lc_load_acquire(&h->root->completed[w]);
         for (; bits && done < budget && !t->error; bits &= bits - 1) {
@@ -173,7 +176,8 @@ bool lci_doom_reservation(lci_handle *h, lc_txn *t, uint32_t rid, uint32_t of) {
     if (lc_load(&r->state) != LCI_RES_ACTIVE || shards > LCI_SHARDS) return false;
     for (uint32_t s = 0; s < shards; s++) {
         uint32_t word = lc_load_acquire(&r->shard[s]);
-        if ((word & LCI_SHARD_STATUS) != LCI_SHARD_PENDING) continue;
+        uint32_t status = word & LCI_SHARD_STATUS;
+        if (status != LCI_SHARD_PENDING && status != LCI_SHARD_OPEN) continue;
         uint32_t dead = (word & ~LCI_SHARD_STATUS) | LCI_SHARD_DEAD;
         pending |= lc_txn_swap(t, &r->shard[s], word, dead); /* lost to its publisher: done */
     }

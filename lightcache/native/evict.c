@@ -57,15 +57,21 @@ static void finish(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n) 
     lci_give_free(h, t, pages, n);
 }
 
-/* The parent of a page just marked, if it goes next anyway: last used by the same call, nothing
- * else hangs on it. Saves a whole prompt's way through the queue. Else it is queued. An independent
- * one is there already, and waits for its own turn. */
+/* The parent of a page just marked, if it goes next anyway: last used by the same call or before it,
+ * nothing else hangs on it. Saves a whole prompt's way through the queue. Else it is queued. An
+ * independent one is there already, and waits for its own turn.
+ *
+ * A parent was used when what hangs on it was, though a lookup of the rest of a prompt did not name it.
+ * No lookup has to go up the prefix for that: while a page has children it is in no queue, so its tick
+ * is asked for only here, when a child goes, and takes over the child's. */
 static uint32_t follow(lci_handle *h, lc_txn *t, const lci_eviction *e, uint32_t page,
                        uint32_t parent, bool run) {
     lci_page *p = &h->pages[page];
     if (parent == LC_NIL) return LC_NIL;
     lci_page *q = &h->pages[parent];
-    if (lc_load(&q->word) & LCI_INDEPENDENT || !lci_queueable(h, parent)) return LC_NIL;
+    if (lc_load(&q->word) & LCI_INDEPENDENT) return LC_NIL;
+    lci_touch(q, lci_tick(p), 0);
+    if (!lci_queueable(h, parent)) return LC_NIL;
     if (run && lci_tick(q) == lci_tick(p) && !lci_promised(h, e, parent) && !lci_pinned(h, q))
         return parent;
     lci_queue_add(h, t, parent);

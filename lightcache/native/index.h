@@ -63,10 +63,13 @@ typedef struct lci_list { /* inside a reservation or ticket */
 } lci_list;
 
 #define LCI_SHARDS 64
-/* A shard's word: owner slot (bits 0..5), status (6..7), reservation generation (8..31). */
+/* A shard's word: owner slot (bits 0..5), status (6..7), reservation generation (8..31). OPEN: the owner's
+ * until a rank of its team joins; the owner writes no part of it. */
 #define LCI_SHARD_SLOT UINT32_C(0x3f)
 #define LCI_SHARD_STATUS UINT32_C(0xc0)
-enum { LCI_SHARD_PENDING = 0x00, LCI_SHARD_DONE = 0x40, LCI_SHARD_DEAD = 0x80 };
+enum {
+    LCI_SHARD_PENDING = 0x00, LCI_SHARD_DONE = 0x40, LCI_SHARD_DEAD = 0x80, LCI_SHARD_OPEN = 0xc0
+};
 #define LCI_SHARD_GEN_SHIFT 8
 
 enum { LCI_RES_FREE = 0, LCI_RES_ACTIVE = 1, LCI_RES_DOOMED = 2 };
@@ -80,7 +83,10 @@ typedef struct lci_reservation {
     _Atomic uint32_t next_free;
     lci_list pages;
     _Atomic uint32_t ns; /* reference of its namespace */
-    uint32_t pad[6];
+    _Atomic uint64_t team; /* whose ranks may join; 0: nobody's */
+    _Atomic uint64_t deadline_ns; /* of a team's: CLOCK_MONOTONIC; joining ends then */
+    _Atomic uint32_t listed; /* of a team's: no page will be added */
+    uint32_t pad;
     _Atomic uint32_t shard[LCI_SHARDS];
 } lci_reservation;
 _Static_assert(sizeof(lci_reservation) == 320, "a reservation is five lines");
@@ -157,9 +163,10 @@ typedef struct lci_root {
     _Atomic uint64_t looking_ns;   /* when the last look for dead clients began */
     _Atomic uint64_t looked_ns;    /* when the last look began that left no dead client */
     _Atomic uint64_t no_memory_ns; /* until then no call asks for more memory */
+    _Atomic uint64_t joining_ns;   /* no open shard's deadline is earlier; 0: there is none */
     /* Changed under the lock, through the log: above the highest ticket in use. */
     _Atomic uint32_t ticket_end;
-    uint32_t pad4[3];
+    uint32_t pad4;
     /* Changed by every client. */
     _Atomic uint64_t clock; /* the last tick given out */
     uint8_t pad2[56];
@@ -212,8 +219,9 @@ static inline uint64_t lci_log_begin(const lci_geometry *g) {
  * many generations, needed only within the call. */
 typedef struct lci_lease {
     uint32_t held; /* pages pinned and not yet released */
-    uint32_t capacity;
+    uint32_t capacity; /* in, of a match: LCI_UNCOUNTED or 0; out: pages there is room for */
 } lci_lease;
+#define LCI_UNCOUNTED UINT32_MAX /* the client's figures do not count the pages of this lookup */
 
 /* What a scheduler's handle of a namespace says: id in the low byte, epoch above. */
 typedef uint32_t lci_ns_ref;
@@ -287,12 +295,19 @@ typedef struct lci_reserve_op {
                      * none does */
     uint32_t group; /* of its new pages */
     uint32_t whole; /* nothing is evicted for more pages than there can be */
-    uint32_t pad;
+    uint32_t linked; /* nothing is made unless the first page can hang on that of the key before */
+    uint64_t team;   /* join what another rank of it has begun, or begin it; 0: no team */
+    uint64_t join_until; /* of what is begun: its deadline */
+    uint64_t later;  /* until then another rank is waited for that is making pages; 0: not yet */
+    uint32_t shard;  /* of a team: ours */
+    uint32_t joined; /* out: another rank has begun it */
     lci_look_op look;
 } lci_reserve_op;
 enum {
     LCI_WHY_PINNED = 1, LCI_WHY_QUOTA = 2, LCI_WHY_RESERVATIONS = 3, LCI_WHY_CHAIN = 4,
-    LCI_WHY_MEMORY = 5 /* as PINNED, and more pages have no memory */
+    LCI_WHY_MEMORY = 5, /* as PINNED, and more pages have no memory */
+    LCI_WHY_HEAD = 6, /* the page of the key before is not there: what hung on it would be of no use */
+    LCI_WHY_TEAM = 7 /* the rank that began the reservation did not reserve them */
 };
 
 /* How many pages a namespace may have, and how many it was promised. */
@@ -631,6 +646,16 @@ bool lci_complete(const lci_reservation *r);
 bool lci_doom_reservation(lci_handle *h, lc_txn *t, uint32_t rid, uint32_t of);
 void lci_flag_ended(lci_handle *h, uint32_t rid);
 void lci_notify(lci_handle *h);
+
+/* join.c, under the lock but for the last. lci_join: one of these, or LC_E_PINS and nothing is
+ * pinned. */
+enum { LCI_JOIN_NONE = 0, LCI_JOINED = 1, LCI_JOIN_LATER = 2 };
+int lci_join(lci_handle *h, lc_txn *t, lci_reserve_op *op, const int32_t *page, uint8_t *status,
+             uint32_t n);
+void lci_open_shards(lci_handle *h, const lci_reserve_op *op);
+void lci_settle_joins(lci_handle *h, lc_txn *t);
+int lci_list_whole(lci_handle *h, const lci_reserve_op *op, int wait, uint64_t deadline);
+#define LCI_JOIN_WAIT UINT64_C(20000000) /* ns that a rank waits for one that is making pages */
 
 /* What a caller of lci_may_allocate knows of memory for the pages that have none. */
 enum { LCI_MEMORY_ASK = 0, LCI_MEMORY_NONE = 1, LCI_MEMORY_ALL = 2 };

@@ -140,6 +140,19 @@ LC_API int lci_peek1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref n
     return LC_LIKELY(lci_ns_open(h, ns)) ? (int)found : 0;
 }
 
+/* The page of a key counts as used, if it is ready or being written: 1, else 0. Advice, as any tick. */
+LC_API int lci_touch_key(lci_handle *h, const lc_key *key, lci_ns_ref ns) {
+    lc_found found;
+    int rc = lci_usable(h);
+    if (rc != LC_OK) return rc;
+    if (h->at->readonly) return LC_E_READONLY;
+    if (!lci_ns_open(h, ns)) return 0;
+    lc_dict_find(&h->dict, key->lo, key->hi, &found);
+    if (found.node == LC_NIL || lci_ns_of(found.word) != lci_ns_id(ns)) return 0;
+    lci_touch(&h->pages[found.node], lci_next_tick(h), 0);
+    return 1;
+}
+
 bool lci_pinned(const lci_handle *h, const lci_page *p) {
     uint64_t bits = lc_load_acquire(&p->pins);
     uint32_t page = (uint32_t)(p - h->pages);
@@ -266,11 +279,16 @@ int lci_pin_ready(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns, ui
     return LC_OK;
 }
 
+static void count_hits(lcs_client *c, uint32_t asked, uint32_t hit) {
+    lc_raise(&c->hit_pages, hit);
+    lc_raise(&c->missed_pages, asked - hit);
+}
+
+/* `lookups` counts uncounted ones too: `check` learns from it that pins may be moving. */
 void lci_note_lookup(lcs_attachment *at, uint32_t asked, uint32_t hit) {
     lcs_client *c = lcs_client_of(at, at->slot);
     lc_raise(&c->lookups, 1);
-    lc_raise(&c->hit_pages, hit);
-    lc_raise(&c->missed_pages, asked - hit);
+    count_hits(c, asked, hit);
 }
 
 /* Pin the longest ready prefix of each request; `lease` begins zeroed. Pages are written to the
@@ -281,6 +299,7 @@ LC_API int lci_match(lci_handle *h, const lc_key *keys, const int64_t *offsets, 
     int rc = lci_usable(h);
     if (rc != LC_OK) return rc;
     if (h->at->readonly) return LC_E_READONLY;
+    bool counted = lease->capacity != LCI_UNCOUNTED;
     lease->capacity = (uint32_t)(offsets[requests] - offsets[0]);
     int32_t *pages = (int32_t *)(lease + 1);
     uint32_t *gens = (uint32_t *)(pages + lease->capacity);
@@ -291,7 +310,7 @@ LC_API int lci_match(lci_handle *h, const lc_key *keys, const int64_t *offsets, 
         if (rc >= 0) {
             counts[i] = rc;
             lease->held += (uint32_t)rc;
-            lci_note_lookup(h->at, n, (uint32_t)rc);
+            lci_note_lookup(h->at, counted ? n : 0, counted ? (uint32_t)rc : 0);
         } else {
             lci_unpin_run(h, pages, 0, lease->held);
             lease->held = 0;
@@ -307,6 +326,7 @@ LC_API int lci_match1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref 
     int rc = lci_usable(h);
     if (LC_UNLIKELY(rc != LC_OK)) return rc;
     if (LC_UNLIKELY(h->at->readonly)) return LC_E_READONLY;
+    bool counted = lease->capacity != LCI_UNCOUNTED;
     lease->capacity = n;
     int32_t *pages = (int32_t *)(lease + 1);
     uint32_t *gens = (uint32_t *)(pages + n);
@@ -314,27 +334,46 @@ LC_API int lci_match1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref 
     rc = match_one(h, keys, n, ns, pages, gens);
     if (rc >= 0) {
         lease->held = (uint32_t)rc;
-        lci_note_lookup(h->at, n, (uint32_t)rc);
+        lci_note_lookup(h->at, counted ? n : 0, counted ? (uint32_t)rc : 0);
+    }
+    pthread_mutex_unlock(&h->at->rows);
+    return rc;
+}
+
+/* Count the pages of lookups that were not counted: of a request that was looked up many times. */
+LC_API int lci_count_pages(lci_handle *h, uint32_t asked, uint32_t hit) {
+    int rc = lcs_usable(h->at);
+    if (rc != LC_OK) return rc;
+    if (h->at->readonly) return LC_E_READONLY;
+    pthread_mutex_lock(&h->at->rows);
+    count_hits(lcs_client_of(h->at, h->at->slot), asked, hit);
+    pthread_mutex_unlock(&h->at->rows);
+    return LC_OK;
+}
+
+/* Unpin what the lease holds beyond its first `pages`. */
+static int shorten(lci_handle *h, lci_lease *lease, uint32_t pages) {
+    int rc = lcs_usable(h->at);
+    if (LC_UNLIKELY(rc != LC_OK && rc != LC_E_RETIRED)) return rc;
+    int32_t *page = (int32_t *)(lease + 1);
+    pthread_mutex_lock(&h->at->rows);
+    uint32_t held = lease->held;
+    if (pages < held) lease->held = pages;
+    rc = LC_OK;
+    for (uint32_t i = pages; i < held; i++) {
+        int one = lci_unpin_one(h, (uint32_t)page[i]);
+        if (one != LC_OK) rc = one;
     }
     pthread_mutex_unlock(&h->at->rows);
     return rc;
 }
 
 /* Unpin what the lease holds. LC_E_TWICE when it holds nothing any more is the caller's to tell. */
-LC_API int lci_release(lci_handle *h, lci_lease *lease) {
-    int rc = lcs_usable(h->at);
-    if (LC_UNLIKELY(rc != LC_OK && rc != LC_E_RETIRED)) return rc;
-    int32_t *pages = (int32_t *)(lease + 1);
-    pthread_mutex_lock(&h->at->rows);
-    uint32_t held = lease->held;
-    lease->held = 0;
-    rc = LC_OK;
-    for (uint32_t i = 0; i < held; i++) {
-        int one = lci_unpin_one(h, (uint32_t)pages[i]);
-        if (one != LC_OK) rc = one;
-    }
-    pthread_mutex_unlock(&h->at->rows);
-    return rc;
+LC_API int lci_release(lci_handle *h, lci_lease *lease) { return shorten(h, lease, 0); }
+
+/* Keep the first pages: in one call, for a caller that a signal may interrupt. */
+LC_API int lci_shorten(lci_handle *h, lci_lease *lease, uint32_t pages) {
+    return shorten(h, lease, pages);
 }
 
 /* Hand what a lease holds to others, a run of `counts[i]` pages to each: at once, for a caller that

@@ -64,7 +64,7 @@ static uint32_t next_up(const oldest *o) {
     uint32_t word = lc_load(&q->word);
     uint32_t goes = word & (LCI_STATE_MASK | LCI_KEPT | LCI_INDEPENDENT);
     if (goes != LCI_READY || lci_res_of(word)) return LC_NIL;
-    if (lci_tick(q) != lci_tick(&h->pages[child]) || !bare(o, parent)) return LC_NIL;
+    if (lci_tick(q) > lci_tick(&h->pages[child]) || !bare(o, parent)) return LC_NIL;
     return lci_promised(h, &o->eviction, parent) || lci_pinned(h, q) ? LC_NIL : parent;
 }
 

@@ -7,6 +7,7 @@ static int refused(const lci_handle *h, uint32_t word, uint32_t gen) {
     if (word >> LCI_SHARD_GEN_SHIFT != (gen & 0xffffff)) return LC_E_STALE;
     if ((word & LCI_SHARD_STATUS) == LCI_SHARD_DEAD) return LC_E_STALE;
     if ((word & LCI_SHARD_SLOT) != h->at->slot) return LC_E_OWNER;
+    if ((word & LCI_SHARD_STATUS) == LCI_SHARD_OPEN) return LC_E_OWNER; /* for the rank that joins */
     if ((word & LCI_SHARD_STATUS) == LCI_SHARD_DONE) return LC_E_TWICE;
     return LC_OK;
 }

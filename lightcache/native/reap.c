@@ -20,8 +20,9 @@ static bool writes_any(const lci_reservation *r, uint32_t slot) {
     uint32_t shards = lc_load(&r->shards);
     for (uint32_t s = 0; s < shards && s < LCI_SHARDS; s++) {
         uint32_t word = lc_load_acquire(&r->shard[s]);
-        if ((word & LCI_SHARD_STATUS) == LCI_SHARD_PENDING && (word & LCI_SHARD_SLOT) == slot)
-            return true;
+        uint32_t status = word & LCI_SHARD_STATUS;
+        bool written = status != LCI_SHARD_PENDING && status != LCI_SHARD_OPEN;
+        if (!written && (word & LCI_SHARD_SLOT) == slot) return true;
     }
     return false;
 }

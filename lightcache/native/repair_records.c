@@ -97,7 +97,9 @@ static bool sane_shards(const lci_reservation *r) {
     for (uint32_t s = 0; s < shards; s++) {
         uint32_t word = lc_load_acquire(&r->shard[s]);
         if (word >> LCI_SHARD_GEN_SHIFT != gen) return false;
-        if ((word & LCI_SHARD_STATUS) >= LCI_SHARD_DEAD) return false;
+        bool open = (word & LCI_SHARD_STATUS) == LCI_SHARD_OPEN;
+        bool joins = lc_load(&r->team) && (word & LCI_SHARD_SLOT) == lc_load(&r->owner);
+        if (open ? !joins : (word & LCI_SHARD_STATUS) == LCI_SHARD_DEAD) return false;
     }
     return true;
 }

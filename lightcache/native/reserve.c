@@ -1,6 +1,8 @@
 /* Reserving: room for pages that a client is about to write. */
 #include "index.h"
 
+#include <sched.h>
+
 typedef struct reserve {
     lci_handle *h;
     lci_reserve_op *op;
@@ -188,9 +190,11 @@ static uint32_t take_pages(reserve *r, uint32_t absent, uint32_t *pages, uint32_
     *why = want < absent ? LCI_WHY_QUOTA : LCI_WHY_PINNED;
     if (!want) return 0;
     *why = LCI_WHY_RESERVATIONS;
-    if (!r->op->gen &&
-        !lci_open_reservation(h, &r->t, r->op->shards, r->op->ns, &r->op->rid, &r->op->gen))
-        return 0;
+    if (!r->op->gen) {
+        if (!lci_open_reservation(h, &r->t, r->op->shards, r->op->ns, &r->op->rid, &r->op->gen))
+            return 0;
+        if (r->op->team) lci_open_shards(h, r->op);
+    }
     uint32_t room = lci_list_room(h, &h->res[r->op->rid].pages);
     if (room >= want) *why = want < absent ? LCI_WHY_QUOTA : LCI_WHY_PINNED;
     return lci_take_free(h, &r->t, pages, room < want ? room : want);
@@ -214,6 +218,14 @@ static uint32_t parent_of(const reserve *r, uint32_t i) {
     return find_locked(r->h, &r->keys[at - 1], &word, &length);
 }
 
+/* Must the first page hang on one that is not there? Asked again after room was made, which spares this
+ * call's chain but for a tick that was lost to a race. */
+static bool headless(const reserve *r) {
+    if (!r->op->linked) return false;
+    uint32_t parent = parent_of(r, 0);
+    return parent == LC_NIL || !lci_may_hang(r->h, parent, new_word(r, 0));
+}
+
 /* Go through a batch in order: each key hangs on the one before it. Returns how many of the taken
  * pages were used. */
 static uint32_t place(reserve *r, uint32_t from, uint32_t to, const uint32_t *pages, uint32_t got,
@@ -229,6 +241,9 @@ static uint32_t place(reserve *r, uint32_t from, uint32_t to, const uint32_t *pa
             if (twin != LC_NIL) {
                 r->page[i] = (int32_t)twin;
                 r->status[i] = LCI_BUSY_KEY;
+            } else if (i == 0 && headless(r)) {
+                stop(r, i, LCI_WHY_HEAD);
+                break;
             } else if (used == got || full) {
                 stop(r, i, used == got ? why : LCI_WHY_CHAIN);
                 break;
@@ -304,10 +319,41 @@ static bool too_many(const reserve *r, uint32_t *why) {
     return beyond || rest - present + taken > r->h->page_count;
 }
 
+/* What another rank has begun is joined whole. Keys that are not there stay so: it found no room for
+ * them, or they went since. Looks at all keys under one hold of the lock. True: this call is through, or
+ * has to come again, as the other rank is making pages. */
+static bool join(reserve *r) {
+    lci_reserve_op *op = r->op;
+    uint32_t rest = r->n - r->start;
+    bool full = false;
+    pthread_mutex_lock(&r->h->at->rows);
+    classify(r, 0, rest, &full);
+    pthread_mutex_unlock(&r->h->at->rows);
+    if (r->t.error) return true;
+    int rc = lci_join(r->h, &r->t, op, r->page, r->status, rest);
+    if (rc == LCI_JOIN_LATER) {
+        uint64_t now = lcs_now_ns();
+        if (!op->later) op->later = now + LCI_JOIN_WAIT;
+        return now < op->later;
+    }
+    if (rc < 0) r->t.error = rc;
+    if (rc != LCI_JOINED) return rc < 0;
+    r->kept = op->made;
+    r->kept_gen = op->gen;
+    for (uint32_t i = 0; i < rest; i++) {
+        if (r->status[i] == LCI_UNKNOWN) r->status[i] = LCI_NO_ROOM;
+        if (r->status[i] == LCI_NO_ROOM) op->reason = LCI_WHY_TEAM;
+    }
+    op->cursor = rest;
+    return true;
+}
+
 /* Work under one hold of the lock: at most 256 keys, fewer when others wait. */
 static int settle(reserve *r) {
     uint32_t rest = r->n - r->start, worked = 0, why;
     if (!lci_ns_open(r->h, r->op->ns)) return LC_E_CLEARED;
+    if (r->op->team && r->op->cursor == 0 && !r->op->gen && join(r)) return r->t.error;
+    if (r->op->cursor == 0 && headless(r)) stop(r, 0, LCI_WHY_HEAD);
     if (r->op->whole && r->op->cursor == 0 && too_many(r, &why)) stop(r, 0, why);
     while (r->op->cursor < rest && !r->op->stopped) {
         uint32_t to = r->op->cursor + LCI_BATCH < rest ? r->op->cursor + LCI_BATCH : rest;
@@ -354,6 +400,7 @@ static int locked_part(reserve *r, int wait, uint64_t deadline) {
         if (dropped != LC_OK) return dropped;
         if (rc != LC_OK) return rc;
         bool more = r->op->cursor < r->n - r->start && !r->op->stopped;
+        if (r->op->later && !r->op->gen) sched_yield(); /* to a rank that is making pages */
         if (more && (rc = lci_again(begun, wait, deadline)) != LC_OK) return rc;
     }
     return (int)r->op->made;
@@ -405,7 +452,7 @@ static int give_back(reserve *r, int wait, uint64_t deadline) {
     return LC_OK;
 }
 
-/* Reserve pages for keys [start, n): see `op->run`, `op->group` and `op->whole`. Returns the
+/* Reserve pages for keys [start, n): see `op->run`, `op->group`, `op->whole` and `op->linked`. Returns the
  * number of new pages; LC_E_BUSY, LC_E_INTR and LC_E_GROW: call again with the same `op`, it
  * continues where it was. After any other error the caller gives back what `page` and `status` say
  * it holds. */
@@ -417,7 +464,7 @@ LC_API int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, ui
     if (h->at->readonly) return LC_E_READONLY;
     if (lc_load(&lcs_header_of(h->at)->disabled)) return LC_E_DISABLED;
     if (start > n || op->shards == 0 || op->shards > LCI_SHARDS) return LC_E_RANGE;
-    if (op->group >= LCI_NUMBERS) return LC_E_RANGE;
+    if (op->group >= LCI_NUMBERS || (op->team && op->shard >= op->shards)) return LC_E_RANGE;
     if (!lci_ns_open(h, op->ns)) return LC_E_CLEARED;
     reserve r = {.h = h, .op = op, .keys = keys, .n = n, .start = start,
                  .page = page, .status = status};
@@ -436,6 +483,10 @@ LC_API int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, ui
     }
     rc = reserve_all(&r, wait, deadline);
     if (LC_UNLIKELY(rc > 0 && op->whole && op->stopped)) rc = give_back(&r, wait, deadline);
+    if (LC_UNLIKELY(rc > 0 && op->team && !op->joined)) {
+        int listed = lci_list_whole(h, op, wait, deadline);
+        if (listed != LC_OK) return listed;
+    }
     return rc;
 }
 

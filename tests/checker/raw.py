@@ -26,7 +26,7 @@ Ints = npt.NDArray[Any]
 
 _LOG_SOFT = 0x80000000
 _RES_ACTIVE, _RES_DOOMED = 1, 2
-_SHARD_PENDING, _SHARD_DONE, _SHARD_DEAD = 0, 1, 2
+_SHARD_PENDING, _SHARD_DONE, _SHARD_DEAD, _SHARD_OPEN = 0, 1, 2, 3
 _NS_NORMAL, _NS_CLEARING, _NS_CLEARED = 1, 2, 3
 
 
@@ -403,8 +403,12 @@ class _Findings:
                 continue
             words = records["shard"][i][:shards]
             status = words >> 6 & 3
-            if (words >> 8 != gen[i]).any() or (status > _SHARD_DEAD).any():
-                yield f"{what}: a shard's word is of another generation, or has no status"
+            if (words >> 8 != gen[i]).any():
+                yield f"{what}: a shard's word is of another generation"
+            strangers = words & 63 != records["owner"][i]
+            joins = records["team"][i] != 0 and records["state"][i] != _RES_DOOMED
+            if ((status == _SHARD_OPEN) & (strangers | (not joins))).any():
+                yield f"{what} has a shard for ranks to join that is not its owner's, or no team"
             ended = records["state"][i] == _RES_DOOMED or (status == _SHARD_DONE).all()
             if (status == _SHARD_DEAD).any() and records["state"][i] != _RES_DOOMED:
                 yield f"{what} has a dead shard and is not doomed"

@@ -72,8 +72,10 @@ static void allow_reservations(judge *j, lci_handle *h) {
         if (lc_load(&r->state) == LCI_RES_FREE) continue;
         for (uint32_t s = 0; s < lc_load(&r->shards); s++) {
             uint32_t word = lc_load(&r->shard[s]);
-            ends |= (word & LCI_SHARD_STATUS) == LCI_SHARD_PENDING &&
+            uint32_t status = word & LCI_SHARD_STATUS;
+            ends |= (status == LCI_SHARD_PENDING || status == LCI_SHARD_OPEN) &&
                     dead_slot(j, word & LCI_SHARD_SLOT);
+            ends |= status == LCI_SHARD_OPEN && lcs_now_ns() >= lc_load(&r->deadline_ns);
         }
         if (dead_slot(j, lc_load(&r->owner))) ALLOW(j, h, r->owner);
         if (!ends) continue;
@@ -143,6 +145,7 @@ static void allow_derived(judge *j, lci_handle *h) {
     ALLOW(j, h, r->occupied);
     ALLOW(j, h, r->event);
     ALLOW(j, h, r->reaped); /* counts what reaping has done */
+    ALLOW(j, h, r->joining_ns); /* a look for late ranks, by any holder of the lock */
     ALLOW(j, h, r->completed);
 }
 

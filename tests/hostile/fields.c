@@ -97,6 +97,7 @@ static void root_fields(table *t, uint64_t at) {
     ONE(lci_root, looking_ns, ADVICE, at, 1);
     ONE(lci_root, looked_ns, ADVICE, at, 1);
     ONE(lci_root, no_memory_ns, ADVICE, at, 1);
+    ONE(lci_root, joining_ns, ADVICE, at, 1);
     ONE(lci_root, clock, ADVICE, at, 1);
     ONE(lci_root, event, PROTOCOL, at, 1);
     ARRAY(lci_root, completed, PROTOCOL, at, 16);
@@ -137,6 +138,9 @@ static void record_fields(table *t, const lci_geometry *g) {
     ONE(lci_reservation, pages.first, TRUTH, g->reservation, n);
     ONE(lci_reservation, pages.last, TRUTH, g->reservation, n);
     ONE(lci_reservation, ns, TRUTH, g->reservation, n);
+    ONE(lci_reservation, team, TRUTH, g->reservation, n);
+    ONE(lci_reservation, deadline_ns, TRUTH, g->reservation, n);
+    ONE(lci_reservation, listed, TRUTH, g->reservation, n);
     ONE(lci_reservation, shard[0], TRUTH, g->reservation, n);
     ONE(lci_reservation, shard[1], TRUTH, g->reservation, n);
     n = g->chunks;

@@ -268,8 +268,11 @@ class Model:
             gone.update(more)
 
     def forget(self, page: Page) -> None:
-        """Evict."""
+        """Evict. What it hung on was used when it was."""
         page.state = "free"
+        parent = page.parent
+        if parent and parent.named and not parent.independent:
+            parent.tick = max(parent.tick, page.tick)
         del self.by_key[page.key]
 
     def doom(self, page: Page) -> None:

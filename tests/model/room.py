@@ -134,7 +134,7 @@ class RoomRules(MachineBase):
             if not self.model.queued(page):
                 assert set(self.model.children(page)) <= set(pages[:i])
                 assert pages[i - 1].parent is page
-                assert pages[i - 1].tick == page.tick
+                assert pages[i - 1].tick >= page.tick
             elif now is not None:
                 assert max(page.tick, now) >= before
                 before = max(page.tick, now)

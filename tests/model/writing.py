@@ -85,6 +85,45 @@ class WritingRules(MachineBase):
             return
         self.settle_reserve(client, space, keys, start, shards, independent, call(), tick, now)
 
+    @rule(number=pick, path=paths, cut=pick, where=pick, kind=pick)
+    def write_piece(self, number: int, path: list[int], cut: int, where: int, kind: int) -> None:
+        """A chain in pieces: what hangs on a page that is not there is not made."""
+        client = self.client(number)
+        space, real = self.space(client, where)
+        keys = self.keys(path)
+        if len(keys) < 2 or not space.open:
+            return
+        keys = keys[cut % (len(keys) - 1) :]
+        chain = make.array(keys)
+        tick, now = self.view.clock + 1, self.view.queue_now
+        independent = self.kind(kind)
+        said = independent if self.independent is None else None
+        got = client.index.reserve(chain[1:], after=chain[:1], independent=said, namespace=real)
+        assert (got.new < len(chain) - 1).all()
+        if not independent:
+            parent, place = self.parent_at(keys, 1, space), Page(-1, keys[0], space, None, tick)
+            if self.fit(place, parent) is None:
+                self.settle_headless(client, space, keys, got, tick)
+                return
+        got._start += 1  # positions in `keys`, as the model counts
+        self.settle_reserve(client, space, keys, 1, 1, independent, got, tick, now)
+        self.finish(self.held.pop())
+
+    def settle_headless(
+        self, client: Client, space: CacheScope, keys: list[make.Pair], got: Reservation, since: int
+    ) -> None:
+        if keys[0] in self.model.by_key:
+            self.model.by_key[keys[0]].tick = since
+        pages = [self.model.ready(key, space) for key in keys[1:]]
+        self.model.settle()
+        assert not self.evicted()
+        assert got.present_pages.tolist() == [page.number for page in pages if page]
+        assert got.missing.tolist() == [i for i, page in enumerate(pages) if not page]
+        assert got.why.startswith("the page of the key before") == bool(len(got.missing))
+        for page in filter(None, pages):
+            page.tick = since
+        got.release()
+
     @rule(number=pick, path=paths, where=pick, kind=pick)
     def write(self, number: int, path: list[int], where: int, kind: int = 0) -> None:
         """Reserve, publish and release in one go: what mostly happens, and fills the pool."""

@@ -89,6 +89,7 @@ lci_handle *lci_open(lcs_attachment *at, uint64_t pages);
 void lci_close(lci_handle *h);
 int lci_count(lci_handle *h, lci_counts *out);
 int lci_count_groups(const lci_handle *h, uint32_t step, uint32_t pages[2 * LCI_NUMBERS]);
+int lci_touch_key(lci_handle *h, const lc_key *key, lci_ns_ref ns);
 int lci_peek1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns);
 int lci_peek(lci_handle *h, const lc_key *keys, const int64_t *offsets, uint32_t requests,
              lci_ns_ref ns, int32_t *counts);
@@ -107,9 +108,12 @@ int lci_match_groups_many(lci_group *groups, uint32_t count, const lc_key *keys,
 int lci_peek_groups(lci_group *groups, uint32_t count, const lc_key *keys, uint32_t n,
                     uint32_t page_tokens, uint32_t step, int32_t *limit);
 int lci_release(lci_handle *h, lci_lease *lease);
+int lci_shorten(lci_handle *h, lci_lease *lease, uint32_t pages);
+int lci_count_pages(lci_handle *h, uint32_t asked, uint32_t hit);
 int lci_split(lci_lease *from, lci_lease *const *to, const int32_t *counts, uint32_t n);
 int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, uint32_t n, uint32_t start,
                 int32_t *page, uint8_t *status, int wait, uint64_t deadline);
+int lci_settle(lci_handle *h, int wait, uint64_t deadline);
 int lci_unreserve(lci_handle *h, lci_reserve_op *op, const int32_t *page, const uint8_t *status,
                   uint32_t n);
 int lci_publish(lci_handle *h, uint32_t rid, uint32_t gen, uint32_t shard, const int32_t *pages,

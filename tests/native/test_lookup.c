@@ -170,6 +170,44 @@ static void match_counts_hits_and_lookups(void) {
     tear_down();
 }
 
+static void uncounted_matches(void) {
+    static const int64_t offsets[] = {0, 3, 6};
+    int32_t counts[2];
+    set_up(64);
+    prompt_fill(&a, &p, 1, 3);
+    prompt_make(&p, 1, 6);
+    const lcs_client *record = lcs_client_of(b.at, b.slot);
+    memset(&l, 0, sizeof l);
+    l.head.capacity = LCI_UNCOUNTED;
+    CHECK_EQ(lci_match1(b.h, p.keys, 6, NS, &l.head), 3);
+    CHECK_EQ(l.head.capacity, 6); /* the rest is as ever */
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    l.head.capacity = LCI_UNCOUNTED;
+    CHECK_EQ(lci_match(b.h, p.keys, offsets, 2, NS, &l.head, counts), 3);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    CHECK_EQ(record->lookups, 3);
+    CHECK_EQ(record->hit_pages + record->missed_pages, 0);
+    CHECK_EQ(lc_load(&a.h->pages[l.pages[0]].used) & LCI_HITS_MASK, 2);
+    CHECK_EQ(lci_count_pages(b.h, 6, 4), LC_OK);
+    CHECK_EQ(record->hit_pages, 4);
+    CHECK_EQ(record->missed_pages, 2);
+    tear_down();
+}
+
+static void lease_is_shortened(void) {
+    set_up(64);
+    prompt_fill(&a, &p, 1, 6);
+    CHECK_EQ(match(&b, &p, &l), 6);
+    CHECK_EQ(lci_shorten(b.h, &l.head, 9), LC_OK); /* nothing lies beyond */
+    CHECK_EQ(l.head.held, 6);
+    CHECK_EQ(lci_shorten(b.h, &l.head, 2), LC_OK);
+    CHECK_EQ(l.head.held, 2);
+    for (uint32_t i = 0; i < 6; i++) CHECK_EQ(pins_of(&b, (uint32_t)l.pages[i]), i < 2);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    CHECK_EQ(pins_of(&b, (uint32_t)l.pages[0]), 0);
+    tear_down();
+}
+
 static void lookups_of_those_who_may_not(void) {
     int32_t count;
     const int64_t offsets[] = {0, 3};
@@ -178,6 +216,7 @@ static void lookups_of_those_who_may_not(void) {
     client r = reader_join(&s);
     CHECK_EQ(peek(&r, &p), 3);
     CHECK_EQ(lci_match1(r.h, p.keys, 3, NS, &l.head), LC_E_READONLY);
+    CHECK_EQ(lci_count_pages(r.h, 3, 0), LC_E_READONLY);
     CHECK_EQ(lci_match(r.h, p.keys, offsets, 1, NS, &l.head, &count), LC_E_READONLY);
     client_forget(&r);
     lc_store(&lcs_header_of(a.at)->disabled, 1);
@@ -195,6 +234,8 @@ static void lookups_of_those_who_may_not(void) {
     lc_store(&lcs_header_of(a.at)->retired, 0);
     lcs_attachment_close(b.at);
     CHECK_EQ(lci_release(b.h, &l.head), LC_E_CLOSED);
+    CHECK_EQ(lci_shorten(b.h, &l.head, 0), LC_E_CLOSED);
+    CHECK_EQ(lci_count_pages(b.h, 3, 0), LC_E_CLOSED);
     b.at->closed = 0;
     tear_down();
 }
@@ -224,6 +265,8 @@ const test lookup_tests[] = {
     TEST(lease_splits_into_runs),
     TEST(match_beyond_65535_pins_holds_nothing),
     TEST(match_counts_hits_and_lookups),
+    TEST(uncounted_matches),
+    TEST(lease_is_shortened),
     TEST(lookups_of_those_who_may_not),
     TEST(match_in_long_chains),
     END_OF_TESTS,

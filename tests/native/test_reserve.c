@@ -294,6 +294,54 @@ static void reserve_that_meets_damage_holds_nothing(void) {
     tear_down();
 }
 
+/* A chain in pieces: keys[0] is that of the page before. */
+static int reserve_piece(client *c, prompt *piece, uint32_t from, uint32_t to) {
+    lci_reserve_op op = {.shards = 1, .ns = NS, .linked = 1};
+    prompt whole;
+    prompt_make(&whole, 1, to);
+    memset(piece, 0, sizeof *piece);
+    memcpy(piece->keys, whole.keys + from - 1, (to - from + 1) * sizeof *piece->keys);
+    piece->n = to - from + 1;
+    int made = lci_reserve(c->h, &op, piece->keys, piece->n, 1, piece->page, piece->status, BLOCKING);
+    piece->op = op;
+    return made;
+}
+
+static void pieces_hang_on_the_page_before(void) {
+    prompt piece;
+    set_up(64);
+    CHECK_EQ(reserve_piece(&b, &piece, 4, 8), 0); /* nothing there */
+    CHECK_EQ(piece.op.reason, LCI_WHY_HEAD);
+    CHECK_EQ(piece.status[0], LCI_NO_ROOM);
+    CHECK_EQ(piece.op.gen, 0);
+    prompt_make(&p, 1, 4);
+    CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 4); /* being written */
+    CHECK_EQ(reserve_piece(&b, &piece, 4, 8), 4);
+    CHECK_EQ(lci_parent(b.h, &b.h->pages[piece.page[0]]), (uint32_t)p.page[3]);
+    CHECK_EQ(lc_load(&b.h->pages[p.page[3]].children), 1);
+    CHECK_EQ(lci_abandon(a.h, p.op.rid, p.op.gen, BLOCKING), LC_OK);
+    CHECK_EQ(lci_parent(b.h, &b.h->pages[piece.page[0]]), LC_NIL); /* its writer gave up */
+    prompt_unpin(&a, &p);
+    CHECK_EQ(lci_unreserve(b.h, &piece.op, piece.page, piece.status, 4), LC_OK);
+    CHECK_EQ(lci_abandon(b.h, piece.op.rid, piece.op.gen, BLOCKING), LC_OK);
+    tear_down();
+}
+
+static void keys_are_touched(void) {
+    set_up(64);
+    prompt_fill(&a, &p, 1, 2);
+    lc_key absent = prompt_key(9, 9);
+    const lci_page *page = &a.h->pages[p.page[0]];
+    uint64_t before = lci_tick(page);
+    CHECK_EQ(lci_touch_key(b.h, &absent, NS), 0);
+    CHECK_EQ(lci_touch_key(b.h, &p.keys[0], NS + 1), 0); /* of another namespace */
+    CHECK_EQ(lci_tick(page), before);
+    CHECK_EQ(lci_touch_key(b.h, &p.keys[0], NS), 1);
+    CHECK(lci_tick(page) > before);
+    CHECK_EQ(lc_load(&page->used) & LCI_HITS_MASK, 0);
+    tear_down();
+}
+
 const test reserve_tests[] = {
     TEST(reserve_makes_pages_pinned_and_hung_on_one_another),
     TEST(reserve_of_what_is_there_and_of_what_others_write),
@@ -309,5 +357,7 @@ const test reserve_tests[] = {
     TEST(reserve_is_refused),
     TEST(abandoned_pages_wait_for_the_last_pin),
     TEST(reserve_that_meets_damage_holds_nothing),
+    TEST(pieces_hang_on_the_page_before),
+    TEST(keys_are_touched),
     END_OF_TESTS,
 };

@@ -208,6 +208,30 @@ TABLE: Table = {
             )
         )
     ],
+    ("gave `after` another number", ConfigError): [
+        ("one key", lambda index, call=call: getattr(index, call)(B, after=A))
+        for call in ("match", "reserve")
+    ],
+    ("gave `team` without `shard`", ConfigError): [
+        ("one was given without", lambda index: index.reserve(B, team=1)),
+        ("one was given without", lambda index: index.reserve(B, shard=0)),
+        ("team", lambda index: index.reserve(B, team=0, shard=0)),
+        ("shard", lambda index: index.reserve(B, team=1, shard=1)),
+    ],
+    ("gave a ticket of a team's", ConfigError): [
+        (
+            "without tickets",
+            lambda index: index.reserve(B, shards=2, team=1, shard=0).ticket([index.client_id]),
+        )
+    ],
+    ("shortened a lease", ConfigError): [
+        ("pages", lambda index, n=n: index.match(A).shorten(n)) for n in (-1, 3)
+    ],
+    ("gave a ticket of pages that", ConfigError): [
+        ("start", lambda index: index.match(A).ticket([index.client_id], start=3)),
+        ("stop", lambda index: index.match(A).ticket([index.client_id], stop=3)),
+    ],
+    ("took so many pages", ConfigError): [("pages", lambda index: index.take("a", pages=-1))],
     ("released a lease, batch, shard", LeaseLost): [
         (
             "released before",

@@ -52,6 +52,43 @@ def test_pinned_pages_are_not_evicted(index: PageIndex) -> None:
     assert index.evict(16) == 4
 
 
+def test_a_shortened_lease_keeps_its_first_pages(index: PageIndex) -> None:
+    have = fill(index, 1, 8)
+    with index.match(have) as lease:
+        before = lease.pages
+        lease.shorten(8)
+        assert pins(index) == 8
+        lease.shorten(3)
+        assert lease.pages.tolist() == before[:3].tolist()
+        assert (len(lease), pins(index)) == (3, 3)
+        assert index.evict(16) == 5
+        refused(ConfigError, "pages", lease.shorten, 4)
+        refused(ConfigError, "pages", lease.shorten, -1)
+        assert pins(index) == 3  # a refusal unpins nothing
+        lease.shorten(0)
+        assert (len(lease), lease.pages.tolist()) == (0, [])
+    assert pins(index) == 0
+    refused(LeaseLost, "released before", lease.shorten, 0)
+
+
+def test_uncounted_lookups_pin_and_age_as_others(index: PageIndex) -> None:
+    have = fill(index, 1, 4)
+    space = np.concatenate([have, prompt(2, 2)])
+    bounds = np.array([0, 4, 6])
+    index.match(have, count=False).release()
+    index.match_many(space, bounds, count=False).release()
+    (client,) = index.clients()
+    assert (client.lookups, client.hit_pages, client.missed_pages) == (3, 0, 0)
+    index.match(have).release()
+    index.match_many(space, bounds).release()
+    (client,) = index.clients()
+    assert (client.lookups, client.hit_pages, client.missed_pages) == (6, 8, 2)
+    older = fill(index, 3, 4)
+    index.match(have, count=False).release()
+    index.evict(4)
+    assert (index.peek(have), index.peek(older)) == (4, 0)
+
+
 def test_what_is_detached_is_unpinned_by_its_pages(index: PageIndex) -> None:
     have = fill(index, 1, 4)
     with index.match(have[:3]) as lease:

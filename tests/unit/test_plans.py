@@ -63,6 +63,45 @@ def test_what_is_planned_stays_until_it_is_taken(index: PageIndex) -> None:
     assert index.evict(16) == 3
 
 
+def test_part_of_a_plan_is_taken_and_the_rest_is_given_back(index: PageIndex) -> None:
+    have = fill(index, 1, 6)
+    for wanted, expected in [(0, 0), (2, 2), (6, 6), (9, 6), (None, 6)]:
+        assert index.plan("a", have) == 6
+        with index.take("a", pages=wanted) as lease:
+            assert lease.pages.tolist() == index.match(have).pages.tolist()[:expected]
+            assert pins(index) == expected
+        assert pins(index) == 0
+    index.plan("a", have)
+    refused(ConfigError, "pages", index.take, "a", pages=-1)
+    assert index.plans == Plans(1, 6)
+
+
+def test_a_request_counts_once_however_often_it_is_planned(index: PageIndex, clock: Clock) -> None:
+    def counted() -> tuple[int, int]:
+        (client,) = index.clients()
+        return client.hit_pages, client.missed_pages
+
+    wanted = prompt(1, 6)
+    for pages in range(1, 5):  # the prefix grows while it waits
+        fill(index, 1, pages)
+        assert index.plan("a", wanted) == pages
+        index.plan_many(["a"], wanted, np.array([0, 6]))
+    assert counted() == (0, 0)
+    index.take("a", pages=1).release()
+    assert counted() == (4, 2)
+    index.plan("a", wanted)
+    assert index.cancel("a")
+    assert counted() == (8, 4)
+    index.plan("a", wanted, timeout=1)
+    clock.now += 2
+    assert index.plans.requests == 0
+    assert counted() == (12, 6)
+    index.plan("a", wanted)
+    index.plan("a", wanted[:3])  # another prompt of the same request: it counts as that
+    index.take("a").release()
+    assert counted() == (15, 6)
+
+
 def test_planning_again_pins_nothing_twice(index: PageIndex) -> None:
     have = fill(index, 1, 4)
     first = index.plan(7, have)

@@ -12,7 +12,17 @@ from support.index_view import IndexView
 from support.keys import prompt
 from support.refusals import refused
 
-from lightcache import ClientId, LeaseLost, NoSpace, OutOfPages, PageIndex, ReservationShard, Ticket
+from lightcache import (
+    ClientId,
+    ConfigError,
+    Lease,
+    LeaseLost,
+    NoSpace,
+    OutOfPages,
+    PageIndex,
+    ReservationShard,
+    Ticket,
+)
 
 Script = Callable[..., Any]
 
@@ -80,6 +90,30 @@ def test_a_lease_is_handed_on(giver: PageIndex, taker: PageIndex) -> None:
         assert ticket.poll().verdict is True
     assert pins(giver) == 0
     assert giver.stats().tickets == 0
+
+
+def test_part_of_a_lease_is_handed_on(giver: PageIndex, taker: PageIndex) -> None:
+    have = prompt(2, 5)
+    giver.reserve(have).publish()
+    with giver.match(have) as lease:
+        pages = lease.pages.tolist()
+        for start, stop in [(2, None), (1, 3), (0, 0), (5, 5)]:
+            with lease.ticket([taker.client_id], start=start, stop=stop) as ticket:
+                part = taker.adopt(bytes(ticket))
+                assert isinstance(part, Lease)
+                assert part.pages.tolist() == pages[start:stop]
+                part.release()
+                taker.done(bytes(ticket))
+        for start, stop in [(-1, None), (6, None), (3, 2), (0, 6)]:
+            refused(
+                ConfigError,
+                "start|stop",
+                lease.ticket,
+                [taker.client_id],
+                start=start,
+                stop=stop,
+            )
+    assert pins(giver) == 0
 
 
 def test_a_forgotten_ticket_holds_no_record(giver: PageIndex, taker: PageIndex) -> None:

@@ -67,6 +67,53 @@ static void reserve_behind(actor *v) {
 }
 SCENE(reserve_behind, .pages = 48, .set = two_runs, .act = reserve_behind)
 
+/* The rest of a prompt, given by itself: on a page that another is writing, on one that is not there, and on
+ * one that a dead client was writing. */
+static void head_written(stage *s) {
+    two_runs(s);
+    actor *o = stage_other(s, 0);
+    run_reserve(o, &o->writing, 2, 4, 1, SCENE_NS);
+}
+static int reserve_rest(actor *v, uint32_t from) {
+    run *r = &v->writing;
+    run_keys(r->keys, 2, 10);
+    memmove(r->keys, r->keys + from, (10 - from) * sizeof *r->keys);
+    r->n = 10 - from;
+    r->op = (lci_reserve_op){.shards = 1, .ns = SCENE_NS, .linked = 1};
+    int made = lci_reserve(v->h, &r->op, r->keys, r->n, 1, r->page, r->status, LC_BLOCK, FOREVER);
+    NEED(lci_unreserve(v->h, &r->op, r->page, r->status, r->n - 1) == LC_OK);
+    r->n = 0; /* `page` and `status` begin at the second key */
+    return made;
+}
+static void reserve_piece(actor *v) { NEED(reserve_rest(v, 3) == 6); }
+static void reserve_headless(actor *v) {
+    NEED(reserve_rest(v, 5) == 0 && v->writing.op.reason == LCI_WHY_HEAD);
+}
+SCENE(reserve_piece, .pages = 48, .set = head_written, .act = reserve_piece)
+SCENE(reserve_headless, .pages = 48, .set = head_written, .act = reserve_headless)
+
+static void head_kept(stage *s) {
+    two_runs(s);
+    run_fill(&s->survivor, 2, 4, SCENE_NS);
+    run_fill(&s->survivor, 3, 8, SCENE_NS);
+}
+static void touch_and_evict(actor *v) {
+    lc_key head = scene_key(2, 3);
+    NEED(reserve_rest(v, 3) == 6); /* room comes from run 0 */
+    NEED(lci_touch_key(v->h, &head, SCENE_NS) == 1);
+}
+SCENE(reserve_piece_evicting, .pages = 40, .set = head_kept, .act = touch_and_evict, .taken = 2)
+
+/* The rest was used and its head was not: the other run goes first, and then both of them. */
+static void rest_used(actor *v) {
+    hold l = {0};
+    run_keys(l.keys, 0, 16);
+    NEED(lci_match1(v->h, l.keys + 12, 4, SCENE_NS, &l.lease) == 4);
+    NEED(lci_release(v->h, &l.lease) == LC_OK);
+}
+static void evict_both(actor *v) { NEED(deed_evict(v, 26) == 26); }
+SCENE(evict_used_rest, .pages = 48, .set = two_runs, .prepare = rest_used, .act = evict_both, .taken = 26)
+
 static void small_run(stage *s) { run_fill(&s->survivor, 0, 12, SCENE_NS); }
 static void reserve_growing(actor *v) {
     run *r = &v->writing;

@@ -70,6 +70,14 @@ static void match_cleared_groups(actor *v) { NEED(match_groups(v) <= 16); }
 SCENE(match_groups_cleared, .pages = 48, .set = runs_and_other, .act = match_cleared_groups,
       .meanwhile = clear_when_pinned, .taken = 32)
 
+/* A lease is shortened: its first pages stay pinned, until its client is taken back. */
+static void match_sixteen(actor *v) { hold_match(v, &v->held, 1, 16, SCENE_NS); }
+static void keep_six(actor *v) {
+    NEED(lci_shorten(v->h, &v->held.lease, 6) == LC_OK);
+    NEED(lci_count_pages(v->h, 16, 16) == LC_OK);
+}
+SCENE(shorten, .pages = 48, .set = two_runs, .prepare = match_sixteen, .act = keep_six)
+
 static void other_writes(stage *s) {
     two_runs(s);
     actor *o = stage_other(s, 0);
