@@ -304,7 +304,7 @@ def test_e1_a_batch_of_requests_of_different_lengths(
 def test_e1_a_checkpoint_that_the_host_has(engines: Any, saves: Saves, ahead: bool) -> None:
     """Slots of old blocks become checkpoints and go to the host; a request goes on from there."""
     engine = engines(saves=saves, ahead=ahead, host=True)
-    tokens = list(range(1, 46))
+    tokens, deepest = list(range(1, 46)), 0
     for turn in range(4):
         before = engine.hybrid.stats()
         got = engine.serve(tokens, 20)
