@@ -66,12 +66,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import a file that has no test of the asked part: most of those that are left out
     import transformers. Tests of a GPU are run by `make gpu-test`: beside others, whose kernels are
-    interpreted, all of them would be skipped."""
+    interpreted, all of them would be skipped; tests of engines by `.ci/engines`."""
     part = config.getoption("--part")
     if part == "all" or chosen(config):
         return None
     if collection_path.is_dir():
-        return collection_path.name == "gpu" or None
+        return collection_path.name in ("gpu", "engines") or None
     if not collection_path.name.startswith("test_"):
         return None
     text = collection_path.read_text()
