@@ -97,6 +97,8 @@ class Reservation(Releasable):
         self._published: set[int] = set()
         self._ready = False
         self._held: Pages | None = None
+        self.own_shard: int | None = int(progress.shard) if progress.team else None
+        """Of a team: the shard that this rank writes. None: it is no team's."""
         self.ended = False
 
     def _where(self, status: KeyStatus) -> Positions:
@@ -163,11 +165,6 @@ class Reservation(Releasable):
         """True if another rank of the team has begun it, and owns it."""
         return bool(self._progress.joined)
 
-    @property
-    def own_shard(self) -> int | None:
-        """Of a team: the shard that this rank writes. None: it is no team's."""
-        return int(self._progress.shard) if self._progress.team else None
-
     def publish(self, shard: int | None = None) -> bool:
         """Declare a shard of all new pages written. Takes no lock; 5 to 10 ns a page for the last
         shard.
@@ -195,7 +192,8 @@ class Reservation(Releasable):
             return self._ready
         pages, ours = self.pages, 0
         own = self.own_shard
-        for number in range(self._progress.shards) if own is None else (own,):
+        first, end = (0, self._progress.shards) if own is None else (own, own + 1)
+        for number in range(first, end):
             if number not in self._published:
                 ours += self._publish_one(number, pages)
         if not ours:
@@ -296,9 +294,8 @@ class Reservation(Releasable):
         """For modules of lightcache: abandon unpublished pages but keep the pins, so that the pages
         are not handed out yet. May be repeated. A rank that has published its shard gives up
         nothing: the others finish."""
-        if self.own_shard in self._published:
-            return
-        if self._progress.gen and not self._ready:
+        given_up = self.own_shard is None or self.own_shard not in self._published
+        if given_up and not self._ready and self._progress.gen:
             # LeaseLost: already ended, since a shard's owner died or the namespace was cleared
             with contextlib.suppress(LeaseLost):
                 self._core.abandon(self._progress.rid, self._progress.gen)

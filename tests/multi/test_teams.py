@@ -14,6 +14,8 @@ from support.keys import prompt
 
 from lightcache import Cache
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 PAGES = 16
 TEAM, OTHERS = 2**64 - 1, 7

@@ -185,7 +185,7 @@ def test_after_evictions_no_page_is_found_whose_head_is_gone(index: PageIndex) -
     """As SGLang: nodes of a tree, written and looked up by themselves, some of them in vain."""
     chance = random.Random(1)
     nodes: list[tuple[Keys, Keys]] = []  # all keys down to a node, and those of the node
-    for turn in range(400):
+    for turn in range(200):
         above = chance.choice(nodes)[0] if nodes and chance.random() < 0.8 else prompt(turn, 0)
         own = prompt(1000 + turn, chance.randint(1, 5))
         nodes.append((np.concatenate([above, own]), own))
@@ -196,7 +196,7 @@ def test_after_evictions_no_page_is_found_whose_head_is_gone(index: PageIndex) -
         if turn % 20 == 19:
             index.evict(PAGES // 2)
         for whole, _ in nodes:
-            there = [index.peek(whole[i : i + 1]) for i in range(len(whole))]
+            there = index.peek_many(whole, np.arange(len(whole) + 1)).tolist()
             assert there == sorted(there, reverse=True), "a page without its head"
     assert index.check().clean
 
