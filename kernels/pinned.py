@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -409,52 +409,6 @@ def run_all(work: Callable[[], None], threads: int, name: str) -> None:
         raise failed[0]
 
 
-@contextlib.contextmanager
-def registered_ranges(
-    address: int,
-    ranges: Sequence[tuple[int, int]],
-    *,
-    driver: Driver,
-    threads: int = THREADS,
-    chunk_bytes: int = CHUNK_BYTES,
-) -> Iterator[int]:
-    """Register some byte ranges for the body of a with statement: for measuring, and for ranks that
-    need only a part of a layout. Blocks until all are registered; all must have memory.
-
-    Args:
-        address: that offsets count from.
-        ranges: (offset, length); the driver refuses ranges that share an OS page.
-
-    Raises:
-        TransferFailed, NoSpace: refused; nothing stays registered.
-        ConfigError: chunk_bytes is not a multiple of 4096.
-    """
-    if chunk_bytes <= 0 or chunk_bytes % 4096:
-        raise ConfigError(f"chunk_bytes: expected a multiple of 4096, found {chunk_bytes}")
-    pieces = [
-        Piece(address + start, min(chunk_bytes, offset + length - start))
-        for offset, length in ranges
-        for start in range(offset, offset + length, chunk_bytes)
-    ]
-    todo, lock = iter(pieces), threading.Lock()
-    held = Registrations(driver)
-
-    def work() -> None:
-        driver.enter()
-        while True:
-            with lock:
-                piece = next(todo, None)
-            if piece is None:
-                return
-            held.add(piece)
-
-    try:
-        run_all(work, min(threads, len(pieces)), "lightcache-pin")
-        yield sum(piece.nbytes for piece in pieces)
-    finally:
-        held.clear(threads)
-
-
 # ---- Pinned pages
 
 FIRST_BYTES = 32 << 20
@@ -730,6 +684,5 @@ __all__ = [
     "Registrations",
     "TorchDriver",
     "refusal",
-    "registered_ranges",
     "run_all",
 ]

@@ -90,10 +90,6 @@ class Costs:
             return 0.0
         return self.per_load_overhead_s + pages * self.page_bytes / self.load_bytes_per_s
 
-    def prefill_seconds(self, pages: int) -> float:
-        """Seconds to compute this many pages."""
-        return pages * self.page_tokens / self.prefill_tokens_per_s
-
     def break_even_pages(self) -> int | None:
         """The smallest number of pages for which loading is faster than computing. 0: loading is
         always faster, since it has no overhead; None: it never is."""

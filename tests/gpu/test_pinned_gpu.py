@@ -15,7 +15,7 @@ import pytest
 from support.refusals import refused
 
 from lightcache import Cache, NotReady, TransferFailed
-from lightcache.kernels.pinned import PinnedPages, TorchDriver, registered_ranges
+from lightcache.kernels.pinned import PinnedPages
 from lightcache.pool import CHUNK_BYTES
 
 pytestmark = pytest.mark.gpu
@@ -151,23 +151,6 @@ def test_registered_already(torch: Any, segment_name: str) -> None:
         second.close()
         driver_is_well(torch)
         copied_both_ways(torch, pinned, 8)
-
-
-def test_ranges_of_a_pool(torch: Any, segment_name: str) -> None:
-    with Cache.create(segment_name, **ARGUMENTS) as cache:
-        pool = cache.pool.tensor()
-        ranges = [(2 * MIB, 3 * MIB), (8 * MIB, MIB)]
-        driver = TorchDriver(0)
-        driver_is_well(torch)  # and this thread has the device's context
-        with registered_ranges(pool.data_ptr(), ranges, driver=driver, chunk_bytes=MIB) as nbytes:
-            assert nbytes == 4 * MIB
-            found = [driver.device_address(page.data_ptr()) for page in pool]
-            for number, page in enumerate(pool):  # torch's is_pinned looks at the first page alone
-                expected = page.data_ptr() if number in (2, 3, 4, 8) else -1
-                assert found[number] == expected, (number, found)
-        assert {driver.device_address(page.data_ptr()) for page in pool} == {-1}
-        del page
-        del pool
 
 
 def test_a_pool_in_a_folder_near_the_gpu(torch: Any, segment_name: str) -> None:

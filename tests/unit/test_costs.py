@@ -31,8 +31,7 @@ def costs(**other: Any) -> Costs:
 def test_seconds() -> None:
     made = costs()
     assert made.load_seconds(10) == 0.5 + 1.0
-    assert made.prefill_seconds(10) == 2.0
-    assert made.load_seconds(0) == made.prefill_seconds(0) == 0
+    assert made.load_seconds(0) == 0
 
 
 @pytest.mark.parametrize(

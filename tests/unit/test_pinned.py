@@ -27,7 +27,7 @@ from lightcache import (
     TransferFailed,
     WaitTimeout,
 )
-from lightcache.kernels.pinned import OS_PAGE, Pieces, PinnedPages, refusal, registered_ranges
+from lightcache.kernels.pinned import OS_PAGE, Pieces, PinnedPages, refusal
 
 DEADLINE = 60.0
 SMALL: dict[str, Any] = {"first_bytes": 4096, "chunk_bytes": 4 * 4096}
@@ -362,33 +362,3 @@ def test_a_forked_child_has_nothing_of_it(pin: Pin) -> None:
     assert not pinned.closed
     assert driver.registered()
     pinned._pid = os.getpid()
-
-
-# ---------------------------------------------------------------- ranges
-
-
-def test_ranges_of_a_pool() -> None:
-    whole, driver = memory(64, 4096), FakeDriver()
-    address = int(whole.ctypes.data)
-    ranges = [(0, 5 * 4096), (16 * 4096, 4096), (32 * 4096, 9 * 4096)]
-    with registered_ranges(
-        address, ranges, driver=driver, threads=3, chunk_bytes=4 * 4096
-    ) as nbytes:
-        assert nbytes == 15 * 4096
-        assert driver.registered() == [
-            (address + at * 4096, pages * 4096)
-            for at, pages in [(0, 4), (4, 1), (16, 1), (32, 4), (36, 4), (40, 1)]
-        ]
-    assert driver.registered() == []
-
-
-def test_ranges_that_are_refused() -> None:
-    whole, driver = memory(64, 4096), FakeDriver()
-    address = int(whole.ctypes.data)
-    with pytest.raises(TransferFailed, match="registered already"):
-        with registered_ranges(address, [(0, 5000), (5000, 5000)], driver=driver, threads=1):
-            pytest.fail("they share an OS page")
-    assert driver.registered() == []
-    with pytest.raises(ConfigError, match="chunk_bytes"):
-        with registered_ranges(address, [(0, 1)], driver=driver, chunk_bytes=5000):
-            pytest.fail("pieces would share OS pages")
