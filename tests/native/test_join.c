@@ -267,6 +267,7 @@ static void pins_at_their_limit(void) {
     _Atomic uint16_t *count = lci_pin(b.h, b.slot, (uint32_t)first.page[5]);
     lc_store(count, UINT16_MAX);
     CHECK_EQ(reserve(&b, &second, 1), LC_E_PINS);
+    CHECK_EQ(lc_load(count), UINT16_MAX); /* what was not pinned is not given back */
     lc_store(count, 0);
     CHECK_EQ(status_of(&first, 1), LCI_SHARD_OPEN);
     CHECK_EQ(second.op.made, 0);
