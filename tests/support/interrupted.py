@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from support.device_sides import Device
 from support.interrupts import interrupt, interrupt_call
-from support.manager_case import SECRET, Shelf, World, tokens
+from support.manager_case import Shelf, World, engine_cache, tokens
 from support.stamped import stamps_of
 
-from lightcache import Cache, Load, Offload
+from lightcache import Load, Offload
 from lightcache.errors import LightcacheError, WaitTimeout
 from lightcache.kernels.geometry import KVGroup, PageGeometry
 from lightcache.manager import (
@@ -102,14 +102,7 @@ class EnginePlace(Place):
 
     def __init__(self, name: str, **config: Any) -> None:
         self.own = True
-        self.cache = Cache.create(
-            name,
-            pages=16,
-            page_bytes=GEOMETRY.page_bytes,
-            page_tokens=4,
-            fingerprint=f"model {GEOMETRY.fingerprint()}",
-            secret=SECRET,
-        )
+        self.cache = engine_cache(name, GEOMETRY, 16)
         self.engine = self.cache.transfer_engine(
             GEOMETRY, Device(GEOMETRY.share(), 128, 3).planes, threads=1
         )

@@ -10,6 +10,7 @@ import numpy as np
 from support.stamped import TOKEN_BYTES, StampedBackend, StampedDevice, stamps_of
 
 from lightcache import Cache
+from lightcache.kernels.geometry import PageGeometry
 from lightcache.manager import (
     KVCacheManager,
     ManagedBlocks,
@@ -163,6 +164,18 @@ def open_cache(name: str, pages: int, page: int) -> Cache:
         page_bytes=page * TOKEN_BYTES,
         page_tokens=page,
         fingerprint="stamped",
+        secret=SECRET,
+    )
+
+
+def engine_cache(name: str, geometry: PageGeometry, pages: int) -> Cache:
+    """A host cache for a transfer engine, of pages of four tokens."""
+    return Cache.create(
+        name,
+        pages=pages,
+        page_bytes=geometry.page_bytes,
+        page_tokens=4,
+        fingerprint=f"model {geometry.fingerprint()}",
         secret=SECRET,
     )
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support.crew import PAGE, Crew
 from support.device_sides import Device
-from support.manager_case import SECRET, Shelf, World, open_cache, tokens
+from support.manager_case import SECRET, Shelf, World, engine_cache, open_cache, tokens
 from support.refusals import refused
 from support.stamped import TOKEN_BYTES, stamps_of
 
@@ -177,14 +177,7 @@ GEOMETRY = PageGeometry(
 def test_an_engine_says_what_it_moved(segment_name: str) -> None:
     """A page has padding that nobody moves."""
     assert GEOMETRY.used_bytes < GEOMETRY.page_bytes
-    cache = Cache.create(
-        segment_name,
-        pages=8,
-        page_bytes=GEOMETRY.page_bytes,
-        page_tokens=4,
-        fingerprint=f"model {GEOMETRY.fingerprint()}",
-        secret=SECRET,
-    )
+    cache = engine_cache(segment_name, GEOMETRY, 8)
     with (
         cache,
         cache.transfer_engine(
@@ -211,14 +204,7 @@ def test_an_engine_says_what_it_moved(segment_name: str) -> None:
 @pytest.fixture
 def few(segment_name: str) -> Iterator[tuple[Cache, Any]]:
     """A cache, and an engine whose planes hold four blocks of four tokens."""
-    cache = Cache.create(
-        segment_name,
-        pages=32,
-        page_bytes=GEOMETRY.page_bytes,
-        page_tokens=4,
-        fingerprint=f"model {GEOMETRY.fingerprint()}",
-        secret=SECRET,
-    )
+    cache = engine_cache(segment_name, GEOMETRY, 32)
     engine = cache.transfer_engine(GEOMETRY, Device(GEOMETRY.share(), 16, 3).planes, threads=1)
     yield cache, engine
     engine.close()

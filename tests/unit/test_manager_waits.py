@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 from support.device_sides import Device
-from support.manager_case import SECRET, World, tokens
+from support.manager_case import World, engine_cache, tokens
 from support.refusals import refused
 from support.stamped import StampedBackend, StampedMoving
 
-from lightcache import Cache
 from lightcache.errors import ConfigError, WaitTimeout
 from lightcache.kernels.geometry import KVGroup, PageGeometry
 from lightcache.manager import (
@@ -187,14 +186,7 @@ def test_an_engine_that_raises_when_it_may_have_begun(segment_name: str) -> None
     """The engine says that a copy goes on: its blocks are given to nobody before it is over."""
     gate = Gate()
     planes = Device(GEOMETRY.share(), 64, 3).planes
-    cache = Cache.create(
-        segment_name,
-        pages=8,
-        page_bytes=GEOMETRY.page_bytes,
-        page_tokens=4,
-        fingerprint=f"model {GEOMETRY.fingerprint()}",
-        secret=SECRET,
-    )
+    cache = engine_cache(segment_name, GEOMETRY, 8)
     with cache, cache.transfer_engine(GEOMETRY, planes, threads=1) as engine:
         device = ManagedBlocks(f"{segment_name}.device", block_tokens=4, blocks=16)
         manager = KVCacheManager(cache, device, EngineBackend(engine))
