@@ -127,7 +127,7 @@ static void compare_with_end(void) {
     }
 }
 
-static void play(const scene *s) {
+static void play_scene(const scene *s) {
     static lease held;
     running = s;
     check_running = s->name;
@@ -164,7 +164,7 @@ static uint32_t play_all(const scene *s, int argc, char **argv, bool list) {
         bool wanted = argc == 1 || list;
         for (int i = 1; i < argc; i++) wanted |= strcmp(argv[i], s->name) == 0;
         if (list) puts(s->name);
-        else if (wanted) play(s);
+        else if (wanted) play_scene(s);
         played += wanted;
     }
     return played;

@@ -120,6 +120,8 @@ def test_a_storage_of_states(hybrids: Any, late: bool) -> None:
         assert not world.checkpoints.in_flight(range(16)).any()
         raised_once(world)
         world.end(request)
+    assert world.there(PROMPT)["host"] == [24, 40]
+    world.states.evict(1)  # what the bound supersedes goes first
     assert world.there(PROMPT)["host"] == [40]
 
 
