@@ -143,7 +143,7 @@ class _Finished:
 
 
 class NullBackend:
-    """Moves nothing and reports success: for measurements of a scheduler, and for simulations."""
+    """Moves nothing and reports success: for a manager without a host, measurements, simulations."""
 
     shards = 1
 

@@ -6,7 +6,7 @@
  * reservation, and so does the deadline. */
 #include "index.h"
 
-/* The reservation of the first busy page, if a rank of this team is writing it for these shards. */
+/* The first reservation of a busy page that this team makes for these shards. */
 static uint32_t candidate(const lci_handle *h, const lci_reserve_op *op, const int32_t *page,
                           const uint8_t *status, uint32_t n) {
     for (uint32_t i = 0; i < n; i++) {

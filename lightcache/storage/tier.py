@@ -384,7 +384,7 @@ class StorageTier(BaseTier):
         prefill_tokens_per_s: float | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Starts its threads.
+        """Starts the thread that watches for late calls; others start when they are needed.
 
         Args:
             storage: a storage opened with this cache's spec, `StorageSpec.of(cache)`.
