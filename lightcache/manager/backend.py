@@ -143,7 +143,7 @@ class _Finished:
 
 
 class NullBackend:
-    """Moves nothing and reports success: for a manager without a host, measurements, simulations."""
+    """Moves nothing and reports success: for managers without a host, and simulations."""
 
     shards = 1
 
