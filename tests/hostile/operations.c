@@ -114,6 +114,7 @@ static int match_groups(const call *c, const lc_key *keys, uint32_t n, lci_ns_re
         in_range(c->w, (int32_t *)(leases[i] + 1), leases[i]->held, "a group was given a page");
         rc = worse(rc, sane(lci_release(c->w->h, leases[i]), "release"));
         free(leases[i]);
+        groups[i].lease = NULL;
     }
     int peeked = sane(lci_peek_groups(groups, 2, keys, n, 4, 1, &limit), "peek groups");
     at_most(peeked, n, "groups found more than they were asked for");
