@@ -56,6 +56,7 @@ def test_what_is_found() -> None:
         "page_tokens": 8,
         "fingerprint": pages.fingerprint,
         "device": False,
+        "kv_groups": ("kv", "states"),
     }
 
 
