@@ -83,7 +83,7 @@ typedef struct lci_reservation {
     _Atomic uint32_t next_free;
     lci_list pages;
     _Atomic uint32_t ns; /* reference of its namespace */
-    _Atomic uint64_t team; /* whose ranks may join; 0: nobody's */
+    _Atomic uint64_t team; /* whose ranks may join; 0: none's */
     _Atomic uint64_t deadline_ns; /* of a team's: CLOCK_MONOTONIC; joining ends then */
     _Atomic uint32_t listed; /* of a team's: no page will be added */
     uint32_t pad;

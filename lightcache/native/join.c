@@ -80,7 +80,7 @@ int lci_join(lci_handle *h, lc_txn *t, lci_reserve_op *op, const int32_t *page, 
     int rc = pin_all(h, rid, op, page, status, n);
     if (rc != LC_OK) return rc;
     uint32_t mine = (word & ~(LCI_SHARD_STATUS | LCI_SHARD_SLOT)) | h->at->slot;
-    lc_txn_swap(t, &r->shard[op->shard], word, mine); /* nobody changes an open one without the lock */
+    lc_txn_swap(t, &r->shard[op->shard], word, mine); /* an open one changes under the lock only */
     lci_step(t);
     op->rid = rid;
     op->gen = lc_load(&r->gen);
@@ -136,7 +136,7 @@ void lci_settle_joins(lci_handle *h, lc_txn *t) {
     if (!t->error) lc_store(&h->root->joining_ns, next);
 }
 
-/* For a client that waits for others: what nobody joined in time ends now. Takes the lock only then. */
+/* For a client that waits for others: what no rank joined in time ends now. Takes the lock only then. */
 LC_API int lci_settle(lci_handle *h, int wait, uint64_t deadline) {
     lc_txn t;
     int rc = lcs_usable(h->at);

@@ -132,7 +132,7 @@ def test_a_killed_rank(cache: Cache, ranks: list[Rank], who: int, when: str) -> 
         assert cache.index.stats().writing == 4
         return
     if when == "before joining":
-        assert other.ask("reserve", 1, 4) == "4 0 0"  # begins it anew
+        assert other.ask("reserve", 1, 4) == "4 0 0"  # reserves it again
     else:
         assert other.ask("publish", 1, 4) == "abandoned"
     with cache.reserve(prompt(3, 4)) as new:

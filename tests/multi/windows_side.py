@@ -1,6 +1,6 @@
 """Run as a program: an engine with windows beside others, which is to be killed.
 
-windows_side.py NAME STAGE    serves PROMPT, goes on until it has reached STAGE, says so, and stops.
+windows_side.py NAME STAGE    serves PROMPT until it has reached STAGE, says so, and stops.
 windows_side.py NAME SEED     serves prompts at random, says so after each step, and does not end.
 """
 
@@ -90,5 +90,5 @@ if __name__ == "__main__":
         Side(sys.argv[1], LateBackend).reach(sys.argv[2])
         print("here", flush=True)
         sys.stdin.read()
-        raise SystemExit("nobody killed us")
+        raise SystemExit("the kill did not come")
     Side(sys.argv[1], AtOnce).serve(random.Random(int(sys.argv[2])))

@@ -171,7 +171,7 @@ static void who_does_not_join_in_time_dooms_it(void) {
     CHECK_EQ(lc_load(&a.h->root->joining_ns), 0);
     CHECK_EQ(index_counts(&a).doomed, 8);
     unreserve(&a, &first);
-    CHECK_EQ(join_as(&b, &second, 1, 0, 8, TEAM, 2, 1, 1), 8); /* begins anew */
+    CHECK_EQ(join_as(&b, &second, 1, 0, 8, TEAM, 2, 1, 1), 8); /* reserves again */
     CHECK_EQ(second.op.joined, 0);
     prompt_make(&p, 1, 8);
     CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 8); /* any holder of the lock looks */
@@ -228,7 +228,7 @@ static void whoever_abandons_abandons_for_all(void) {
 static void a_dead_owner(void) {
     set_up(64);
     client c = client_join(&s);
-    CHECK_EQ(reserve(&c, &first, 0), 8); /* nobody has joined */
+    CHECK_EQ(reserve(&c, &first, 0), 8); /* no rank has joined */
     CHECK_EQ(publish(&c, &first), 0);
     uint32_t slot = c.slot;
     client_die(&c);

@@ -221,7 +221,7 @@ static void only_what_may_go_goes_first(void) {
     tear_down();
 }
 
-/* Over several holds of the lock, and goes on where it was; all get the tick of the first. */
+/* Over several holds of the lock, each from where the last ended; all get the tick of the first. */
 static void many_go_first_at_one_tick(void) {
     set_up(1000);
     prompt_fill(&a, &q, 9, 100);

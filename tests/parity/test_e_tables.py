@@ -302,7 +302,7 @@ def test_e1_a_batch_of_requests_of_different_lengths(
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("saves", Saves)
 def test_e1_a_checkpoint_that_the_host_has(engines: Any, saves: Saves, ahead: bool) -> None:
-    """Slots of old blocks become checkpoints and go to the host; a request goes on from there."""
+    """Slots of old blocks become checkpoints and go to the host; a request continues from there."""
     engine = engines(saves=saves, ahead=ahead, host=True)
     tokens, deepest = list(range(1, 46)), 0
     for turn in range(4):

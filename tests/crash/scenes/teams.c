@@ -64,7 +64,7 @@ SCENE(team_owner_publishes_last, .pages = 48, .set = other_stands, .prepare = te
       .ready = other_joins, .act = publish_first, .made = 6)
 SCENE(team_owner_publishes, .pages = 48, .set = two_runs, .prepare = team_begin, .act = publish_first)
 
-/* The owner has published and dies while it does something else: with all joined it goes on without it. */
+/* The owner has published and dies while it does something else: with all joined the others continue. */
 static void begin_and_publish(actor *v) {
     team_begin(v);
     publish_first(v);
@@ -96,7 +96,7 @@ static void other_team(actor *v) {
 }
 SCENE(team_of_others, .pages = 48, .set = begun, .act = other_team)
 
-/* Nobody has joined in time: whoever looks dooms it, and the second rank begins anew. */
+/* No rank has joined in time: the next call that looks dooms it, and the second rank reserves again. */
 static void begun_late(stage *s) {
     two_runs(s);
     reserve_as(stage_other(s, 0), TEAM, 2, 0, 1);
