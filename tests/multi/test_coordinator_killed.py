@@ -62,6 +62,7 @@ signal.pause()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.crash
 @pytest.mark.parametrize(
     "stage",

@@ -82,6 +82,7 @@ def usable(storage: DiskStorage, seed: int) -> None:
     assert storage.stats().pages == SLOTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", [False, True], ids=["process", "machine"])
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_between_two_steps(where: Path, point: str, stops: bool) -> None:
@@ -110,6 +111,7 @@ def test_killed_in_a_rebuild(where: Path, point: str) -> None:
         usable(storage, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lives", LIVES)
 def test_killed_at_random_instants(where: Path, lives: int) -> None:
     """Again and again, the folder going on from one life to the next; each second time the machine

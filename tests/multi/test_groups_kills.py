@@ -58,6 +58,7 @@ class Workers:
             worker.wait()
 
 
+@pytest.mark.slow
 def test_kills(segment_name: str, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         indexes = [

@@ -119,6 +119,7 @@ def test_the_prefill_side_is_killed(
     return nothing_is_left(cache, engine)
 
 
+@pytest.mark.slow
 @pytest.mark.crash
 @pytest.mark.parametrize("stage", ["named", "adopted", "taken", "loading", "received"])
 def test_the_decode_side_is_killed(cache: Cache, engines: Any, stage: str) -> None:

@@ -115,6 +115,7 @@ def test_one_call_takes_back_a_portion(large: PageIndex, script: Script, segment
     sound(large)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["writing", "held", "ready"])
 def test_large_requests_are_met_after_some_calls(
     large: PageIndex, script: Script, segment_name: str, what: str
@@ -168,6 +169,7 @@ def test_pages_that_a_dead_client_had_pinned(index: PageIndex, killed: Callable[
     sound(index)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["writing", "held", "ready"])
 def test_allocating(index: PageIndex, killed: Callable[..., None], what: str) -> None:
     killed(what)

@@ -33,6 +33,7 @@ def cache(segment_name: str) -> Iterator[Cache]:
         nothing_is_held(made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [0, 1, GROUP])
 @pytest.mark.parametrize("waiting", [True, False])
 def test_killed_in_the_middle_of_a_read(cache: Cache, bad: int, waiting: bool) -> None:

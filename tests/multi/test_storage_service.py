@@ -153,6 +153,7 @@ def stored_right(cache: Cache, where: Path, seeds: int) -> int:
     return found
 
 
+@pytest.mark.slow
 def test_several_clients_of_one_service(sides: Any, cache: Cache, where: Path) -> None:
     service = serve(sides, cache, where)
     clients = [sides("ask", cache.name, seed) for seed in range(3)]
@@ -232,6 +233,7 @@ def test_a_stopped_service_holds_nobody_up(sides: Any, cache: Cache, where: Path
     assert service.end() == 0
 
 
+@pytest.mark.slow
 def test_clients_are_killed_in_calls(
     sides: Any, cache: Cache, where: Path, wait_until: Wait
 ) -> None:
@@ -255,6 +257,7 @@ def test_clients_are_killed_in_calls(
     assert stored_right(cache, where, 5) > 0
 
 
+@pytest.mark.slow
 def test_a_client_is_killed_between_two_parts(
     sides: Any, cache: Cache, where: Path, wait_until: Wait
 ) -> None:
@@ -277,6 +280,7 @@ def write_one(cache: Cache) -> None:
         cache.evict(cache.pages)
 
 
+@pytest.mark.slow
 def test_two_services(sides: Any, cache: Cache, where: Path, tmp_path: Path) -> None:
     first = serve(sides, cache, where)
     second = sides("serve", cache.name, where, SLOTS)
@@ -334,6 +338,7 @@ def test_of_services_that_come_at_once_one_serves(sides: Any, cache: Cache, wher
     assert one.end() == 0
 
 
+@pytest.mark.slow
 def test_all_of_them_are_killed(
     sides: Any, segment_name: str, where: Path, wait_until: Wait
 ) -> None:

@@ -144,6 +144,7 @@ def test_a_ring_survives_its_users(segment_name, pause_library):
         assert recoveries(ring.segment) == 8, "each death at a commit leaves a log to undo"
 
 
+@pytest.mark.slow
 @pytest.mark.crash
 def test_a_log_survives_its_users(segment_name, pause_library):
     """A child writes and reads. An entry whose writer died before counting it is not there, one

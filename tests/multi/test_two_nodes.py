@@ -140,6 +140,7 @@ def test_each_finds_what_the_other_has_written(machine: Callable[..., Machine]) 
     assert one.run(seed=1) == {**NOTHING, "storage": 40}
 
 
+@pytest.mark.slow
 def test_what_the_other_has_added(machine: Callable[..., Machine]) -> None:
     """A conversation that goes on elsewhere, and comes back."""
     one, other = machine(), machine()
@@ -149,6 +150,7 @@ def test_what_the_other_has_added(machine: Callable[..., Machine]) -> None:
     assert other.run(tokens=122) == {"device": 80, "host": 0, "storage": 20}
 
 
+@pytest.mark.slow
 def test_a_machine_that_comes_when_the_other_is_gone(machine: Callable[..., Machine]) -> None:
     one = machine()
     one.run()
@@ -181,6 +183,7 @@ def test_a_machine_of_another_kind_finds_nothing(
     assert machine().run(seed=0) == {**NOTHING, "storage": 40}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whose", [{"tenant": "another"}, {"salt": "another"}], ids=str)
 def test_another_tenant_finds_nothing(
     machine: Callable[..., Machine], whose: dict[str, str]
@@ -195,6 +198,7 @@ def test_another_tenant_finds_nothing(
 # ---- one is killed
 
 
+@pytest.mark.slow
 @pytest.mark.crash
 def test_killed_with_half_of_a_prompt_written(machine: Callable[..., Machine]) -> None:
     """What it had stored is good, the rest is computed, and stored by who computed it."""

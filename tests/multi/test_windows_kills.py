@@ -85,6 +85,7 @@ def test_killed_at_a_stage(segment_name: str, engine: WindowEngine, stage: str) 
     assert engine.run(NEXT, 2).match.usable == 88
 
 
+@pytest.mark.slow
 @pytest.mark.crash
 @pytest.mark.timeout(180)
 def test_killed_at_any_moment(segment_name: str, engine: WindowEngine) -> None:

@@ -193,6 +193,7 @@ def test_figures_of_the_model() -> None:
     assert hybrid.KV == 24_576
 
 
+@pytest.mark.slow
 def test_quick_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Row("first plan")
     monkeypatch.setattr(_hybrid_plans, "rows", lambda quick: [plan])  # it has a test of its own

@@ -233,6 +233,7 @@ def test_parts() -> None:
             transfer.parts(wrong)
 
 
+@pytest.mark.slow
 def test_command_without_device(
     monkeypatch: pytest.MonkeyPatch, no_device: None, plain_engine: type[PlainEngine]
 ) -> None:

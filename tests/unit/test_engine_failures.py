@@ -154,6 +154,7 @@ def _one_failure(engine, device, verb, move, seen, number):
     return seen["calls"] >= number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["staged", "direct", "copies"])
 def test_an_interrupt_at_every_place(no_collection, mode):
     """Whatever was enqueued is under way until it is over, and nothing is under way for ever."""

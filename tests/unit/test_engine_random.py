@@ -155,6 +155,7 @@ def moved(engine: Engine, verb: str, moves: list[Move], window: int | None, at_o
 
 
 # Interpreted kernels take about a fifth of a second an example.
+@pytest.mark.slow
 @pytest.mark.timeout(60 + 2 * EXAMPLES)
 @settings(
     max_examples=EXAMPLES,

@@ -114,6 +114,7 @@ HOW = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", HOW.values(), ids=HOW.keys(), indirect=True)
 @pytest.mark.parametrize("told", ["after", "streams"])
 @pytest.mark.parametrize("verb", ["offload", "load"])

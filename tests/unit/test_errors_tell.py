@@ -186,6 +186,7 @@ EXTRAS = {
 }
 
 
+@pytest.mark.slow
 def test_a_missing_extra_is_named_with_its_command(script: Script, segment_name: str) -> None:
     """Each in a fork of one process, in which nothing of it has been imported."""
     source = f"""

@@ -141,6 +141,7 @@ MAKERS: dict[str, tuple[Callable[[str], Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MAKERS)
 def test_structures_too(segment_name: str, script: Script, kind: str) -> None:
     make, attach = MAKERS[kind]

@@ -273,6 +273,7 @@ def check_closable(index: PageIndex) -> None:
 ACTIONS = [look_up, split, write, give_up, write_many, hand_on, share_writing, look_after_it]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda a: a.__name__)
 def test_an_interrupt_anywhere_leaks_nothing(index: PageIndex, action: Action) -> None:
     interrupted, at = True, 0

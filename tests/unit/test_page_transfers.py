@@ -429,6 +429,7 @@ def test_what_has_begun_holds_its_pages_though_its_call_raised(
     del engine, memory
 
 
+@pytest.mark.slow
 def test_an_interrupt_anywhere_leaks_nothing(world: World) -> None:
     """Ctrl-C at every place of making one, of waiting for it and of dropping it."""
     slots, keys = world.slots(3), prompt(1, 3)

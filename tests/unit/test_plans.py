@@ -669,6 +669,7 @@ def plan_a_queue(index: PageIndex) -> None:
 ACTIONS = [plan_and_take, plan_and_grow, plan_a_queue]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda a: a.__name__)
 def test_an_interrupt_anywhere_leaks_nothing(
     index: PageIndex, clock: Clock, action: Callable[[PageIndex], None]

@@ -64,6 +64,7 @@ def test_a_block_is_one_run() -> None:
     assert len(encode(Order(Kind.LOAD, 1, ticket, blocks.reshape(-1), 0))) == short + 3 * 12
 
 
+@pytest.mark.slow
 @given(decisions, st.integers(16, 90))
 def test_decisions_arrive_in_parts(given: Decisions, entry: int) -> None:
     joiner = Joiner()

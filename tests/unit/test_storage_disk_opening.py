@@ -345,6 +345,7 @@ except InUse as error:
 """
 
 
+@pytest.mark.slow
 def test_a_container_with_a_dev_shm_of_its_own(where: Path, tmp_path: Path) -> None:
     mount = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
     inside = ["unshare", "--mount", "sh", "-c", mount, "sh"]

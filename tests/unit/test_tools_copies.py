@@ -453,6 +453,7 @@ def test_a_link_in_its_place(run: Run, segment_name: str, tmp_path: Path) -> Non
         path(segment_name).unlink()
 
 
+@pytest.mark.slow
 def test_whatever_stands_in_it(run: Run, made: str) -> None:
     """Random words anywhere behind the header: an answer each time, and never a signal."""
     whole = path(made).read_bytes()

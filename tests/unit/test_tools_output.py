@@ -203,6 +203,7 @@ def test_ls_says_whose_and_shows_no_zeros(segment_name: str, tmp_path: Path) -> 
     Segment.unlink(segment_name)
 
 
+@pytest.mark.slow
 @needs_root
 @pytest.mark.parametrize(
     "command", [["dump"], ["check"], ["check", "--lock"], ["rm"], ["reap"], ["repair"], ["disable"]]
@@ -247,6 +248,7 @@ def test_stdout_is_closed(cache_name: str, command: str) -> None:
     assert (process.returncode, errors) == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["ls", "dump", "check"])
 def test_the_reader_has_gone(cache_name: str, command: str) -> None:
     read, write = os.pipe()

@@ -163,6 +163,7 @@ def deepest(engine: WindowEngine, prompt: Prompt) -> int:
     return position
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(24))
 def test_answers_and_matches(segment_name: str, seed: int) -> None:
     traffic = Traffic(segment_name, seed)
