@@ -166,9 +166,15 @@ static int make_room(reserve *r, uint32_t want) {
     return rc;
 }
 
+/* No more pages: what is lacking from key i on stays so. Where nothing is, there is nothing to stop. */
 static void stop(reserve *r, uint32_t i, uint32_t why) {
-    for (uint32_t k = i; k < r->n - r->start; k++)
-        if (r->status[k] != LCI_PRESENT) r->status[k] = LCI_NO_ROOM;
+    bool lacking = false;
+    for (uint32_t k = i; k < r->n - r->start; k++) {
+        if (r->status[k] == LCI_PRESENT) continue;
+        r->status[k] = LCI_NO_ROOM;
+        lacking = true;
+    }
+    if (!lacking) return;
     bool grows = lc_load(&r->h->root->grown) < r->h->page_count;
     r->op->stopped = 1;
     r->op->reason = why == LCI_WHY_PINNED && grows ? LCI_WHY_MEMORY : why;

@@ -2,7 +2,7 @@
 
 `stepper.c` says what is asked at each step, `run.py` how it is built and run, `scenes/` what is
 stepped. `make crash-test` looks at every change under every compiler and level; here the scenes
-take turns with these, and every few changes are looked at. `make test` steps a share of the scenes.
+take turns with these, and every few changes are looked at. `make test` steps a few of the scenes.
 
 LIGHTCACHE_STEP_STRIDE: look after every so many changes of the segment.
 """
@@ -20,9 +20,9 @@ from support.packages import need
 STRIDE = int(os.environ.get("LIGHTCACHE_STEP_STRIDE", "11"))
 EFFORT = run.Effort(stride=STRIDE, kills=2, seconds=1, dumps=7)
 SCENES = run.scenes()
-# Of so many scenes one is in `make test`: all of these under the same build, so that one is made.
-SHARE = 3 * len(run.COMPILERS) * len(run.LEVELS)
-LONG = "repair_flat"  # a million steps: as many as all others of the share together
+# Those in `make test`, a second or less each, all under the same build, so that one is made.
+FIRST = ("abandon_shards", "free_dead_slot", "leave", "name_behind", "reap_tickets")
+FIRST += ("reserve_of_others", "reserve_rolled_back", "team_publish")
 
 BuiltOnce = Callable[[str, Callable[[Path], object]], Path]
 
@@ -43,17 +43,12 @@ def builds() -> list[run.Build]:
 @pytest.mark.timeout(900)  # the first waits for its build
 @pytest.mark.parametrize(
     "scene",
-    [
-        pytest.param(
-            scene, marks=[] if number % SHARE == 16 and scene != LONG else pytest.mark.slow
-        )
-        for number, scene in enumerate(SCENES)
-    ],
+    [pytest.param(one, marks=[] if one in FIRST else pytest.mark.slow) for one in SCENES],
 )
 def test_death_after_every_instruction(
     scene: str, builds: list[run.Build], built_once: BuiltOnce
 ) -> None:
-    build = builds[SCENES.index(scene) % len(builds)]
+    build = builds[0 if scene in FIRST else SCENES.index(scene) % len(builds)]
     stepper = built_once("stepper", run.make_stepper) / "stepper"
     victim = built_once(build.name, lambda folder: run.make_victim(folder, build)) / build.name
     outcome = run.run_scene(stepper, victim, scene, EFFORT, 110)

@@ -14,6 +14,8 @@ import pytest
 from hostile import fuzz
 from support.packages import need
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
 CASES = int(os.environ.get("LIGHTCACHE_HOSTILE_CASES", "20000"))
 WORKERS = min(2, os.cpu_count() or 1)
 # Another part of all seeds in every round of the soak.
@@ -27,17 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("hostile")
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("sanitize", "level"),
-    [
-        pytest.param(False, "-O0", id="plain"),  # compiled in a quarter of the time
-        pytest.param(False, "-O2", id="optimised", marks=pytest.mark.slow),
-        pytest.param(True, "-O1", id="sanitized", marks=pytest.mark.slow),
-    ],
-)
-def test_what_found_something_once(folder: Path, sanitize: bool, level: str) -> None:
-    program = fuzz.build(folder, sanitize=sanitize, level=level)
+@pytest.mark.parametrize("sanitize", [False, True], ids=["plain", "sanitized"])
+def test_what_found_something_once(folder: Path, sanitize: bool) -> None:
+    program = fuzz.build(folder, sanitize=sanitize)
     _, text = fuzz.run(program, ["corpus", str(fuzz.HERE / "corpus.txt")])
     sums = fuzz.Sums()
     sums.add(text)
@@ -46,8 +40,6 @@ def test_what_found_something_once(folder: Path, sanitize: bool, level: str) -> 
     assert sums.totals["cases"] >= sum(line.startswith("set") for line in lines) > 0
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("sanitize", [False, True], ids=["plain", "sanitized"])
 def test_damage_of_every_kind(folder: Path, sanitize: bool) -> None:
     cases = CASES // 10 if sanitize else CASES

@@ -13,7 +13,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from model.hybrid_machine import HybridMachine
 
 EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "300")) // 6
-SHARE = 20  # of them in `make test`
+SHARE = 8  # of them in `make test`
 
 
 @pytest.mark.timeout(120 + 4 * EXAMPLES)  # half a second each when alone
