@@ -112,7 +112,7 @@ class Core:
         self.match1, self.release = calls.quick.lci_match1, calls.quick.lci_release
         self.memory: Memory | None = None
         """Asked for memory when pages are left that have none: see `PageIndex.grows_by`."""
-        self.lenders: list[weakref.ref[Lender]] = []
+        self.lenders: set[weakref.ref[Lender]] = set()
         """Asked for what was given back, before a call looks for room."""
         # Not at the interpreter's end: what is destroyed later may still call the core with it.
         weakref.finalize(self, calls.free).atexit = False
@@ -171,7 +171,7 @@ class Core:
 
     def collect(self) -> None:
         """Unpin what other clients have given back of this one's loans."""
-        for reference in self.lenders[:]:
+        for reference in tuple(self.lenders):
             lender = reference()
             if lender is not None:
                 lender.collect_quietly()

@@ -86,8 +86,8 @@ class Loans:
         self._lengths = (ctypes.c_uint32 * RING_BATCH)(*itertools.repeat(_NONE, RING_BATCH))
         self._data = memoryview(self._out).cast("B")
         lenders = index.core.lenders
-        self._reference: weakref.ref[Lender] = weakref.ref(self, lenders.remove)
-        lenders.append(self._reference)
+        self._reference: weakref.ref[Lender] = weakref.ref(self, lenders.discard)
+        lenders.add(self._reference)
 
     def lend(self, pages: Pages) -> int:
         """Pin these pages once more, for the worker. The caller's own lease stays as it is. Begins
@@ -216,8 +216,7 @@ class Loans:
         whoever takes this ring next. A second call does nothing."""
         with self._lock:
             self._end_all()
-            with contextlib.suppress(ValueError):
-                self._index.core.lenders.remove(self._reference)
+            self._index.core.lenders.discard(self._reference)
 
     def __enter__(self) -> Loans:
         return self
