@@ -35,6 +35,7 @@ from lightcache.leases import (
     Lease,
     Ticket,
 )
+from lightcache.loans import GiveBack, Loans
 from lightcache.namespaces import Namespace
 from lightcache.page_index import PageIndex
 from lightcache.page_transfers import Load, Offload
@@ -52,6 +53,7 @@ __all__ = [
     "ConfigError",
     "Detached",
     "EngineKeys",
+    "GiveBack",
     "InUse",
     "KeySpec",
     "LayoutMismatch",
@@ -59,6 +61,7 @@ __all__ = [
     "LeaseLost",
     "LightcacheError",
     "Load",
+    "Loans",
     "LockTimeout",
     "Namespace",
     "NoSpace",

@@ -68,6 +68,7 @@ Pages = npt.NDArray[np.int32]  # shape (n,): page numbers
 _U64 = np.dtype(np.uint64)
 _I64 = np.dtype(np.int64)
 _I32 = np.dtype(np.int32)
+_U32 = np.dtype(np.uint32)
 _Bytes0 = ctypes.c_char * 0
 _MAX_KEYS = 1 << 30
 
@@ -206,6 +207,28 @@ def pages(array: Any) -> Pages:
     if numbers.min() < 0 or numbers.max() >= 1 << 31:
         raise ConfigError(f"pages: expected page numbers, found {numbers.min()} to {numbers.max()}")
     return numbers.astype(np.int32)
+
+
+def generations(array: Any, n: int) -> npt.NDArray[np.uint32]:
+    """Check the generations of n pages: C-contiguous uint32 of shape (n,). Other integers are
+    converted, read-only arrays copied.
+
+    Raises:
+        ConfigError: not so many integers below 2^32.
+    """
+    if isinstance(array, np.ndarray) and array.dtype is _U32 and array.shape == (n,):
+        return array if array.flags.carray else array.copy()
+    numbers = np.asarray(array)
+    if numbers.shape != (n,) or (n and numbers.dtype.kind not in "iu"):
+        raise ConfigError(
+            f"generations: expected one for each of {n} pages, found {numbers.dtype} "
+            f"{numbers.shape}; send what `PageIndex.generations` returned"
+        )
+    if n and (numbers.min() < 0 or numbers.max() >= 1 << 32):
+        raise ConfigError(
+            f"generations: expected 0 to {(1 << 32) - 1}, found {numbers.min()} to {numbers.max()}"
+        )
+    return numbers.astype(np.uint32)
 
 
 def count(value: Any, what: str, low: int, high: int) -> int:

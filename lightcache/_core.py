@@ -45,6 +45,14 @@ class Memory(Protocol):
         ...
 
 
+class Lender(Protocol):
+    """Pages that this client keeps pinned for another: `lightcache.loans`."""
+
+    def collect_quietly(self) -> None:
+        """Unpin what was given back. Raises no error of ours, and waits a millisecond at most."""
+        ...
+
+
 def geometry(pages: int) -> layout.Geometry:
     """Offsets of the tables in the segment of an index of so many pages.
 
@@ -104,6 +112,8 @@ class Core:
         self.match1, self.release = calls.quick.lci_match1, calls.quick.lci_release
         self.memory: Memory | None = None
         """Asked for memory when pages are left that have none: see `PageIndex.grows_by`."""
+        self.lenders: set[weakref.ref[Lender]] = set()
+        """Asked for what was given back, before a call looks for room."""
         # Not at the interpreter's end: what is destroyed later may still call the core with it.
         weakref.finalize(self, calls.free).atexit = False
         if not segment.readonly:  # made last, so it runs first: before the handle goes, or the slot
@@ -158,6 +168,13 @@ class Core:
     def could_grow(self, wanted: int) -> bool | None:
         """What `need_memory` would return now; None: it would raise."""
         return None if self.memory is None else self.memory.could(wanted)
+
+    def collect(self) -> None:
+        """Unpin what other clients have given back of this one's loans."""
+        for reference in tuple(self.lenders):
+            lender = reference()
+            if lender is not None:
+                lender.collect_quietly()
 
     def abandon(self, rid: int, gen: int) -> None:
         """Abandon a reservation. Takes the lock.

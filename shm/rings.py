@@ -231,6 +231,28 @@ class SharedRing:
         data = bytes(memoryview(out)[: ends[-1]])
         return [data[begin:end] for begin, end in pairwise(ends)]
 
+    def pop_into(
+        self, out: ctypes.Array[ctypes.c_char], lengths: ctypes.Array[ctypes.c_uint32]
+    ) -> int:
+        """`pop_many` into the caller's memory, for a consumer that must not lose a message to an
+        interrupt: what was removed is there even if the call does not return. Returns the number of
+        messages. 0: the ring is empty, and nothing was written.
+
+        Args:
+            out: the messages, one after another; at least `message_bytes` long.
+            lengths: the length of each; those after them are left as they are.
+
+        Raises:
+            ConfigError: `out` or `lengths` has no room for a message.
+            LockTimeout: as `pop`.
+        """
+        if len(out) < self.message_bytes or not len(lengths):
+            raise ConfigError(
+                f"pop_into: expected room for a message of {self.message_bytes} bytes, found "
+                f"{len(out)} bytes and {len(lengths)} lengths"
+            )
+        return self._pop(out, lengths, min(len(lengths), layout.RING_BATCH))
+
     def _pop(self, out: ctypes.Array[ctypes.c_char], lengths: Any, limit: int) -> int:
         code = self._locked("lcx_ring_pop", out, len(out), lengths, limit, what="pop")
         return 0 if code == Code.MISSING else check(code, f"pop from {self.segment.name!r}")

@@ -213,30 +213,34 @@ LC_API int lci_drop(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t star
 
 /* ------------------------------------------------------------------ keys of pages */
 
-static int key_of(const lci_handle *h, uint32_t page, lc_key *key) {
+static int key_of(const lci_handle *h, uint32_t page, lc_key *key, uint32_t *gen) {
     const lci_page *p = &h->pages[page];
-    uint32_t gen = lc_load_acquire(&p->gen);
+    *gen = lc_load_acquire(&p->gen);
     *key = (lc_key){.lo = lc_load(&p->lo), .hi = lc_load(&p->hi)};
     uint32_t word = lc_load_acquire(&p->word);
     atomic_thread_fence(memory_order_acquire);
-    bool same = !(gen & 1) && lc_load(&p->gen) == gen;
+    bool same = !(*gen & 1) && lc_load(&p->gen) == *gen;
     return same && lci_state_of(word) == LCI_READY ? LC_OK : LC_E_STALE;
 }
 
-/* The keys of pages that we pin and that are READY. No lock. `*bad` is the position of the first that
- * is not: LC_E_RANGE no page, LC_E_OWNER not pinned by us, LC_E_STALE without a key. */
-LC_API int lci_keys_of(lci_handle *h, const int32_t *pages, uint32_t n, lc_key *keys,
+/* The keys and generations of pages that we pin and that are READY; either may be NULL. No lock. `*bad`
+ * is the position of the first that is not: LC_E_RANGE no page, LC_E_OWNER not pinned by us, LC_E_STALE
+ * without a key. */
+LC_API int lci_keys_of(lci_handle *h, const int32_t *pages, uint32_t n, lc_key *keys, uint32_t *gens,
                        uint32_t *bad) {
     int rc = lcs_usable(h->at);
     if (rc != LC_OK) return rc;
     if (h->at->readonly) return LC_E_READONLY;
     for (uint32_t i = 0; i < n; i++) {
-        uint32_t page = (uint32_t)pages[i];
+        uint32_t page = (uint32_t)pages[i], gen;
+        lc_key key;
         *bad = i;
         if (page >= h->page_count) return LC_E_RANGE;
         if (!lc_load(&h->mine[page])) return LC_E_OWNER;
-        rc = key_of(h, page, &keys[i]);
+        rc = key_of(h, page, &key, &gen);
         if (rc != LC_OK) return rc;
+        if (keys) keys[i] = key;
+        if (gens) gens[i] = gen;
     }
     return LC_OK;
 }

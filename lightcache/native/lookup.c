@@ -340,6 +340,66 @@ LC_API int lci_match1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref 
     return rc;
 }
 
+/* Pages whose numbers and generations another client has told us, as it pins them. The look at the
+ * generation before the pin is what `find` is for a match: making a page resets its bits, so a pin that
+ * was counted before the page came to this generation might have no bit, and be confirmed all the same. */
+static int pin_given(lci_handle *h, const int32_t *pages, const uint32_t *gens, uint32_t n,
+                     uint32_t *refused) {
+    if (LC_UNLIKELY(lc_load(&h->at->leaving))) return LC_E_CLOSED;
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t page = (uint32_t)pages[i], gen;
+        int rc = LC_E_RANGE;
+        if (LC_LIKELY(page < h->page_count)) {
+            gen = lc_load_acquire(&h->pages[page].gen); /* order: pin-given-gen */
+            rc = gen == gens[i] ? lci_pin_one(h, page) : LC_E_STALE;
+        }
+        if (LC_UNLIKELY(rc != LC_OK)) {
+            *refused = i;
+            lci_unpin_run(h, pages, 0, i);
+            return rc;
+        }
+    }
+    return LC_OK;
+}
+
+/* Are they READY still, in these generations and in one namespace, which is open? */
+static int confirm_given(lci_handle *h, const int32_t *pages, const uint32_t *gens, uint32_t n,
+                         uint32_t *refused) {
+    uint32_t id = lci_ns_of(lc_load(&h->pages[pages[0]].word));
+    lci_ns_ref ns = lc_load(&h->ns[id].epoch) << 8 | id;
+    LC_PAUSE(LC_AT_PIN_COUNTED);
+    atomic_thread_fence(memory_order_seq_cst); /* order: pin-given-fence */
+    LC_PAUSE(LC_AT_PIN_FENCED);
+    *refused = lci_confirm(h, pages, gens, n, id, lci_next_tick(h));
+    if (LC_LIKELY(*refused == n && lci_ns_open(h, ns))) return LC_OK;
+    if (*refused == n) *refused = 0;
+    lci_unpin_run(h, pages, 0, n);
+    return LC_E_STALE;
+}
+
+/* Pin all of these pages, each in the generation that is given, or none; `lease` begins zeroed. Pages
+ * of one namespace. LC_E_RANGE: page `*refused` is none of the index; LC_E_STALE: it is not READY in
+ * that generation, or was cleared; LC_E_PINS. No lock. */
+LC_API int lci_pin_pages(lci_handle *h, const int32_t *pages, const uint32_t *gens, uint32_t n,
+                         lci_lease *lease, uint32_t *refused) {
+    int rc = lci_usable(h);
+    if (LC_UNLIKELY(rc != LC_OK)) return rc;
+    if (LC_UNLIKELY(h->at->readonly)) return LC_E_READONLY;
+    lease->capacity = n;
+    if (n == 0) return LC_OK;
+    memcpy(lease + 1, pages, n * sizeof *pages);
+    pages = (const int32_t *)(lease + 1); /* a copy that no thread of the caller changes */
+    pthread_mutex_lock(&h->at->rows);
+    rc = pin_given(h, pages, gens, n, refused);
+    if (rc == LC_OK) rc = confirm_given(h, pages, gens, n, refused);
+    if (rc == LC_OK) {
+        lease->held = n;
+        lci_note_lookup(h->at, 0, 0);
+    }
+    pthread_mutex_unlock(&h->at->rows);
+    return rc;
+}
+
 /* Count the pages of lookups that were not counted: of a request that was looked up many times. */
 LC_API int lci_count_pages(lci_handle *h, uint32_t asked, uint32_t hit) {
     int rc = lcs_usable(h->at);
@@ -350,6 +410,8 @@ LC_API int lci_count_pages(lci_handle *h, uint32_t asked, uint32_t hit) {
     pthread_mutex_unlock(&h->at->rows);
     return LC_OK;
 }
+
+#define UNPINNED (-1) /* no page, in a lease */
 
 /* Unpin what the lease holds beyond its first `pages`. */
 static int shorten(lci_handle *h, lci_lease *lease, uint32_t pages) {
@@ -374,6 +436,32 @@ LC_API int lci_release(lci_handle *h, lci_lease *lease) { return shorten(h, leas
 /* Keep the first pages: in one call, for a caller that a signal may interrupt. */
 LC_API int lci_shorten(lci_handle *h, lci_lease *lease, uint32_t pages) {
     return shorten(h, lease, pages);
+}
+
+/* Unpin those of these pages that the lease holds, and let it hold the others, in its order. A page that
+ * it does not hold, or not so often, is passed over. Returns how many were unpinned. In the lease's order
+ * each costs a look or two; else a look at each that it holds. */
+LC_API int lci_release_pages(lci_handle *h, lci_lease *lease, const int32_t *pages, uint32_t n) {
+    int rc = lcs_usable(h->at);
+    if (LC_UNLIKELY(rc != LC_OK && rc != LC_E_RETIRED)) return rc;
+    int32_t *page = (int32_t *)(lease + 1);
+    uint32_t at = 0, left = 0;
+    pthread_mutex_lock(&h->at->rows);
+    uint32_t held = lease->held;
+    rc = LC_OK;
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t looked = 0;
+        for (; looked < held && page[at] != pages[i]; looked++) at = at + 1 < held ? at + 1 : 0;
+        if (looked == held || pages[i] == UNPINNED) continue;
+        int one = lci_unpin_one(h, (uint32_t)page[at]);
+        if (one != LC_OK) rc = one;
+        page[at] = UNPINNED;
+    }
+    for (uint32_t i = 0; i < held; i++)
+        if (page[i] != UNPINNED) page[left++] = page[i];
+    lease->held = left;
+    pthread_mutex_unlock(&h->at->rows);
+    return rc == LC_OK ? (int)(held - left) : rc;
 }
 
 /* Hand what a lease holds to others, a run of `counts[i]` pages to each: at once, for a caller that

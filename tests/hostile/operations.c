@@ -121,6 +121,25 @@ static int match_groups(const call *c, const lc_key *keys, uint32_t n, lci_ns_re
     return worse(rc, peeked);
 }
 
+/* What was matched once more, by its numbers, and given back by them. Without a draw of its own. */
+static int pin_pages(const call *c, const lci_lease *matched) {
+    const int32_t *pages = (const int32_t *)(matched + 1);
+    lci_lease *lease = room(sizeof *lease + 8 * (size_t)matched->held);
+    uint32_t gens[MOST_KEYS] = {0}, refused = 0, n = matched->held;
+    int rc = sane(lci_keys_of(c->w->h, pages, n, NULL, gens, &refused), "generations");
+    at_most(refused, n, "generations refused a page");
+    rc = worse(rc, sane(lci_pin_pages(c->w->h, pages, gens, n, lease, &refused), "pin pages"));
+    at_most(refused, n, "pinning refused a page");
+    at_most(lease->held, n, "a pin by number holds more than it was asked for");
+    in_range(c->w, (int32_t *)(lease + 1), lease->held, "a page was pinned by its number");
+    int given = sane(lci_release_pages(c->w->h, lease, pages, n / 2), "release pages");
+    at_most(given, n / 2, "more pages were given back than were named");
+    rc = worse(rc, given < 0 ? given : LC_OK);
+    rc = worse(rc, sane(lci_release(c->w->h, lease), "release"));
+    free(lease);
+    return rc;
+}
+
 static int match(call *c) {
     lc_key keys[MOST_KEYS];
     uint32_t n = some_keys(c, keys, MOST_KEYS);
@@ -130,6 +149,7 @@ static int match(call *c) {
     int rc = sane(lci_match1(h, keys, n, ns, lease), "match");
     at_most(lease->held, n, "match holds more than it was asked for");
     in_range(c->w, (int32_t *)(lease + 1), lease->held, "match handed out a page");
+    rc = worse(rc, pin_pages(c, lease));
     rc = worse(rc, sane(lci_release(c->w->h, lease), "release"));
     free(lease);
     return worse(rc, match_groups(c, keys, n, ns));
@@ -365,7 +385,7 @@ static int oldest(call *c) {
     at_most(n, want, "oldest listed more than it was asked for");
     in_range(w, listed, n, "oldest listed a page");
     distinct(listed, n);
-    rc = worse(rc, sane(lci_keys_of(w->h, listed, n, again, &bad), "keys of pages"));
+    rc = worse(rc, sane(lci_keys_of(w->h, listed, n, again, NULL, &bad), "keys of pages"));
     at_most(bad, n, "keys of pages refused a page");
     memcpy(pages, listed, 4 * (size_t)n);
     uint32_t *order = order_of(pages, n), hits[70];

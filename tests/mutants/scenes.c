@@ -34,6 +34,28 @@ static void matched(void) {
 
 static void release(void) { CHECK_EQ(lci_release(victim.h, &lent.head), LC_OK); }
 
+/* It was told the numbers of pages, and pins them for itself. */
+static uint32_t gens[RUN * 8];
+static int32_t numbers[RUN * 8];
+static void told(void) {
+    uint32_t bad;
+    matched();
+    CHECK_EQ(lci_keys_of(victim.h, lent.pages, lent.head.held, NULL, gens, &bad), LC_OK);
+    memcpy(numbers, lent.pages, sizeof numbers);
+    release();
+}
+static void pin_pages(void) {
+    uint32_t refused;
+    CHECK_EQ(lci_pin_pages(victim.h, numbers, gens, second_run.n, &lent.head, &refused), LC_OK);
+}
+static void told_and_pinned(void) {
+    told();
+    pin_pages();
+}
+static void release_pages(void) {
+    CHECK_EQ(lci_release_pages(victim.h, &lent.head, numbers, second_run.n / 2), second_run.n / 2);
+}
+
 static void give(void) {
     CHECK_EQ(lci_ticket_give(victim.h, lent.pages, lent.head.held, LC_NIL, 0, bit(&survivor),
                              FOREVER, &ticket, BLOCKING), LC_OK);
@@ -79,6 +101,8 @@ static void evict_pinned(void) {
 const scene scenes[] = {
     {"match", half_full, match_run, NONE, NONE, false},
     {"release", matched, release, NONE, NONE, false},
+    {"pin-pages", told, pin_pages, NONE, NONE, false},
+    {"release-pages", told_and_pinned, release_pages, NONE, NONE, false},
     {"publish", reserved_one, publish, EITHER, ALL, false},
     {"publish-last", reserved_two, publish, EITHER, ALL, false},
     {"reserve", half_full, reserve, NONE, NONE, false},

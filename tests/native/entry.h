@@ -108,7 +108,10 @@ int lci_match_groups_many(lci_group *groups, uint32_t count, const lc_key *keys,
 int lci_peek_groups(lci_group *groups, uint32_t count, const lc_key *keys, uint32_t n,
                     uint32_t page_tokens, uint32_t step, int32_t *limit);
 int lci_release(lci_handle *h, lci_lease *lease);
+int lci_pin_pages(lci_handle *h, const int32_t *pages, const uint32_t *gens, uint32_t n, lci_lease *lease,
+                  uint32_t *refused);
 int lci_shorten(lci_handle *h, lci_lease *lease, uint32_t pages);
+int lci_release_pages(lci_handle *h, lci_lease *lease, const int32_t *pages, uint32_t n);
 int lci_count_pages(lci_handle *h, uint32_t asked, uint32_t hit);
 int lci_split(lci_lease *from, lci_lease *const *to, const int32_t *counts, uint32_t n);
 int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, uint32_t n, uint32_t start,
@@ -155,7 +158,8 @@ int lci_discard(lci_handle *h, lci_discard_op *op, lci_lease *lease, const int32
                 uint64_t deadline);
 int lci_discard_end(lci_handle *h, lci_discard_op *op, const int32_t *pages, uint8_t *done,
                     uint32_t n);
-int lci_keys_of(lci_handle *h, const int32_t *pages, uint32_t n, lc_key *keys, uint32_t *bad);
+int lci_keys_of(lci_handle *h, const int32_t *pages, uint32_t n, lc_key *keys, uint32_t *gens,
+                uint32_t *bad);
 int lci_ticket_give(lci_handle *h, const int32_t *pages, uint32_t n, uint32_t rid, uint32_t rgen,
                     uint64_t adopters, uint64_t expires, lci_ticket_ref *ref, int wait,
                     uint64_t deadline);

@@ -10,7 +10,8 @@
 #define WATCHDOG_SECONDS 60 /* for one test: far above what any takes, also in an emulator */
 
 extern const test txn_tests[], lock_tests[], list_tests[], dict_tests[], ring_tests[], sync_tests[];
-extern const test join_tests[], client_tests[], process_tests[], layout_tests[], lookup_tests[], reserve_tests[];
+extern const test join_tests[], client_tests[], process_tests[], layout_tests[], lookup_tests[], number_tests[],
+    reserve_tests[];
 extern const test publish_tests[], evict_tests[], namespace_tests[], ticket_tests[], reap_tests[];
 extern const test check_tests[], repair_tests[], race_tests[], death_tests[], taking_back_tests[];
 extern const test taking_over_tests[], ending_tests[], ticket_ending_tests[], mend_tests[], mend_records_tests[];
@@ -21,8 +22,8 @@ extern const test group_tests[], part_tests[];
 
 static const test *const tables[] = {
     txn_tests, lock_tests, list_tests, dict_tests, ring_tests, sync_tests, client_tests,
-    join_tests, process_tests, layout_tests, lookup_tests, reserve_tests, publish_tests, evict_tests,
-    namespace_tests, ticket_tests, reap_tests, check_tests, repair_tests, race_tests, death_tests,
+    join_tests, process_tests, layout_tests, lookup_tests, number_tests, reserve_tests, publish_tests,
+    evict_tests, namespace_tests, ticket_tests, reap_tests, check_tests, repair_tests, race_tests, death_tests,
     taking_back_tests, taking_over_tests, ending_tests, ticket_ending_tests, mend_tests,
     mend_records_tests, room_tests, halfway_tests, meanwhile_tests, walk_tests,
     mend_pins_tests, log_tests, held_tests, keep_tests, independent_tests, many_tests,

@@ -334,10 +334,10 @@ static void damage_changes_nothing(void) {
     CHECK_EQ(index_counts(&a).kept, 0);
     CHECK_EQ(match(&a, &p, &l), 3);
     lc_store(&leaf->gen, lc_load(&leaf->gen) + 1);
-    CHECK_EQ(lci_keys_of(a.h, &l.pages[2], 1, &key, &bad), LC_E_STALE);
+    CHECK_EQ(lci_keys_of(a.h, &l.pages[2], 1, &key, NULL, &bad), LC_E_STALE);
     lc_store(&leaf->gen, lc_load(&leaf->gen) - 1);
     CHECK_EQ(bad, 0);
-    CHECK_EQ(lci_keys_of(a.h, &l.pages[2], 1, &key, &bad), LC_OK);
+    CHECK_EQ(lci_keys_of(a.h, &l.pages[2], 1, &key, NULL, &bad), LC_OK);
     CHECK_EQ(lci_release(a.h, &l.head), LC_OK);
     tear_down();
 }
@@ -349,11 +349,11 @@ static void keys_are_told_of_what_we_pin(void) {
     prompt_fill(&a, &p, 1, 3);
     p.n = 2;
     CHECK_EQ(match(&b, &p, &l), 2);
-    CHECK_EQ(lci_keys_of(b.h, p.page, 2, told, &bad), LC_OK);
+    CHECK_EQ(lci_keys_of(b.h, p.page, 2, told, NULL, &bad), LC_OK);
     CHECK(told[1].lo == p.keys[1].lo && told[1].hi == p.keys[1].hi);
-    CHECK_EQ(lci_keys_of(b.h, p.page, 3, told, &bad), LC_E_OWNER);
+    CHECK_EQ(lci_keys_of(b.h, p.page, 3, told, NULL, &bad), LC_E_OWNER);
     CHECK_EQ(bad, 2);
-    CHECK_EQ(lci_keys_of(b.h, (const int32_t[]){64}, 1, told, &bad), LC_E_RANGE);
+    CHECK_EQ(lci_keys_of(b.h, (const int32_t[]){64}, 1, told, NULL, &bad), LC_E_RANGE);
     CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
     tear_down();
 }

@@ -64,6 +64,11 @@ ELSEWHERE = {
         "bad_input": ["gave tensors of other shapes", "gave device blocks that"]
     },
     "unit/test_leases.py": {"a_replaced_cache_is_detached": ["used one that was replaced"]},
+    "unit/test_loans.py": {
+        "a_worker_that_leaves_gives_everything_back": ["lent pages to a worker"],
+        "a_third_process_is_refused": ["made `Loans` or `GiveBack`"],
+        "arguments": ["gave `Loans` or `GiveBack`"],
+    },
     "unit/test_log.py": {
         "a_second_writer_is_told_who_the_first_is": ["opened a `SharedLog` for writing"],
         "entries_outlive_their_writer": ["read a log whose writer has left"],

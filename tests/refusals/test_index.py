@@ -114,6 +114,13 @@ def key_of_written(index: PageIndex) -> None:
         index.keys_of(new.pages)
 
 
+def pin_dropped(index: PageIndex) -> None:
+    with index.match(A) as lease:
+        pages, generations = lease.pages.copy(), index.generations(lease.pages)
+    index.drop(A)
+    index.pin(pages, generations)
+
+
 def late(index: PageIndex, other: PageIndex) -> None:
     with index.match(A) as lease, lease.ticket([other.client_id], timeout=-1) as ticket:
         other.adopt(bytes(ticket))
@@ -231,6 +238,19 @@ TABLE: Table = {
         ("start", lambda index: index.match(A).ticket([index.client_id], start=3)),
         ("stop", lambda index: index.match(A).ticket([index.client_id], stop=3)),
     ],
+    ("pinned a page by number", LeaseLost): [
+        ("page 3 .* generation 0", lambda index: index.pin([3], [0])),
+        ("not ready", pin_dropped),
+    ],
+    ("gave `pin` a page", ConfigError): [
+        *(("0 to 7", lambda index, page=page: index.pin([page], [0])) for page in (8, 1 << 20)),
+        ("page numbers", lambda index: index.pin([-1], [0])),
+        ("page numbers", lambda index: index.pin([[1]], [0])),
+        *(
+            ("generations", lambda index, gens=gens: index.pin([1], gens))
+            for gens in ([], [1, 2], [0.5], [-1], [1 << 32], 1, np.zeros((1, 1), np.uint32))
+        ),
+    ],
     ("took so many pages", ConfigError): [("pages", lambda index: index.take("a", pages=-1))],
     ("released a lease, batch, shard", LeaseLost): [
         (
@@ -291,9 +311,10 @@ TABLE: Table = {
     ("discarded a lease", LeaseLost): [
         ("released", lambda index: index.discard(ended(index.match(A))))
     ],
-    ("discarded, or asked", LeaseLost): [
+    ("discarded, lent, or asked", LeaseLost): [
         ("not pinned", lambda index: index.discard(np.array([7], np.int32))),
         ("page 7 is not pinned", lambda index: index.keys_of(np.array([7], np.int32))),
+        ("page 7 is not pinned", lambda index: index.generations(np.array([7], np.int32))),
     ],
     ("asked for the key", LeaseLost): [("key", key_of_written)],
     ("gave no page numbers", ConfigError): [

@@ -1,7 +1,8 @@
 /* Pinning against evicting (docs/design/index.md, section 7), on one page.
  *
  * order WALK_GEN: guess-gen walk-gen
- * order PIN_FENCE: pin-fence pin-present-fence pin-groups-fence
+ * order GIVEN_GEN (GIVEN): pin-given-gen
+ * order PIN_FENCE: pin-fence pin-present-fence pin-groups-fence pin-given-fence
  * order CONFIRM_WORD: confirm-word
  * sequence CONFIRM_WORD_FIRST: confirm-word confirm-gen
  * order UNPIN: unpin-count
@@ -24,9 +25,17 @@
  * With THREADS the two readers are threads of one client: they share its row, under its `rows`
  * mutex. NO_MUTEX takes that away.
  *
+ * With GIVEN, which are threads too, readers pin by number: lookup.c, pin_given. They do not search; a
+ * reader has been told the generation of the life it wants, which may be one to come, and pins if it
+ * sees that. UNSEEN takes this look away.
+ *
  * What must hold: who has confirmed its pin reads the bytes of its key until it unpins.
  */
 #include "weak.pml"
+
+#ifdef GIVEN
+#define THREADS
+#endif
 
 #define FREE 0
 #define WRITING 1
@@ -70,8 +79,15 @@ bool mutex;        /* at->rows, with THREADS */
 #define MINE (1 << client)
 
 /* What waits for the loads before it, in program order. */
+#ifdef GIVEN
+#define AFTER_GEN BIND_LATER(GIVEN_GEN, GEN)
+#define AFTER_WALK AFTER_GEN
+#define AS_WANTED(gen) ((gen) == 2 * wanted)
+#else
 #define AFTER_GEN BIND_LATER(WALK_GEN, GEN)
 #define AFTER_WALK (AFTER_GEN | BIND_LATER(WALK_FENCE, GEN + KEY + WORD))
+#define AS_WANTED(gen) (((gen) & 1) == 0)
+#endif
 #define AFTER_PIN (AFTER_WALK | BIND_ALL(PIN_FENCE, BEFORE(SEE_WORD)))
 #define AFTER_CONFIRM \
     (AFTER_PIN | BIND_LATER(CONFIRM_WORD, SEE_WORD) \
@@ -109,6 +125,13 @@ proctype reader(byte client; byte wanted) {
 #ifndef THREADS
     done = done | OLD | OLD_AGAIN; /* nobody else stores to the row: the count is what we know */
 #endif
+#ifdef GIVEN
+    done = done | KEY | WORD | GEN_AGAIN; /* nothing is searched */
+#endif
+#ifdef UNSEEN
+    done = done | GEN;
+    g = 2 * wanted;
+#endif
 
     do
     /* rows mutex, and at its end */
@@ -116,8 +139,8 @@ proctype reader(byte client; byte wanted) {
     :: atomic { PERFORM(UNLOCK, BEFORE(UNLOCK)); LEAVE }
     :: atomic { !mutex && PERFORM(RELOCK, CONFIRMED + UNLOCK); mutex = true }
 
-    /* standing */
-    :: d_step { PERFORM(GEN, IN_HOLD); g = gen; other = other || (gen & 1) }
+    /* standing; or, with GIVEN, pin_given's look at the generation alone */
+    :: d_step { PERFORM(GEN, IN_HOLD); g = gen; other = other || !AS_WANTED(gen) }
     :: d_step { PERFORM(KEY, IN_HOLD + AFTER_GEN); other = other || key != wanted }
     :: d_step { PERFORM(WORD, IN_HOLD + AFTER_GEN); other = other || word != READY }
     :: d_step { PERFORM(GEN_AGAIN, IN_HOLD | GEN | AFTER_WALK); other = other || gen != g }

@@ -32,6 +32,7 @@ VARIANTS = [
     ("pin_evict", ""),
     ("pin_evict", "THREADS"),
     ("pin_evict", "DOOM"),
+    ("pin_evict", "GIVEN"),
     ("publish", ""),
     ("dict", ""),
     ("dict", "GUESS"),
@@ -48,6 +49,7 @@ VARIANTS = [
 # model, how it is built, and what of the protocol (not an order) that takes away. Each must fail.
 BROKEN = [
     ("pin_evict", "THREADS", "NO_MUTEX"),
+    ("pin_evict", "GIVEN", "UNSEEN"),
     ("dict", "", "TAIL"),
     ("dict", "", "NO_BUCKET"),
     ("dict", "", "LINK_ODD"),

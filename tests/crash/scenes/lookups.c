@@ -78,6 +78,58 @@ static void keep_six(actor *v) {
 }
 SCENE(shorten, .pages = 48, .set = two_runs, .prepare = match_sixteen, .act = keep_six)
 
+/* The victim was told numbers and generations by one that pins the pages, which may end before it. */
+static void told(actor *v, uint32_t *gens) {
+    uint32_t bad;
+    hold_match(v, &v->held, 1, 16, SCENE_NS);
+    NEED(lci_keys_of(v->h, v->held.pages, 16, NULL, gens, &bad) == LC_OK);
+    hold_release(v, &v->held);
+}
+static uint32_t gens[MAX_KEYS];
+static void told_sixteen(actor *v) { told(v, gens); }
+static int pin_pages(actor *v, uint32_t n) {
+    uint32_t refused;
+    int32_t pages[MAX_KEYS];
+    hold *l = &v->held;
+    memcpy(pages, l->pages, sizeof *pages * n);
+    return lci_pin_pages(v->h, pages, gens, n, &l->lease, &refused);
+}
+static void pin_sixteen(actor *v) { NEED(pin_pages(v, 16) == LC_OK); }
+static void told_wrongly(actor *v) {
+    told(v, gens);
+    gens[9] += 2;
+}
+static void pin_none(actor *v) { NEED(pin_pages(v, 16) == LC_E_STALE); }
+static void told_and_pinned(actor *v) {
+    told(v, gens);
+    pin_sixteen(v);
+}
+static void give_some_back(actor *v) {
+    const int32_t *p = v->held.pages;
+    const int32_t pages[] = {p[3], p[2], p[2], p[11], 47, p[15]};
+    NEED(lci_release_pages(v->h, &v->held.lease, pages, 6) == 4);
+}
+SCENE(pin_pages, .pages = 48, .set = two_runs, .prepare = told_sixteen, .act = pin_sixteen)
+SCENE(pin_pages_in_vain, .pages = 48, .set = two_runs, .prepare = told_wrongly, .act = pin_none)
+SCENE(release_pages, .pages = 48, .set = two_runs, .prepare = told_and_pinned, .act = give_some_back)
+
+/* When all are pinned and not confirmed yet, the namespace is cleared. */
+static bool clear_when_given(stage *s) {
+    const lci_handle *h = s->survivor.h;
+    uint32_t pins = 0;
+    for (uint32_t page = 0; page < h->page_count; page++)
+        pins += lc_load(lci_pin(h, s->notes->victim, page));
+    if (pins < 16) return false;
+    deed_clear(&s->other[0], SCENE_NS);
+    return true;
+}
+static void pin_or_not(actor *v) {
+    int rc = pin_pages(v, 16); /* cleared before it was confirmed, or after */
+    NEED(rc == LC_OK || rc == LC_E_STALE);
+}
+SCENE(pin_pages_cleared, .pages = 48, .set = runs_and_other, .prepare = told_sixteen,
+      .act = pin_or_not, .meanwhile = clear_when_given, .taken = 32)
+
 static void other_writes(stage *s) {
     two_runs(s);
     actor *o = stage_other(s, 0);
