@@ -1,6 +1,7 @@
 """Metrics of a cache for Prometheus (extra: `pip install lightcache[metrics]`).
 
     prometheus_client.REGISTRY.register(CacheMetrics(cache, counters))
+    prometheus_client.REGISTRY.register(ManagerMetrics(manager))
     prometheus_client.REGISTRY.register(CheckpointMetrics(checkpoints))
 
 Only this module imports prometheus_client. docs/guides/metrics.md lists the metrics.
@@ -37,6 +38,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:  # only hybrid models need these modules
     from lightcache.hybrid.checkpoints import Checkpoints, CheckpointStats
+    from lightcache.manager.manager import KVCacheManager
 
 _K = TypeVar("_K", bound=tuple[str, ...])
 
@@ -51,6 +53,10 @@ _UNSTORED = {
     "refused": "storage_refused_pages",
     "failed": "storage_failed_pages",
     "skipped": "storage_skipped_pages",
+}
+_UNWRITTEN = {
+    "no_room": "no_room_pages",
+    **{cause: f"unwritten_{cause}_pages" for cause in ("failed", "stale", "refused", "disabled")},
 }
 _TRANSFER_NS = {"load": "load_ns", "offload": "offload_ns"}
 _STORAGE_NS = {"read": "storage_read_ns", "write": "storage_write_ns"}
@@ -67,7 +73,7 @@ _EVICTED = {
 }
 _LABELLED = frozenset(
     name
-    for group in (_TOKENS, _MOVED, _FAILED, _PAGES, _BYTES, _STORED, _UNSTORED)
+    for group in (_TOKENS, _MOVED, _FAILED, _PAGES, _BYTES, _STORED, _UNSTORED, _UNWRITTEN)
     for name in group.values()
 ) | frozenset(_EVICTED.values())
 
@@ -86,7 +92,7 @@ _HELP = {
     "below_break_even": "Tokens found on the host but computed: loading so few is slower.",
     "cut_items": "Matches cut back to the start of a multimodal item.",
     "absent_pages": "Pages looked for on the host but not found; failures are not counted here.",
-    "no_room_pages": "Pages not written to the host because there was no room.",
+    "storage_absent_pages": "Pages to be stored that the host did not have: part of those skipped.",
     "storage_declined_pages": "Pages not read from storage: computing them is faster.",
     "duplicates": "Device blocks whose content another block had already.",
     "demotions": "Device blocks evicted for low_water or demote, with a copy on the host.",
@@ -299,6 +305,8 @@ class CacheMetrics(_Labelled):
         yield self._counter("storage_bytes", text, values_of(_STORED), "direction")
         text = "Pages that were not written to storage, by cause."
         yield self._counter("unstored_pages", text, values_of(_UNSTORED), "cause")
+        text = "Pages that were not written to the host, by cause, each time that it was tried."
+        yield self._counter("unwritten_pages", text, values_of(_UNWRITTEN), "cause")
         for metric, names, text in (
             ("transfer_seconds", _TRANSFER_NS, "Total time of transfers that succeeded."),
             ("storage_seconds", _STORAGE_NS, "Total time of reads from storage and writes to it."),
@@ -314,6 +322,33 @@ class CacheMetrics(_Labelled):
             if name not in _LABELLED and not name.endswith("_ns"):
                 text = _HELP.get(name, f"The managers' {name.replace('_', ' ')}.")
                 yield self._counter(name, text, {(): float(getattr(totals, name))})
+
+
+class ManagerMetrics(_Labelled):
+    """A collector for the circuit breakers of one manager. They belong to this process: each
+    process that has a manager serves its own. A scrape takes no lock that a call of the manager
+    holds. The manager may be closed."""
+
+    def __init__(self, manager: KVCacheManager, labels: Mapping[str, str] | None = None) -> None:
+        """Reads nothing yet.
+
+        Args:
+            labels: for every metric, in addition to `cache`: the name of the host cache.
+
+        Raises:
+            ConfigError: a label that the metrics define themselves.
+        """
+        super().__init__(manager.host.name, labels)
+        self._manager = manager
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics at this moment."""
+        shut = {
+            ("calls",): self._manager.disabled,
+            ("offloads",): self._manager.offloader.breaker.shut,
+        }
+        text = "Whether calls of the cache, or copies to the host, are disabled after failures."
+        yield self._gauge("disabled", text, shut, "part")
 
 
 class CheckpointMetrics(_Labelled):
@@ -379,4 +414,4 @@ def _life(client: ClientInfo) -> str:
     return "alive" if client.alive else "dead"
 
 
-__all__ = ["CacheMetrics", "CheckpointMetrics", "Totals"]
+__all__ = ["CacheMetrics", "CheckpointMetrics", "ManagerMetrics", "Totals"]

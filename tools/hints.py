@@ -202,6 +202,9 @@ def _clients(seen: Seen) -> Iterator[Hint]:
 # Counters of `ManagerStats`, summed over all managers of the node, that show failures.
 _WITHOUT = {
     "no_room_pages": "were not kept on the host, which had no room",
+    "unwritten_failed_pages": "were not kept on the host: the copy failed; the log has the reason",
+    "unwritten_refused_pages": "were not kept on the host: its index failed, or its lock was busy",
+    "unwritten_disabled_pages": "were not kept on the host: copies were disabled after failures",
     "storage_refused_pages": "were not stored: no room in the storage, or in the queue before it",
     "storage_failed_pages": "were not stored: the storage failed",
     "storage_skipped_pages": "were not stored: skipped, or evicted before their turn",

@@ -23,6 +23,7 @@ from lightcache.errors import ConfigError
 from lightcache.hybrid.checkpoints import CheckpointStats
 from lightcache.kernels import layouts
 from lightcache.kernels.planes import DevicePlanes, join
+from lightcache.notices import Notices
 
 # ---- Statistics, and warnings that are logged once
 
@@ -67,7 +68,7 @@ class Counters:
     def __init__(self) -> None:
         """All zero."""
         self._counts: Counter[str] = Counter()
-        self._said: set[str] = set()
+        self._notices = Notices(log)
         self._lock = threading.Lock()
 
     def add(self, **counts: int) -> None:
@@ -77,11 +78,7 @@ class Counters:
 
     def say_once(self, reason: str, message: str) -> None:
         """Log a warning, the first time that this reason occurs."""
-        with self._lock:
-            if reason in self._said:
-                return
-            self._said.add(reason)
-        log.warning("%s", message)
+        self._notices.first(reason, "%s", message)
 
     def no_room(self, cache: str, missing: int, wanted: int, why: str) -> None:
         """Count pages that were not saved, and say so the first time."""

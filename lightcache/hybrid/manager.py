@@ -1296,6 +1296,7 @@ class HybridManager:
                 leaving=kv.leaving + self._donor.slots_alone,
                 transfers=kv.transfers + traffic.in_flight,
                 queued=kv.queued + traffic.moves.queued,
+                offloads=kv.offloads,
                 device_states=states["device"],
                 host_states=states["host"],
             )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
     from lightcache.storage.tasks import StorageTask
     from lightcache.storage.tier import BaseTier
 
+_log = logging.getLogger("lightcache.manager")
 _owed = attrgetter("owed")  # `any(map(_owed, ...))` makes no Python call
 TELL = 0.5
 """Seconds between two updates of the node's counters."""
@@ -809,14 +812,21 @@ class KVCacheManager:
     # ---- Close
     def close(self, timeout: float | None = 10.0) -> None:
         """Wait for the copies and give back everything. The caches stay the caller's. Every later
-        `plan` raises Detached. Does nothing when the manager is closed already.
+        `plan` raises Detached. Does nothing when the manager is closed already. A storage that was
+        opened here is written to until then; pages that it does not have by then are counted, and
+        their number is logged.
+
+        Args:
+            timeout: seconds for all of this; None: no limit.
 
         Raises:
-            WaitTimeout: a copy is still in flight; call again.
+            WaitTimeout: a copy is still in flight, or a call of a storage that was opened here;
+                call again.
             ConfigError: no number of seconds; nothing was closed.
             As `poll`, when all of this is done.
         """
         timeout = seconds_of(timeout)
+        end = time.monotonic() + (threading.TIMEOUT_MAX if timeout is None else timeout)
         with self._lock:
             self.state.closed = True
             self.release_many(list(self._requests), publish=False)
@@ -830,13 +840,37 @@ class KVCacheManager:
             self._write_back.poll()
             self._add_to_node()
         if self._own_storage is not None:  # pages of ended requests are all on the host now
-            self._own_storage.close()
-            with self._lock:
-                self._add_to_node()  # counts what was written just now
+            try:
+                self._close_storage(self._own_storage, end)
+            finally:
+                with self._lock:
+                    self._add_to_node()  # counts what was written just now
         if self._own_host is not None:
             self._own_host.close()
         with self._lock:
             self._transfers.foreign.raise_first()
+
+    def _close_storage(self, storage: BaseTier, end: float) -> None:
+        """Let a storage write until `end`, then close it; log how many pages it did not get.
+
+        Raises:
+            WaitTimeout: a call of it has not returned.
+        """
+        before = storage.stats().unstored
+        ended = storage.close(max(0.0, end - time.monotonic()))
+        if lost := storage.stats().unstored - before:
+            _log.warning(
+                "close: %d pages were not written to the storage in time; `storage_failed_pages`, "
+                "`storage_refused_pages` and `storage_skipped_pages` of the manager's stats count "
+                "such pages, and a larger close(timeout=) lets it finish",
+                lost,
+            )
+        if not ended:
+            raise WaitTimeout(
+                "close: calls of the storage have not returned, or another process holds the lock "
+                "of the host cache; pages stay pinned until then, and the host cache cannot be "
+                "closed; call again"
+            )
 
     def __enter__(self) -> KVCacheManager:
         return self
@@ -1130,8 +1164,9 @@ class KVCacheManager:
         return self._fail_open.disabled
 
     def enable(self) -> None:
-        """Use the cache again."""
+        """Use the cache again, and make copies to the host again if they were disabled."""
         self._fail_open.enable()
+        self.offloader.breaker.reset()
 
     def stats(self) -> ManagerStats:
         """This process's counters."""
@@ -1182,6 +1217,7 @@ class KVCacheManager:
                 leaving=len(self._frees),
                 transfers=self._transfers.in_flight,
                 queued=self._transfers.queued,
+                offloads=self.offloader.breaker.state,
             )
 
     def _add_to_node(self) -> None:

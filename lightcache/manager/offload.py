@@ -2,37 +2,95 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from lightcache._arguments import Keys, Pages
-from lightcache.errors import LightcacheError, LockTimeout
+from lightcache.breaker import CircuitBreaker
+from lightcache.errors import Abandoned, LeaseLost, LightcacheError, LockTimeout
 from lightcache.kernels.moves import slots_of_blocks
 from lightcache.manager.limits import nothing
 from lightcache.manager.request import CacheScope, Request, WritePolicy, keys_of
 from lightcache.manager.state import ManagerState
-from lightcache.manager.transfers import BlockTransfer
+from lightcache.manager.transfers import BlockTransfer, OnEnd, State
+from lightcache.notices import Notices
 from lightcache.reservations import Reservation
 
+_log = logging.getLogger("lightcache.manager")
 _SEEN = 1 << 16  # pages that SELECTIVE remembers
+Unwritten = Literal["no_room", "failed", "stale", "refused", "disabled"]
+"""Why pages were not written to the host; see `ManagerStats`."""
 Span = tuple[Request, int, int]
 """Pages [begin, end) of a request that are to be written, by their positions in its prompt."""
 
 
 class Offloader:
     """Writes full pages of requests to the host, and from there to storage when the request has
-    ended. The manager's lock is around every call."""
+    ended. The manager's lock is around every call.
+
+    **Pages that were not written** (there was no room, the copy failed, its reservation went stale,
+    the index refused them, copies are disabled, another request was writing them) are tried again
+    with the request's next write, from the first page that the host lacks: when its next group of
+    pages is full, or its prompt complete, or when it ends. So a retry has no timer and no
+    reservation of its own, their number is bounded by the pages that the request fills, and what
+    another has written meanwhile is not copied again. A copy that fails after `release` is not
+    tried again. `Request.unwritten` is the mark: it is set before pages are reserved, and removed
+    when all of them are there or on their way; so an interrupt in between costs a retry only.
+
+    **A circuit breaker** opens when copies fail in a row: see `may_copy`.
+    """
 
     def __init__(self, state: ManagerState) -> None:
         """No page is written yet."""
         self._state = state
         self._seen: OrderedDict[bytes, int] = OrderedDict()
-        self._failed = 0
-        """Number of our copies that failed, or never began."""
+        self._notices = Notices(_log)
+        self._probe: BlockTransfer | None = None
+        """The last copy that was begun while the breaker was open."""
+        retry = state.config.offload_retry
+
+        def text(row: int, why: str) -> str:
+            return (
+                f"no page is written to the host after {row} failed copies in a row, the last: "
+                f"{why}; requests are computed as before, and one copy is tried every {retry:g} s"
+            )
+
+        self.breaker = CircuitBreaker(
+            state.config.failures,
+            retry,
+            text=text,
+            works="a copy to the host succeeded, pages are written again",
+            log=_log,
+        )
+        """Of copies to the host. It counts those that failed, without those of stale pages."""
+
+    def may_copy(self) -> bool:
+        """Whether a copy to the host is begun now. While the breaker is open none is; later one at
+        a time, until one succeeds."""
+        if not self.breaker.shut:
+            return True
+        probe = self._probe
+        return self.breaker.state == "half-open" and (probe is None or probe.finished)
+
+    def unwritten(self, cause: Unwritten, pages: int, why: str = "") -> None:
+        """Count pages that were not written to the host; log the first of each cause."""
+        if not pages:
+            return
+        name = "no_room_pages" if cause == "no_room" else f"unwritten_{cause}_pages"
+        self._state.counts.add(**{name: pages})
+        if cause != "disabled":  # the breaker logs that
+            self._notices.first(
+                cause,
+                "%d pages were not written to the host: %s; `%s` of the manager's stats counts such"
+                " pages, and this is said once",
+                *(pages, why, name),
+            )
 
     def write_due(self, running: list[Request]) -> None:
         """After a commit: write pages of requests that have enough, or whose prompt is complete."""
@@ -41,8 +99,6 @@ class Offloader:
         group, tokens = self._state.config.write_group, self._state.page_tokens
         due: list[Span] = []
         for request in running:
-            if request.left_to_others and request.failed_then != self._failed:
-                self._take_over(request)
             begin = request.written * tokens
             if request.total < begin + tokens:
                 continue
@@ -64,15 +120,14 @@ class Offloader:
         those that the device had: else the host would evict pages that are needed later."""
         used: dict[CacheScope, list[bytes]] = {}
         due: list[Span] = []
+        back = self._state.config.write is WritePolicy.BACK
         for request in ended:
-            if request.left_to_others:  # other processes' failures are not in `_failed`
-                self._take_over(request)
             full = request.publishable() // self._state.page_tokens
             stored = self._for_storage(request, full)
             if stored:
                 due += stored
-            elif self._state.config.write is not WritePolicy.BACK and full > request.written:
-                due += self._span(request, full)
+            elif request.unwritten or (full > request.written and not back):
+                due += self._span(request, min(full, request.unwritten) if back else full)
             elif request.space is not None and request.options.read and (full or request.written):
                 packed = request.host_chain.packed(0, max(full, request.written))
                 used.setdefault(request.space, []).extend(packed)
@@ -83,16 +138,6 @@ class Offloader:
             ):  # reserves nothing, so the order of the keys does not matter
                 keys = keys_of(parts)
                 self._state.host.reserve(keys, len(keys), namespace=space.host).release()
-
-    def _take_over(self, request: Request) -> None:
-        """Write pages that other requests were writing, if they are neither there nor being written
-        now. Of n samples whose copies all fail, each tries once."""
-        end, request.left_to_others = request.left_to_others, 0
-        if request.space is None:
-            return
-        begin = self._state.host.peek(request.host_chain.keys[:end], namespace=request.space.host)
-        if begin < end:
-            self.write(request, begin, end)
 
     def write(self, request: Request, begin: int, end: int) -> None:
         """Begin to write these pages now, whatever the policy."""
@@ -136,20 +181,30 @@ class Offloader:
         if not full:
             return []
         request.written = max(begin, full)
-        if self._state.config.write is WritePolicy.SELECTIVE:  # it has skipped some pages
+        # SELECTIVE has skipped some pages.
+        if request.unwritten or self._state.config.write is WritePolicy.SELECTIVE:
             begin = self._state.host.peek(request.host_chain.keys[:full], namespace=space.host)
         return [(request, begin, full)] if full > begin else []
 
     def _span(self, request: Request, full: int) -> list[Span]:
-        """The span of a request's next pages to write, up to `full`; empty if there is none."""
-        options = request.options
+        """The span of a request's next pages to write, up to `full`, and of those that were not
+        written before; empty if there is none."""
+        options, space = request.options, request.space
         if not options.write or "host" not in options.tiers or options.priority < 0:
+            return []
+        if space is None:
             return []
         begin, end = request.written, full
         if self._state.config.write is WritePolicy.SELECTIVE and options.priority <= 0:
             end = begin + self._asked_for(request.host_chain.keys[begin:full])
-        request.written = full
-        return [(request, begin, end)] if end > begin and request.space is not None else []
+        if request.unwritten:
+            again = request.host_chain.keys[: min(request.unwritten, full)]
+            present = self._state.host.peek(again, namespace=space.host)
+            if present < len(again):
+                begin, end = min(begin, present), max(end, len(again))
+            request.unwritten = len(again) if end > begin else 0
+        request.written = max(request.written, full)
+        return [(request, begin, end)] if end > begin else []
 
     def _asked_for(self, keys: Keys) -> int:
         """Number of leading pages that were seen often enough. Counts all these pages."""
@@ -176,19 +231,30 @@ class Offloader:
         for space, spans in by_space.items():
             if not self._state.weights.is_valid(space):
                 continue  # the host accepts nothing of it
+            for request, _, end in spans:
+                request.unwritten = max(request.unwritten, end)
+            spans = self._without_disabled(spans)
+            if not spans:
+                continue
             slots = self._slots(spans)
             try:
                 parts = self._reserve(space, spans)
-            except LockTimeout:
-                self._state.counts.add(errors=1)
-                for request, begin, _ in spans:  # a later commit, or the end, tries again
-                    request.written = min(request.written, begin)
-                continue
-            except LightcacheError:
-                self._state.counts.add(failed_offloads=len(spans))
+            except LightcacheError as error:
+                late = isinstance(error, LockTimeout)
+                self._state.counts.add(**{"errors" if late else "failed_offloads": len(spans)})
+                self.unwritten("refused", sum(end - begin for _, begin, end in spans), str(error))
                 continue
             for span, part, part_slots in zip(spans, parts, slots, strict=True):
                 self._launch_span(span, part, part_slots)
+
+    def _without_disabled(self, spans: list[Span]) -> list[Span]:
+        """The spans that may be copied now: all of them, the first one to see whether copies
+        succeed again, or none."""
+        if not self.breaker.shut:
+            return spans
+        allowed = 1 if self.may_copy() else 0
+        self.unwritten("disabled", sum(end - begin for _, begin, end in spans[allowed:]))
+        return spans[:allowed]
 
     def _reserve(self, space: CacheScope, spans: list[Span]) -> list[Reservation]:
         """Reserve pages for all spans. Keys start at the root: all of them count as used."""
@@ -211,17 +277,37 @@ class Offloader:
 
     def _launch_span(self, span: Span, new: Reservation, slots: npt.NDArray[np.int64]) -> None:
         request, begin, end = span
+        assert request.space is not None
         tokens, block = self._state.page_tokens, self._state.device.block_tokens
-        if not new.all_new:
-            if len(new.busy):
-                request.left_to_others, request.failed_then = int(new.busy[-1]) + 1, self._failed
-            self._state.counts.add(no_room_pages=len(new.missing))
-            if not len(new.new):
-                new.release()
-                return
+        whole = new.all_new or not (len(new.busy) or len(new.missing))
+        if not whole:
+            self.unwritten("no_room", len(new.missing), f"no room, {new.why}")
+        if not new.all_new and not len(new.new):
+            new.release()
+            if whole:
+                request.unwritten = 0
+            return
+
+        def on_end(ok: bool) -> None:
+            if not ok:
+                request.unwritten = max(request.unwritten, end)
+
         touched = request.table[begin * tokens // block : -(-end * tokens // block)]
-        if self.launch(new, slots, touched, request.transfers).finished:
+        copy = self.launch(new, slots, touched, request.transfers, request.space, on_end)
+        if copy.finished:
             request.transfers.pop()  # a finished copy delays nothing
+        if whole and (copy.state is State.DONE or not copy.finished):
+            request.unwritten = 0
+
+    def _is_stale(self, error: Exception, space: CacheScope) -> bool:
+        """Whether a copy failed because its pages could not be published any more. Ranks report
+        that as a copy that failed, so the space is asked too."""
+        if isinstance(error, (Abandoned, LeaseLost)):
+            return True
+        try:
+            return not self._state.weights.is_valid(space)
+        except LightcacheError:  # the host is closed
+            return True
 
     def _slots(self, spans: list[Span]) -> list[npt.NDArray[np.int64]]:
         """For each span, the device slots of its request's tokens up to the span's end; -1 for
@@ -250,6 +336,8 @@ class Offloader:
         slots: npt.NDArray[np.int64],
         blocks: Pages,
         of: list[BlockTransfer],
+        space: CacheScope,
+        on_end: OnEnd | None = None,
     ) -> BlockTransfer:
         """Begin to write a reservation's new pages. The transfer owns it from now on.
 
@@ -257,23 +345,45 @@ class Offloader:
             slots: slots of all tokens of the reserved keys, from the first one.
             blocks: device blocks that are read.
             of: list of transfers of these blocks' owner, to which this one is appended.
+            space: of the reserved keys.
+            on_end: see `TransferTracker.begin`.
         """
         state, pages, begun = self._state, len(new.pages), time.perf_counter_ns()
 
         def on_result(ok: bool, nbytes: int | None) -> None:
             if ok:
+                if self.breaker.failures:
+                    self.breaker.success()
                 moved = pages * state.page_bytes if nbytes is None else nbytes
                 elapsed = time.perf_counter_ns() - begun
                 state.counts.add(
                     offloads=1, offloaded_pages=pages, offloaded_bytes=moved, offload_ns=elapsed
                 )
             else:
-                self._failed += 1
                 state.counts.add(failed_offloads=1)
 
+        def on_failure(error: Exception) -> None:
+            why, stale = str(error) or repr(error), self._is_stale(error, space)
+            self.unwritten("stale" if stale else "failed", pages, why)
+            if not stale:
+                self.breaker.failure(why)
+
+        into = None
+        if self.breaker.shut:
+            self.breaker.probe()  # its failure opens the breaker for as long again
+            into = self, "_probe"
         backend = state.backend
         return state.transfers.begin(
-            blocks, backend, backend.offload, new, (slots,), on_result, of=of
+            blocks,
+            backend,
+            backend.offload,
+            new,
+            (slots,),
+            on_result,
+            of=of,
+            on_end=on_end,
+            on_failure=on_failure,
+            into=into,
         )
 
 

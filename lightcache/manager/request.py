@@ -163,7 +163,10 @@ class ManagerConfig:
     """Seconds that a call waits for the lock of a tier, at most once a second. The call is then a
     miss, or a later call does its work. No call takes two tiers' locks more than once."""
     failures: int = 3
-    """Errors in a row after which the manager disables itself."""
+    """Errors in a row after which the manager disables itself; also, copies to the host that failed
+    in a row after which no further ones are made."""
+    offload_retry: float = 30.0
+    """Seconds after that until one copy to the host is tried."""
     same_prefix: str = "compute"
     """For a request whose prefix another request is computing: "compute" it too, or "wait"."""
     wait_limit: float = 5.0
@@ -179,7 +182,7 @@ class ManagerConfig:
         count(self.reserve_blocks, "reserve_blocks", 0, 1 << 20)
         count(self.failures, "failures", 1, 1 << 20)
         count(self.window, "window", 1, 1 << 20)
-        for name in ("plan_ttl", "time_limit", "wait_limit"):
+        for name in ("plan_ttl", "time_limit", "wait_limit", "offload_retry"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}: expected seconds > 0, found {getattr(self, name)!r}")
         if self.low_water is not None and not 0 <= self.low_water < 1:
@@ -361,10 +364,9 @@ class Request:
     """Leading blocks that were named, or whose naming was tried."""
     written: int = 0
     """Leading host pages that are there, are being written, or whose write was tried."""
-    left_to_others: int = 0
-    """Host pages up to this position include some that other requests were writing; 0: none."""
-    failed_then: int = 0
-    """Number of failed offloads when `left_to_others` was set."""
+    unwritten: int = 0
+    """Host pages up to this position include some whose write was tried and did not happen, or that
+    another request was writing; 0: none. See `Offloader`."""
     known: int = 0
     """Tokens whose ids are known: the prompt's and those reported."""
     total: int = 0

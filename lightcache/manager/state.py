@@ -33,6 +33,7 @@ _STORAGE = {
     "written_bytes": "storage_written_bytes",
     "evicted": "storage_evicted_room",
     "declined": "storage_declined_pages",
+    "unstored_absent": "storage_absent_pages",
 }
 
 

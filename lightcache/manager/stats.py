@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from lightcache.cache import Cache
 from lightcache.shm import SharedCounters
@@ -51,10 +51,21 @@ class ManagerStats:
     """Stored by our storage tier's calls."""
     failed_loads: int = 0
     failed_offloads: int = 0
+    """Offloads that failed or were cancelled, and failed calls of the host's index for them."""
     absent_pages: int = 0
     """Pages that a lookup on the host missed, without failed lookups."""
     no_room_pages: int = 0
-    """Pages that were not written to the host for want of room."""
+    """Pages that were not written to the host for want of room. As in the next four counters, each
+    time that it was tried; the log has the first of each cause, with its reason."""
+    unwritten_failed_pages: int = 0
+    """Pages whose copy to the host failed."""
+    unwritten_stale_pages: int = 0
+    """Pages that were copied in vain: their reservation was abandoned, or their weights or tenant
+    cleared, before they were published."""
+    unwritten_refused_pages: int = 0
+    """Pages that were not copied because the host's index failed, or its lock did not come."""
+    unwritten_disabled_pages: int = 0
+    """Pages that were not copied because too many copies had failed: see `TierGauges.offloads`."""
     duplicates: int = 0
     """Device blocks whose content another block had already."""
     device_evicted_room: int = 0
@@ -92,6 +103,9 @@ class ManagerStats:
     storage_skipped_pages: int = 0
     """Pages that were skipped instead of stored: after a page that was not stored, evicted from the
     host before, with the storage disabled, or by the tier's `min_tokens` or `seen`."""
+    storage_absent_pages: int = 0
+    """Part of `storage_skipped_pages`: the host did not have them any more, or never had, when
+    they were offered to our storage tier."""
     plan_ns: int = 0
     """Nanoseconds within `plan` and `plan_many`; see also `plan_seconds`. Like the next counters it
     never decreases."""
@@ -205,6 +219,9 @@ class TierGauges:
     """Transfers in flight."""
     queued: int
     """Transfers that wait for `resume`."""
+    offloads: Literal["closed", "open", "half-open"]
+    """State of the breaker of copies to the host. Open: `ManagerConfig.failures` in a row have
+    failed, and none is made; half-open: one is tried, or may be."""
 
 
 NAMES = frozenset(each.name for each in fields(ManagerStats))

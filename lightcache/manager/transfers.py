@@ -52,6 +52,7 @@ _UNDER_WAY, _UNFINISHED = (_BEGINNING, _RUNNING), (_QUEUED, _BEGINNING, _RUNNING
 
 OnResult = Callable[[bool, "int | None"], None]
 OnEnd = Callable[[bool], None]
+OnFailure = Callable[[Exception], None]
 
 
 class BlockTransfer:
@@ -78,11 +79,12 @@ class BlockTransfer:
         arguments: tuple[Any, ...],
         on_result: OnResult,
         on_end: OnEnd | None,
+        on_failure: OnFailure | None,
     ) -> None:
         """For `TransferTracker.begin`."""
         self._tracker, self._backend, self._call = tracker, backend, call
         self._held, self._arguments = held, arguments
-        self._on_result, self._on_end = on_result, on_end
+        self._on_result, self._on_end, self._on_failure = on_result, on_end, on_failure
         self.blocks = blocks
         """Device blocks that it reads or writes."""
         self.state = _QUEUED
@@ -229,6 +231,8 @@ class BlockTransfer:
             if state is _FAILED:
                 self._tracker.failed += 1
                 self._tracker.foreign.note(self.error)
+                if self._on_failure is not None and self.error is not None:
+                    self._on_failure(self.error)
             self._on_result(ok, moved)
         if not ok:
             # If the lock does not come in time, the last reference to the pages frees them.
@@ -318,6 +322,7 @@ class TransferTracker:
         *,
         of: list[BlockTransfer] | None = None,
         on_end: OnEnd | None = None,
+        on_failure: OnFailure | None = None,
         into: tuple[object, str] | None = None,
         instead_of: tuple[object, str] | None = None,
     ) -> BlockTransfer:
@@ -337,10 +342,14 @@ class TransferTracker:
             of: list of transfers of the owner of its blocks, to which it is appended. None: the
                 blocks are held otherwise.
             on_end: called with whether it succeeded, when it has finished. Perhaps twice.
+            on_failure: called with the error of a copy that has failed, not of a cancelled one,
+                before `on_result`; as that, an interrupt may lose the call.
             into: an object and an attribute that is set to this transfer in the same instant.
             instead_of: an object and an attribute that had `held`, set to None in the same instant.
         """
-        transfer = BlockTransfer(self, blocks, backend, call, held, arguments, on_result, on_end)
+        transfer = BlockTransfer(
+            self, blocks, backend, call, held, arguments, on_result, on_end, on_failure
+        )
         if into is None and instead_of is None:  # nearly always, and faster
             append_to((self._all,) if of is None else (self._all, of), transfer)
         else:

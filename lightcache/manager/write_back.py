@@ -142,6 +142,8 @@ class WriteBack:
         device = self._state.device
         if not isinstance(device, ManagedBlocks) or device.index is None or n < 1:
             return 0
+        if not self._offloader.may_copy():
+            return 0  # allocating evicts them unwritten, as if the host had no room
         oldest = device.index.oldest(min(n, 4096))
         blocks = oldest.pages.copy()
         homes = self._homes_of(blocks, oldest.keys)
@@ -207,10 +209,14 @@ class WriteBack:
                 same = lives is None or (lives == origin.lives).all()
                 if not same or origin.device_key != keys[i].tobytes():
                     continue
+                if not self._offloader.may_copy():
+                    self._offloader.unwritten("disabled", 1)
+                    return False
                 try:
                     self._write(origin, begun, written, refused)
-                except LightcacheError:
+                except LightcacheError as error:
                     self._state.counts.add(failed_offloads=1)
+                    self._offloader.unwritten("refused", 1, str(error))
                     return False
         return True
 
@@ -232,7 +238,7 @@ class WriteBack:
         key = keys[before].tobytes()
         if before and keys[0].tobytes() in refused:
             refused.add(key)
-            state.counts.add(no_room_pages=1)
+            self._offloader.unwritten("no_room", 1, "the page before them has no room")
             return
         new = state.host.reserve(
             keys,
@@ -242,12 +248,13 @@ class WriteBack:
             timeout=state.config.time_limit,
         )
         if len(new.new):
-            self._offloader.launch(new, self._slots(origin, before), origin.blocks, begun)
+            slots = self._slots(origin, before)
+            self._offloader.launch(new, slots, origin.blocks, begun, origin.space)
             written.append(origin)
             return
         if len(new.missing):
             refused.add(key)
-        state.counts.add(no_room_pages=len(new.missing))
+        self._offloader.unwritten("no_room", len(new.missing), f"no room, {new.why}")
         new.release()
 
     def _slots(self, origin: _Origin, before: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -31,6 +31,7 @@ from lightcache.cache import Cache
 from lightcache.errors import ConfigError, LightcacheError, StorageError, WaitTimeout
 from lightcache.leases import Lease, Positions
 from lightcache.namespaces import Namespace
+from lightcache.notices import Notices
 from lightcache.reservations import Reservation
 from lightcache.runs import PLAIN, Run
 from lightcache.storage.common import (
@@ -658,7 +659,7 @@ class JobExecutor(Executor):
         """Ended jobs with pages for `StorageTask.publish`."""
         self._tally: Counter[str] = Counter()
         self._taken: Counter[str] = Counter()
-        self._warned: set[str] = set()
+        self._notices = Notices(log)
         self._failing: tuple[str, Keys | None] = ("contains", None)
         """The last call and its first key; a probe repeats it."""
         self._seconds = min(options.call_timeout, options.timeout)
@@ -757,10 +758,9 @@ class JobExecutor(Executor):
             return
         with self.changed:
             self._tally.update({"unstored": pages, f"unstored_{kind}": pages})
-            first = kind not in self._warned and kind != "disabled"  # the breaker logs that
-            self._warned.add(kind)
-        if first:
-            log.warning(
+        if kind != "disabled":  # the breaker logs that
+            self._notices.first(
+                kind,
                 "%d pages of a prompt were not stored: %s; `unstored_%s` of the tier's stats counts"
                 " such pages, and this is said once",
                 *(pages, why, kind),

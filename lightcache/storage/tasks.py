@@ -341,7 +341,7 @@ class StorageTask:
 
 ReadPolicy = Literal["wait", "best_effort", "deadline"]
 BusyPolicy = Literal["wait", "skip"]
-Unstored = Literal["failed", "refused", "gone", "unreachable", "disabled", "ended"]
+Unstored = Literal["failed", "refused", "absent", "gone", "unreachable", "disabled", "ended"]
 """Why pages that should have been stored were not; see `TierStats`."""
 
 
@@ -389,14 +389,16 @@ class TierStats:
     skipped_unseen: int = 0
     """Part of `skipped`: not offered `seen` times yet."""
     unstored: int = 0
-    """Pages that were offered and worth writing, but not stored; the next six count them by cause.
-    The first of each cause is logged."""
+    """Pages that were offered and worth writing, but not stored; the next seven count them by
+    cause. The first of each cause is logged."""
     unstored_failed: int = 0
     """The storage could not write them."""
     unstored_refused: int = 0
     """The storage had no room, or `write_pages` is 0."""
+    unstored_absent: int = 0
+    """The cache did not have them when they were offered: they were evicted, or never written."""
     unstored_gone: int = 0
-    """They were evicted before their turn."""
+    """They were evicted after they were offered, before their turn."""
     unstored_unreachable: int = 0
     """A page before them could not be stored, so they would not be found."""
     unstored_disabled: int = 0
@@ -405,7 +407,7 @@ class TierStats:
     """The task ended early: its time was up, it was cancelled, or a call failed."""
 
 
-TAKEN = ("read_bytes", "written_bytes", "evicted", "declined")
+TAKEN = ("read_bytes", "written_bytes", "evicted", "declined", "unstored_absent")
 """Totals that `BaseTier.take_figures` returns."""
 
 __all__ = [

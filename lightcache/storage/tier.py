@@ -530,6 +530,10 @@ class StorageTier(BaseTier):
             pages = len(lease)
             if pages == min(chosen, room) < chosen:  # pages beyond those pinned may be ready too
                 pages += self.cache.peek(keys[pages:chosen], namespace=namespace)
+            if pages < chosen:
+                absent = "the cache did not have them: evicted since, or never written to it"
+                executor.count_unstored("absent", chosen - pages, absent)
+                reason = reason or f"{chosen - pages} pages were not stored: {absent}"
             if not pages or not self._write_pages:
                 lease.release()
                 skipped = len(keys) - pages

@@ -254,20 +254,23 @@ def test_a17_another_takes_over_when_the_copy_fails(world: Any, goes_on: str) ->
     world.backend.finish()
     world.manager.poll()
     assert world.cache.stats().ready == 0
+    pages = 4
     if goes_on == "computing":
-        more = np.concatenate([prompt.tokens, [7]])
-        for request in "bc":
-            world.compute(request, more, 18, 19)
+        more, pages = np.concatenate([prompt.tokens, tokens(30, 7)]), 12
+        for end in range(19, 49):  # the next write: a group of 8 pages
+            assert world.cache.stats().ready == 0
+            for request in "bc":
+                world.compute(request, more, end - 1, end)
     elif goes_on == "ending":
         world.manager.release("b")
     else:
         world.run("d", prompt)
-    assert world.cache.stats().ready == 4
+    assert world.cache.stats().ready == pages
     found = world.manager.stats()
-    assert (found.failed_offloads, found.offloads, found.offloaded_pages) == (1, 1, 4)
+    assert (found.failed_offloads, found.offloads, found.offloaded_pages) == (1, 1, pages)
     for request in "abc":
         world.manager.release(request)
-    assert world.manager.stats().offloaded_pages == 4
+    assert world.manager.stats().offloaded_pages == pages
 
 
 def test_a17_another_takes_over_what_was_queued_and_aborted(world: Any) -> None:
@@ -280,21 +283,22 @@ def test_a17_another_takes_over_what_was_queued_and_aborted(world: Any) -> None:
     world.manager.release("a", publish=False)
     world.compute("b", np.concatenate([prompt.tokens, [7]]), 18, 19)
     world.manager.resume()
-    assert world.cache.stats().ready == 4
+    assert world.cache.stats().ready == 0
     world.manager.release("b")
+    assert world.cache.stats().ready == 4
 
 
-def test_a17_when_all_copies_fail_each_sample_tries_once(world: Any) -> None:
-    every = tokens(18)
-    a_copy_goes_on(world, Prompt(every), "abc")
+def test_a17_when_all_copies_fail_each_sample_tries_once_a_write(worlds: Any) -> None:
+    world = worlds(blocks=64, failures=100)
+    every = np.concatenate([tokens(18), tokens(40, 7)])
+    a_copy_goes_on(world, Prompt(every[:18]), "abc")
     world.backend.fail_next = 100
     world.backend.finish()
-    for _ in range(5):
+    for end in range(19, 59):
         world.manager.poll()
-        every = np.concatenate([every, [7]])
         for request in "abc":
-            world.compute(request, every, len(every) - 1, len(every))
-    assert world.manager.stats().failed_offloads == 3
+            world.compute(request, every, end - 1, end)
+    assert world.manager.stats().failed_offloads == 1 + 3
     world.backend.fail_next = 0
     for request in "abc":
         world.manager.release(request)

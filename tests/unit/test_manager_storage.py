@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from support.manager_case import World, open_cache, tokens
 from support.refusals import refused
 from support.stamped import stamps_of
 
-from lightcache import ConfigError, Detached, PermissionDenied, StorageError
+from lightcache import ConfigError, Detached, PermissionDenied, StorageError, WaitTimeout
 from lightcache.manager import Prompt, RequestOptions, WritePolicy
 from lightcache.storage import StorageSpec, StorageTier, open_storage
 
@@ -124,14 +125,90 @@ def test_a_storage_that_hangs_is_closed_when_it_answers(segment_name: str, wait_
     tier.prefetch(np.ones((1, 2), np.uint64))
     assert tier.storage.wait_hanging()
     closing = tier.close
-    tier.close = lambda: closing(0.0)
-    world.manager.close()  # with a warning
+    tier.close = lambda timeout=0.0: closing(0.0)
+    refused(WaitTimeout, "have not returned", world.manager.close)
     assert threads() > before
     tier.storage.let_go()
     wait_until(lambda: threads() == before, "the end of what hung")
     refused(Detached, "", tier.storage.contains, np.ones((1, 2), np.uint64), timeout=1.0)
     world.manager.close()
     world.close()
+
+
+class Clock:
+    """Stands in for `time` in the manager's module."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.perf_counter_ns = time.perf_counter_ns
+
+    def monotonic(self) -> float:
+        """See `time`."""
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("timeout", "copies", "left"), [(10.0, 4.0, 6.0), (3.0, 5.0, 0.0), (None, 4.0, 1e9)]
+)
+def test_closing_has_one_deadline(
+    segment_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    timeout: float | None,
+    copies: float,
+    left: float,
+) -> None:
+    """What waiting for copies takes is not there for the storage."""
+    world, clock = World(segment_name, storage=lambda _: "memory:"), Clock()
+    manager, waits = world.manager, list[float]()
+    tier: Any = manager._own_storage
+    closing, waiting = tier.close, manager._transfers.wait
+
+    def close(timeout: float) -> Any:
+        waits.append(timeout)
+        return closing(60.0)
+
+    def wait(*arguments: Any) -> None:
+        waiting(*arguments)
+        clock.now += copies
+
+    monkeypatch.setattr("lightcache.manager.manager.time", clock)
+    monkeypatch.setattr(tier, "close", close)
+    monkeypatch.setattr(manager._transfers, "wait", wait)
+    manager.close(timeout)
+    assert len(waits) == 1
+    assert waits[0] == left if timeout is not None else waits[0] > left
+    monkeypatch.undo()
+    world.close()
+
+
+def test_closing_tells_what_was_not_written(
+    segment_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(segment_name, storage=lambda _: "memory:")
+    tier: Any = world.manager._own_storage
+    closing = tier.close
+    tier._executor.count_unstored("ended", 5, "arranged")  # told before
+
+    def close(timeout: float = 60.0) -> Any:
+        if not tier._executor.closing:
+            tier._executor.count_unstored("ended", 7, "arranged")
+        return closing(60.0)
+
+    tier.close = close
+    world.manager.close()
+    assert "close: 7 pages were not written to the storage in time" in caplog.text
+    world.close()
+    assert caplog.text.count("close: ") == 1
+
+
+def test_what_the_host_lost_before_storage_had_it_is_counted(segment_name: str) -> None:
+    with open_cache(segment_name, 32, 4) as cache, StorageTier.open(cache, "memory:") as tier:
+        world = World(f"{segment_name}.w", cache=cache, storage=lambda _: tier)
+        world.backend.fail_next = 2
+        world.run("a", PROMPT)
+        stats = world.manager.stats()
+        assert (stats.storage_absent_pages, stats.storage_skipped_pages) == (4, 4)
+        world.close()
 
 
 def test_a_tier_that_is_given_stays_open(segment_name: str) -> None:

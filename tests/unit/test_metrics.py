@@ -7,13 +7,14 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from support.keys import keys
+from support.manager_case import made_worlds
 from support.refusals import refused
 
 from lightcache import Cache, ConfigError, PageIndex, page_index
 from lightcache.hybrid import Checkpoints, CheckpointStats
 from lightcache.manager.blocks import DeviceTier
 from lightcache.manager.stats import ManagerStats, NodeCounters
-from lightcache.metrics import CacheMetrics, CheckpointMetrics
+from lightcache.metrics import CacheMetrics, CheckpointMetrics, ManagerMetrics
 from lightcache.runs import Run
 from lightcache.shm.layout import LOCK_OFFSET, LockRecord
 
@@ -26,6 +27,11 @@ def cache(segment_name):
     with Cache.create(segment_name, **how, role="engine") as made:
         made.pool.prefault()
         yield made
+
+
+@pytest.fixture
+def worlds(segment_name):
+    yield from made_worlds(segment_name)
 
 
 def registered(*arguments, **more):
@@ -197,10 +203,36 @@ def test_the_managers_figures(cache):
             assert values("transferred_bytes_total", direction=direction) == pages * 10
         assert values("storage_bytes_total", direction="read") == 80
         assert values("storage_bytes_total", direction="write") == 90
-        assert (values("absent_pages_total"), values("no_room_pages_total")) == (5, 12)
+        assert values("absent_pages_total") == 5
+        assert values("unwritten_pages_total", cause="no_room") == 12
         values.families["lightcache_absent_pages"].documentation.index(
             "failures are not counted here"
         )
+
+
+def test_pages_that_were_not_written_by_cause(cache):
+    causes = ("failed", "stale", "refused", "disabled")
+    with NodeCounters.open(cache) as counters:
+        registry = registered(cache, counters)
+        counters.add(**{f"unwritten_{cause}_pages": i for i, cause in enumerate(causes, 1)})
+        values = Values(registry, cache)
+        assert [values("unwritten_pages_total", cause=cause) for cause in causes] == [1, 2, 3, 4]
+        assert "lightcache_unwritten_failed_pages" not in values.families
+
+
+@pytest.mark.parametrize("part", ["calls", "offloads"])
+def test_breakers_of_a_manager(worlds, part):
+    world = worlds()
+    registry = CollectorRegistry(auto_describe=True)
+    registry.register(ManagerMetrics(world.manager))
+    parts = ("calls", "offloads")
+    values = Values(registry, world.cache)
+    assert [values("disabled", part=each) for each in parts] == [0, 0]
+    fail_open, offloads = world.manager.state.fail_open, world.manager.offloader.breaker
+    for _ in range(3):
+        (fail_open._breaker if part == "calls" else offloads).failure("arranged")
+    values = Values(registry, world.cache)
+    assert [values("disabled", part=each) for each in parts] == [part == each for each in parts]
 
 
 CAUSES = {

@@ -220,6 +220,24 @@ def test_what_was_evicted_before_its_turn_is_counted_and_told_once(
     assert caplog.text.count("4 pages of a prompt were not stored: they were evicted") == 1
 
 
+@pytest.mark.parametrize("left", [0, 5])
+def test_what_the_cache_does_not_have_is_counted_and_told_once(
+    make_tier: Any, cache: Cache, caplog: Any, left: int
+) -> None:
+    with make_tier(cache, empty(cache)) as tier:
+        for seed in (6, 7):
+            keys = make_keys(20, seed=seed)
+            fill(cache, keys[:left])
+            result = tier.write(keys).wait(60.0)
+            assert (result.stored, result.skipped) == (left, 20 - left)
+            assert "cache" in result.reasons[0]
+        found = tier.stats()
+        assert found.unstored == found.unstored_absent == 2 * (20 - left)
+        assert tier.take_figures()["unstored_absent"] == 2 * (20 - left)
+    told = f"{20 - left} pages of a prompt were not stored: the cache did not have them"
+    assert caplog.text.count(told) == 1
+
+
 @pytest.mark.parametrize("kind", ["failed", "refused"])
 def test_pages_that_are_not_stored_are_counted_by_reason(
     make_tier: Any, cache: Cache, caplog: Any, kind: str
