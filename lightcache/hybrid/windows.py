@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -28,7 +28,7 @@ from lightcache.errors import (
 from lightcache.group_index import GroupIndex
 from lightcache.groups import Group, GroupSet, Rule
 from lightcache.hashing import KeySpec, Tokens
-from lightcache.hybrid.checkpoints import Tier
+from lightcache.hybrid.checkpoints import Checkpoints, Tier
 from lightcache.hybrid.manager import HybridLoadHandle, loaded_well
 from lightcache.layout import KeyStatus
 from lightcache.leases import Allocation, Lease, NamingResult
@@ -63,12 +63,22 @@ if TYPE_CHECKING:
 
 PREFIX = Rule.prefix().name
 """Full attention, among the names of rules."""
+APART = (
+    "no manager joins them: give the layers with a window to full attention, which keeps every "
+    "token, and join KV and states with a HybridManager"
+)
+"""What to do for a model with states and windows."""
 EVERY = 4096
 """Default distance of saved positions, in tokens."""
 _KEPT = (KeyStatus.NEW, KeyStatus.PRESENT)
 
 
 # ---- The device blocks of one rule
+
+
+def is_window(rule: object) -> bool:
+    """Whether it is a rule of pages with tokens, other than full attention's."""
+    return type(rule) is Rule and rule not in (Rule.prefix(), Rule.point())
 
 
 class WindowBlocks(ManagedBlocks):
@@ -102,7 +112,7 @@ class WindowBlocks(ManagedBlocks):
             ConfigError: another rule, a backend without a run, or more blocks than it has room for.
             Otherwise as `ManagedBlocks`.
         """
-        if type(rule) is not Rule or rule in (Rule.prefix(), Rule.point()):
+        if not is_window(rule):
             raise ConfigError(
                 f"rule: expected Rule.window(tokens) or Rule.chunk(tokens), found {rule!r}; blocks "
                 "of full attention are ManagedBlocks, states have Checkpoints"
@@ -473,7 +483,10 @@ class WindowManager:
         """What a position has in storage."""
 
     def _check(self, manager: KVCacheManager) -> None:
-        for window in self.windows:
+        given: Any = self.windows
+        for window in given:
+            if isinstance(window, Checkpoints):
+                raise ConfigError(f"windows: expected WindowBlocks, found states; {APART}")
             if not isinstance(window, WindowBlocks):
                 raise ConfigError(f"windows: expected WindowBlocks, found {window!r}")
             if window.block_tokens != manager.device.block_tokens:
