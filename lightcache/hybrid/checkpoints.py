@@ -20,6 +20,7 @@ from lightcache._together import together
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, LeaseLost, LightcacheError, OutOfPages
 from lightcache.group_index import GroupIndex
+from lightcache.kernels.groups import Rule
 from lightcache.layout import KeyStatus
 from lightcache.leases import Allocation, Lease, NamingResult, Positions
 from lightcache.manager.backend import TransferBackend
@@ -716,6 +717,8 @@ class Checkpoints:
             raise ConfigError("checkpoints: storage is read and written through a host cache")
         self.slots, self.host, self.copier, self.storage = slots, host, copier, storage
         self.run = run
+        self.groups = ((Rule.point(), run),)
+        """What storage has of a checkpoint."""
         self.host_states: StateIndex | None = None
         """The states of the host."""
         if host is not None:

@@ -1196,8 +1196,8 @@ class HybridManager:
                 tasks.append(self.manager.prefetch(prompt))
             path = self.parts.path_of(prompt, LookupRequest(prompt).most)
             if storage is not None and path is not None:
-                space, run = path.space.host, self.checkpoints.run
-                tasks.append(storage.prefetch_last_ready(path.keys, run=run, namespace=space))
+                space, groups = path.space.host, self.checkpoints.groups
+                tasks.append(storage.prefetch_last_ready(path.keys, groups=groups, namespace=space))
             return tasks
 
     def set_blocks(self, blocks: int) -> None:

@@ -1,4 +1,4 @@
-"""States of an engine: from its tensors to everything that `Checkpoints` needs."""
+"""From an engine's tensors to a host cache for all groups of a model, and what managers need."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 from lightcache._arguments import count
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError
 from lightcache.hybrid.checkpoints import Checkpoints
+from lightcache.hybrid.windows import APART, EVERY, WindowBlocks, WindowManager, is_window
 from lightcache.kernels import layouts
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane, waste_of
+from lightcache.kernels.groups import Rule
 from lightcache.kernels.planes import DevicePlanes, join
 from lightcache.kernels.states import StateCopier
 from lightcache.manager.blocks import create_index
@@ -259,14 +261,94 @@ def open_states(
     return states
 
 
-# ---- KV and states in one pool
+# ---- KV and other groups in one pool
+
+
+class Windows:
+    """An engine's KV of full attention, and of layers that see a window or a chunk, in one host
+    cache. As a context manager: leaving closes all of it, managers first."""
+
+    def __init__(self, kv: EngineKV, windows: Mapping[Rule, EngineKV]) -> None:
+        """For `open_hybrid`."""
+        self.kv, self.windows = kv, dict(windows)
+        self._closing = contextlib.ExitStack()
+        for each in (kv, *windows.values()):
+            self._closing.callback(each.close)
+
+    def manager(self, index: str, *, every: int = EVERY, **how: Any) -> WindowManager:
+        """A manager of all blocks of these tensors. `close` closes it, if it is still open.
+
+        Args:
+            index: name of the index of this device's blocks of full attention; those of others are
+                "INDEX-RULE". One for each engine or data-parallel rank of the node.
+            every: see `WindowManager`.
+            how: as for `EngineKV.manager`.
+
+        Raises:
+            ConfigError: as `EngineKV.manager`.
+            InUse: another live process has an index of one of these names.
+        """
+        with contextlib.ExitStack() as stack:
+            manager = self.kv.manager(index, **how)
+            stack.callback(manager.device.close)
+            stack.callback(manager.close)
+            tokens, blocks = manager.device.block_tokens, []
+            for number, (rule, each) in enumerate(self.windows.items(), 1):
+                blocks.append(
+                    WindowBlocks(
+                        f"{index}-{rule.name}",
+                        rule=rule,
+                        block_tokens=tokens,
+                        blocks=each.slots // tokens,
+                        backend=each.backend,
+                        run=Run(number, each.geometry.parts),
+                    )
+                )
+                stack.callback(blocks[-1].close)
+            windows = WindowManager(manager, blocks, every=every)
+            stack.callback(windows.close)
+            self._closing.push(stack.pop_all())
+        return windows
+
+    def close(self) -> None:
+        """Close managers, wait for copies, leave the cache. The tensors stay.
+
+        Raises:
+            As `EngineKV.close`.
+        """
+        self._closing.close()
+
+    def __enter__(self) -> Windows:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        leave(self.close, error)
+
+
+@overload
+def open_hybrid(
+    name: str, tensors: layouts.Tensors, parts: Parts, *, model: str, axes: str, **how: Any
+) -> States: ...
+
+
+@overload
+def open_hybrid(
+    name: str,
+    tensors: layouts.Tensors,
+    *,
+    windows: Mapping[Rule, layouts.Tensors],
+    model: str,
+    axes: str,
+    **how: Any,
+) -> Windows: ...
 
 
 def open_hybrid(
     name: str,
     tensors: layouts.Tensors,
-    parts: Parts,
+    parts: Parts | None = None,
     *,
+    windows: Mapping[Rule, layouts.Tensors] | None = None,
     model: str,
     axes: str,
     page_tokens: int = 64,
@@ -275,9 +357,9 @@ def open_hybrid(
     slots: int | None = None,
     layers: Sequence[int] | None = None,
     **options: Any,
-) -> States:
-    """KV and states of a hybrid model in one host cache, from an engine's tensors: of one process
-    that has all heads and whole states, in CPU memory or on one GPU.
+) -> States | Windows:
+    """All groups of a model in one host cache, from an engine's tensors: of one process that has
+    all heads and whole states, in CPU memory or on one GPU. KV and recurrent states:
 
         with open_hybrid("qwen3-next", kv_caches, {"conv": conv, "recurrent": recurrent},
                          model="Qwen3-Next@0e9e39f", axes="kbnhc", size="64GiB",
@@ -285,58 +367,123 @@ def open_hybrid(
             manager = states.kv.manager("qwen3-next-gpu0")
             hybrid = HybridManager(manager, states.checkpoints(), grid)
 
-    Nothing divides the memory: a state lies in as many pages as it needs, and what was unused for
-    longest makes room, whether KV or state.
+    or layers that see windows or chunks:
+
+        with open_hybrid("gemma-3", global_caches, windows={Rule.window(1023): local_caches},
+                         model="gemma-3-27b@005ad34", axes="kbnhc", size="64GiB") as opened:
+            manager = opened.manager("gemma-3-gpu0")
+
+    Nothing divides the memory: a state, or a page of a window, lies in as many pages as it needs,
+    and what was unused for longest makes room.
 
     Args:
         name: of the host cache, which all engines of the node share; created if missing.
         tensors, axes, page_tokens, value_dim: of KV: see `open_kv`.
         parts, layers: of states: see `state_layout`.
+        windows: the tensors of the other layers of attention by their rule, with the axes of
+            `tensors` and as many blocks as these layers have: fewer, usually.
         index, slots: of the device's slots of states: see `open_states`.
         model, options: see `open_kv`.
 
     Raises:
-        ConfigError: as `open_kv` and `state_layout`.
-        LayoutMismatch: there is a cache of that name for another model, or other states.
+        ConfigError: as `open_kv` and `state_layout`; neither states nor windows, or both.
+        LayoutMismatch: there is a cache of that name for another model, or other groups.
         InUse: another process lives in an index of that name.
         Otherwise as `Cache.open` and `Cache.pin`.
     """
-    geometry, planes = describe(tensors, axes, page_tokens, value_dim)
-    layout = state_layout(parts, layers=layers, part_bytes=geometry.page_bytes)
-    if waste := waste_of("states", geometry, layout.geometry):
-        _log.warning("cache %r: %s", name, waste)
-    limit = layout.slots if slots is None else count(slots, "slots", 1, layout.slots)
+    _check_kinds(parts, windows, index, slots, layers)
+    kv = describe(tensors, axes, page_tokens, value_dim)
+    part_bytes = kv[0].page_bytes
+    with contextlib.ExitStack() as stack:
+        if parts is not None:
+            layout = state_layout(parts, layers=layers, part_bytes=part_bytes)
+            limit = layout.slots if slots is None else count(slots, "slots", 1, layout.slots)
+            copier, device = StateCopier(layout.geometry, layout.planes), None
+            if index is not None:
+                device = create_slots(index, limit)
+                stack.callback(device.close)
+            states = [(NAMES[STATES], layout.geometry)]
+            opened = _open_kv(stack, name, f"{layout.dtypes} ", model, kv, states, options)
+            made: States | Windows = States(layout, copier, device, opened.cache, opened)
+        else:
+            others = {
+                rule: describe(own, axes, page_tokens, value_dim, rule=rule, part_bytes=part_bytes)
+                for rule, own in (windows or {}).items()
+            }
+            named = [(rule.name, geometry) for rule, (geometry, _) in others.items()]
+            opened, engines = _open_kv(stack, name, "", model, kv, named, options), {}
+            for rule, each in others.items():
+                engines[rule] = EngineKV(opened.cache, *each, beside=opened)
+                stack.callback(engines[rule].close)
+            made = Windows(opened, engines)
+        stack.pop_all()
+    return made
+
+
+def _open_kv(
+    stack: contextlib.ExitStack,
+    name: str,
+    dtypes: str,
+    model: str,
+    kv: tuple[PageGeometry, DevicePlanes],
+    others: Sequence[tuple[str, PageGeometry]],
+    options: Mapping[str, Any],
+) -> EngineKV:
+    """The cache of these groups, and KV in it. The stack closes both.
+
+    Args:
+        dtypes: of states, for the fingerprint.
+        others: the other groups by their names, from 1 on.
+    """
+    geometry, planes = kv
+    for what, other in others:
+        if waste := waste_of(what, geometry, other):
+            _log.warning("cache %r: %s", name, waste)
+    words = " ".join(other.fingerprint() for _, other in others)
     decided: dict[str, Any] = {
         "page_bytes": geometry.page_bytes,
-        "page_tokens": page_tokens,
-        "fingerprint": f"{model} {geometry.fingerprint()} {layout.dtypes} "
-        f"{layout.geometry.fingerprint()}",
+        "page_tokens": geometry.page_tokens,
+        "fingerprint": f"{model} {geometry.fingerprint()} {dtypes}{words}",
         "device": planes.device != "cpu",
-        "kv_groups": NAMES,
+        "kv_groups": (NAMES[0], *(what for what, _ in others)),
     }
     if twice := sorted(decided.keys() & options.keys()):
         raise ConfigError(
             f"open_hybrid: {', '.join(twice)} follow from the tensors; leave them out"
         )
-    copier = StateCopier(layout.geometry, layout.planes)
-    with contextlib.ExitStack() as stack:
-        device = None
-        if index is not None:
-            device = create_slots(index, limit)
-            stack.callback(device.close)
-        cache = Cache.open(name, **decided, **options)
-        stack.callback(cache.close)
-        kv = EngineKV(cache, geometry, planes)
-        stack.callback(kv.close)
-        states = States(layout, copier, device, cache, kv)
-        stack.pop_all()
-    return states
+    cache = Cache.open(name, **decided, **options)
+    stack.callback(cache.close)
+    opened = EngineKV(cache, geometry, planes)
+    stack.callback(opened.close)
+    return opened
+
+
+def _check_kinds(
+    parts: Parts | None, windows: Mapping[Rule, layouts.Tensors] | None, *of_states: object
+) -> None:
+    """Raises ConfigError: not one kind of groups beside KV, or none of a manager's."""
+    if parts is not None and windows:
+        raise ConfigError(f"open_hybrid: expected states or windows, found both; {APART}")
+    if parts is None and not windows:
+        raise ConfigError(
+            "open_hybrid: expected tensors of states, or windows={rule: tensors}, found neither; a "
+            "model of full attention alone has open_kv"
+        )
+    wrong = [rule for rule in windows or () if not is_window(rule)]
+    if wrong:
+        raise ConfigError(
+            "open_hybrid: windows: expected Rule.window(tokens) or Rule.chunk(tokens), found "
+            f"{wrong}"
+        )
+    if windows and any(each is not None for each in of_states):
+        raise ConfigError("open_hybrid: index, slots and layers are of states; leave them out")
 
 
 __all__ = [
     "Parts",
     "StateLayout",
     "States",
+    "Windows",
     "create_slots",
     "open_hybrid",
     "open_states",

@@ -144,8 +144,6 @@ class Stored:
 
     state: StorageTask | None = None
     """Reads the last stored checkpoint to the host."""
-    first: int = 0
-    """Positions before the first requested one."""
     kv: StorageTask | None = None
     """Reads KV up to that checkpoint."""
     seen: bool = False
@@ -165,9 +163,9 @@ class Stored:
     @property
     def brought(self) -> int:
         """Positions up to the checkpoint that was read; 0: none."""
-        if self.state is None or not self.state.ended or not self.state.pages_done:
+        if self.state is None or not self.state.ended:
             return 0
-        return self.first + self.state.pages_done
+        return self.state.pages_done
 
     @property
     def kv_pages(self) -> int:
@@ -547,14 +545,15 @@ class HybridPlanner:
             return
         stored = plan.stored
         if stored.state is None:
-            stored.first = 0 if plan.found is None else plan.found[1]
+            first = 0 if plan.found is None else plan.found[1]
             # Storage may have KV after the KV found here.
             most = plan.kv.usable if self._parts.inner.storage is None else plan.most
-            rest = plan.path.keys[stored.first : most // self._parts.step]
-            if len(rest):
-                keys = np.ascontiguousarray(rest)
-                space, run = plan.path.space.host, self._parts.checkpoints.run
-                stored.state = tier.prefetch_last_ready(keys, run=run, namespace=space)
+            keys = plan.path.keys[: most // self._parts.step]
+            if first < len(keys):
+                space, groups = plan.path.space.host, self._parts.checkpoints.groups
+                stored.state = tier.prefetch_last_ready(
+                    keys, groups=groups, start=first, namespace=space
+                )
         elif stored.news:
             stored.seen = True
             self._read_kv(plan, stored.brought * self._parts.step)

@@ -8,13 +8,14 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, overload
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from lightcache._arguments import Pages, count
+from lightcache._arguments import Keys, Pages, count
 from lightcache._together import assign, together
 from lightcache.errors import (
     Abandoned,
@@ -27,14 +28,14 @@ from lightcache.errors import (
 from lightcache.group_index import GroupIndex
 from lightcache.groups import Group, GroupSet, Rule
 from lightcache.hashing import KeySpec, Tokens
-from lightcache.hybrid.checkpoints import Tier
+from lightcache.hybrid.checkpoints import Checkpoints, Tier
 from lightcache.hybrid.manager import HybridLoadHandle, loaded_well
 from lightcache.layout import KeyStatus
 from lightcache.leases import Allocation, Lease, NamingResult
 from lightcache.manager.backend import TransferBackend
 from lightcache.manager.blocks import NONE, ManagedBlocks
 from lightcache.manager.limits import nothing
-from lightcache.manager.lookup import LookupBatch, LookupRequest
+from lightcache.manager.lookup import LookupBatch, LookupRequest, begin_when_read
 from lightcache.manager.manager import KVCacheManager, check_blocks
 from lightcache.manager.request import (
     ANY,
@@ -53,17 +54,31 @@ from lightcache.manager.request import (
 from lightcache.manager.transfers import BlockTransfer
 from lightcache.namespaces import Namespace
 from lightcache.page_index import PageIndex
+from lightcache.prompt import TokenIds
 from lightcache.runs import PLAIN, Run
 from lightcache.shm.locking import Hurried
 
+if TYPE_CHECKING:
+    from lightcache.storage.tasks import StorageTask
+
 PREFIX = Rule.prefix().name
 """Full attention, among the names of rules."""
+APART = (
+    "no manager joins them: give the layers with a window to full attention, which keeps every "
+    "token, and join KV and states with a HybridManager"
+)
+"""What to do for a model with states and windows."""
 EVERY = 4096
 """Default distance of saved positions, in tokens."""
 _KEPT = (KeyStatus.NEW, KeyStatus.PRESENT)
 
 
 # ---- The device blocks of one rule
+
+
+def is_window(rule: object) -> bool:
+    """Whether it is a rule of pages with tokens, other than full attention's."""
+    return type(rule) is Rule and rule not in (Rule.prefix(), Rule.point())
 
 
 class WindowBlocks(ManagedBlocks):
@@ -97,7 +112,7 @@ class WindowBlocks(ManagedBlocks):
             ConfigError: another rule, a backend without a run, or more blocks than it has room for.
             Otherwise as `ManagedBlocks`.
         """
-        if type(rule) is not Rule or rule in (Rule.prefix(), Rule.point()):
+        if not is_window(rule):
             raise ConfigError(
                 f"rule: expected Rule.window(tokens) or Rule.chunk(tokens), found {rule!r}; blocks "
                 "of full attention are ManagedBlocks, states have Checkpoints"
@@ -165,6 +180,8 @@ class WindowMatch:
     branching: int | None = None
     """The position at which the coming prefill saves windows, since KV reaches further than they
     do: other prompts share this prefix, and the next one will hit."""
+    pending: bool = False
+    """Storage is being read: planning again may find more."""
 
     @property
     def tokens(self) -> int:
@@ -197,6 +214,8 @@ class WindowStats:
     """Windows that were on the device."""
     host_hits: int = 0
     """Windows that were on the host alone."""
+    storage_hits: int = 0
+    """Of the host hits, those at a position that was read from storage."""
     loads: int = 0
     failed_loads: int = 0
     offloads: int = 0
@@ -290,8 +309,8 @@ class _Running:
     """Its request in the KV manager."""
     match: WindowMatch
     tables: list[_Table]
-    saved: int
-    """The last position that was saved, or with which it began."""
+    positions: list[int]
+    """The position with which it began, and those that were saved, ascending."""
     published: int = -1
     """Full blocks for which all is done that a commit does."""
     loads: list[BlockTransfer] = field(default_factory=list)
@@ -299,6 +318,11 @@ class _Running:
     """Blocks that the caller has to exchange, by rule."""
     counted: dict[str, int] = field(default_factory=dict)
     """Its counts in the statistics."""
+
+    @property
+    def saved(self) -> int:
+        """The last of its positions; 0: there is none."""
+        return self.positions[-1] if self.positions else 0
 
     def sound(self) -> bool:
         """Whether its loads have finished and succeeded. Until then no other request may find what
@@ -364,8 +388,28 @@ class _Side:
         return None
 
 
+def _slice(keys: Keys, begin: int, end: int) -> Keys:
+    return np.ascontiguousarray(keys[begin:end])
+
+
 _Chosen = dict[str, _Side]
 """By name of a rule: where its pages are pinned, or taken from."""
+
+
+@dataclass(eq=False)
+class _Reading:
+    """A read from storage for a request that waits."""
+
+    task: StorageTask
+    there: int
+    """Tokens of KV that were there before."""
+    until: float | None = None
+    """Time until which `take` waits; None: it was not called yet."""
+
+    def reached(self, position: int, page_tokens: int) -> bool:
+        """Whether it has brought what this position lacked."""
+        came = self.task.pages_done * page_tokens if self.task.ended else 0
+        return 0 < position <= came and self.task.result.loaded > 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -376,6 +420,7 @@ class _Plan:
     space: CacheScope | None
     match: WindowMatch
     chosen: _Chosen
+    reading: _Reading | None = None
 
 
 # ---- The manager
@@ -404,7 +449,8 @@ class WindowManager:
 
         Raises:
             ConfigError: no windows, two of one rule or of one group of the host cache, other block
-                sizes, blocks that the engine owns, a backend without a host cache, or a storage.
+                sizes, blocks that the engine owns, a backend without a host cache, or a storage
+                and a window without a backend.
         """
         count(every, "every", 1, 1 << 30)
         self.windows = tuple(windows)
@@ -430,9 +476,17 @@ class WindowManager:
         for window in self.windows:
             if window.backend is not None:
                 self._indexes[window, Tier.HOST] = GroupIndex(manager.host.index, window.run)
+        self._groups = [
+            (Rule.prefix(), PLAIN),
+            *((window.rule, window.run) for window in self.windows),
+        ]
+        """What a position has in storage."""
 
     def _check(self, manager: KVCacheManager) -> None:
-        for window in self.windows:
+        given: Any = self.windows
+        for window in given:
+            if isinstance(window, Checkpoints):
+                raise ConfigError(f"windows: expected WindowBlocks, found states; {APART}")
             if not isinstance(window, WindowBlocks):
                 raise ConfigError(f"windows: expected WindowBlocks, found {window!r}")
             if window.block_tokens != manager.device.block_tokens:
@@ -457,10 +511,11 @@ class WindowManager:
                 "manager: expected ManagedBlocks, found MirroredBlocks: blocks of windows are "
                 "allocated here, beside those of KV"
             )
-        if manager.state.storage is not None:
+        alone = [window.name for window in self.windows if window.backend is None]
+        if manager.state.storage is not None and alone:
             raise ConfigError(
-                "manager: expected one without a storage, found one with: windows are not stored, "
-                "and stored KV without them is of no use"
+                f"windows: expected a backend and a run for each, as the manager has a storage, "
+                f"found none for {alone}: stored KV without its windows is of no use"
             )
 
     def start(self, rule: Rule, position: int) -> int:
@@ -513,17 +568,120 @@ class WindowManager:
             self._forget(request)
             self.manager.cancel(request)
 
-    def _planned(self, request: Hashable, lookup: LookupRequest) -> _Plan:
+    def _planned(self, request: Hashable, lookup: LookupRequest, *, read: bool = True) -> _Plan:
+        """The plan of a request as of now.
+
+        Args:
+            read: whether to ask storage for more.
+        """
         known, now = self._plans.get(request), time.monotonic()
         if known is not None and known.lookup == lookup and known.match.best:
             good = known.space is self._state.weights.space_or_none(lookup.prompt.tenant)
             if good and self.manager.lookup.holds(request, now):
                 return known
-        plan = self._plans[request] = self._fail_open.run(
+        plan = self._fail_open.run(
             partial(self._agree, request, lookup), partial(self._missed, request, lookup)
         )
+        plan = self._plans[request] = self._with_reading(plan, known, read)
         self._unpin(request, [side.index for side in plan.chosen.values()])
         return plan
+
+    # ---- storage
+
+    def _with_reading(self, plan: _Plan, known: _Plan | None, read: bool) -> _Plan:
+        """The plan with what is read for it from storage: once for each request, the last position
+        that storage has whole."""
+        reading = None
+        if known is not None and known.reading is not None:
+            if known.space is plan.space and known.lookup.prompt == plan.lookup.prompt:
+                reading = known.reading
+            else:
+                self._state.transfers.foreign.cancel(known.reading.task)
+        if reading is None and read:
+            task = self._fail_open.run(partial(self._read, plan), lambda: None, proves=False)
+            reading = None if task is None else _Reading(task, plan.match.kv_tokens)
+        if reading is None:
+            return plan
+        match, kv = plan.match, plan.match.kv
+        if reading.reached(match.usable, self.manager.page_tokens):
+            tokens = max(0, min(kv.host, match.usable - reading.there))
+            kv = replace(kv, host=kv.host - tokens, storage=kv.storage + tokens)
+        match = replace(match, kv=kv, pending=not reading.task.ended)
+        return replace(plan, match=match, reading=reading)
+
+    def _read(self, plan: _Plan) -> StorageTask | None:
+        options = plan.lookup.options
+        if plan.space is None or not options.read or not {"host", "storage"} <= options.tiers:
+            return None
+        return self._prefetch(plan.lookup, plan.space, plan.match.usable)
+
+    def _prefetch(
+        self, lookup: LookupRequest, space: CacheScope, usable: int
+    ) -> StorageTask | None:
+        """Begin to read the last position after this one. None: there is no storage, or no
+        position."""
+        storage, unit, page = self._state.storage, self.unit, self.manager.page_tokens
+        most = lookup.most // unit * unit
+        while (cut := lookup.prompt.cut_item(most)) is not None:
+            most = cut.start // unit * unit
+        if storage is None or most <= usable:
+            return None
+        task = storage.prefetch_last_ready(
+            lookup.prompt.keys(space.host_spec)[: most // page],
+            groups=self._groups,
+            start=usable // page,
+            step=unit // page,
+            namespace=space.host,
+        )
+        self._state.tasks.add(task)
+        return task
+
+    def prefetch(self, prompt: Prompt) -> StorageTask | None:
+        """Begin to read the last position of a prompt that storage has from there to the host,
+        before a request needs it. Returns the task; None: the prompt has no position. Does not
+        block.
+
+        Raises:
+            ConfigError, Abandoned, Detached: as `KVCacheManager.prefetch`.
+        """
+        with self._lock:
+            space = self.manager.scope_to_prefetch(prompt)
+            return self._prefetch(LookupRequest(prompt), space, 0)
+
+    def _stored(
+        self, running: _Running, keys: Keys, ids: TokenIds | None
+    ) -> tuple[Keys, TokenIds | None]:
+        """What storage gets of a request that ends: KV up to its last position of which the host
+        has every window, and after it what windows need at its positions.
+
+        Args:
+            keys, ids: of the pages of KV that may be stored.
+        """
+        page, space, end = self.manager.page_tokens, running.inner.space, 0
+        assert space is not None
+        ends = dict.fromkeys(self.windows, 0)
+        spans: list[tuple[WindowBlocks, int, int]] = []
+        for last in [position // page for position in running.positions]:
+            needed = [
+                (window, max(self.start(window.rule, last * page) // page, ends[window]), last)
+                for window in self.windows
+            ]
+            if last <= len(keys) and all(self._on_host(keys, space, *each) for each in needed):
+                end = last
+                spans += needed
+                ends.update((window, last) for window, _, _ in needed)
+        parts = [window.run.keys(_slice(keys, *span)) for window, *span in spans]
+        if ids is not None:
+            rows = ids.reshape(-1, page)
+            more = [rows[i:j].repeat(window.run.parts, axis=0) for window, i, j in spans]
+            ids = np.concatenate([rows[:end], *more]).reshape(-1)
+        return np.concatenate([keys[:end], *parts]), ids
+
+    def _on_host(
+        self, keys: Keys, space: CacheScope, window: WindowBlocks, begin: int, end: int
+    ) -> bool:
+        index, own = self._indexes[window, Tier.HOST], _slice(keys, begin, end)
+        return index.peek(own, namespace=space.host) == len(own)
 
     def _missed(self, request: Hashable, lookup: LookupRequest) -> _Plan:
         """An empty match: the request computes everything."""
@@ -608,7 +766,10 @@ class WindowManager:
     def _forget(self, request: Hashable) -> None:
         check_hashable([request], "cancel")
         self._unpin(request)
-        self._plans.pop(request, None)
+        plan = self._plans.get(request)
+        if plan is not None and plan.reading is not None:
+            self._state.transfers.foreign.cancel(plan.reading.task)
+        self._plans.pop(request, None)  # last: after an interrupt before this, all is repeated
 
     def _unpin(self, request: Hashable, kept: Sequence[GroupIndex] = ()) -> None:
         """Drop the pins of windows for a plan, also of one that an interrupt has ended."""
@@ -620,26 +781,61 @@ class WindowManager:
         """The cache is disabled: drop the pins of requests that wait."""
         for request, plan in list(self._plans.items()):
             nothing_found = WindowMatch(PrefixMatch(plan.match.tokens), limit=PREFIX)
-            self._plans[request] = _Plan(plan.lookup, None, nothing_found, {})
+            self._plans[request] = _Plan(plan.lookup, None, nothing_found, {}, plan.reading)
             self._unpin(request)
 
     # ---- running requests
 
-    def take(self, request: Hashable) -> WindowMatch:
+    @overload
+    def take(self, request: Hashable, *, wait: Literal[True]) -> WindowMatch: ...
+
+    @overload
+    def take(self, request: Hashable, *, wait: bool = False) -> WindowMatch | None: ...
+
+    def take(self, request: Hashable, *, wait: bool = False) -> WindowMatch | None:
         """Begin a request, which takes over its plan. No less than was planned, unless that was
-        cleared or its time limit has passed.
+        cleared or its time limit has passed. Returns None, as `KVCacheManager.take` does, while a
+        position is being read from storage: call again in the next step.
+
+        Args:
+            wait: block until reading has finished or timed out.
 
         Raises:
             LeaseLost: not planned, or cancelled; plan it first.
             ConfigError: the request is running already.
         """
-        with self._lock:
-            self.manager.check_take(request)
-            plan = self._plans.get(request)
-            if plan is None:
-                raise LeaseLost(f"take: there is no plan of {request!r}; plan it first")
-            # Once more: a plan whose time limit has passed pins nothing.
-            return self._begin(request, self._planned(request, plan.lookup))
+        return begin_when_read(
+            self._lock,
+            partial(self._check_take, request),
+            partial(self._reading, request),
+            lambda: self._begin(request, self._renewed(request)),
+            self._fail_open,
+            wait,
+        )
+
+    def _check_take(self, request: Hashable) -> None:
+        self.manager.check_take(request)
+        if request not in self._plans:
+            raise LeaseLost(f"take: there is no plan of {request!r}; plan it first")
+
+    def _renewed(self, request: Hashable) -> _Plan:
+        """Its plan once more: one whose time limit has passed pins nothing, and storage may have
+        been read meanwhile."""
+        return self._planned(request, self._plans[request].lookup)
+
+    def _reading(self, request: Hashable, now: float) -> tuple[StorageTask, float] | None:
+        """The read from storage that a request waits for, and the seconds left to wait: as long as
+        computing takes. None: there is none, or the time is up."""
+        if self._plans[request].reading is None:
+            return None
+        plan = self._renewed(request)
+        reading = plan.reading
+        if reading is None or reading.task.ended:
+            return None
+        if reading.until is None:
+            left = plan.lookup.most - plan.match.usable
+            reading.until = now + self._state.pace.seconds(left)
+        return None if now >= reading.until else (reading.task, reading.until - now)
 
     def _begin(self, request: Hashable, plan: _Plan) -> WindowMatch:
         kv = self.manager.begin(request)
@@ -662,6 +858,10 @@ class WindowManager:
             raise
         tokens = {"usable_tokens": match.usable, "unusable_tokens": match.unusable}
         hits = Counter(f"{tier.value}_hits" for tier in match.tiers.values())
+        if plan.reading is not None and plan.reading.reached(
+            match.usable, self.manager.page_tokens
+        ):
+            hits["storage_hits"] = hits["host_hits"]
         running.counted = {"requests": 1, **tokens, **hits}
         self._count(**running.counted)
         return match
@@ -688,8 +888,11 @@ class WindowManager:
                 blocks, lease = np.concatenate([blocks, lease.pages]), None
             kind = bytearray([PINNED]) * len(blocks)
             tables.append(_Table(window, blocks, kind, begin, len(blocks), lease))
-        running = _Running(self.manager.request(request), match, tables, match.usable)
+        positions = [match.usable] if match.usable else []
+        running = _Running(self.manager.request(request), match, tables, positions)
         running.inner.sound = running.sound
+        if self._state.storage is not None:
+            running.inner.stored_with = partial(self._stored, running)
         together(
             partial(self._running.__setitem__, request, running),
             partial(self._plans.pop, request, None),
@@ -786,7 +989,7 @@ class WindowManager:
             self._counts.subtract(running.counted)
             self.manager.untake(request)
             lookup = LookupRequest(inner.prompt, inner.options, limit)
-            return self._begin(request, self._planned(request, lookup))
+            return self._begin(request, self._planned(request, lookup, read=False))
 
     def commit(
         self, request: Hashable, total: int, *, new_tokens: Tokens | None = None
@@ -847,7 +1050,7 @@ class WindowManager:
         for position in self._due(running, limit // self.unit * self.unit, last):
             for table in running.tables:
                 self._save(running, table, space, position)
-            running.saved = position
+            running.positions.append(position)
         if sound:
             running.published = inner.total // self.manager.device.block_tokens
 
@@ -913,6 +1116,8 @@ class WindowManager:
             new,
             (slots_of(pins.pages, block, 0, position - begin),),
             lambda ok, _: self._count(**{"offloads" if ok else "failed_offloads": 1}),
+            # What is stored when the request has ended is on the host by then.
+            of=None if self._state.storage is None else inner.transfers,
             on_end=lambda _: pins.close(),
         )
 

@@ -1061,16 +1061,22 @@ class KVCacheManager:
             Detached: the tier, or the host cache, is closed.
         """
         with self._lock:
-            if self._storage is None:
-                raise ConfigError("prefetch: the manager has no storage; make it with storage=")
-            space = self._weights.scope_of(prompt.tenant)
-            if space is None:
-                raise Abandoned(
-                    "prefetch: the weights are being changed; ask again after finish_update"
-                )
+            space, storage = self.scope_to_prefetch(prompt), self._storage
+            assert storage is not None
             keys = prompt.keys(space.host_spec)
             first = self.host.peek(keys, namespace=space.host)
-            return self._storage.prefetch(keys, first, namespace=space.host)
+            return storage.prefetch(keys, first, namespace=space.host)
+
+    def scope_to_prefetch(self, prompt: Prompt) -> CacheScope:
+        """The namespaces of a prompt that is to be read from storage. Raises as `prefetch`."""
+        if self._storage is None:
+            raise ConfigError("prefetch: the manager has no storage; make it with storage=")
+        space = self._weights.scope_of(prompt.tenant)
+        if space is None:
+            raise Abandoned(
+                "prefetch: the weights are being changed; ask again after finish_update"
+            )
+        return space
 
     def demote(self, blocks: int) -> int:
         """Managed blocks: begin to write back so many blocks, least recently used first, and free

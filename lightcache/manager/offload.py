@@ -165,10 +165,13 @@ class Offloader:
         if pages and request.publish and self._state.weights.is_valid(space):
             keys = request.host_chain.keys[:pages]
             ids = request.token_ids(pages * self._state.page_tokens)
-            task = storage.write(
-                keys, request.id, tokens=request.total, token_ids=ids, namespace=space.host
-            )
-            self._state.tasks.add(task)
+            if request.stored_with is not None:
+                keys, ids = request.stored_with(keys, ids)
+            if len(keys):
+                task = storage.write(
+                    keys, request.id, tokens=request.total, token_ids=ids, namespace=space.host
+                )
+                self._state.tasks.add(task)
 
     def _for_storage(self, request: Request, full: int) -> list[Span]:
         """Pages of an ending request that are for storage and not on the host yet. They are written

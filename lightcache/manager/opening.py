@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from lightcache.errors import ConfigError
 from lightcache.hashing import Keys
 from lightcache.kernels import layouts
 from lightcache.kernels.geometry import PageGeometry
-from lightcache.kernels.groups import KVGroup
+from lightcache.kernels.groups import KVGroup, Rule
 from lightcache.kernels.moves import Engine, integers
 from lightcache.kernels.planes import DevicePlanes, View, check_axes, view
 from lightcache.manager.backend import EngineBackend
@@ -224,9 +225,19 @@ def open_kv(
 
 
 def describe(
-    tensors: layouts.Tensors, axes: str, page_tokens: int, value_dim: int | None
+    tensors: layouts.Tensors,
+    axes: str,
+    page_tokens: int,
+    value_dim: int | None,
+    *,
+    rule: Rule | None = None,
+    part_bytes: int | None = None,
 ) -> tuple[PageGeometry, DevicePlanes]:
     """Geometry and device planes of one group of attention layers.
+
+    Args:
+        rule: what they need; None: every token.
+        part_bytes: of a page of the host, several of which have a page of them; None: one has.
 
     Raises:
         ConfigError: see `open_kv`.
@@ -240,7 +251,10 @@ def describe(
         if not listed:
             raise ConfigError("open_kv: expected the tensors of at least one layer, found none")
         layers, layer = len(listed), view(listed[0], axes, "open_kv: the first layer")
-    geometry = PageGeometry([_group(layer, layers, page_tokens, value_dim)])
+    group = replace(
+        _group(layer, layers, page_tokens, value_dim), rule=Rule.prefix() if rule is None else rule
+    )
+    geometry = PageGeometry([group], part_bytes=part_bytes)
     return geometry, layouts.attention(layouts.Shard(geometry), GROUP, tensors, axes=axes)
 
 

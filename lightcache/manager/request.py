@@ -390,6 +390,9 @@ class Request:
     """Blocks that the last commit exchanged in its table."""
     sound: Callable[[], bool] | None = None
     """Returns False if a load that this KV depends on failed. None: the KV is valid."""
+    stored_with: Callable[[Keys, TokenIds | None], tuple[Keys, TokenIds | None]] | None = None
+    """Returns the keys and token ids of what storage gets when it ends, given those of its pages:
+    what is of use there, and pages of other groups. None: its pages alone."""
     on_device: bool = field(init=False)
     """Whether its blocks are named."""
 
@@ -426,7 +429,7 @@ class Request:
                 self.host_chain.extend(new_tokens)
         self.total = total
 
-    def token_ids(self, count: int) -> npt.NDArray[np.uint32] | None:
+    def token_ids(self, count: int) -> TokenIds | None:
         """Ids of its first `count` tokens; None if they are not kept."""
         if self.generated is None:
             return None

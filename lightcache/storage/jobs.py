@@ -29,6 +29,7 @@ from lightcache import _arguments
 from lightcache.breaker import CircuitBreaker
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, LightcacheError, StorageError, WaitTimeout
+from lightcache.kernels.groups import Rule
 from lightcache.leases import Lease, Positions
 from lightcache.namespaces import Namespace
 from lightcache.notices import Notices
@@ -68,6 +69,8 @@ from lightcache.storage.tasks import (
 )
 
 R = TypeVar("R")
+Groups = Sequence[tuple[Rule, Run]]
+"""The groups of a model: what a position needs of each, and how its pages lie in the cache."""
 SLICE = 0.05  # seconds between checks for cancellation while waiting for other processes
 RETRY = 0.5  # seconds between attempts to give back pages after a LockTimeout
 
@@ -359,7 +362,7 @@ class ReadJob(Job):
 
         Args:
             declinable: do not read if computing the stored pages is faster.
-            run: of the keys, all of which are one page's parts.
+            run: of the keys, which are all parts of some pages, one page after the other.
         """
         super().__init__(executor, progress, deadline)
         self._keys = keys
@@ -381,27 +384,35 @@ class ReadJob(Job):
 
     def step(self) -> bool:
         """See `Job`. Does the whole read in one step."""
-        if self.stopping:
-            return False
+        if not self.stopping:
+            self._fill(self.progress.set_prefix)
+        return False
+
+    def _fill(self, tell: Callable[[int], None]) -> int:
+        """Read keys[start:], as far as they are stored. Returns how many of them are ready.
+
+        Args:
+            tell: called with that number while it rises.
+        """
         cache, progress = self.executor.cache, self.progress
         done = max(self._start, cache.peek(self._keys, namespace=self._namespace))
         progress.count(present=done - self._start)
-        progress.set_prefix(done - self._start)
+        tell(done - self._start)
         rest = self._keys[done:]
         end = done + (self.executor.contains(self, rest) if len(rest) else 0)
         progress.count(absent=len(self._keys) - end)
         if self._declines(end - done):
-            return False
+            return done - self._start
         while done < end and not self.stopping:
             group_end = min(done + self.executor.options.group, end)
             done = self._read_group(done, group_end)
-            progress.set_prefix(done - self._start)
+            tell(done - self._start)
             if done < group_end:
                 break
         if not self._hold:  # pages that other readers were loading may not have become ready
-            ready = cache.peek(self._keys, namespace=self._namespace)
-            progress.set_prefix(max(0, ready - self._start))
-        return False
+            done = max(self._start, cache.peek(self._keys, namespace=self._namespace))
+            tell(done - self._start)
+        return done - self._start
 
     def _declines(self, pages: int) -> bool:
         """Decline if a read does not pay: fewer pages than requested may be stored."""
@@ -587,9 +598,10 @@ class ReadJob(Job):
 
 
 class LastReadyJob(ReadJob):
-    """Reads only the last stored page of some keys. Storages look up prefixes, and these keys are
-    not one: each key is looked up separately, from the last on. A page in parts is stored when its
-    last part is, which is written last."""
+    """Reads the last position that is stored whole: the pages that each group needs there. Storages
+    look up prefixes, and these pages are not one: so the storage is asked for what a position
+    needs, from the last position on. A page in parts is stored when its last part is, which is
+    written last."""
 
     def __init__(
         self,
@@ -597,13 +609,23 @@ class LastReadyJob(ReadJob):
         progress: TaskProgress,
         deadline: Deadline,
         keys: Keys,
+        groups: Groups,
+        start: int,
+        step: int,
         most: int,
         namespace: Namespace | None,
-        run: Run,
     ) -> None:
         """Looks nothing up yet."""
-        super().__init__(executor, progress, deadline, keys[:0], 0, namespace, False, run=run)
-        self._all_keys, self._most = keys, most
+        super().__init__(executor, progress, deadline, keys[:0], 0, namespace, False)
+        self._all_keys, self._groups = keys, groups
+        self._after, self._position_step = start, step
+        self._lookups = most
+        """Lookups of the storage that are left."""
+        self._stored = [(0, 0)] * len(groups)
+        """Pages that the last lookup found, by group."""
+        self._absent: list[tuple[Run, int, int, int]] = []
+        """Pages that the cache lacks at a position: how they lie, the first page that their group
+        needs, and their range."""
 
     @property
     def reads(self) -> int:
@@ -612,22 +634,63 @@ class LastReadyJob(ReadJob):
 
     def step(self) -> bool:
         """See `Job`."""
-        keys, progress, cache = self._all_keys, self.progress, self.executor.cache
-        for last in range(len(keys), max(0, len(keys) - self._most), -1):
-            self.check()
-            if self.stopping or self.deadline.passed:
-                break
-            key = np.ascontiguousarray(keys[last - 1 : last])
-            parts = self._run.keys(key)
-            if cache.peek(parts, namespace=self._namespace) == len(parts):
-                progress.set_prefix(last)
-                break
-            if self.executor.contains(self, self._run.last(key)):
-                self._keys = parts
-                super().step()
-                progress.set_prefix(last if progress.prefix == len(parts) else 0)
-                break
+        step = self._position_step
+        position = len(self._all_keys) // step * step
+        while position > self._after and not (self.stopping or self.deadline.passed):
+            lacking = self._first_lacking(position)
+            if lacking is None:
+                if self._lookups < 0:
+                    break
+                if self._read_absent():
+                    self.progress.set_prefix(position)
+                    break
+                lacking = position - 1  # a part could not be read
+            position = lacking // step * step
         return False
+
+    def _first_lacking(self, position: int) -> int | None:
+        """The first page that a position needs, and neither cache nor storage has; None: there is
+        none, or no lookup is left. No position after that page up to this one can be used: what a
+        position needs begins no earlier than what those before it need."""
+        cache, step, self._absent = self.executor.cache, self._position_step, []
+        tokens = step * (self.executor.page_tokens or 1)
+        for number, (rule, run) in enumerate(self._groups):
+            first = page = rule.first(position // step, tokens) * step
+            while page < position:
+                parts = run.keys(self._keys_of(page, position))
+                page += cache.peek(parts, namespace=self._namespace) // run.parts
+                if page == position:
+                    break
+                begin, end = self._stored[number]
+                if not begin <= page < end:
+                    self._lookups -= 1
+                    if self._lookups < 0:
+                        return None
+                    self.check()
+                    last = run.last(self._keys_of(page, position))
+                    begin, end = page, page + self.executor.contains(self, last)
+                    self._stored[number] = begin, end
+                if page == end:
+                    return page
+                self._absent.append((run, first, page, min(end, position)))
+                page = min(end, position)
+        return None
+
+    def _read_absent(self) -> bool:
+        """Read what the cache lacks at the position looked up last. False: not all of it came."""
+        for run, first, begin, end in self._absent:
+            self._run, self._keys = run, run.keys(self._keys_of(first, end))
+            self._start = (begin - first) * run.parts
+            if self._fill(_untold) < len(self._keys) - self._start:
+                return False
+        return True
+
+    def _keys_of(self, begin: int, end: int) -> Keys:
+        return np.ascontiguousarray(self._all_keys[begin:end])
+
+
+def _untold(pages: int) -> None:
+    """Tells no one: a part of a position is of no use."""
 
 
 # ---- The executor of jobs. It has a job from `submit_job` until all pages are given back.

@@ -20,6 +20,8 @@ from lightcache import _arguments
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, Detached, LayoutMismatch, LightcacheError
 from lightcache.hashing import Tokens, pack_tokens
+from lightcache.kernels.groups import Rule
+from lightcache.layout import GROUPS
 from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
 from lightcache.runs import PLAIN, Run
@@ -27,7 +29,7 @@ from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import leave
 from lightcache.storage.common import Clock, Deadline, check_keys, log, storage_breaker
 from lightcache.storage.costs import ReadCosts
-from lightcache.storage.jobs import JobExecutor, LastReadyJob, TierOptions, WriteJob
+from lightcache.storage.jobs import Groups, JobExecutor, LastReadyJob, TierOptions, WriteJob
 from lightcache.storage.protocol import Keys, Storage, StorageSpec, TokenRows
 from lightcache.storage.tasks import (
     TAKEN,
@@ -40,6 +42,9 @@ from lightcache.storage.tasks import (
 from lightcache.storage.urls import open_storage
 
 T = TypeVar("T", bound="BaseTier")
+STATES: Groups = ((Rule.point(), PLAIN),)
+"""Each page is of use alone."""
+MOST_STEP = 1 << 15
 
 
 class BaseTier(ABC):
@@ -168,30 +173,41 @@ class BaseTier(ABC):
         self,
         keys: Keys,
         *,
-        run: Run = PLAIN,
+        groups: Groups = STATES,
+        start: int = 0,
+        step: int = 1,
         most: int = 512,
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> StorageTask:
-        """Read only the last stored page of these keys into the cache: for pages that are usable
-        without those before them, such as checkpoints of recurrent state. Does not block. The
-        search stops at a key that the cache has. When the task has ended, `StorageTask.pages_done`
-        is the number of keys up to and including the one found; 0: none is stored.
+        """Read the last position of a sequence that is stored whole into the cache: the pages that
+        the rule of each group needs there, as far as the cache lacks them. By default the last
+        stored page alone, for pages that are usable without those before them. Does not block. The
+        search stops at a position of which the cache has all. When the task has ended,
+        `StorageTask.pages_done` is the number of keys up to that position; 0: there is none, or a
+        part of it could not be read.
 
         Args:
-            run: how these pages lie in the cache; `write` them by `run.keys`.
-            most: maximum number of keys to look up, from the last on; each is a call of the
-                storage.
+            keys: those of the sequence, from its beginning.
+            groups: the rule of each group, and how its pages lie in the cache: `write` them by
+                `run.keys`.
+            start: positions up to this one are of no use.
+            step: positions are multiples of so many pages, and what they need begins at one.
+            most: maximum number of lookups of the storage.
             timeout: seconds; None: the tier's.
 
         Raises:
-            ConfigError: bad keys.
+            ConfigError: bad keys or groups, a start beyond the keys, or a step below 1.
             Detached: the tier or the cache was closed.
         """
         deadline = self._begin(timeout, namespace)
         _arguments.keys(keys)
+        _arguments.count(start, "start", 0, len(keys))
+        _arguments.count(step, "step", 1, MOST_STEP)
         _arguments.count(most, "most", 0, 1 << 30)
-        return self._start_last_ready(keys, run, most, namespace, deadline)
+        return self._start_last_ready(
+            keys, checked_groups(groups), start, step, most, namespace, deadline
+        )
 
     def _begin(self, timeout: float | None, namespace: Namespace | None) -> Deadline:
         """The deadline of a new task. Raises Detached if the tier or the cache was closed."""
@@ -221,7 +237,14 @@ class BaseTier(ABC):
         raise NotImplementedError
 
     def _start_last_ready(
-        self, keys: Keys, run: Run, most: int, namespace: Namespace | None, deadline: Deadline
+        self,
+        keys: Keys,
+        groups: Groups,
+        start: int,
+        step: int,
+        most: int,
+        namespace: Namespace | None,
+        deadline: Deadline,
     ) -> StorageTask:
         """See `prefetch_last_ready`."""
         raise NotImplementedError
@@ -281,6 +304,21 @@ def checked_write(keys: Keys, request: object, lease: Lease | None, tokens: int 
     except TypeError:
         raise ConfigError(f"request: expected something hashable, found {request!r}") from None
     return keys if lease is None else keys[: len(lease)]
+
+
+def checked_groups(groups: Any) -> Groups:
+    """The groups of a `BaseTier.prefetch_last_ready`.
+
+    Raises:
+        ConfigError: none, more than a model has, or no pairs of a rule and a run.
+    """
+    listed = list(groups) if isinstance(groups, (list, tuple)) else []
+    kinds = [tuple(map(type, each)) if isinstance(each, tuple) else each for each in listed]
+    if not 0 < len(listed) <= GROUPS or any(kind != (Rule, Run) for kind in kinds):
+        raise ConfigError(
+            f"groups: expected 1 to {GROUPS} pairs of a Rule and a Run, found {groups!r}"
+        )
+    return listed
 
 
 def check_cache(cache: Cache) -> None:
@@ -590,15 +628,22 @@ class StorageTier(BaseTier):
         return executor.fetch(keys, start, namespace, deadline, hold=hold, declinable=not probe)
 
     def _start_last_ready(
-        self, keys: Keys, run: Run, most: int, namespace: Namespace | None, deadline: Deadline
+        self,
+        keys: Keys,
+        groups: Groups,
+        start: int,
+        step: int,
+        most: int,
+        namespace: Namespace | None,
+        deadline: Deadline,
     ) -> StorageTask:
-        executor = self._executor
+        executor, pages = self._executor, len(keys) - start
         if executor.breaker.shut:
-            return executor.ended_task("read", len(keys), executor.breaker.reason, failed=1)
-        progress = TaskProgress("read", len(keys), self._page_tokens)
-        own = keys.copy()
-        job = LastReadyJob(executor, progress, deadline, own, most, namespace, run)
-        return executor.submit_job(job)
+            return executor.ended_task("read", pages, executor.breaker.reason, failed=1)
+        progress, own = TaskProgress("read", pages, self._page_tokens), keys.copy()
+        return executor.submit_job(
+            LastReadyJob(executor, progress, deadline, own, groups, start, step, most, namespace)
+        )
 
     def failed_task(
         self, kind: Literal["read", "write"], pages: int, error: LightcacheError

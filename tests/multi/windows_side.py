@@ -10,10 +10,13 @@ import random
 import sys
 from typing import Any
 
+from support.storing import Recorder
 from support.window_engine import AtOnce, LateBackend, OutOfPages, WindowEngine
 
+from lightcache import Cache
 from lightcache.groups import Rule
 from lightcache.manager import Prompt
+from lightcache.storage import StorageSpec, StorageTier
 
 RULES = (Rule.window(11), Rule.chunk(24))
 SHAPE: dict[str, Any] = {"blocks": 48, "window_blocks": 32, "pages": 120, "every": 40}
@@ -31,14 +34,24 @@ STAGES = {
     "saved KV alone": 56,
     "saved one window": 56,
     "published": 88,
+    "reading from storage": 0,
 }
+
+
+def gated(cache: Cache) -> StorageTier:
+    """It waits in front of a read."""
+    storage = Recorder(StorageSpec.of(cache))
+    storage.closed_gate_for = "read"
+    storage.gate.clear()
+    return StorageTier(cache, storage, write_pages=cache.pages)
 
 
 class Side:
     """The engine."""
 
-    def __init__(self, name: str, wrap: Any) -> None:
-        self.engine = WindowEngine(f"{name}.side", RULES, host=name, wrap=wrap, **SHAPE)
+    def __init__(self, name: str, wrap: Any, storage: Any = None) -> None:
+        how = {"wrap": wrap, "storage": storage, **SHAPE}
+        self.engine = WindowEngine(f"{name}.side", RULES, host=name, **how)
 
     def reach(self, stage: str) -> None:
         """Come as far as that."""
@@ -46,6 +59,12 @@ class Side:
         engine.run(PROMPT, 0)
         engine.settle()
         engine.forget_device()
+        if stage == "reading from storage":
+            assert engine.tier._executor.wait_idle(60.0)
+            engine.host.index.evict(1000)
+            assert engine.manage.plan("a", Prompt(LONGER)).pending
+            assert engine.tier.storage.arrived.acquire(timeout=60.0)
+            return
         if stage == "plan":
             assert engine.manage.plan("a", Prompt(LONGER)).usable == 56
             return
@@ -87,7 +106,8 @@ class Side:
 
 if __name__ == "__main__":
     if sys.argv[2] in STAGES:
-        Side(sys.argv[1], LateBackend).reach(sys.argv[2])
+        storage = gated if sys.argv[2] == "reading from storage" else None
+        Side(sys.argv[1], LateBackend, storage).reach(sys.argv[2])
         print("here", flush=True)
         sys.stdin.read()
         raise SystemExit("the kill did not come")

@@ -163,12 +163,14 @@ class WindowEngine:
         wrap: Any = AtOnce,
         seed: int = 1,
         weights: str = "",
+        storage: Any = None,
     ) -> None:
         """Opens everything; `close` closes it.
 
         Args:
             host: the cache that engines share; None: its own.
             wrap: makes a transfer backend of a transfer engine.
+            storage: makes a tier of the cache; None: there is none.
         """
         self.rules = tuple(rules.values()) if isinstance(rules, Mapping) else rules
         self.block, self.random = block, np.random.default_rng(seed)
@@ -194,7 +196,10 @@ class WindowEngine:
         self.rows = {PREFIX: [np.zeros((blocks, block, 1), np.uint64)]}
         self.device = ManagedBlocks(f"{name}.device", block_tokens=block, blocks=blocks)
         self.backends.append(wrap(self._engine(kv, "kv", self.rows[PREFIX])))
-        self.manager = KVCacheManager(self.host, self.device, self.backends[0], weights=weights)
+        self.tier = None if storage is None else storage(self.host)
+        self.manager = KVCacheManager(
+            self.host, self.device, self.backends[0], weights=weights, storage=self.tier
+        )
         self.windows = []
         for number, (rule, geometry) in enumerate(zip(self.rules, geometries, strict=True), 1):
             rows = [np.zeros((window_blocks, block, 1), np.uint64) for _ in range(LAYERS)]
@@ -227,7 +232,7 @@ class WindowEngine:
         """Plan and take a request. Returns its number."""
         request = next(self.ids)
         self.manage.plan(request, Prompt(tokens), options=options)
-        match = self.manage.take(request)
+        match = self.manage.take(request, wait=True)
         self.running[request] = Sequence(list(tokens), more, match, self.weights)
         return request
 
@@ -373,6 +378,8 @@ class WindowEngine:
         self.settle()
         self.manage.close()
         self.manager.close()
+        if self.tier is not None:
+            self.tier.close()
         for closeable in (*self.engines, self.device, *self.windows, self.host):
             closeable.close()
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.refusals import refused
 
+from lightcache.kernels.groups import Rule
 from lightcache.namespaces import Namespace
 from lightcache.runs import PLAIN, Run
 from lightcache.storage import TaskState
@@ -46,7 +47,15 @@ asks = st.builds(
     request=st.none() | U64,
     start=U32,
     most=U32,
-    run=st.builds(Run, st.integers(1, 31), st.integers(1, 4096)) | st.just(PLAIN),
+    step=st.integers(1, 2**15),
+    groups=st.lists(
+        st.tuples(
+            st.integers(1, 2**63 - 1),
+            st.integers(0, 2**63 - 1),
+            st.builds(Run, st.integers(1, 31), st.integers(1, 4096)) | st.just(PLAIN),
+        ),
+        max_size=3,
+    ).map(lambda groups: tuple((Rule(f"rule{i}", *of[:2]), of[2]) for i, of in enumerate(groups))),
     token_ids=st.none() | st.lists(U32, max_size=9).map(lambda ids: np.array(ids, np.uint32)),
 )
 ASK = Ask(1.0, 2.0, make_keys(3, seed=1), Namespace("v1", "t", 7), tokens=9, request=4)
@@ -208,14 +217,18 @@ def body(**how: Any) -> bytes:
         "has": 0,
         "start": 0,
         "most": 0,
-        "group": 0,
-        "run": 1,
+        "step": 1,
+        "groups": 1,
         "keys": 2,
         "weights": 2,
         "tenant": 1,
+        "align": 1,
+        "back": 1,
+        "group": 0,
+        "run": 1,
         **how,
     }
-    return struct.pack("<ddqQQIIIHHIHH", *fields.values()) + b"abc" + b"k" * 32
+    return struct.pack("<ddqQQIIIHHIHHQQHH", *fields.values()) + b"abc" + b"k" * 32
 
 
 @pytest.mark.parametrize(
@@ -232,6 +245,11 @@ def body(**how: Any) -> bytes:
         body(group=32),
         body(group=1, run=0),
         body(run=2),
+        body(align=0),
+        body(back=1 << 63),
+        body(groups=0),
+        body(groups=2),
+        body(groups=60000),
         body(keys=1),
         body(keys=3),
         body(keys=MOST_KEYS + 1) + b"k" * 16 * (MOST_KEYS - 1),

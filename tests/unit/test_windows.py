@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from support.window_engine import AtOnce, LateBackend, WindowEngine, uncached
 
-from lightcache import Router
+from lightcache import Cache, Router
 from lightcache.errors import ConfigError, LeaseLost, NotReady, OutOfPages
 from lightcache.group_index import GroupIndex
 from lightcache.groups import GroupSet, Rule
-from lightcache.hybrid import WindowBlocks, WindowManager
+from lightcache.hybrid import Checkpoints, WindowBlocks, WindowManager
 from lightcache.hybrid.checkpoints import Tier
 from lightcache.manager import (
     KVCacheManager,
@@ -617,6 +617,11 @@ def test_a_manager_refuses(segment_name: str, engines: Make) -> None:
         WindowManager(manager, [window, window])
     with refuse("windows: expected WindowBlocks, found"):
         WindowManager(manager, [engine.device])  # type: ignore[list-item]
+    how: dict[str, Any] = {"page_bytes": 8, "fingerprint": "states", "independent": True}
+    with Cache.create(f"{segment_name}.states", pages=2, **how) as states:
+        checkpoints = Checkpoints(None, states, NullBackend())
+        with refuse("found states; no manager joins them: give the layers with a window to full"):
+            WindowManager(manager, [window, checkpoints])  # type: ignore[list-item]
     with refuse("every: expected"):
         WindowManager(manager, [window], every=0)
     how: dict[str, Any] = {"rule": Rule.window(3), "blocks": 8}
@@ -636,9 +641,6 @@ def test_a_manager_refuses(segment_name: str, engines: Make) -> None:
     with KVCacheManager(engine.host, mirror, NullBackend()) as mirrored:
         with refuse("manager: expected ManagedBlocks, found MirroredBlocks"):
             WindowManager(mirrored, [window])
-    with KVCacheManager(engine.host, device, NullBackend(), storage="memory:") as stored:
-        with refuse("manager: expected one without a storage"):
-            WindowManager(stored, [window])
     for closeable in (other, same, device, mirror):
         closeable.close()
 

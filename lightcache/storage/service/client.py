@@ -25,9 +25,9 @@ from lightcache.errors import (
     WaitTimeout,
 )
 from lightcache.namespaces import Namespace
-from lightcache.runs import Run
 from lightcache.shm.waiting import Condition
 from lightcache.storage.common import Clock, Deadline, log
+from lightcache.storage.jobs import Groups
 from lightcache.storage.protocol import Keys, TokenRows
 from lightcache.storage.service import board
 from lightcache.storage.service.board import Board, Service, ServiceStats, stats_of, tier_stats
@@ -253,9 +253,17 @@ class StorageClient(BaseTier):
         return self._ask(Kind.PREFETCH, keys, deadline, namespace, start=start)
 
     def _start_last_ready(
-        self, keys: Keys, run: Run, most: int, namespace: Namespace | None, deadline: Deadline
+        self,
+        keys: Keys,
+        groups: Groups,
+        start: int,
+        step: int,
+        most: int,
+        namespace: Namespace | None,
+        deadline: Deadline,
     ) -> StorageTask:
-        return self._ask(Kind.LAST_READY, keys, deadline, namespace, most=most, run=run)
+        how: dict[str, Any] = {"start": start, "step": step, "most": most, "groups": groups}
+        return self._ask(Kind.LAST_READY, keys, deadline, namespace, **how)
 
     # ---- asking
 

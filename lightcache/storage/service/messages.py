@@ -16,12 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from lightcache.errors import ConfigError
+from lightcache.kernels.groups import Rule
 from lightcache.namespaces import NAME_BYTES, Namespace
-from lightcache.runs import PLAIN, Run
+from lightcache.runs import Run
+from lightcache.storage.jobs import Groups
 from lightcache.storage.protocol import Keys
 from lightcache.storage.tasks import COUNTS, TaskState
 
-VERSION = 4
+VERSION = 5
 PART_BYTES = 16 << 10
 """Maximum size of a message to the service: about a thousand keys."""
 ANSWER_BYTES = 1 << 10
@@ -33,6 +35,7 @@ MOST_KEYS = 1 << 16
 _MAGIC = b"lcST"
 _HEAD = struct.Struct("<4sBBHIHHQQ")
 _ASK = struct.Struct("<ddqQQIIIHHIHH")
+_GROUP = struct.Struct("<QQHH")
 _ANSWER = struct.Struct(f"<4sBBHQI{len(COUNTS)}I")
 _STATES = tuple(TaskState)
 _ROOM = PART_BYTES - _HEAD.size
@@ -161,11 +164,13 @@ class Ask:
     request: int | None = None
     """For a write: the client's number of the request."""
     start: int = 0
-    """For a prefetch."""
+    """For a prefetch, and a `LAST_READY`."""
     most: int = 0
     """For a `LAST_READY`."""
-    run: Run = PLAIN
+    step: int = 1
     """The same."""
+    groups: Groups = ()
+    """The same. The names of the rules are not sent."""
     token_ids: npt.NDArray[np.uint32] | None = None
     """For a write: the token ids of all pages of the keys, in order."""
 
@@ -182,25 +187,28 @@ class Ask:
             _HAS_REQUEST * (self.request is not None) | _HAS_TOKEN_IDS * (ids is not None),
             self.start,
             self.most,
-            self.run.group,
-            self.run.parts,
+            self.step,
+            len(self.groups),
             len(self.keys),
             len(weights),
             len(tenant),
         )
         keys = self.keys.astype("<u8", copy=False).tobytes()
         tail = b"" if ids is None else ids.astype("<u4", copy=False).tobytes()
-        return b"".join((head, weights, tenant, keys, tail))
+        numbers = ((rule.align, rule.back, run.group, run.parts) for rule, run in self.groups)
+        groups = b"".join(_GROUP.pack(*each) for each in numbers)
+        return b"".join((head, groups, weights, tenant, keys, tail))
 
     @classmethod
     def unpack(cls, body: bytes) -> Ask:
         """Raises Malformed."""
         if len(body) < _ASK.size:
             raise Malformed(f"{len(body)} bytes are no task")
-        (end, timeout, tokens, request, ref, has, start, most, *run, keys, weights, tenant) = (
+        (end, timeout, tokens, request, ref, has, start, most, step, n, keys, weights, tenant) = (
             _ASK.unpack_from(body)
         )
-        first = _ASK.size + weights + tenant
+        names_at = _ASK.size + n * _GROUP.size
+        first = names_at + weights + tenant
         ids = len(body) - first - 16 * keys  # bytes
         bad_number = math.isnan(end) or math.isnan(timeout) or tokens < _NO_TOKENS
         bad_length = max(weights, tenant) > NAME_BYTES or keys > MOST_KEYS or ids < 0 or ids % 4
@@ -208,8 +216,9 @@ class Ask:
         if bad_number or bad_length or bad_flags or ref > 0xFFFFFFFF:
             raise Malformed(f"head {body[: _ASK.size].hex()} of a body of {len(body)} bytes")
         try:
-            names = body[_ASK.size : first - tenant].decode(), body[first - tenant : first].decode()
-            of_run = Run(*run)
+            names = body[names_at : first - tenant].decode(), body[first - tenant : first].decode()
+            each = enumerate(_GROUP.iter_unpack(body[_ASK.size : names_at]))
+            groups = tuple((Rule(f"rule{i}", *of[:2]), Run(*of[2:])) for i, of in each)
         except (UnicodeDecodeError, ConfigError) as error:
             raise Malformed(str(error)) from None
         token_ids = np.frombuffer(body, "<u4", ids // 4, first + 16 * keys).astype(np.uint32)
@@ -222,7 +231,8 @@ class Ask:
             request=request if has & _HAS_REQUEST else None,
             start=start,
             most=most,
-            run=of_run,
+            step=step,
+            groups=groups,
             token_ids=token_ids if has & _HAS_TOKEN_IDS else None,
         )
 

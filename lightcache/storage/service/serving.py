@@ -274,7 +274,8 @@ class StorageService:
                 return tier.write(ask.keys, request, **how)
             if part.kind is Kind.PREFETCH:
                 return tier.prefetch(ask.keys, ask.start, **how)
-            return tier.prefetch_last_ready(ask.keys, run=ask.run, most=ask.most, **how)
+            how |= {"groups": ask.groups, "start": ask.start, "step": ask.step, "most": ask.most}
+            return tier.prefetch_last_ready(ask.keys, **how)
         except LightcacheError as error:
             pages = max(0, len(ask.keys) - ask.start)
             return tier.failed_task("write" if part.kind is Kind.WRITE else "read", pages, error)
