@@ -294,7 +294,15 @@ class PageIndex:
     has the keys [offsets[i], offsets[i+1]).
     """
 
-    def __init__(self, segment: Segment, *, role: str, device: bool, lock_timeout: float) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        *,
+        role: str,
+        device: bool,
+        lock_timeout: float,
+        timeout: float | None,
+    ) -> None:
         """For `create`, `attach` and `open`."""
         self._closed = True
         self._segment = segment
@@ -315,7 +323,7 @@ class PageIndex:
         """What `reserve` and `name_pages` make of new pages unless they are told: True if a page
         may be evicted while it has children."""
         if not segment.readonly:
-            segment.join(role, device=device)
+            segment.join(role, device=device, timeout=timeout)
         self.core = Core(segment, pages, lock_timeout)
         """For the other modules of lightcache: the core that leases, reservations and plans
         call."""
@@ -373,7 +381,8 @@ class PageIndex:
             initialise: called once, before another process can attach, to make the medium. Objects
                 named by `segment.dependent_name` are removed together with the segment.
             lock_timeout: seconds to wait for the lock before LockTimeout.
-            timeout: seconds to wait for another process that is creating the index.
+            timeout: seconds to wait for another process that is creating the index, and for a
+                client's slot that a dead client has left; see `Segment.join`. None: no limit.
 
         Raises:
             ConfigError, InUse (it exists), NoSpace, NotReady, PermissionDenied.
@@ -391,7 +400,7 @@ class PageIndex:
             timeout,
         )
         segment = Segment.create(**spec.segment_arguments())
-        return cls._joined(segment, role, device, lock_timeout)
+        return cls._joined(segment, role, device, lock_timeout, timeout)
 
     @classmethod
     def attach(
@@ -419,7 +428,7 @@ class PageIndex:
         Raises:
             NotReady: the index does not exist, or its creator did not finish in time.
             LayoutMismatch: version, configuration or `independent` differs.
-            InUse: live clients hold all 63 slots.
+            InUse: no slot is free: see `Segment.join`.
             CacheCorrupted, PermissionDenied, ConfigError.
         """
         segment = Segment.attach(
@@ -439,7 +448,7 @@ class PageIndex:
                 f"the index {name!r}: independent: expected {independent}, found "
                 f"{is_independent}; attach to another one, or open your own"
             )
-        return cls._joined(segment, role, device, lock_timeout)
+        return cls._joined(segment, role, device, lock_timeout, timeout)
 
     @classmethod
     def open(
@@ -489,12 +498,21 @@ class PageIndex:
             timeout,
         )
         segment = Segment.open(**spec.segment_arguments(), replace=replace)
-        return cls._joined(segment, role, device, lock_timeout)
+        return cls._joined(segment, role, device, lock_timeout, timeout)
 
     @classmethod
-    def _joined(cls: type[T], segment: Segment, role: str, device: bool, lock_timeout: float) -> T:
+    def _joined(
+        cls: type[T],
+        segment: Segment,
+        role: str,
+        device: bool,
+        lock_timeout: float,
+        timeout: float | None,
+    ) -> T:
         try:
-            return cls(segment, role=role, device=device, lock_timeout=lock_timeout)
+            return cls(
+                segment, role=role, device=device, lock_timeout=lock_timeout, timeout=timeout
+            )
         except BaseException:
             segment.close()
             raise
