@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -66,6 +66,7 @@ from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import leave
 from lightcache.shm.layout import SegmentKind
 from lightcache.shm.locking import deadline_ns
+from lightcache.shm.wanted import layout_hash
 from lightcache.snapshot import CheckReport, GroupPages, IndexStats
 
 # ---- The segment of an index.
@@ -79,6 +80,12 @@ Hook = Callable[[Segment], None]
 def _facts() -> str:
     facts: bytes = layout.load().quick.lci_layout()
     return facts.decode()
+
+
+def format_hash() -> int:
+    """What tells releases apart whose segments of an index differ: the header's version and layout
+    hash."""
+    return shm_layout.ABI << 64 | layout_hash(_facts())
 
 
 def _reaper(segment: Segment) -> None:
@@ -409,6 +416,7 @@ class PageIndex:
         *,
         readonly: bool = False,
         config: Mapping[str, Any] | None = None,
+        named: Collection[str] | None = None,
         independent: bool | None = None,
         group: str | int | None = None,
         role: str = "",
@@ -421,7 +429,8 @@ class PageIndex:
         Args:
             readonly: only `peek`, `wait`, `stats`, `clients` and `check` work. The handle takes no
                 client slot and can corrupt nothing.
-            config: the configuration that the index must have, without `pages`; None: any.
+            config: the configuration that the index must have, with `pages`; None: any.
+            named: the items of it that are compared; None: all.
             independent: what the index must have been created with; None: either.
             Otherwise as `create`.
 
@@ -437,6 +446,7 @@ class PageIndex:
             kind=SegmentKind.INDEX,
             config=config,
             layout_facts=_facts(),
+            named=named,
             group=group,
             reaper=_reaper,
             timeout=timeout,
@@ -463,6 +473,7 @@ class PageIndex:
         idle_limit: float | None = None,
         group: str | int | None = None,
         replace: bool = False,
+        named: Collection[str] | None = None,
         role: str = "",
         device: bool = False,
         initialise: Hook | None = None,
@@ -478,6 +489,8 @@ class PageIndex:
                 client is removed by the next `open`, `create` or `sweep` that needs its room. None:
                 never. If given with lifetime None, a new index is persistent.
             replace: remove an index that differs, if it has no live client.
+            named: items of the configuration that must be equal, "pages" and "independent" among
+                them, and "bytes" for the size; None: all. The others are those of a new index.
             Otherwise as `create`.
 
         Raises:
@@ -497,7 +510,7 @@ class PageIndex:
             initialise,
             timeout,
         )
-        segment = Segment.open(**spec.segment_arguments(), replace=replace)
+        segment = Segment.open(**spec.segment_arguments(), replace=replace, named=named)
         return cls._joined(segment, role, device, lock_timeout, timeout)
 
     @classmethod

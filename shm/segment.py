@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -120,11 +120,15 @@ class Segment:
         payload_bytes: int | None = None,
         config: Mapping[str, Any] | None = None,
         layout_facts: str | None = None,
+        named: Collection[str] | None = None,
         group: str | int | None = None,
         reaper: Hook | None = None,
         timeout: float | None = DEFAULT_TIMEOUT,
     ) -> Segment:
         """Attach to an existing segment. Compares only the arguments that are given.
+
+        Args:
+            named: items of the configuration that must be equal; None: all. Others may be anything.
 
         Without `layout_facts` the records of the structure are not compared: for tools that read
         only the header and the clients.
@@ -143,6 +147,7 @@ class Segment:
             layout_facts=layout_facts,
             lifetime=None,
             group=group,
+            named=named,
         )
         hold = lifecycle.attach(expected, readonly=readonly, timeout=timeout)
         return _Maker(reaper, None).wrap(hold)
@@ -160,6 +165,7 @@ class Segment:
         idle_limit: float | None = None,
         group: str | int | None = None,
         replace: bool = False,
+        named: Collection[str] | None = None,
         initialise: Hook | None = None,
         reaper: Hook | None = None,
         timeout: float | None = DEFAULT_TIMEOUT,
@@ -173,6 +179,8 @@ class Segment:
                 client is removed by the next `open`, `create` or `sweep` that needs its room. None:
                 never. If given with lifetime None, a new segment is persistent.
             replace: remove a segment that differs, if it has no live client.
+            named: items of the configuration that must be equal, and "bytes" for the size; None:
+                all. The rest is what a new segment gets, and an existing one may have otherwise.
 
         Raises:
             LayoutMismatch: the segment differs and `replace` is False.
@@ -188,6 +196,7 @@ class Segment:
             lifetime=lifetime,
             idle_limit=idle_limit,
             group=group,
+            named=named,
         )
         return _Maker(reaper, initialise).open(expected, replace, timeout)
 

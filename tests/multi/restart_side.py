@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import os
 import random
 import signal
@@ -84,7 +85,7 @@ def main(name: str, engines: int, rounds: int, apart: bool) -> NoReturn:
             said += os.read(ends, 2000)
         if said != b"..":
             break
-    for pid in sum(living, []):
+    for pid in itertools.chain(*living):
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     print(said.decode().strip("."))
