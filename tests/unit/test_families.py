@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.refusals import refused
 
-from lightcache import Cache, ConfigError, LayoutMismatch, NoSpace, cache_name, page_index, pool
+from lightcache import Cache, ConfigError, LayoutMismatch, NoSpace, cache_name, page_index
 from lightcache.shm import layout, memory, names, ofd, read_segment, sweep
 from lightcache.shm.objects import OpenObject
 
@@ -88,7 +88,8 @@ class Room:
     def __init__(self, prefix: str, patch: pytest.MonkeyPatch) -> None:
         self.prefix, self.pages, self.elsewhere = prefix, 0, False
         patch.setattr(memory, "available", self.available)
-        patch.setattr(pool, "CHUNK_BYTES", PAGE)
+        for module in ("cache", "pool"):
+            patch.setattr(f"lightcache.{module}.CHUNK_BYTES", PAGE)
 
     def available(self) -> memory.FreeMemory:
         """Pools alone are counted; indexes are small."""
