@@ -7,7 +7,8 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,6 +17,7 @@ import numpy as np
 
 from lightcache import _arguments
 from lightcache._arguments import Keys, Offsets, Pages, parse_size
+from lightcache._sharing import Opening, share
 from lightcache.engine_keys import EngineKeys
 from lightcache.errors import CacheCorrupted, ConfigError, InUse, LayoutMismatch, OutOfPages
 from lightcache.hashing import (
@@ -180,6 +182,11 @@ class CacheSpec:
             "initialise": self.initialise,
         }
 
+    def expected(self) -> dict[str, Any]:
+        """The configuration of its index."""
+        independent = {"independent": True} if self.independent else {}
+        return {**self.config, "pages": self.pages, **independent}
+
     def initialise(self, segment: Segment) -> None:
         """Make the pool."""
         lengths = self.pages * self.page_bytes, self.first * self.page_bytes
@@ -279,6 +286,24 @@ class PoolPin:
         self._pool.check_closable(besides=self.lent)
         if self._pinned is not None:
             self._pinned.close()
+
+
+def _verify(
+    config: Mapping[str, Any],
+    named: Collection[str],
+    group: str | int | None,
+    lifetime: str | None,
+    cache: Cache,
+) -> None:
+    """Compare an open cache with the named items of a configuration, as attaching to it does."""
+    name, actual = cache.name, cache.index.segment.lifetime.name.lower()
+    if lifetime not in (None, actual):
+        raise LayoutMismatch(
+            f"the cache {name!r}: lifetime: expected {lifetime}, found {actual}; use what it was "
+            "created with"
+        )
+    with _secret_named():
+        PageIndex.attach(name, readonly=True, config=config, named=named, group=group).close()
 
 
 @contextlib.contextmanager
@@ -397,9 +422,12 @@ class Cache:
         self.pool = HostPool(index, self.page_bytes, huge_pages=huge_pages, numa=numa)
         self._pin = PoolPin(self.pool)
         self._grower: Grower | None = None
+        self.opening: Opening | None = None
+        """The client that this handle shares with others of this process; None: it has its own."""
         if index.readonly or self.pool.grown == self.pool.pages:
             return
         index.grows_by(self.pool)
+        self.pool.make_room()
         if lacking := lacking_room(index.segment):
             _log.warning("%s: %s", index.name, lacking)
         if grow:
@@ -513,6 +541,7 @@ class Cache:
         numa: Numa = None,
         independent: bool | None = None,
         kv_groups: Sequence[str] | None = None,
+        shared: bool = False,
         grow: bool = True,
         lock_timeout: float = 10.0,
         timeout: float | None = 10.0,
@@ -525,6 +554,7 @@ class Cache:
             pages, page_bytes, fingerprint, page_tokens, algorithm, independent, kv_groups: what it
                 must have been created with; None: anything.
             secret: compared when keys are made.
+            shared: see `open`. Not for readers, which take no slot.
             Otherwise as `create`.
 
         Raises:
@@ -544,18 +574,37 @@ class Cache:
         named = {item for item, value in given.items() if value is not None}
         if independent is False:
             del given["independent"]  # as in a configuration
-        index = PageIndex.attach(
-            name,
-            readonly=readonly,
-            config=given,
-            named=named,
-            group=group,
-            role=role,
-            device=device,
-            lock_timeout=lock_timeout,
-            timeout=timeout,
-        )
-        return cls._over(index, secret, huge_pages, numa, grow)
+
+        def make() -> T:
+            index = PageIndex.attach(
+                name,
+                readonly=readonly,
+                config=given,
+                named=named,
+                group=group,
+                role=role,
+                device=device,
+                lock_timeout=lock_timeout,
+                timeout=timeout,
+            )
+            return cls._over(index, secret, huge_pages, numa, grow)
+
+        if not shared:
+            return make()
+        if readonly:
+            raise ConfigError("shared: a reader takes no slot; leave shared= or readonly= out")
+        options = {
+            "role": role,
+            "device": device,
+            "huge_pages": huge_pages,
+            "numa": numa,
+            "group": group,
+            "grow": grow,
+            "lock_timeout": lock_timeout,
+        }
+        verify = partial(_verify, given, named, group, None)
+        handle: T = share(name, options, make, verify)
+        return handle
 
     @classmethod
     def open(
@@ -581,6 +630,7 @@ class Cache:
         independent: bool | None = None,
         kv_groups: Sequence[str] | None = None,
         family: str | None = None,
+        shared: bool = False,
         grow: bool = True,
         lock_timeout: float = 10.0,
         timeout: float | None = 10.0,
@@ -597,6 +647,11 @@ class Cache:
             replace: remove a cache that differs, if it has no live client.
             family: see `create`. With it, `size` or `pages` is that of a new cache; an existing one
                 may have another.
+            shared: True: all parts of this process that open the cache so are one client: one slot,
+                with its pins, plans, tickets, default namespace, counters, pool and pinned memory.
+                Each closes its own handle; the last one leaves the cache, and until then a closed
+                handle is not told from an open one. Options that are left at their defaults are
+                those of the first opening; others must equal them. A forked child opens its own.
             Otherwise as `create`.
 
         Raises:
@@ -618,23 +673,40 @@ class Cache:
             independent,
             family,
         )
-        with _secret_named():
-            index = PageIndex.open(
-                name,
-                **spec.index_arguments(),
-                named=spec.named,
-                lifetime=lifetime,
-                idle_limit=idle_limit,
-                group=group,
-                replace=replace,
-                role=role,
-                device=device,
-                lock_timeout=lock_timeout,
-                timeout=timeout,
-            )
-        if index.pages != spec.pages:
-            _log.info("%s: has %d pages, %d were asked for", name, index.pages, spec.pages)
-        return cls._over(index, spec.secret, huge_pages, numa, grow)
+
+        def make() -> T:
+            with _secret_named():
+                index = PageIndex.open(
+                    name,
+                    **spec.index_arguments(),
+                    named=spec.named,
+                    lifetime=lifetime,
+                    idle_limit=idle_limit,
+                    group=group,
+                    replace=replace,
+                    role=role,
+                    device=device,
+                    lock_timeout=lock_timeout,
+                    timeout=timeout,
+                )
+            if index.pages != spec.pages:
+                _log.info("%s: has %d pages, %d were asked for", name, index.pages, spec.pages)
+            return cls._over(index, spec.secret, huge_pages, numa, grow)
+
+        if not shared:
+            return make()
+        options = {
+            "role": role,
+            "device": device,
+            "huge_pages": huge_pages,
+            "numa": numa,
+            "group": group,
+            "grow": grow,
+            "lock_timeout": lock_timeout,
+        }
+        verify = partial(_verify, spec.expected(), spec.named, group, lifetime)
+        handle: T = share(name, options, make, verify)
+        return handle
 
     @classmethod
     def _over(
@@ -650,7 +722,8 @@ class Cache:
     # ---- close
 
     def close(self) -> None:
-        """Detach; see `PageIndex.close`. Stops growing the pool; other processes continue.
+        """Detach; see `PageIndex.close`. One of several handles that share a client is given up;
+        the rest is for the last of them. Stops growing the pool; other processes continue.
         Unregisters the memory that `pin` registered. Close transfer engines first, and drop arrays
         and tensors made of the pool.
 
@@ -660,6 +733,14 @@ class Cache:
             LockTimeout: the lock's holder did not release it; call again.
             Detached: in a forked child.
         """
+        if self.opening is None or self.index.core.unusable():
+            self._close()
+            return
+        with self.opening.leaving(self) as last:
+            if last:
+                self._close()
+
+    def _close(self) -> None:
         if not self.index.core.unusable():
             self._pin.close()
             self.pool.check_closable()

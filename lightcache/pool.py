@@ -598,6 +598,12 @@ class HostPool:
             self._index.grow(target)
             return target
 
+    def make_room(self) -> None:
+        """Have unused caches of the same family give way to the memory that this pool still lacks.
+        Does nothing if it is available, or without a family."""
+        if not self._reserved:
+            self._has_room((self.pages - self.grown) * self.page_bytes)
+
     def _has_room(self, wanted: int) -> bool:
         """Whether there is so much memory, or will be once unused caches of the same family have
         given way."""
