@@ -7,7 +7,7 @@
 Everything that goes wrong is a `LightcacheError` that says what to do.
 """
 
-from lightcache.cache import Cache
+from lightcache.cache import Cache, cache_name
 from lightcache.engine_keys import EngineKeys
 from lightcache.errors import (
     Abandoned,
@@ -81,6 +81,7 @@ __all__ = [
     "TransferFailed",
     "WaitTimeout",
     "__version__",
+    "cache_name",
     "hash_pages",
     "matchable_pages",
 ]

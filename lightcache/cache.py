@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,6 +17,7 @@ import numpy as np
 
 from lightcache import _arguments
 from lightcache._arguments import Keys, Offsets, Pages, parse_size
+from lightcache._sharing import Opening, share
 from lightcache.engine_keys import EngineKeys
 from lightcache.errors import CacheCorrupted, ConfigError, InUse, LayoutMismatch, OutOfPages
 from lightcache.hashing import (
@@ -32,7 +35,7 @@ from lightcache.kernels.pinned import HostPages
 from lightcache.kernels.planes import DevicePlanes
 from lightcache.leases import ClientId, Lease, LeaseBatch
 from lightcache.namespaces import Namespace
-from lightcache.page_index import MAX_PAGES, PageIndex
+from lightcache.page_index import MAX_PAGES, PageIndex, format_hash
 from lightcache.plans import TIMEOUT, Plans
 from lightcache.pool import (
     CHUNK_BYTES,
@@ -52,6 +55,7 @@ from lightcache.shm.clients import ClientInfo
 from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import leave, require
 from lightcache.shm.folders import FOLDER_ITEM, checked_path, path_in
+from lightcache.shm.wanted import BYTES, FAMILY_ITEM
 from lightcache.snapshot import CheckReport, IndexStats
 
 if TYPE_CHECKING:
@@ -61,7 +65,35 @@ if TYPE_CHECKING:
 # ---- Arguments, configuration and secret of a cache.
 
 DEFAULT_SECRET = Path("~/.local/share/lightcache/secret")
+ALGORITHM = "xxh3_128"
+SIZE = frozenset({"pages", BYTES})
 _MAX_PAGE = 1 << 40
+_MAX_MODEL = 100  # characters of a model in a cache's name; the rest is for what engines append
+
+
+def cache_name(model: str, fingerprint: str) -> str:
+    """Return the default name of a model's cache: the model, and a digest of what makes its pages
+    useless to others, `<model>-<8 hex digits>`. So releases and configurations whose pages or
+    segments differ have caches of their own, side by side; see docs/guides/operating.md.
+
+    Args:
+        model: such as "meta-llama/Llama-3-8B"; characters that no name may have become "-".
+        fingerprint: as for `Cache.open`.
+
+    Raises:
+        ConfigError: not text, or nothing of the model can be in a name.
+    """
+    given: tuple[object, ...] = (model, fingerprint)
+    if not all(isinstance(text, str) and text for text in given):
+        raise ConfigError(
+            f"cache_name: expected a model and a fingerprint, found {model!r}, {fingerprint!r}"
+        )
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", model).lstrip("._-")[:_MAX_MODEL]
+    if not safe:
+        raise ConfigError(f"model: expected a letter or digit in it, found {model!r}")
+    facts = f"{format_hash():x} {fingerprint}".encode()
+    digest = hashlib.blake2b(facts, digest_size=4, person=b"lightcache name").hexdigest()
+    return f"{safe}-{digest}"
 
 
 class CacheSpec:
@@ -75,11 +107,13 @@ class CacheSpec:
         page_bytes: int | str,
         fingerprint: str,
         page_tokens: int | None,
-        algorithm: str,
+        algorithm: str | None,
         secret: bytes | None,
         pool_path: str | os.PathLike[str] | None,
         numa: Numa,
         kv_groups: Sequence[str] | None,
+        independent: bool | None,
+        family: str | None,
     ) -> None:
         """If `secret` is None it is read from the file, which is created if needed after all
         checks."""
@@ -97,18 +131,35 @@ class CacheSpec:
             fingerprint=fingerprint,
             page_tokens=1 if page_tokens is None else page_tokens,
             secret=bytes(SECRET_BYTES) if secret is None else secret,
-            algorithm=algorithm,  # type: ignore[arg-type]
+            algorithm=algorithm or ALGORITHM,  # type: ignore[arg-type]
         )
+        group: object = family
+        if group is not None and not (isinstance(group, str) and group):
+            raise ConfigError(f"family: expected the name of a model, found {family!r}")
+        self.independent = bool(independent)
         self.secret = secret_of(secret)
         self.config: dict[str, Any] = {
             "page_bytes": self.page_bytes,
             "page_tokens": page_tokens,
             "fingerprint": fingerprint,
-            "algorithm": algorithm,
+            "algorithm": algorithm or ALGORITHM,
             "secret": digest_of(self.secret),
             **({} if folder is None else {FOLDER_ITEM: folder}),
             **({} if kv_groups is None else {NAMES_ITEM: checked_names(kv_groups)}),
+            **({} if family is None else {FAMILY_ITEM: family}),
         }
+        given = {
+            "page_tokens": page_tokens,
+            "algorithm": algorithm,
+            FOLDER_ITEM: pool_path,
+            NAMES_ITEM: kv_groups,
+            "independent": independent,
+        }
+        self.named = {"page_bytes", "fingerprint", "secret", *SIZE}
+        """What `open` compares with an existing cache: the options that were given."""
+        self.named |= {item for item, value in given.items() if value is not None}
+        if family is not None:
+            self.named -= SIZE
 
     def _capacity(self, pages: int | None, size: int | str | None) -> int:
         if (pages is None) == (size is None):
@@ -125,10 +176,16 @@ class CacheSpec:
         """Arguments for `PageIndex.create` and `PageIndex.open`."""
         return {
             "pages": self.pages,
+            "independent": self.independent,
             "config": self.config,
             "grown": self.first,
             "initialise": self.initialise,
         }
+
+    def expected(self) -> dict[str, Any]:
+        """The configuration of its index."""
+        independent = {"independent": True} if self.independent else {}
+        return {**self.config, "pages": self.pages, **independent}
 
     def initialise(self, segment: Segment) -> None:
         """Make the pool."""
@@ -229,6 +286,39 @@ class PoolPin:
         self._pool.check_closable(besides=self.lent)
         if self._pinned is not None:
             self._pinned.close()
+
+
+def _verify(
+    config: Mapping[str, Any],
+    named: Collection[str],
+    group: str | int | None,
+    lifetime: str | None,
+    cache: Cache,
+) -> None:
+    """Compare an open cache with the named items of a configuration, as attaching to it does."""
+    name, actual = cache.name, cache.index.segment.lifetime.name.lower()
+    if lifetime not in (None, actual):
+        raise LayoutMismatch(
+            f"the cache {name!r}: lifetime: expected {lifetime}, found {actual}; use what it was "
+            "created with"
+        )
+    with _secret_named():
+        PageIndex.attach(name, readonly=True, config=config, named=named, group=group).close()
+
+
+@contextlib.contextmanager
+def _secret_named() -> Iterator[None]:
+    """Say of a mismatch in the secret, of which only digests are shown, what it is."""
+    try:
+        yield
+    except LayoutMismatch as error:
+        if "secret: expected" not in str(error):
+            raise
+        raise LayoutMismatch(
+            f"{error}. The secrets of its creator and of this process differ: give the same "
+            f"secret= to every process, or share {DEFAULT_SECRET} among them (each container has "
+            "one of its own unless one file is mounted into all)"
+        ) from None
 
 
 # ---- Shared by the classes below.
@@ -332,9 +422,12 @@ class Cache:
         self.pool = HostPool(index, self.page_bytes, huge_pages=huge_pages, numa=numa)
         self._pin = PoolPin(self.pool)
         self._grower: Grower | None = None
+        self.opening: Opening | None = None
+        """The client that this handle shares with others of this process; None: it has its own."""
         if index.readonly or self.pool.grown == self.pool.pages:
             return
         index.grows_by(self.pool)
+        self.pool.make_room()
         if lacking := lacking_room(index.segment):
             _log.warning("%s: %s", index.name, lacking)
         if grow:
@@ -352,7 +445,7 @@ class Cache:
         page_bytes: int | str,
         fingerprint: str,
         page_tokens: int | None = None,
-        algorithm: str = "xxh3_128",
+        algorithm: str = ALGORITHM,
         secret: bytes | None = None,
         lifetime: str = "attached",
         idle_limit: float | None = None,
@@ -364,6 +457,7 @@ class Cache:
         pool_path: str | os.PathLike[str] | None = None,
         independent: bool = False,
         kv_groups: Sequence[str] | None = None,
+        family: str | None = None,
         grow: bool = True,
         lock_timeout: float = 10.0,
         timeout: float | None = 10.0,
@@ -390,6 +484,10 @@ class Cache:
             kv_groups: names of the KV groups that share the cache, such as ("kv", "states"), for
                 `dump` and metrics: the i-th is that of `Run(group=i)`. None: it has one group, or
                 they are shown by number.
+            family: of caches that give way to each other, such as a model's name: if this one, or
+                its growth, needs more memory than is available, unused ones of this family and user
+                are removed, longest unused first. Those in use stay, and count as memory that comes
+                later: the pool grows when they have gone. None: it has no family.
             grow: True: a thread gives memory to the rest of the pool. False: call `pool.prefault`.
             Otherwise as `PageIndex.create`.
 
@@ -408,11 +506,12 @@ class Cache:
             pool_path,
             numa,
             kv_groups,
+            independent,
+            family,
         )
         index = PageIndex.create(
             name,
             **spec.index_arguments(),
-            independent=independent,
             lifetime=lifetime,
             idle_limit=idle_limit,
             group=group,
@@ -429,7 +528,11 @@ class Cache:
         name: str,
         *,
         readonly: bool = False,
+        pages: int | None = None,
+        page_bytes: int | str | None = None,
         fingerprint: str | None = None,
+        page_tokens: int | None = None,
+        algorithm: str | None = None,
         secret: bytes | None = None,
         group: str | int | None = None,
         role: str = "",
@@ -437,44 +540,71 @@ class Cache:
         huge_pages: bool = False,
         numa: Numa = None,
         independent: bool | None = None,
+        kv_groups: Sequence[str] | None = None,
+        shared: bool = False,
         grow: bool = True,
         lock_timeout: float = 10.0,
         timeout: float | None = 10.0,
     ) -> T:
-        """Attach to an existing cache.
+        """Attach to an existing cache. Compares only the options of its configuration that are
+        given; the others are as it was created.
 
         Args:
             readonly: for routers and tools, which `peek` and `hash_pages`; writes nothing.
-            fingerprint: the fingerprint that the cache must have; None: any.
-            independent: what it must have been created with; None: either.
+            pages, page_bytes, fingerprint, page_tokens, algorithm, independent, kv_groups: what it
+                must have been created with; None: anything.
+            secret: compared when keys are made.
+            shared: see `open`. Not for readers, which take no slot.
             Otherwise as `create`.
 
         Raises:
             NotReady: the cache does not exist, or its creator did not finish in time.
-            LayoutMismatch: version, fingerprint or `independent` differs.
+            LayoutMismatch: version or options differ; names each that does.
             InUse: all 63 slots are taken. ConfigError, CacheCorrupted, PermissionDenied.
         """
-        index = PageIndex.attach(
-            name,
-            readonly=readonly,
-            independent=independent,
-            group=group,
-            role=role,
-            device=device,
-            lock_timeout=lock_timeout,
-            timeout=timeout,
-        )
-        try:
-            fingerprint_found = index.segment.config.get("fingerprint")
-            if fingerprint is not None and fingerprint_found != fingerprint:
-                raise LayoutMismatch(
-                    f"the cache {name!r} is for {fingerprint_found!r}, expected {fingerprint!r}; "
-                    "attach to another one, or open your own"
-                )
-        except BaseException:
-            index.close()
-            raise
-        return cls._over(index, secret, huge_pages, numa, grow)
+        given = {
+            "pages": pages,
+            "page_bytes": None if page_bytes is None else parse_size(page_bytes, "page_bytes"),
+            "fingerprint": fingerprint,
+            "page_tokens": page_tokens,
+            "algorithm": algorithm,
+            "independent": independent,
+            NAMES_ITEM: None if kv_groups is None else checked_names(kv_groups),
+        }
+        named = {item for item, value in given.items() if value is not None}
+        if independent is False:
+            del given["independent"]  # as in a configuration
+
+        def make() -> T:
+            index = PageIndex.attach(
+                name,
+                readonly=readonly,
+                config=given,
+                named=named,
+                group=group,
+                role=role,
+                device=device,
+                lock_timeout=lock_timeout,
+                timeout=timeout,
+            )
+            return cls._over(index, secret, huge_pages, numa, grow)
+
+        if not shared:
+            return make()
+        if readonly:
+            raise ConfigError("shared: a reader takes no slot; leave shared= or readonly= out")
+        options = {
+            "role": role,
+            "device": device,
+            "huge_pages": huge_pages,
+            "numa": numa,
+            "group": group,
+            "grow": grow,
+            "lock_timeout": lock_timeout,
+        }
+        verify = partial(_verify, given, named, group, None)
+        handle: T = share(name, options, make, verify)
+        return handle
 
     @classmethod
     def open(
@@ -486,7 +616,7 @@ class Cache:
         page_bytes: int | str,
         fingerprint: str,
         page_tokens: int | None = None,
-        algorithm: str = "xxh3_128",
+        algorithm: str | None = None,
         secret: bytes | None = None,
         lifetime: str | None = None,
         idle_limit: float | None = None,
@@ -497,14 +627,17 @@ class Cache:
         huge_pages: bool = False,
         numa: Numa = None,
         pool_path: str | os.PathLike[str] | None = None,
-        independent: bool = False,
+        independent: bool | None = None,
         kv_groups: Sequence[str] | None = None,
+        family: str | None = None,
+        shared: bool = False,
         grow: bool = True,
         lock_timeout: float = 10.0,
         timeout: float | None = 10.0,
     ) -> T:
-        """Attach to a cache with exactly this configuration, or create it. A cache whose clients
-        have all died is attached to with its content.
+        """Attach to a cache with this configuration, or create it. A cache whose clients have all
+        died is attached to with its content. Options that are not given, or None, are the existing
+        cache's, and those of `create` for a new one.
 
         Args:
             lifetime: None: keep that of an existing cache; "attached" for a new one.
@@ -512,6 +645,13 @@ class Cache:
                 client is removed by the next `open`, `create` or `sweep` that needs its room. None:
                 never. If given with lifetime None, a new cache is persistent.
             replace: remove a cache that differs, if it has no live client.
+            family: see `create`. With it, `size` or `pages` is that of a new cache; an existing one
+                may have another.
+            shared: True: all parts of this process that open the cache so are one client: one slot,
+                with its pins, plans, tickets, default namespace, counters, pool and pinned memory.
+                Each closes its own handle; the last one leaves the cache, and until then a closed
+                handle is not told from an open one. Options that are left at their defaults are
+                those of the first opening; others must equal them. A forked child opens its own.
             Otherwise as `create`.
 
         Raises:
@@ -530,21 +670,43 @@ class Cache:
             pool_path,
             numa,
             kv_groups,
+            independent,
+            family,
         )
-        index = PageIndex.open(
-            name,
-            **spec.index_arguments(),
-            independent=independent,
-            lifetime=lifetime,
-            idle_limit=idle_limit,
-            group=group,
-            replace=replace,
-            role=role,
-            device=device,
-            lock_timeout=lock_timeout,
-            timeout=timeout,
-        )
-        return cls._over(index, spec.secret, huge_pages, numa, grow)
+
+        def make() -> T:
+            with _secret_named():
+                index = PageIndex.open(
+                    name,
+                    **spec.index_arguments(),
+                    named=spec.named,
+                    lifetime=lifetime,
+                    idle_limit=idle_limit,
+                    group=group,
+                    replace=replace,
+                    role=role,
+                    device=device,
+                    lock_timeout=lock_timeout,
+                    timeout=timeout,
+                )
+            if index.pages != spec.pages:
+                _log.info("%s: has %d pages, %d were asked for", name, index.pages, spec.pages)
+            return cls._over(index, spec.secret, huge_pages, numa, grow)
+
+        if not shared:
+            return make()
+        options = {
+            "role": role,
+            "device": device,
+            "huge_pages": huge_pages,
+            "numa": numa,
+            "group": group,
+            "grow": grow,
+            "lock_timeout": lock_timeout,
+        }
+        verify = partial(_verify, spec.expected(), spec.named, group, lifetime)
+        handle: T = share(name, options, make, verify)
+        return handle
 
     @classmethod
     def _over(
@@ -560,7 +722,8 @@ class Cache:
     # ---- close
 
     def close(self) -> None:
-        """Detach; see `PageIndex.close`. Stops growing the pool; other processes continue.
+        """Detach; see `PageIndex.close`. One of several handles that share a client is given up;
+        the rest is for the last of them. Stops growing the pool; other processes continue.
         Unregisters the memory that `pin` registered. Close transfer engines first, and drop arrays
         and tensors made of the pool.
 
@@ -570,6 +733,14 @@ class Cache:
             LockTimeout: the lock's holder did not release it; call again.
             Detached: in a forked child.
         """
+        if self.opening is None or self.index.core.unusable():
+            self._close()
+            return
+        with self.opening.leaving(self) as last:
+            if last:
+                self._close()
+
+    def _close(self) -> None:
         if not self.index.core.unusable():
             self._pin.close()
             self.pool.check_closable()
@@ -989,6 +1160,7 @@ __all__ = [
     "Cache",
     "CacheSpec",
     "PoolPin",
+    "cache_name",
     "check_config",
     "digest_of",
     "secret_of",

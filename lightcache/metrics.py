@@ -23,7 +23,7 @@ from lightcache.manager.stats import ManagerStats
 from lightcache.page_index import PageIndex
 from lightcache.runs import names_of
 from lightcache.shm.clients import ClientInfo
-from lightcache.shm.layout import LOCK_OFFSET, ClientState, LockRecord
+from lightcache.shm.layout import LOCK_OFFSET, LockRecord
 from lightcache.snapshot import GroupPages, IndexStats
 
 try:
@@ -409,9 +409,7 @@ def _read(index: PageIndex) -> _Reading | None:
 
 
 def _life(client: ClientInfo) -> str:
-    if client.state is ClientState.QUARANTINE:
-        return "quarantine"
-    return "alive" if client.alive else "dead"
+    return {"living": "alive", "in quarantine": "quarantine"}.get(client.life, client.life)
 
 
 __all__ = ["CacheMetrics", "CheckpointMetrics", "ManagerMetrics", "Totals"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -66,6 +66,7 @@ from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import leave
 from lightcache.shm.layout import SegmentKind
 from lightcache.shm.locking import deadline_ns
+from lightcache.shm.wanted import layout_hash
 from lightcache.snapshot import CheckReport, GroupPages, IndexStats
 
 # ---- The segment of an index.
@@ -79,6 +80,12 @@ Hook = Callable[[Segment], None]
 def _facts() -> str:
     facts: bytes = layout.load().quick.lci_layout()
     return facts.decode()
+
+
+def format_hash() -> int:
+    """What tells releases apart whose segments of an index differ: the header's version and layout
+    hash."""
+    return shm_layout.ABI << 64 | layout_hash(_facts())
 
 
 def _reaper(segment: Segment) -> None:
@@ -294,7 +301,15 @@ class PageIndex:
     has the keys [offsets[i], offsets[i+1]).
     """
 
-    def __init__(self, segment: Segment, *, role: str, device: bool, lock_timeout: float) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        *,
+        role: str,
+        device: bool,
+        lock_timeout: float,
+        timeout: float | None,
+    ) -> None:
         """For `create`, `attach` and `open`."""
         self._closed = True
         self._segment = segment
@@ -315,7 +330,7 @@ class PageIndex:
         """What `reserve` and `name_pages` make of new pages unless they are told: True if a page
         may be evicted while it has children."""
         if not segment.readonly:
-            segment.join(role, device=device)
+            segment.join(role, device=device, timeout=timeout)
         self.core = Core(segment, pages, lock_timeout)
         """For the other modules of lightcache: the core that leases, reservations and plans
         call."""
@@ -373,7 +388,8 @@ class PageIndex:
             initialise: called once, before another process can attach, to make the medium. Objects
                 named by `segment.dependent_name` are removed together with the segment.
             lock_timeout: seconds to wait for the lock before LockTimeout.
-            timeout: seconds to wait for another process that is creating the index.
+            timeout: seconds to wait for another process that is creating the index, and for a
+                client's slot that a dead client has left; see `Segment.join`. None: no limit.
 
         Raises:
             ConfigError, InUse (it exists), NoSpace, NotReady, PermissionDenied.
@@ -391,7 +407,7 @@ class PageIndex:
             timeout,
         )
         segment = Segment.create(**spec.segment_arguments())
-        return cls._joined(segment, role, device, lock_timeout)
+        return cls._joined(segment, role, device, lock_timeout, timeout)
 
     @classmethod
     def attach(
@@ -400,6 +416,7 @@ class PageIndex:
         *,
         readonly: bool = False,
         config: Mapping[str, Any] | None = None,
+        named: Collection[str] | None = None,
         independent: bool | None = None,
         group: str | int | None = None,
         role: str = "",
@@ -412,14 +429,15 @@ class PageIndex:
         Args:
             readonly: only `peek`, `wait`, `stats`, `clients` and `check` work. The handle takes no
                 client slot and can corrupt nothing.
-            config: the configuration that the index must have, without `pages`; None: any.
+            config: the configuration that the index must have, with `pages`; None: any.
+            named: the items of it that are compared; None: all.
             independent: what the index must have been created with; None: either.
             Otherwise as `create`.
 
         Raises:
             NotReady: the index does not exist, or its creator did not finish in time.
             LayoutMismatch: version, configuration or `independent` differs.
-            InUse: live clients hold all 63 slots.
+            InUse: no slot is free: see `Segment.join`.
             CacheCorrupted, PermissionDenied, ConfigError.
         """
         segment = Segment.attach(
@@ -428,6 +446,7 @@ class PageIndex:
             kind=SegmentKind.INDEX,
             config=config,
             layout_facts=_facts(),
+            named=named,
             group=group,
             reaper=_reaper,
             timeout=timeout,
@@ -439,7 +458,7 @@ class PageIndex:
                 f"the index {name!r}: independent: expected {independent}, found "
                 f"{is_independent}; attach to another one, or open your own"
             )
-        return cls._joined(segment, role, device, lock_timeout)
+        return cls._joined(segment, role, device, lock_timeout, timeout)
 
     @classmethod
     def open(
@@ -454,6 +473,7 @@ class PageIndex:
         idle_limit: float | None = None,
         group: str | int | None = None,
         replace: bool = False,
+        named: Collection[str] | None = None,
         role: str = "",
         device: bool = False,
         initialise: Hook | None = None,
@@ -469,6 +489,8 @@ class PageIndex:
                 client is removed by the next `open`, `create` or `sweep` that needs its room. None:
                 never. If given with lifetime None, a new index is persistent.
             replace: remove an index that differs, if it has no live client.
+            named: items of the configuration that must be equal, "pages" and "independent" among
+                them, and "bytes" for the size; None: all. The others are those of a new index.
             Otherwise as `create`.
 
         Raises:
@@ -488,13 +510,22 @@ class PageIndex:
             initialise,
             timeout,
         )
-        segment = Segment.open(**spec.segment_arguments(), replace=replace)
-        return cls._joined(segment, role, device, lock_timeout)
+        segment = Segment.open(**spec.segment_arguments(), replace=replace, named=named)
+        return cls._joined(segment, role, device, lock_timeout, timeout)
 
     @classmethod
-    def _joined(cls: type[T], segment: Segment, role: str, device: bool, lock_timeout: float) -> T:
+    def _joined(
+        cls: type[T],
+        segment: Segment,
+        role: str,
+        device: bool,
+        lock_timeout: float,
+        timeout: float | None,
+    ) -> T:
         try:
-            return cls(segment, role=role, device=device, lock_timeout=lock_timeout)
+            return cls(
+                segment, role=role, device=device, lock_timeout=lock_timeout, timeout=timeout
+            )
         except BaseException:
             segment.close()
             raise

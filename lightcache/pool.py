@@ -43,10 +43,11 @@ from lightcache.shm import _native as shm_native
 from lightcache.shm import layout as shm_layout
 from lightcache.shm.codes import Code, check, system_errno
 from lightcache.shm.errors import require
-from lightcache.shm.folders import Folder, FolderKind, path_in
-from lightcache.shm.objects import ForkWord
-from lightcache.shm.sweep import make_room
+from lightcache.shm.folders import Folder, FolderKind, path_in, path_of
+from lightcache.shm.objects import ForkWord, memory_of
+from lightcache.shm.sweep import give_way, make_room, relatives
 from lightcache.shm.waiting import Event
+from lightcache.shm.wanted import FAMILY_ITEM
 
 if TYPE_CHECKING:
     import torch
@@ -160,20 +161,25 @@ def make_object(segment: Segment, total: int, first: int, numa: Numa = None) -> 
     of them with memory. Called before another process can attach. If it fails, the segment's
     creator removes the object together with the segment.
 
+    A pool may be longer than the memory that is available, by what pools of its family have that
+    processes use: it grows when they have gone.
+
     Raises:
         NoSpace: fewer bytes are available than the pool will have.
         PermissionDenied: the object may not be made in this folder.
     """
     with segment.folder() as folder:
-        length = folder.length(total)
-        make_room(lambda: length <= folder.room().bytes, spare=segment.name)
+        length, family = folder.length(total), segment.config.get(FAMILY_ITEM)
+        make_room(length, lambda: folder.room().bytes, spare=segment.name, family=family)
         room = folder.room()
         if length > room.bytes:
-            raise NoSpace(
-                f"the pool needs {format_size(length)} ({length} bytes), found "
-                f"{format_size(room.bytes)} {room.limit}; choose a smaller size, remove old caches "
-                "(`lightcache ls`, `lightcache rm`), or enlarge it"
-            )
+            held, users = _held_by_family(segment, folder)
+            if length > room.bytes + held or first > room.bytes:
+                raise NoSpace(
+                    f"the pool needs {format_size(length)} ({length} bytes), found "
+                    f"{format_size(room.bytes)} {room.limit}{users}; choose a smaller size, remove "
+                    "old caches (`lightcache ls`, `lightcache rm`), or enlarge it"
+                )
         mode = 0o660 if segment.stat().st_mode & 0o060 else 0o600
         name = pool_name(segment)
         try:
@@ -186,6 +192,21 @@ def make_object(segment: Segment, total: int, first: int, numa: Numa = None) -> 
             _furnish(fd, segment, folder, mode, (length, first), numa)
         finally:
             os.close(fd)
+
+
+def _held_by_family(segment: Segment, folder: Folder) -> tuple[int, str]:
+    """The memory of the caches of the same family that processes use, and those for a message. None
+    of it can be counted on for huge pages, which are reserved when a pool is mapped."""
+    family = segment.config.get(FAMILY_ITEM)
+    if family is None or folder.kind is FolderKind.HUGETLBFS:
+        return 0, ""
+    held, parts = 0, []
+    for relative in relatives(family, segment.name):
+        paths = [path_of(full) for full in relative.objects]
+        own = sum(memory_of(str(path)) for path in paths if path.parent == folder.path)
+        held += own
+        parts.append(f"{relative.name!r} has {format_size(own)} and is in use: {relative.clients}")
+    return held, f" (of the same family {'; '.join(parts)})" if parts else ""
 
 
 def _furnish(
@@ -250,11 +271,14 @@ def lacking_room(segment: Segment) -> str | None:
     if owed <= room.bytes:
         return None
     subject = "this cache's pool" if pools == 1 else f"{pools} caches' pools in {folder.path}"
+    with segment.folder() as folder:
+        users = _held_by_family(segment, folder)[1]
+    until = ", until those have ended" if users else ""
     return (
         f"{subject} are to have {format_size(owed)} of memory that they do not have yet, found "
-        f"{format_size(room.bytes)} {room.limit}: some will have fewer pages than was asked for, "
-        "and evict earlier; make them smaller, remove some (`lightcache ls`, `lightcache rm`), or "
-        "enlarge it"
+        f"{format_size(room.bytes)} {room.limit}{users}: some will have fewer pages than was asked "
+        f"for, and evict earlier{until}; make them smaller, remove some (`lightcache ls`, "
+        "`lightcache rm`), or enlarge it"
     )
 
 
@@ -565,8 +589,7 @@ class HostPool:
             if target <= have:
                 return have
             start, end = have * self.page_bytes, target * self.page_bytes
-            room = room_of(self._index.segment)
-            if end - start > room.bytes and not self._reserved:
+            if not self._reserved and not self._has_room(end - start):
                 raise self._no_memory(end - start, have)
             error = self._populate(start, end, threads)
             if error:
@@ -574,6 +597,20 @@ class HostPool:
                 raise self._no_memory(end - start, have, error)
             self._index.grow(target)
             return target
+
+    def make_room(self) -> None:
+        """Have unused caches of the same family give way to the memory that this pool still lacks.
+        Does nothing if it is available, or without a family."""
+        if not self._reserved:
+            self._has_room((self.pages - self.grown) * self.page_bytes)
+
+    def _has_room(self, wanted: int) -> bool:
+        """Whether there is so much memory, or will be once unused caches of the same family have
+        given way."""
+        segment = self._index.segment
+        family = segment.config.get(FAMILY_ITEM)
+        give_way(wanted, lambda: room_of(segment).bytes, segment.name, family)
+        return wanted <= room_of(segment).bytes
 
     @contextlib.contextmanager
     def _turn(self, patience: float | None) -> Iterator[None]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightcache.shm import layout, ofd
 from lightcache.shm.layout import ClientRecord, ClientState
+from lightcache.shm.objects import duration
 
 _RECORD = ctypes.sizeof(ClientRecord)
 ROLE_BYTES = 31
@@ -43,10 +45,22 @@ class ClientInfo:
     reserved_pages: int
     evicted_pages: int
     published_pages: int
+    quarantine_s: float | None = None
+    """Seconds of quarantine that are left where the end of its process cannot be seen; 0: the next
+    reaper frees it. Otherwise quarantine ends with the process. None: not in quarantine."""
+
+    @property
+    def life(self) -> str:
+        """ "living", "dead" (and not yet reaped), or "in quarantine"."""
+        if self.state is ClientState.QUARANTINE:
+            return "in quarantine"
+        return "living" if self.alive else "dead"
 
     def __str__(self) -> str:
-        life = "living" if self.alive else "dead"
-        return f"slot {self.slot}: {self.role or 'no role'}, pid {self.pid}, {life}"
+        text = f"slot {self.slot}: {self.role or 'no role'}, pid {self.pid}, {self.life}"
+        if self.quarantine_s is not None:
+            return f"{text} ({quarantine_end(self.quarantine_s)})"
+        return f"{text}, attached {duration(self.attached_s)} ago"
 
 
 def role_bytes(role: str) -> bytes:
@@ -77,6 +91,7 @@ def read_table(table: bytes, fd: int, own_slot: int = 0) -> list[ClientInfo]:
 
 def _info(slot: int, record: ClientRecord, alive: bool, now_ns: int) -> ClientInfo:
     quarantined = record.state == ClientState.QUARANTINE
+    left_ns = max(0, record.quarantine_until_ns - time.monotonic_ns())
     return ClientInfo(
         slot=slot,
         state=ClientState.QUARANTINE if quarantined else ClientState.TAKEN,
@@ -94,7 +109,24 @@ def _info(slot: int, record: ClientRecord, alive: bool, now_ns: int) -> ClientIn
         reserved_pages=record.reserved_pages,
         evicted_pages=record.evicted_pages,
         published_pages=record.published_pages,
+        quarantine_s=left_ns / 1e9 if quarantined else None,
     )
+
+
+def quarantine_end(seconds: float) -> str:
+    """When a quarantine ends of which so much is left, as text."""
+    if not seconds:
+        return "over: the next process that needs the slot takes it"
+    return f"until its process has ended, or for {seconds:.1f} s more where that cannot be seen"
+
+
+def slot_use(clients: Sequence[ClientInfo]) -> str:
+    """One line: how many slots there are, and whose they are."""
+    counts = Counter(client.life for client in clients)
+    parts = [f"{counts['living']} living"]
+    parts += [f"{counts[life]} {life}" for life in ("dead", "in quarantine") if counts[life]]
+    free = layout.SLOTS - 1 - len(clients)
+    return f"{', '.join(parts)}, {free} of {layout.SLOTS - 1} slots free"
 
 
 def describe(clients: Sequence[ClientInfo], most: int = 8) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 from collections.abc import Callable
 
@@ -19,7 +20,7 @@ from lightcache.shm.errors import CacheCorrupted, LightcacheError, NoSpace, Perm
 from lightcache.shm.hold import Hold
 from lightcache.shm.objects import ForkWord, OpenObject
 from lightcache.shm.sweep import make_room, remove_leftover, sweep
-from lightcache.shm.wanted import SegmentSpec, fill_header
+from lightcache.shm.wanted import FAMILY_ITEM, SegmentSpec, fill_header
 
 _ALLOCATE_AT_ONCE = 64 << 20  # bytes between two checks for signals, about 20 ms
 _PLAIN_MODE = 0o600
@@ -122,11 +123,12 @@ def _no_space(wanted: SegmentSpec, needed: int) -> NoSpace:
 
 
 def _check_room(wanted: SegmentSpec) -> None:
-    def enough() -> bool:
-        return memory.available().bytes >= wanted.total_bytes
+    def room() -> int:
+        return memory.available().bytes
 
-    make_room(enough, spare=wanted.name)
-    if not enough():
+    family = json.loads(wanted.config or "{}").get(FAMILY_ITEM)
+    make_room(wanted.total_bytes, room, spare=wanted.name, family=family)
+    if room() < wanted.total_bytes:
         raise _no_space(wanted, 0)
 
 

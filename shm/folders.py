@@ -1,8 +1,8 @@
 """Folders of a segment's dependents: /dev/shm, or a folder on tmpfs or hugetlbfs.
 
 A segment itself is always in /dev/shm. Its configuration names the folder of its dependents if it
-is another one (`FOLDER_ITEM`); that is the only item of it that this layer reads. The header is
-written before a dependent is made, and a dependent is removed before its segment. So an existing
+is another one (`FOLDER_ITEM`); this layer reads no other item of it but `FAMILY_ITEM`. The header
+is written before a dependent is made, and a dependent is removed before its segment. So an existing
 dependent is always named by a segment, even after a kill at any point. A file that no segment names
 is not ours to remove: another container may share the folder but not our /dev/shm.
 

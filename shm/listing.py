@@ -34,7 +34,8 @@ class SegmentInfo:
     creator_pid: int = 0  # in the creator's PID namespace
     age_s: float = 0.0  # since its creation, by the wall clock
     clients: int = 0  # living ones that have a slot
-    dead_clients: int = 0  # not yet reaped
+    dead_clients: int = 0  # not yet reaped, or in quarantine
+    quarantined_clients: int = 0  # of the dead
     occupied: bool = False  # also by readers and by those that have not joined
     dependents: tuple[str, ...] = ()
     """Its dependents, such as its pool: objects, or paths in another folder."""
@@ -107,6 +108,7 @@ def _read(opened: OpenObject) -> SegmentInfo:
         age_s=max(0, time.time_ns() - header.created_ns) / 1e9 if header.created_ns else 0.0,
         clients=sum(client.alive for client in table),
         dead_clients=sum(not client.alive for client in table),
+        quarantined_clients=sum(client.quarantine_s is not None for client in table),
         occupied=opened.is_occupied(),
         dependents=tuple(opened.dependents()),
     )

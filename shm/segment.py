@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -120,11 +120,15 @@ class Segment:
         payload_bytes: int | None = None,
         config: Mapping[str, Any] | None = None,
         layout_facts: str | None = None,
+        named: Collection[str] | None = None,
         group: str | int | None = None,
         reaper: Hook | None = None,
         timeout: float | None = DEFAULT_TIMEOUT,
     ) -> Segment:
         """Attach to an existing segment. Compares only the arguments that are given.
+
+        Args:
+            named: items of the configuration that must be equal; None: all. Others may be anything.
 
         Without `layout_facts` the records of the structure are not compared: for tools that read
         only the header and the clients.
@@ -143,6 +147,7 @@ class Segment:
             layout_facts=layout_facts,
             lifetime=None,
             group=group,
+            named=named,
         )
         hold = lifecycle.attach(expected, readonly=readonly, timeout=timeout)
         return _Maker(reaper, None).wrap(hold)
@@ -160,6 +165,7 @@ class Segment:
         idle_limit: float | None = None,
         group: str | int | None = None,
         replace: bool = False,
+        named: Collection[str] | None = None,
         initialise: Hook | None = None,
         reaper: Hook | None = None,
         timeout: float | None = DEFAULT_TIMEOUT,
@@ -173,6 +179,8 @@ class Segment:
                 client is removed by the next `open`, `create` or `sweep` that needs its room. None:
                 never. If given with lifetime None, a new segment is persistent.
             replace: remove a segment that differs, if it has no live client.
+            named: items of the configuration that must be equal, and "bytes" for the size; None:
+                all. The rest is what a new segment gets, and an existing one may have otherwise.
 
         Raises:
             LayoutMismatch: the segment differs and `replace` is False.
@@ -188,6 +196,7 @@ class Segment:
             lifetime=lifetime,
             idle_limit=idle_limit,
             group=group,
+            named=named,
         )
         return _Maker(reaper, initialise).open(expected, replace, timeout)
 
@@ -220,8 +229,16 @@ class Segment:
 
     # ---- clients
 
-    def join(self, role: str = "", *, device: bool = False) -> ClientSlot:
-        """Take a slot of the client table; `close` gives it back.
+    def join(
+        self,
+        role: str = "",
+        *,
+        device: bool = False,
+        timeout: float | None = DEFAULT_TIMEOUT,
+    ) -> ClientSlot:
+        """Take a slot of the client table; `close` gives it back. If none is free, takes back those
+        of dead clients, and waits for those in quarantine, which ends a second after the last
+        client's death at the latest, if its processes end.
 
         A process that uses a device must attach before it makes the device's context. The kernel
         closes files last-opened first, so the slot then counts as alive for as long as the device
@@ -231,9 +248,12 @@ class Segment:
             role: a label for operators; at most 31 bytes of UTF-8 are kept.
             device: True: this client has a device that may continue to copy after the client's
                 death.
+            timeout: seconds to wait for a slot that a dead client has left; None: no limit. If
+                living clients hold all slots there is no wait.
 
         Raises:
-            InUse: living clients hold all 63 slots, or this handle has joined already.
+            InUse: living clients hold all 63 slots, or the rest stayed in quarantine for all of
+                `timeout`; names the clients. Or this handle has joined already.
             ConfigError: the segment was made in another time namespace, which has another clock.
             PermissionDenied: attached read-only.
             Detached: closed, retired, or a forked child.
@@ -246,15 +266,15 @@ class Segment:
             encoded = clients.role_bytes(role)
             flags = layout.FLAG_DEVICE if device else 0
             claim = _native.quick().lcs_slot_claim
+            pause = ofd.Pause(timeout)
             code = claim(self.attachment, encoded, flags)
-            if code == Code.FULL and self._reaper is not None:
+            while code == Code.FULL and self._reaper is not None:
                 self._reaper(self)
                 code = claim(self.attachment, encoded, flags)
+                if code == Code.FULL and not (self._slot_may_come() and pause.sleep()):
+                    break
             if code == Code.FULL:
-                raise InUse(
-                    f"{what}: more clients than slots; all {layout.SLOTS - 1} are taken "
-                    f"({clients.describe(self.clients())}); close one, or reap the dead"
-                )
+                raise InUse(f"{what}: more clients than slots: {self._why_full()}")
             if code != Code.TWICE:  # an interrupt came after an earlier claim: the slot is ours
                 check(code, what)
             slot = _native.quick().lcs_attachment_slot(self.attachment)
@@ -264,6 +284,26 @@ class Segment:
             ofd.unlock(self._hold.opened.fd, layout.BYTE_READERS)
             self._hold.mark_used()
             return self._client
+
+    def _slot_may_come(self) -> bool:
+        """Whether a slot is a dead client's, or is being taken or freed at this moment. Such a
+        client may look alive: see `reap_as_guest` of the core."""
+        if ofd.held(self._hold.opened.fd, layout.BYTE_MEND + 1, layout.SLOTS - 1):
+            return True
+        table = self.clients()
+        return len(table) < layout.SLOTS - 1 or not all(client.alive for client in table)
+
+    def _why_full(self) -> str:
+        """The rest of a message: who has the slots, the dead first, and what to do."""
+        table = sorted(self.clients(), key=lambda client: client.alive)
+        living = all(client.alive for client in table)
+        remedy = (
+            "close one, or end its process"
+            if living
+            else "try again when the quarantine has ended; a process that is dead and does not end "
+            "is stuck in a driver"
+        )
+        return f"{clients.slot_use(table)} ({clients.describe(table)}); {remedy}"
 
     def _check_clock(self, what: str) -> None:
         """Raise in another time namespace: deadlines of tickets and quarantine use CLOCK_MONOTONIC,

@@ -1,19 +1,23 @@
 """Removes what is no longer needed: leftovers of dead creators, caches whose clients were all
-killed, dependents without their segment, and persistent caches beyond their idle limits. Removes
-only objects of this user, and never by name alone."""
+killed, dependents without their segment, persistent caches beyond their idle limits, and, for a
+cache that needs the room, unused ones of its family. Removes only objects of this user, and never
+by name alone."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from lightcache.shm import layout, names, ofd
+from lightcache.shm import clients, layout, names, ofd
 from lightcache.shm.errors import LightcacheError
 from lightcache.shm.layout import Lifetime
 from lightcache.shm.objects import OpenObject, duration, memory_of, unlink
-from lightcache.shm.wanted import is_foreign
+from lightcache.shm.wanted import FAMILY_ITEM, config_of, is_foreign
+
+_log = logging.getLogger("lightcache")
 
 
 def remove_leftover(name: str, group: int | None) -> bool:
@@ -78,6 +82,7 @@ def sweep(
     prefix: str = "",
     only: Collection[str] | None = None,
     idle: bool = True,
+    family: str | None = None,
 ) -> list[str]:
     """Remove all objects of this user that are not needed. Does not block.
 
@@ -90,6 +95,7 @@ def sweep(
         prefix: only segments whose names begin with it, and their dependents.
         only: only these object names, as from `leftovers`; None: all.
         idle: also remove segments beyond their idle limits.
+        family: also remove segments of this family that no process uses.
 
     Returns:
         The names of the objects removed, each beginning with a slash.
@@ -101,10 +107,12 @@ def sweep(
         if only is not None and names.object_name(name) not in only:
             continue
         # Errors of other users' objects do not matter here.
-        with contextlib.suppress(LightcacheError, OSError), _unneeded(name) as left:
+        with contextlib.suppress(LightcacheError, OSError), _unneeded(name, family) as left:
             if left and (idle or not left[0].is_idle()):
                 left[0].remove_locked()
                 removed.append(left[0].object_name)
+                if family is not None:
+                    _log.info("removed %s to make room: %s", name, left[1])
     for dependent in names.dependents():
         if not dependent.segment.startswith(prefix):
             continue
@@ -115,43 +123,110 @@ def sweep(
     return removed
 
 
-def make_room(enough: Callable[[], bool], spare: str | None = None) -> list[str]:
+def make_room(
+    needed: int,
+    room: Callable[[], int],
+    spare: str | None = None,
+    *,
+    family: str | None = None,
+) -> list[str]:
     """Remove what is not needed until there is room: first leftovers of dead processes, then
-    persistent segments beyond their idle limits, longest unused first, and no more of these than
-    necessary. Does not block.
+    persistent segments beyond their idle limits, then the family's, each longest unused first, and
+    no more of these than necessary. Does not block.
 
     Args:
-        enough: returns True if there is room.
+        needed: bytes.
+        room: returns the bytes there are.
         spare: do not remove this segment.
+        family: see `give_way`.
 
     Returns:
         As `sweep`.
     """
-    if enough():
+    if room() >= needed:
         return []
     removed = sweep(spare, idle=False)
-    for name in _longest_idle(spare):
-        if enough():
+    for name in _longest_unused(spare, OpenObject.is_idle):
+        if room() >= needed:
             break
         removed += sweep(spare, prefix=name, only=[names.object_name(name)])
+    return removed + give_way(needed, room, spare, family)
+
+
+def give_way(
+    needed: int, room: Callable[[], int], spare: str | None, family: str | None
+) -> list[str]:
+    """Remove segments of a family that no process uses, longest unused first, until there is room,
+    and no more: none after one that gave no room, as where a memory limit of our cgroup does not
+    count it. Does not block. Arguments and result as `make_room`; does nothing without a family."""
+    removed: list[str] = []
+    if family is None or room() >= needed:
+        return removed
+    for name in _longest_unused(spare, lambda opened: family_of(opened) == family):
+        before = room()
+        gone = sweep(spare, prefix=name, only=[names.object_name(name)], family=family)
+        removed += gone
+        if room() >= needed or (gone and room() <= before):
+            break
     return removed
 
 
-def _longest_idle(spare: str | None) -> list[str]:
-    """Segments beyond their idle limits, longest unused first."""
-    idle = []
+def family_of(opened: OpenObject) -> str | None:
+    """The family of a segment; None: it has none.
+
+    Raises:
+        CacheCorrupted: its configuration is not readable.
+    """
+    header = opened.header()
+    if is_foreign(header) or not header.ready or header.retired:
+        return None
+    family = config_of(header).get(FAMILY_ITEM)
+    return family if isinstance(family, str) else None
+
+
+@dataclass(frozen=True)
+class Relative:
+    """A segment of the same family that processes use."""
+
+    name: str
+    objects: tuple[str, ...]
+    """It and its dependents, as `OpenObject.dependents`."""
+    clients: str
+    """Who uses it, in a line."""
+
+
+def relatives(family: str, spare: str) -> list[Relative]:
+    """Segments of this user and family, besides `spare`, that processes use at this moment."""
+    listed = []
+    for name in _longest_unused(spare, lambda opened: family_of(opened) == family):
+        with contextlib.suppress(LightcacheError, OSError):
+            opened = OpenObject.open(name, writable=True)
+            if opened is not None:
+                with contextlib.closing(opened):
+                    opened.check_access(None)
+                    if opened.is_occupied():
+                        table = clients.read_table(opened.client_table(), opened.fd)
+                        living = [client for client in table if client.alive]
+                        objects = (opened.object_name, *opened.dependents())
+                        listed.append(Relative(name, objects, clients.describe(living)))
+    return listed
+
+
+def _longest_unused(spare: str | None, fits: Callable[[OpenObject], bool]) -> list[str]:
+    """Segments, longest unused first."""
+    unused = []
     for name in names.segment_names():
         with contextlib.suppress(LightcacheError, OSError):
             opened = None if name == spare else OpenObject.open(name, writable=False)
             if opened is not None:
                 with contextlib.closing(opened):
-                    if opened.is_idle():
-                        idle.append((opened.unused_ns(), name))
-    return [name for _, name in sorted(idle, reverse=True)]
+                    if fits(opened):
+                        unused.append((opened.unused_ns(), name))
+    return [name for _, name in sorted(unused, reverse=True)]
 
 
 @contextlib.contextmanager
-def _unneeded(name: str) -> Iterator[tuple[OpenObject, str] | None]:
+def _unneeded(name: str, family: str | None = None) -> Iterator[tuple[OpenObject, str] | None]:
     """A segment that is not needed, with its life byte held exclusively, and the reason; None: it
     is needed, or being worked on.
 
@@ -167,11 +242,11 @@ def _unneeded(name: str) -> Iterator[tuple[OpenObject, str] | None]:
         if not ofd.try_lock(opened.fd, layout.BYTE_LIFE) or not opened.is_named():
             yield None
             return
-        why = _why_unneeded(opened)
+        why = _why_unneeded(opened, family)
         yield (opened, why) if why else None
 
 
-def _why_unneeded(opened: OpenObject) -> str | None:
+def _why_unneeded(opened: OpenObject, family: str | None) -> str | None:
     header = opened.header()
     if is_foreign(header):
         return None
@@ -184,6 +259,9 @@ def _why_unneeded(opened: OpenObject) -> str | None:
     if opened.is_idle():
         unused, limit = (duration(ns / 1e9) for ns in (opened.unused_ns(), header.idle_ns))
         return f"unused for {unused}, and its idle limit is {limit}"
+    if family is not None and family_of(opened) == family and not opened.is_occupied():
+        unused = duration(opened.unused_ns() / 1e9)
+        return f"of the family {family!r}, unused for {unused}, and no process uses it"
     return None
 
 

@@ -10,7 +10,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,10 @@ from lightcache.shm.errors import CacheCorrupted, ConfigError, LayoutMismatch
 from lightcache.shm.layout import Lifetime, SegmentHeader, SegmentKind
 
 MOST_BYTES = 1 << 45  # below the bytes that are locked
+FAMILY_ITEM = "family"
+"""Item of a configuration: segments with the same value give way to each other; see `sweep`."""
+BYTES = "bytes"
+"""Stands for the size of a segment among the items of `named`."""
 _PAGE = 4096
 _MOST_IDLE = 1 << 32
 
@@ -37,6 +41,11 @@ class SegmentSpec:
     config: str | None = None
     lifetime: Lifetime | None = None
     idle_ns: int = 0
+    named: frozenset[str] | None = None  # what is compared of configuration and size; None: all
+
+    def names(self, item: str) -> bool:
+        """Whether an item of the configuration, or `BYTES`, is compared."""
+        return self.named is None or item in self.named
 
     @property
     def total_bytes(self) -> int:
@@ -60,6 +69,7 @@ def want(
     lifetime: str | None,
     group: str | int | None,
     idle_limit: float | None = None,
+    named: Collection[str] | None = None,
 ) -> SegmentSpec:
     """Check the arguments that create, attach and open share.
 
@@ -80,7 +90,13 @@ def want(
         config=None if config is None else _config_text(config),
         lifetime=None if lifetime is None else _lifetime(lifetime),
         idle_ns=0 if idle_limit is None else _idle_ns(idle_limit, lifetime),
+        named=None if named is None else frozenset(named),
     )
+
+
+def layout_hash(layout_facts: str) -> int:
+    """The layout hash of a segment whose structure has these facts."""
+    return _hash(_native.quick().lcs_layout()) << 32 | _hash(layout_facts.encode())
 
 
 def _hash(facts: bytes) -> int:
@@ -240,7 +256,7 @@ def _items(header: SegmentHeader, wanted: SegmentSpec) -> list[tuple[str, object
     items.append(("layout of segments", f"{wanted.base_hash:08x}", f"{base:08x}"))
     if wanted.facts_hash is not None:
         items.append(("layout of the structure", f"{wanted.facts_hash:08x}", f"{facts:08x}"))
-    if wanted.payload_bytes is not None:
+    if wanted.payload_bytes is not None and wanted.names(BYTES):
         items.append(("bytes", wanted.total_bytes, header.bytes))
     if wanted.lifetime is not None:
         items.append(("lifetime", wanted.lifetime.name, _name(Lifetime, header.lifetime)))
@@ -248,9 +264,9 @@ def _items(header: SegmentHeader, wanted: SegmentSpec) -> list[tuple[str, object
         expected_config, found_config = json.loads(wanted.config), config_of(header)
         for key in sorted(expected_config.keys() | found_config.keys()):
             absent = "nothing"
-            items.append(
-                (key, _shown(expected_config, key, absent), _shown(found_config, key, absent))
-            )
+            shown = (_shown(expected_config, key, absent), _shown(found_config, key, absent))
+            if wanted.names(key):
+                items.append((key, *shown))
     return items
 
 

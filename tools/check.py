@@ -15,6 +15,7 @@ from lightcache.errors import CacheCorrupted
 from lightcache.page_index import PageIndex
 from lightcache.pool import PoolObject
 from lightcache.shm import read_segment
+from lightcache.shm.clients import slot_use
 from lightcache.shm.layout import SegmentKind
 from lightcache.snapshot import CheckReport
 from lightcache.tools import facts, structures
@@ -38,6 +39,8 @@ class Result:
     note: str = ""
     pool: PoolObject | None = None
     """The object with the pages; None: an index without a pool, or it is unknown."""
+    slots: str = ""
+    """Whose the client slots are, in a line."""
 
     def with_pool(self, pool: PoolObject | None) -> Result:
         """The same, with the state of the pool."""
@@ -106,7 +109,8 @@ def _attached(name: str) -> Result:
         grown = index.stats().grown
         config = index.segment.config
         pool = pool_file.look(name, info.uuid, info.uid, config, index.pages, grown)
-    return Result(OK if report.clean else BROKEN, report).with_pool(pool)
+        slots = slot_use([one for one in index.clients() if one.slot != index.client_id.slot])
+    return replace(Result(OK if report.clean else BROKEN, report).with_pool(pool), slots=slots)
 
 
 def _copied(name: str, wait: float) -> Result:
@@ -118,7 +122,7 @@ def _copied(name: str, wait: float) -> Result:
         now = read_segment(name)
         if now is None or now.uuid != image.info.uuid or now.retired:
             raise unknown(name)
-    return result.with_pool(pool)
+    return replace(result.with_pool(pool), slots=slot_use(image.clients))
 
 
 def _index_copied(name: str, wait: float) -> tuple[Result, Image]:
@@ -225,6 +229,7 @@ def _json(name: str, result: Result) -> dict[str, Any]:
         "note": result.note,
         **asdict(result.report),
         "pool": pool,
+        "slots": result.slots,
     }
 
 
@@ -256,6 +261,8 @@ def _say(name: str, result: Result) -> None:
     if pool:
         held = f"{format_size(pool.allocated)} of {format_size(pool.length)} in memory"
         click.echo(f"  pool: {printable(pool.path)}, {held}")
+    if result.slots:
+        click.echo(f"  clients: {result.slots}")
     if report.recovered:
         click.echo(f"  {report.recovered} log entries of an unfinished critical section undone")
     if result.note:

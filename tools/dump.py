@@ -12,6 +12,8 @@ from rich.text import Text
 
 from lightcache._arguments import format_size
 from lightcache.shm import names
+from lightcache.shm.clients import quarantine_end
+from lightcache.shm.layout import SLOTS
 from lightcache.shm.listing import SegmentInfo
 from lightcache.tools import facts, hints, structures
 from lightcache.tools.image import Image, opened, read, undo
@@ -49,6 +51,8 @@ def segment_facts(info: SegmentInfo) -> Facts:
         "bytes": info.bytes,
         "clients": info.clients,
         "dead_clients": info.dead_clients,
+        "quarantined_clients": info.quarantined_clients,
+        "slots": SLOTS - 1,
         "occupied": info.occupied,
     }
 
@@ -80,10 +84,18 @@ def _segment(info: Facts) -> RenderableType:
         pairs += [("for", info["fingerprint"]), ("pages of", _page(info)), *_sizes(info)]
     readers = ", and readers" if info["occupied"] and not info["clients"] else ""
     pairs += [
-        ("clients", f"{info['clients']} living, {info['dead_clients']} dead{readers}"),
+        ("clients", f"{_slots(info)}{readers}"),
         ("age", f"{age(info['age_s'])}, lifetime {info['lifetime']}{_limit(info)}"),
     ]
     return lines(printable(info["name"]), pairs)
+
+
+def _slots(info: Facts) -> str:
+    """How many slots there are, and whose they are; as `clients.slot_use` of the clients."""
+    held, dead = info["quarantined_clients"], info["dead_clients"]
+    parts = [f"{info['clients']} living", f"{dead - held} dead"]
+    parts += [f"{held} in quarantine"] if held else []
+    return f"{', '.join(parts)}, {info['slots'] - info['clients'] - dead} slots free"
 
 
 def _page(info: Facts) -> str | None:
@@ -172,6 +184,8 @@ def _doing(holder: Facts) -> str:
 
 
 def _life(client: Facts) -> str:
+    if client.get("quarantine_s") is not None:
+        return f"dead, in quarantine ({quarantine_end(client['quarantine_s'])})"
     return f"alive, {client['process']}" if client["alive"] else "dead"
 
 

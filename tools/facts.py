@@ -183,6 +183,8 @@ def segment(image: Image) -> Facts:
         **_pool_facts(image),
         "clients": sum(client.alive for client in image.clients),
         "dead_clients": sum(not client.alive for client in image.clients),
+        "quarantined_clients": sum(c.quarantine_s is not None for c in image.clients),
+        "slots": shm_layout.SLOTS - 1,
         "occupied": info.occupied,
         "copy_is_steady": image.steady,
     }
@@ -364,6 +366,7 @@ def member(client: ClientInfo) -> Facts:
     return {
         "slot": client.slot,
         "state": client.state.name.lower(),
+        "quarantine_s": client.quarantine_s,
         "alive": client.alive,
         "process": state_of(client) if client.alive else "gone",
         "role": client.role,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 from lightcache.errors import LightcacheError
+from lightcache.shm import clients
 from lightcache.shm import layout as shm_layout
 from lightcache.storage.service.board import LAYOUT, board_name, stats_in, words_in
 from lightcache.tools import facts
@@ -191,11 +192,27 @@ def _clients(seen: Seen) -> Iterator[Hint]:
                 "`lsof /dev/shm/lightcache.*` and end it",
                 stops=True,
             )
-    dead = sum(not client.alive for client in seen.copy.clients)
+    table = seen.copy.clients
+    if len(table) == shm_layout.SLOTS - 1:
+        living = all(client.alive for client in table)
+        yield Hint(
+            f"no slot is free: {clients.slot_use(table)}; "
+            + ("end a client" if living else "the next client waits for those of the dead"),
+            stops=living,
+        )
+    held = [client for client in table if client.quarantine_s is not None]
+    dead = sum(not client.alive for client in table) - len(held)
     if dead:
         yield Hint(
             f"{dead} dead clients have not been reaped; a process that needs their pages or slots "
             f"does it, or `lightcache reap {seen.name}` now"
+        )
+    for client in held:
+        yield Hint(
+            f"client {client.slot} ({client.role or 'no role'}, pid {client.pid}) is dead and in "
+            "quarantine, as its device may still copy into the pages that it was writing: "
+            f"{clients.quarantine_end(client.quarantine_s or 0.0)}; `lightcache reap {seen.name}` "
+            "frees the slot then"
         )
 
 

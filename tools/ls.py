@@ -12,6 +12,7 @@ from lightcache._arguments import format_size
 from lightcache.errors import LightcacheError
 from lightcache.shm import list_segments, names, owners, wanted
 from lightcache.shm.folders import path_of
+from lightcache.shm.layout import SLOTS
 from lightcache.shm.listing import SegmentInfo
 from lightcache.shm.objects import OpenObject
 from lightcache.tools.output import Command, age, cell, console, emit, json_option, table
@@ -23,7 +24,9 @@ def ls(as_json: bool) -> None:
     """List all segments of this machine, of every user.
 
     Nothing is mapped, locked or attached to. "pool" is a pool's length, "in memory" the memory it
-    has so far. For other users' segments only name, owner and size are shown.
+    has so far. "clients" are living ones, and the slots that dead ones have left, of all slots; how
+    long a quarantine lasts is in `lightcache dump`. For other users' segments only name, owner and
+    size are shown.
     """
     segments = [describe(info) for info in list_segments()]
     if as_json:
@@ -52,6 +55,8 @@ def describe(info: SegmentInfo) -> dict[str, Any]:
         "lifetime": info.lifetime or None,
         "clients": info.clients if info.seen else None,
         "dead_clients": info.dead_clients if info.seen else None,
+        "quarantined_clients": info.quarantined_clients if info.seen else None,
+        "slots": SLOTS - 1 if info.seen else None,
         "occupied": info.occupied if info.seen else None,
         "age_s": info.age_s if info.seen else None,
         "uid": None if info.uid < 0 else info.uid,
@@ -144,6 +149,9 @@ def _pool(entry: dict[str, Any]) -> str | None:
 def _clients(entry: dict[str, Any]) -> str | None:
     if entry["clients"] is None:
         return None
-    dead = f" + {entry['dead_clients']} dead" if entry["dead_clients"] else ""
+    held = entry["quarantined_clients"]
+    dead = f" + {entry['dead_clients'] - held} dead" if entry["dead_clients"] > held else ""
+    dead += f" + {held} in quarantine" if held else ""
+    dead += f" of {entry['slots']}" if entry["clients"] or dead else ""
     readers = " + readers" if entry["occupied"] and not entry["clients"] else ""
     return f"{entry['clients']}{dead}{readers}"

@@ -169,7 +169,7 @@ def test_no_more_go_than_it_takes_the_longest_unused_first(segment_name: str, cl
         clock.passed += HOUR
     with Cache.attach(every[0], secret=bytes(16)):
         clock.passed += 26 * HOUR
-        removed = make_room(lambda: not exists(every[2]))
+        removed = make_room(1, lambda: not exists(every[2]))
         assert [name for name in removed if segment_name in name] == [
             names.object_name(name) for name in every[1:3]
         ]
@@ -220,7 +220,7 @@ def test_caches_of_others_outlive_these_tests(clock: Clock) -> None:
     make(name)
     try:
         clock.passed = 25 * HOUR
-        make_room(lambda: False)
+        make_room(1, lambda: 0)
         assert exists(name)
     finally:
         Segment.unlink(name)

@@ -236,11 +236,13 @@ def test_dump_shows_the_flags(segment_name: str) -> None:
 def test_a_cache_may_be_independent(segment_name: str) -> None:
     with Cache.create(segment_name, **CACHE, independent=True) as cache:
         assert cache.index.independent
-        refused(LayoutMismatch, "independent", Cache.open, segment_name, **CACHE)
+        named = {**CACHE, "independent": False}
+        refused(LayoutMismatch, "independent", Cache.open, segment_name, **named)
         with pytest.raises(LayoutMismatch, match="independent"):
             Cache.attach(segment_name, secret=CACHE["secret"], independent=False)
-        with Cache.open(segment_name, **CACHE, independent=True) as other:
-            assert other.index.independent
+        for given in ({}, {"independent": True}):
+            with Cache.open(segment_name, **CACHE, **given) as other:
+                assert other.index.independent
 
 
 def test_tools_say_so(segment_name: str) -> None:
