@@ -21,29 +21,36 @@ from lightcache.shm.errors import ConfigError
 
 # ---- Device names
 
-_NAME = re.compile(r"(cpu|cuda)(?::(0|[1-9][0-9]{0,3}))?", re.ASCII)
+_NAME = re.compile(r"([a-z][a-z0-9_]{0,30})(?::(0|[1-9][0-9]{0,3}))?", re.ASCII)
+_OWN = ("cpu", "cuda")  # devices that our transfer engines serve
 
 
 def device_name(device: object) -> str:
-    """The canonical name of a device: "cpu", or "cuda:0" with its number. Does not block, and loads
-    neither torch nor a driver.
+    """The canonical name of a device: "cpu", "cuda:0" with its number, or "npu:0" of another kind,
+    which a transfer engine of yours serves. Does not block, and loads neither torch nor a driver.
 
     Args:
-        device: "cpu", "cuda" or "cuda:0", a torch.device, or the number of a GPU. A GPU without a
-            number is this thread's current GPU, or GPU 0 if torch has not used any yet: asking
-            torch then would make a context, which a process must not have before it is attached to
-            a cache (docs/design/index.md, section 12).
+        device: "cpu", "cuda" or "cuda:0", a torch.device, or the number of a GPU. A device of
+            another kind needs its number. A GPU without a number is this thread's current GPU, or
+            GPU 0 if torch has not used any yet: asking torch then would make a context, which a
+            process must not have before it is attached to a cache (docs/design/index.md, section
+            12).
 
     Raises:
         ConfigError: not a device.
     """
     text = f"cuda:{device}" if type(device) is int else str(device)
     matched = _NAME.fullmatch(text)
-    if matched is None or (matched[1] == "cpu" and matched[2] not in (None, "0")):
-        raise ConfigError(f"device: expected 'cpu' or a GPU such as 'cuda:0', found {device!r}")
-    if matched[1] == "cpu":
+    kind, number = (None, None) if matched is None else matched.groups()
+    unnumbered = number is None and kind not in _OWN
+    if kind in (None, "meta") or unnumbered or (kind == "cpu" and number not in (None, "0")):
+        raise ConfigError(
+            "device: expected 'cpu' or a GPU such as 'cuda:0', or a device of another kind with "
+            f"its number, such as 'npu:0', found {device!r}"
+        )
+    if kind == "cpu":
         return "cpu"
-    return f"cuda:{_current() if matched[2] is None else matched[2]}"
+    return f"{kind}:{_current() if number is None else number}"
 
 
 def _current() -> int:
@@ -109,8 +116,8 @@ class DevicePlanes:
         """Describe planes by (group name, layer number, plane name).
 
         Args:
-            device: "cpu" or "cuda:0", as torch writes it, or the number of a GPU. "cuda" is the
-                current GPU, or GPU 0 if torch has not used any yet.
+            device: "cpu", "cuda:0" or "npu:0", as torch writes it, or the number of a GPU. "cuda"
+                is the current GPU, or GPU 0 if torch has not used any yet.
             keep: owner of the memory; kept alive as long as this object.
 
         Raises:
@@ -118,7 +125,7 @@ class DevicePlanes:
         """
         self.planes = dict(planes)
         self.device = device_name(device)
-        """As `device_name` has it: "cpu", or "cuda:0" with its number."""
+        """As `device_name` has it: "cpu", or "cuda:0" or "npu:0" with its number."""
         self.keep = keep
 
     def find(self, geometry: PageGeometry, cell: Cell) -> DevicePlane:
@@ -343,7 +350,7 @@ def view(tensor: Any, axes: str, what: str) -> View:
         what: names it in errors.
 
     Raises:
-        ConfigError: not a tensor in CPU or GPU memory, a read-only array, numbers of axes and
+        ConfigError: not a tensor in a device's memory, a read-only array, numbers of axes and
             letters that differ, letters that are unknown, duplicate, or do not name slots, or
             elements that share memory.
     """
@@ -354,8 +361,8 @@ def view(tensor: Any, axes: str, what: str) -> View:
     shape, device = tuple(int(size) for size in tensor.shape), str(tensor.device)
     what = f"{what}, {tensor.dtype} {shape} on {device} as {axes!r}"
     dense = str(getattr(tensor, "layout", "torch.strided")) == "torch.strided"
-    if not dense or not device.startswith(("cpu", "cuda")):
-        _refuse(what, "a dense tensor in CPU or GPU memory", device if dense else tensor.layout)
+    if not dense or device.partition(":")[0] == "meta":
+        _refuse(what, "a dense tensor in a device's memory", device if dense else tensor.layout)
     element_bytes = int(tensor.element_size())
     strides = [int(stride) * element_bytes for stride in tensor.stride()]
     listed = _axes_of(axes, shape, strides, what)

@@ -346,6 +346,11 @@ def transfer_engine_of(
         )
     if planes.device == "cpu":
         return HostEngine(geometry, planes, memory or HostPages(cache.pool.array), **how)
+    if not planes.device.startswith("cuda"):
+        raise ConfigError(
+            f"planes: expected some on the cpu or a GPU such as 'cuda:0', found {planes.device}; "
+            "give a manager a transfer engine of yours: docs/integration.md, add a transfer engine"
+        )
     if memory is None:
         raise ConfigError(
             f"memory: planes on {planes.device} need the pool registered with its driver; give "

@@ -55,7 +55,7 @@ class EngineKV:
         self.pinned: PinnedPages | None = None if beside is None else beside.pinned
         """The pool, registered with the GPU; None on a CPU. Its first pages can be used after some
         milliseconds; `pinned.wait()` waits for all."""
-        if planes.device != "cpu" and self.pinned is None:
+        if planes.device.startswith("cuda") and self.pinned is None:
             self.pinned = cache.pin(device=planes.device)
         self.engine: Engine = cache.transfer_engine(geometry, planes, memory=self.pinned)
         self.backend = EngineBackend(self.engine)

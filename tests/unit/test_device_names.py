@@ -61,6 +61,8 @@ def unused(monkeypatch):
         (torch.device("cuda", 3), "cuda:3"),
         (0, "cuda:0"),
         (5, "cuda:5"),
+        ("npu:0", "npu:0"),  # of an engine that is not ours
+        (torch.device("xpu", 2), "xpu:2"),
     ],
 )
 def test_what_has_a_number_keeps_it(given, name, current):
@@ -104,6 +106,9 @@ def test_torch_is_not_imported_for_it(script):
             "CUDA:0",
             "cpu:1",
             "meta",
+            "meta:0",
+            "npu",
+            "n pu:0",
         ),
         *("cuda:\u0661", -1, True, 1.0, None, b"cpu"),
     ],
@@ -171,6 +176,21 @@ def test_tensors_on_the_same_gpu(current):
     current(0)
     with pytest.raises(ConfigError, match=r"found \['cuda:0', 'cuda:1'\]"):
         layouts.sglang(mine, "kv", keys, keys[::-1])
+
+
+def test_tensors_on_a_device_of_another_kind():
+    shape = {"layers": 1, "heads": 2, "head_dim": 3, "dtype_bytes": 2, "page_tokens": 8}
+    mine = Shard(PageGeometry([KVGroup.attention("kv", **shape)]))
+    assert layouts.sglang(mine, "kv", *2 * [[Described("npu:1")]]).device == "npu:1"
+
+
+def test_our_engines_serve_no_device_of_another_kind(cache):
+    made, case = cache
+    there = planes_of(case, "npu:0")
+    refused(ConfigError, "found npu:0", made.transfer_engine, case.geometry, there)
+    memory = HostPages(made.pool.array)
+    for engine in (HostEngine, TransferEngine):
+        refused(ConfigError, "npu:0", engine, case.geometry, there, memory)
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from lightcache.kernels import testing
 from lightcache.kernels.engine import TransferEngine
 from lightcache.kernels.host_engine import HostEngine
 from lightcache.kernels.pinned import HostPages
+from lightcache.kernels.planes import DevicePlanes
 from lightcache.kernels.testing import CHECKS, Factory, Rig, Setup
 
 
@@ -35,15 +36,17 @@ class HostGate(threading.Event):
         self.event, self.open = self, self.set
 
 
-def rig(make: Callable[..., Any], gate: Callable[[], Any], setup: Setup) -> Rig:
-    """An engine between two arrays."""
+def rig(
+    make: Callable[..., Any], gate: Callable[[], Any], setup: Setup, *, name: str = "cpu"
+) -> Rig:
+    """An engine between two arrays, of which one is the memory of a device of this name."""
     device, pages = np.zeros(setup.device_bytes, np.uint8), np.zeros(setup.pages_shape, np.uint8)
     address, memory = int(device.ctypes.data), HostPages(pages)
     memory.ready = len(pages)  # type: ignore[attr-defined]
     return Rig(
-        make(setup.geometry, setup.planes(address, keep=device), memory),
+        make(setup.geometry, setup.planes(address, device=name, keep=device), memory),
         pages,
-        moved_planes=setup.moved_planes(address, keep=device),
+        moved_planes=setup.moved_planes(address, device=name, keep=device),
         read_device=device.copy,
         write_device=partial(np.copyto, device),
         gate=gate,
@@ -56,8 +59,12 @@ def thread_gate() -> Any:
     return gate
 
 
-@pytest.fixture(params=["host", "staged", "direct, paced"])
+ENGINES = ("host", "staged", "direct, paced")
+
+
+@pytest.fixture
 def factory(request: pytest.FixtureRequest) -> Iterator[Factory]:
+    """Makes engines of the kind that the parameter says."""
     if request.param == "host":
         yield partial(rig, HostEngine, HostGate)
         return
@@ -70,9 +77,43 @@ def factory(request: pytest.FixtureRequest) -> Iterator[Factory]:
     device.close()
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def cases() -> Iterator[Any]:
+    """Each engine and check. An interpreted kernel takes some 20 ms of a processor for each class
+    of rows, so all bytes of all geometries take it seconds."""
+    for engine in ENGINES:
+        for check in CHECKS:
+            slow = engine != "host" and check is testing.check_bytes
+            marks = [pytest.mark.slow] if slow else []
+            yield pytest.param(engine, check, marks=marks, id=f"{engine}-{check.__name__}")
+
+
+@pytest.mark.parametrize(("factory", "check"), list(cases()), indirect=["factory"])
 def test_conformance(factory: Factory, check: Callable[[Factory], None]) -> None:
     check(factory)
+
+
+class Foreign(HostEngine):
+    """An engine of somebody else's device."""
+
+    def __init__(self, geometry: Any, planes: Any, memory: Any) -> None:
+        assert planes.device == "npu:0"
+        super().__init__(geometry, DevicePlanes(planes.planes, keep=planes), memory)
+
+    def _ours(self, verb: Any, moves: Any, planes: Any = None, **how: Any) -> Any:
+        if planes is not None:
+            planes = DevicePlanes(planes.planes, keep=planes)
+        return verb(moves, planes=planes, **how)
+
+    def offload(self, moves: Any, **how: Any) -> Any:
+        return self._ours(super().offload, moves, **how)
+
+    def load(self, moves: Any, **how: Any) -> Any:
+        return self._ours(super().load, moves, **how)
+
+
+@pytest.mark.parametrize("check", ["description", "planes_of_one_call", "close"])
+def test_an_engine_of_a_device_that_is_not_ours(check: str) -> None:
+    getattr(testing, f"check_{check}")(partial(rig, Foreign, HostGate, name="npu:0"))
 
 
 # ---- The suite finds what is wrong
@@ -133,18 +174,81 @@ class Undying(HostEngine):
             return super().load(moves, **how)
 
 
-@pytest.mark.parametrize(
-    ("engine", "check", "found"),
-    [
-        (Early, "after", "before the gate opens"),
-        (Lossy, "bytes", "load: nbytes: "),
-        (Identity, "calls", "will_tell of a pending call"),
-        (Silent, "dropped_transfer", "calls after poll"),
-        (Lenient, "input", "found no error"),
-        (Undying, "close", "load after close: expected Detached"),
-        (Hasty, "close", "calls after close|returned while"),
-    ],
-)
+class Vague(HostEngine):
+    """Says nothing true of its device."""
+
+    def __init__(self, *sides: Any) -> None:
+        super().__init__(*sides)
+        self.slots = 17
+
+
+class Layerless(HostEngine):
+    """Waits for any layer, there or not."""
+
+    def offload(self, moves: Any, **how: Any) -> Any:
+        transfer = super().offload(moves, **how)
+        transfer.wait_layer = lambda *_: None  # type: ignore[method-assign]
+        return transfer
+
+
+class Quiet(HostEngine):
+    """Makes no call where nothing moves."""
+
+    def load(self, moves: Any, *, when_done: Any = None, **how: Any) -> Any:
+        transfer = super().load(moves, **how)
+        if when_done is not None and transfer.nbytes:
+            transfer.when_done(when_done)
+        return transfer
+
+
+class Fixed(HostEngine):
+    """Always uses its own planes."""
+
+    def load(self, moves: Any, *, planes: Any = None, **how: Any) -> Any:
+        return super().load(moves, **how)
+
+
+class Deaf(HostEngine):
+    """Loses what a call raises."""
+
+    def offload(self, moves: Any, *, when_done: Any = None, **how: Any) -> Any:
+        def call(ok: bool) -> None:
+            with contextlib.suppress(Exception):
+                when_done(ok)
+
+        return super().offload(moves, when_done=None if when_done is None else call, **how)
+
+
+class Forked(HostEngine):
+    """Takes transfers in a forked child."""
+
+    def load(self, moves: Any, **how: Any) -> Any:
+        with contextlib.suppress(Detached):
+            return super().load(moves, **how)
+
+
+BROKEN: list[tuple[Any, str, str]] = [
+    (Vague, "description", "slots: expected 64, found 17"),
+    (Layerless, "windows", r"wait_layer\(3\): expected ConfigError, found no error"),
+    (Quiet, "nothing_to_move", r"calls of when_done: expected \[True\], found \[\]"),
+    (Fixed, "planes_of_one_call", "load with planes=: device memory with other bytes"),
+    (Deaf, "calls_that_raise", r"expected \(1, \[True, True\]\), found \(0"),
+    (Forked, "forked", "in a forked child: its status: expected 0"),
+    (Early, "after", "before the gate opens"),
+    (Lossy, "bytes", "load: nbytes: "),
+    (Identity, "calls", "will_tell of a pending call"),
+    (Silent, "dropped_transfer", "calls after poll"),
+    (Lenient, "input", "found no error"),
+    (Undying, "close", "load after close: expected Detached"),
+    (Hasty, "close", "calls after close|returned while"),
+]
+
+
+def test_each_check_has_a_broken_engine() -> None:
+    assert {f"check_{check}" for _, check, _ in BROKEN} == {each.__name__ for each in CHECKS}
+
+
+@pytest.mark.parametrize(("engine", "check", "found"), BROKEN)
 def test_conformance_sees(engine: Any, check: str, found: str) -> None:
     checked = getattr(testing, f"check_{check}")
     refused(AssertionError, found, checked, partial(rig, engine, HostGate))

@@ -218,7 +218,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "device of nothing": (
         lambda: vllm(shard(), "kv", [one.to("meta") for one in kbnhc()]),
-        "dense tensor in CPU or GPU memory, found meta",
+        "dense tensor in a device's memory, found meta",
     ),
     "sparse": (
         lambda: sglang(shard(), "kv", [one.to_sparse() for one in tokens()], tokens()),
