@@ -65,6 +65,7 @@ def format_size(size: int) -> str:
 Keys = npt.NDArray[np.uint64]  # shape (n, 2): low and high word of each page's digest
 Offsets = npt.NDArray[np.int64]  # shape (requests + 1,): request i is keys[offsets[i]:offsets[i+1]]
 Pages = npt.NDArray[np.int32]  # shape (n,): page numbers
+Generations = npt.NDArray[np.uint32]  # shape (n,): of each page
 _U64 = np.dtype(np.uint64)
 _I64 = np.dtype(np.int64)
 _I32 = np.dtype(np.int32)
@@ -209,7 +210,7 @@ def pages(array: Any) -> Pages:
     return numbers.astype(np.int32)
 
 
-def generations(array: Any, n: int) -> npt.NDArray[np.uint32]:
+def generations(array: Any, n: int) -> Generations:
     """Check the generations of n pages: C-contiguous uint32 of shape (n,). Other integers are
     converted, read-only arrays copied.
 

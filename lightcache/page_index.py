@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from lightcache import _arguments, layout, leases, namespaces, reservations, snapshot
-from lightcache._arguments import Keys, Offsets, Pages
+from lightcache._arguments import Generations, Keys, Offsets, Pages
 from lightcache._core import Core, Memory, geometry, reap_unjoined
 from lightcache.errors import (
     CacheCorrupted,
@@ -718,7 +718,7 @@ class PageIndex:
             check(code, "match")
         return batch
 
-    def pin(self, pages: Pages, generations: Any) -> Lease:
+    def pin(self, pages: Pages, generations: Generations) -> Lease:
         """Pin pages that another client has named: it pins them, or did, and got `generations` from
         its own call of that name. All of them or none. As for `match`, they are not reused until
         the lease is released, whatever becomes of the other client. Takes no lock; a few us, and
@@ -766,7 +766,7 @@ class PageIndex:
         check(code, "pin")
         return lease
 
-    def generations(self, pages: Pages) -> Any:
+    def generations(self, pages: Pages) -> Generations:
         """The generation of each page, uint32 of shape (n,): with the page's number it names the
         page as it is now, for another client that calls `pin`. It changes when the page is used
         again. Takes no lock; about 10 ns a page.
