@@ -29,6 +29,7 @@ from lightcache.errors import (
     WaitTimeout,
 )
 from lightcache.hashing import KeySpec, PageHasher, hash_pages, matchable_pages
+from lightcache.layer_loads import LayerLoads
 from lightcache.leases import (
     Allocation,
     ClientId,
@@ -36,6 +37,7 @@ from lightcache.leases import (
     Ticket,
 )
 from lightcache.namespaces import Namespace
+from lightcache.offload_queue import CompletedOffload, OffloadQueue
 from lightcache.page_index import PageIndex
 from lightcache.page_transfers import Load, Offload
 from lightcache.reservations import Reservation, ReservationShard
@@ -49,11 +51,13 @@ __all__ = [
     "Cache",
     "CacheCorrupted",
     "ClientId",
+    "CompletedOffload",
     "ConfigError",
     "Detached",
     "EngineKeys",
     "InUse",
     "KeySpec",
+    "LayerLoads",
     "LayoutMismatch",
     "Lease",
     "LeaseLost",
@@ -65,6 +69,7 @@ __all__ = [
     "NotInstalled",
     "NotReady",
     "Offload",
+    "OffloadQueue",
     "OutOfPages",
     "PageHasher",
     "PageIndex",
