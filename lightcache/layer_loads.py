@@ -1,4 +1,4 @@
-"""The loads of one forward pass, waited for layer by layer: docs/design/transfers.md, section 19."""
+"""The loads of a forward pass, waited for layer by layer: docs/design/transfers.md, section 19."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,7 +72,8 @@ class OffloadQueue:
         the order all the same, and has failed: ranks that submit the same see the same order.
 
         Args:
-            begin: makes the `Offload`, now and in this thread. Its exceptions are its result.
+            begin: makes the `Offload`, now and in this thread. An exception is its result; a
+                reservation that only `begin` knows is given back then.
             tag: for `CompletedOffload`.
 
         Raises:
@@ -87,6 +89,11 @@ class OffloadQueue:
                 raise ConfigError(f"submit: expected an Offload, found {type(offload).__name__}")
             entry.offload = offload
         except Exception as error:
+            # Its frames have what `begin` reserved, which is given back with the last reference.
+            cause: BaseException | None = error
+            while cause is not None:
+                traceback.clear_frames(cause.__traceback__)
+                cause = cause.__context__
             entry.end(error)
         with self._changed:
             self._entries.append(entry)
