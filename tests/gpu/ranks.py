@@ -225,12 +225,19 @@ class Rank:
         """Begin to load a prompt by layer, and to offload another through a queue, all behind a
         gate that nobody opens. Whether the loads are done, and how many offloads are complete."""
         engine, pages = self.model.engine, order["pages"]
+        new = self.cache.reserve(prompt(order["prompt"] + 100, pages))
+
+        def begin(**how: Any) -> LayerLoads:
+            loads = LayerLoads(engine, window=1)
+            loads.add(1, self.cache.match(prompt(order["prompt"], pages)), order["slots"])
+            loads.start(**how)
+            return loads
+
         self.model.warm()
+        assert begin().finish() == {}  # loads kernels, which waits for an idle device
+        engine.offload(Move(new.pages, order["slots"])).wait(DEADLINE)
         gate = self.where.gate()
-        loads = LayerLoads(engine, window=1)
-        loads.add(1, self.cache.match(prompt(order["prompt"], pages)), order["slots"])
-        loads.start(after=[gate.event])
-        queue, new = OffloadQueue(), self.cache.reserve(prompt(order["prompt"] + 100, pages))
+        loads, queue = begin(after=[gate.event]), OffloadQueue()
         queue.submit(lambda: Offload(engine, new, order["slots"], after=[gate.event]))
         self.kept = [gate, loads, queue]
         return [loads.done(), queue.completed()]
