@@ -96,9 +96,9 @@ class OffloadQueue:
                 cause = cause.__context__
             entry.end(error)
         with self._changed:
-            self._entries.append(entry)
             if entry.offload is not None:
                 self._in_flight.append(entry)
+            self._entries.append(entry)  # last: an interrupt leaves none that nothing completes
             self._ensure_thread()
             self._changed.notify_all()
 
@@ -112,12 +112,13 @@ class OffloadQueue:
         self._check_process()
         with self._changed:
             self._ensure_thread()
-            ready = 0
-            for entry in self._entries:
-                if entry.result is None:
-                    break
-                ready += 1
-            return ready
+            return self._ready()
+
+    def _ready(self) -> int:
+        for number, entry in enumerate(self._entries):
+            if entry.result is None:
+                return number
+        return len(self._entries)
 
     def pop(self) -> CompletedOffload:
         """Remove the oldest offload, which has completed.
@@ -147,9 +148,7 @@ class OffloadQueue:
         self._check_process()
         with self._changed:
             self._ensure_thread()
-            return self._changed.wait_for(
-                lambda: all(entry.result is not None for entry in self._entries), timeout
-            )
+            return self._changed.wait_for(lambda: self._ready() == len(self._entries), timeout)
 
     def close(self, timeout: float = 10.0) -> bool:
         """Wait for at most `timeout` seconds, then abort what is in flight, so that no client waits

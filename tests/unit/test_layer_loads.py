@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.interrupts import interrupt
+from support.interrupts import interrupt, interrupt_call
 from support.layered import GEOMETRIES, KINDS, TOKENS, LayeredWorld, layered
 from support.refusals import refused
 
@@ -164,7 +164,7 @@ def test_first_and_skip(worlds: Any, kind: str) -> None:
         assert (world.device.memory[slot] == before[slot]).all()
 
 
-@pytest.mark.parametrize("kind", ["host", "staged"])
+@pytest.mark.parametrize("kind", ["host", pytest.param("staged", marks=pytest.mark.slow)])
 def test_many_batches_in_two_threads(worlds: Any, kind: str) -> None:
     world = worlds(kind)
     wrong: list[object] = []
@@ -392,7 +392,7 @@ def test_interrupts_anywhere(segment_name: str, wait_until: Any) -> None:
                     loads.wait(layer)
                 loads.finish()
 
-            more = interrupt(forward, at)
+            more = interrupt_call(forward, at)
             try:
                 failed = loads.finish()
             except ConfigError:  # interrupted before it was started
