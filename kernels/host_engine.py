@@ -396,16 +396,18 @@ class HostTransfer:
         """
         self.synchronize()
 
-    def wait_layer(self, layer: int, stream: Any = None) -> None:
+    def wait_layer(self, layer: int, stream: Any = None, *, timeout: float | None = None) -> None:
         """Block until the window that holds a layer is done.
 
         Raises:
             ConfigError: a layer that does not move.
+            WaitTimeout: it is not done after `timeout` seconds.
             TransferFailed: it failed.
         """
         for window in self._windows:
             if layer in window.layers:
-                window.finished.wait()
+                if not window.finished.wait(timeout):
+                    raise WaitTimeout(f"layer {layer} is not there after {timeout} s; wait again")
                 self._check()
                 return
         moved = sorted(layer for window in self._windows for layer in window.layers)

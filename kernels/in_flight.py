@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from lightcache.shm.errors import ConfigError, Detached, TransferFailed, WaitTimeout
-from lightcache.shm.waiting import Event
+from lightcache.shm.waiting import Condition
 
 # ---- Staging ring, index buffers, events
 
@@ -166,12 +166,12 @@ class DeviceTransfer:
         "__weakref__",
         "_calls",
         "_complete",
-        "_enqueued",
         "_enqueuing",
         "_error",
         "_finished",
         "_in_flight",
         "_marks",
+        "_paced",
         "_uses",
         "_windows",
         "nbytes",
@@ -186,7 +186,7 @@ class DeviceTransfer:
         self._enqueuing = False
         self._marks: list[Any] = []
         self._windows: list[tuple[frozenset[int], list[Any]]] = []
-        self._enqueued: Event | None = None
+        self._paced: Condition | None = None
         self._error: BaseException | None = None
         self._finished = False
         self._uses: tuple[IndexBlock | None, object] = (None, None)
@@ -213,10 +213,17 @@ class DeviceTransfer:
     def mark_layers(self, events: list[Any], layers: Sequence[int]) -> None:
         """Note the events that follow all copies of some layers."""
         self._windows.append((frozenset(layers), events))
+        self._wake()
 
     def fail(self, error: BaseException) -> None:
         """Mark it failed: it finishes once all that was enqueued has finished."""
         self._error = self._error or error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._paced is not None:
+            with self._paced:
+                self._paced.notify_all()
 
     def begin(self, *, later: bool = False) -> None:
         """From now on copies may be enqueued that no event covers yet.
@@ -225,15 +232,14 @@ class DeviceTransfer:
             later: another thread enqueues them, and callers wait for it.
         """
         if later:
-            self._enqueued = Event()
+            self._paced = Condition()
         self._enqueuing = True
 
     def enqueued(self) -> None:
         """Enqueuing has ended, and events cover all that was enqueued."""
         self._complete = True
         self._enqueuing = False
-        if self._enqueued is not None:
-            self._enqueued.set()
+        self._wake()
 
     def settle(self) -> bool:
         """Whether it has finished; gives its buffers back. Raises nothing and makes no calls."""
@@ -320,8 +326,7 @@ class DeviceTransfer:
         If another thread settles it meanwhile and its events are reused, this waits longer than
         needed, once.
         """
-        if self._enqueued is not None:
-            self._enqueued.wait()
+        self._wait_enqueued(lambda: not self._enqueuing, None)
         with self._in_flight.lock:
             marks = list(self._marks)
         try:
@@ -332,16 +337,39 @@ class DeviceTransfer:
 
     def wait_on(self, stream: Any = None) -> None:
         """See `Transfer.wait_on`. Blocks this thread only while a rate limit holds copies back."""
+        self._wait_enqueued(self._all_or_none, None)
         self._wait_events(lambda: self._marks, stream)
 
-    def wait_layer(self, layer: int, stream: Any = None) -> None:
-        """See `Transfer.wait_layer`.
+    def wait_layer(self, layer: int, stream: Any = None, *, timeout: float | None = None) -> None:
+        """See `Transfer.wait_layer`. Blocks this thread only while a rate limit holds copies of the
+        layer back.
 
         Raises:
             ConfigError: a layer in none of its windows, while it is in flight.
+            WaitTimeout: its copies are held back after `timeout` seconds.
             TransferFailed: see `Transfer.wait_layer`.
         """
+
+        def marked() -> bool:
+            return self._all_or_none() or any(layer in layers for layers, _ in self._windows)
+
+        self._wait_enqueued(marked, timeout)
         self._wait_events(lambda: self._window(layer), stream)
+
+    def _all_or_none(self) -> bool:
+        """Whether all is enqueued, or no more of it will be."""
+        return self._error is not None or not self._enqueuing
+
+    def _wait_enqueued(self, far_enough: Callable[[], bool], timeout: float | None) -> None:
+        """Block while a rate limit holds copies back."""
+        if self._paced is None or far_enough():
+            return
+        with self._paced:
+            if not self._paced.wait_for(far_enough, timeout):
+                raise WaitTimeout(
+                    f"a rate limit holds copies back after {timeout} s; wait again, or allow more "
+                    "bytes a second"
+                )
 
     def _window(self, layer: int) -> list[Any]:
         if self._finished or not self._windows:
@@ -353,8 +381,6 @@ class DeviceTransfer:
         raise ConfigError(f"layer {layer!r} is not part of this transfer, its layers are {known}")
 
     def _wait_events(self, events: Callable[[], list[Any]], stream: Any) -> None:
-        if self._enqueued is not None:
-            self._enqueued.wait()
         with self._in_flight.lock:
             if self._error is not None:
                 self._raise()

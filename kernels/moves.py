@@ -74,12 +74,16 @@ class Transfer(Protocol):
             TransferFailed: it has failed, as far as is known now.
         """
 
-    def wait_layer(self, layer: int, stream: Any = None) -> None:
+    def wait_layer(self, layer: int, stream: Any = None, *, timeout: float | None = None) -> None:
         """Let a stream wait for the window that holds a layer, as `wait_on` does for all layers.
         Without windows it waits for the whole transfer.
 
+        Args:
+            timeout: seconds that this thread waits, where it does; None: as long as it takes.
+
         Raises:
             ConfigError: a layer that is in none of its windows.
+            WaitTimeout: the layer's copies are not there yet, or not enqueued; wait again.
             TransferFailed: it has failed, as far as is known now.
         """
 
@@ -94,6 +98,8 @@ class Engine(Protocol):
 
     geometry: PageGeometry
     """Of the pages."""
+    share: Share
+    """What it moves of a page."""
     slots: int
     """Tokens that its planes have room for. `EngineBackend` does without it, if there is none."""
 

@@ -29,6 +29,7 @@ from lightcache.errors import (
     WaitTimeout,
 )
 from lightcache.hashing import KeySpec, PageHasher, hash_pages, matchable_pages
+from lightcache.layer_loads import LayerLoads
 from lightcache.leases import (
     Allocation,
     ClientId,
@@ -37,6 +38,7 @@ from lightcache.leases import (
 )
 from lightcache.loans import GiveBack, Loans
 from lightcache.namespaces import Namespace
+from lightcache.offload_queue import CompletedOffload, OffloadQueue
 from lightcache.page_index import PageIndex
 from lightcache.page_transfers import Load, Offload
 from lightcache.reservations import Reservation, ReservationShard
@@ -50,12 +52,14 @@ __all__ = [
     "Cache",
     "CacheCorrupted",
     "ClientId",
+    "CompletedOffload",
     "ConfigError",
     "Detached",
     "EngineKeys",
     "GiveBack",
     "InUse",
     "KeySpec",
+    "LayerLoads",
     "LayoutMismatch",
     "Lease",
     "LeaseLost",
@@ -68,6 +72,7 @@ __all__ = [
     "NotInstalled",
     "NotReady",
     "Offload",
+    "OffloadQueue",
     "OutOfPages",
     "PageHasher",
     "PageIndex",

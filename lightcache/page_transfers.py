@@ -61,11 +61,15 @@ _NAP = 1e-3  # seconds between two looks at a copy that was interrupted
 
 
 class Keeper:
-    """Owns a reservation, shard or lease for as long as a copy may touch its pages. Any thread may
-    call it."""
+    """Owns a reservation, a shard or leases for as long as a copy may touch their pages. Any thread
+    may call it."""
 
-    def __init__(self, source: Releasable) -> None:
-        """Owns nothing yet. `source` is a reservation, a shard or a lease."""
+    def __init__(self, *sources: Releasable) -> None:
+        """Owns nothing yet.
+
+        Args:
+            sources: a reservation, a shard, or the leases of one copy.
+        """
         self.owns = False
         """Whether the pages are a copy's, so that they are given back here."""
         self.ended = False
@@ -74,8 +78,9 @@ class Keeper:
         """Of the copy; None: none of ours."""
         self.given_up = False
         """Whether nothing of it is to be published."""
-        self._source = source
-        self._hold = source.hold()
+        self._sources = sources
+        self._holds = [source.hold() for source in sources]
+        self._hold = self._holds[0]
         # Re-entrant: a garbage collection inside of `over` may drop the Offload, which aborts.
         self._lock = threading.RLock()
         self._begun = False
@@ -122,12 +127,14 @@ class Keeper:
     def take(self, engine: Engine | None = None) -> None:
         """Own the pages from now on: the caller's object has ended."""
         self.owns, self.engine = True, engine
-        remember(self._source, self)
-        self._source.ended = True
+        for source in self._sources:
+            remember(source, self)
+            source.ended = True
 
     def hand_back(self) -> None:
         """Give the pages back to the caller's object: nothing is copied."""
-        self._source.ended = False
+        for source in self._sources:
+            source.ended = False
         self.owns = False
 
     def finish(self, ok: bool, *, published: bool = False) -> None:
@@ -154,7 +161,8 @@ class Keeper:
                     self._hold.note_published()
                 elif ok:
                     self._publish()
-                self._hold.give_back()
+                for hold in self._holds:
+                    hold.give_back()
             if self.ready is None:
                 self.ready = False
             self.ended = True

@@ -129,7 +129,7 @@ class Copied:
         if self._event is not None:
             self._event.wait(stream)
 
-    def wait_layer(self, layer: int, stream: Any = None) -> None:
+    def wait_layer(self, layer: int, stream: Any = None, *, timeout: float | None = None) -> None:
         """See `Transfer.wait_layer`."""
         self.wait_on(stream)
 

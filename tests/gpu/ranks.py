@@ -19,7 +19,15 @@ import torch
 from gpu.place import DEADLINE, place
 from support.keys import prompt
 
-from lightcache import Cache, LightcacheError, Load, Offload, ReservationShard
+from lightcache import (
+    Cache,
+    LayerLoads,
+    LightcacheError,
+    Load,
+    Offload,
+    OffloadQueue,
+    ReservationShard,
+)
 from lightcache.kernels.geometry import KVGroup, PageGeometry
 from lightcache.kernels.layouts import Shard, sglang
 from lightcache.kernels.moves import Move
@@ -212,6 +220,27 @@ class Rank:
             found = len(lease)
             Load(self.model.engine, lease, order["slots"]).wait(DEADLINE)
         return [found, self.model.wrong(order["prompt"], order["slots"])]
+
+    def layers(self, order: dict[str, Any]) -> Any:
+        """Begin to load a prompt by layer, and to offload another through a queue, all behind a
+        gate that nobody opens. Whether the loads are done, and how many offloads are complete."""
+        engine, pages = self.model.engine, order["pages"]
+        new = self.cache.reserve(prompt(order["prompt"] + 100, pages))
+
+        def begin(**how: Any) -> LayerLoads:
+            loads = LayerLoads(engine, window=1)
+            loads.add(1, self.cache.match(prompt(order["prompt"], pages)), order["slots"])
+            loads.start(**how)
+            return loads
+
+        self.model.warm()
+        assert begin().finish() == {}  # loads kernels, which waits for an idle device
+        engine.offload(Move(new.pages, order["slots"])).wait(DEADLINE)
+        gate = self.where.gate()
+        loads, queue = begin(after=[gate.event]), OffloadQueue()
+        queue.submit(lambda: Offload(engine, new, order["slots"], after=[gate.event]))
+        self.kept = [gate, loads, queue]
+        return [loads.done(), queue.completed()]
 
     def leave(self, order: dict[str, Any]) -> Any:
         """Give everything back."""
