@@ -200,10 +200,11 @@ def test_a_cache_that_grows_between_transfers(site: Site, make: Any, mode: str) 
             assert torch.equal(as_bytes[0][:, :, :1], as_bytes[1][:, :, :1]), "not touched"
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the engine is not given a stand-in")
 @pytest.mark.parametrize("order", ["kbnhc", "kbhnc"])
 def test_a_layout_is_measured_as_on_a_cpu(order: str) -> None:
     """By the digest of what a backend's operation leaves where the planes say."""
-    sizes, device = {"k": 2, "b": 4, "n": 16, "h": 2, "c": 8}, place().name
+    sizes, device = {"k": 2, "b": 4, "n": 16, "h": 2, "c": 8}, "cuda:0"
     mine = Shard(
         PageGeometry(
             [KVGroup.attention("kv", layers=2, heads=2, head_dim=8, dtype_bytes=2, page_tokens=8)]
