@@ -18,6 +18,7 @@ from lightcache.kernels.geometry import (
     split,
 )
 from lightcache.kernels.layouts import Shard
+from lightcache.kernels.measured import layout_digest
 from lightcache.kernels.moves import Move, Transfer
 from lightcache.kernels.planes import DevicePlane, DevicePlanes, join
 from lightcache.kernels.states import StateCopier
@@ -34,5 +35,6 @@ __all__ = [
     "StateCopier",
     "Transfer",
     "join",
+    "layout_digest",
     "split",
 ]

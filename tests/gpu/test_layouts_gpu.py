@@ -28,7 +28,8 @@ from support.refusals import refused
 
 from lightcache import ConfigError
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Share
-from lightcache.kernels.layouts import Shard, dynamic_cache
+from lightcache.kernels.layouts import Shard, dynamic_cache, vllm
+from lightcache.kernels.measured import layout_digest
 from lightcache.kernels.moves import Move
 from lightcache.kernels.pinned import HostPages
 from lightcache.kernels.planes import DevicePlanes
@@ -197,3 +198,31 @@ def test_a_cache_that_grows_between_transfers(site: Site, make: Any, mode: str) 
             assert torch.equal(as_bytes[0][:, :, 1:25], as_bytes[2][:, :, :24]), "loaded"
             assert torch.equal(as_bytes[0][:, :, 25:], as_bytes[1][:, :, 25:]), "not touched"
             assert torch.equal(as_bytes[0][:, :, :1], as_bytes[1][:, :, :1]), "not touched"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the engine is not given a stand-in")
+@pytest.mark.parametrize("order", ["kbnhc", "kbhnc"])
+def test_a_layout_is_measured_as_on_a_cpu(order: str) -> None:
+    """By the digest of what a backend's operation leaves where the planes say."""
+    sizes, device = {"k": 2, "b": 4, "n": 16, "h": 2, "c": 8}, "cuda:0"
+    mine = Shard(
+        PageGeometry(
+            [KVGroup.attention("kv", layers=2, heads=2, head_dim=8, dtype_bytes=2, page_tokens=8)]
+        )
+    )
+    caches = [
+        torch.zeros([sizes[axis] for axis in order], dtype=torch.bfloat16, device=device)
+        for _ in range(2)
+    ]
+
+    def write(slots: Any, pattern: Any) -> None:
+        blocks, units = (torch.from_numpy(slots).to(device) // 16, torch.from_numpy(slots) % 16)
+        for cache in caches:
+            by_slot = cache if order == "kbnhc" else cache.transpose(2, 3)
+            for side, name in enumerate("kv"):
+                rows = torch.from_numpy(pattern(name, 2, 8)).to(cache)
+                by_slot[side][blocks, units.to(device)] = rows
+
+    planes = vllm(mine, "kv", caches, axes=order)
+    digest = layout_digest(mine, planes, write, np.arange(16, 32))
+    assert digest == "80ef87392b589c99", "as on a CPU"
