@@ -15,6 +15,7 @@ from lightcache.group_index import GroupIndex
 from lightcache.groups import GroupSet, Rule
 from lightcache.hybrid import Checkpoints, WindowBlocks, WindowManager
 from lightcache.hybrid.checkpoints import Tier
+from lightcache.hybrid.windows import GroupHits
 from lightcache.manager import (
     KVCacheManager,
     ManagedBlocks,
@@ -225,6 +226,29 @@ def test_a_router_finds_what_a_plan_finds(engines: Make) -> None:
             assert router.route(Prompt(tokens), {"gpu0": 0}).device_pages * 4 == usable
             assert engine.manage.plan("a", Prompt(tokens)).usable == usable
     engine.manage.cancel("a")
+
+
+def test_hits_are_counted_by_group(engines: Make) -> None:
+    engine = engines(WINDOW, CHUNK, every=NEVER)
+    engine.run(STEM, 0)
+    engine.settle()
+    engine.run(STEM, 0)  # 56 of the device; the window has 40 to 56, the chunk 48 to 56
+    engine.settle()
+    groups = engine.manage.stats().groups
+    assert groups["prefix"] == GroupHits(56, 0, 0, 1, 60)
+    assert groups["window11"] == GroupHits(16)
+    assert groups["chunk24"] == GroupHits(8)
+    engine.forget_device()
+    engine.run([*STEM[:47], *[9] * 9], 0)  # KV of 40, windows of 56 alone
+    engine.settle()
+    engine.forget_device()
+    request = engine.begin(STEM, 0)  # all of the host, then anew with nothing
+    assert engine.manage.stats().groups["prefix"].host_tokens == 56
+    assert engine.manage.restart(request).limit is None  # nothing was asked for
+    groups = engine.manage.stats().groups
+    assert groups["prefix"] == GroupHits(56, 0, 0, 1, 60)
+    assert groups["window11"] == GroupHits(16, 0, 0, 1, 40)
+    assert engine.manage.stats().unusable_tokens == 40
 
 
 # ---- blocks of the device
