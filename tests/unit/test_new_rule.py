@@ -40,16 +40,17 @@ def test_a_match(segment_name: str, page: int) -> None:
     keys = np.arange(40, dtype=np.uint64).reshape(20, 2)
     draw = np.random.default_rng(page)
     for times in range(8):
-        there = draw.random(20) < 0.8
+        there = draw.random(20) < (0.8 if times else 1)
         with PageIndex.create(f"{segment_name}.{times}", pages=32, independent=True) as index:
             for i in np.flatnonzero(there):
                 with index.reserve(np.ascontiguousarray(keys[i : i + 1])) as new:
                     new.publish()
             group = GroupSet([Group("new", OVERLAP, index)], page_tokens=page)
-            good = [n for n in range(21) if there[needed(n * page) // page : n].all()]
-            with group.match(keys) as match:
-                assert (match.pages, group.peek(keys).pages) == (good[-1], good[-1])
-                assert len(match.leases[0]) == good[-1] - needed(good[-1] * page) // page
+            for end in range(21):
+                good = [n for n in range(end + 1) if there[needed(n * page) // page : n].all()]
+                with group.match(keys[:end]) as match:
+                    assert (match.pages, group.peek(keys[:end]).pages) == (good[-1], good[-1])
+                    assert len(match.leases[0]) == good[-1] - needed(good[-1] * page) // page
 
 
 @pytest.mark.parametrize("sizes", [(4, 8), (16, 8)])
