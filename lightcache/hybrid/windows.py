@@ -390,9 +390,14 @@ class _Side:
         keys = prompt.keys(self.spec)[: limit // tokens]
         return self.group.peek(keys, step=unit // tokens).pages * tokens
 
-    def plan(self, request: Hashable, prompt: Prompt, begin: int, end: int, ttl: float) -> bool:
-        """Pin the pages of these tokens. False: they are not all there, and nothing is pinned."""
+    def plan(
+        self, request: Hashable, prompt: Prompt, begin: int, end: int, ttl: float | None
+    ) -> bool:
+        """Pin the pages of these tokens, unless `ttl` is None. False: they are not all there, and
+        nothing is pinned."""
         keys = prompt.keys(self.spec)[begin // self.spec.page_tokens : end // self.spec.page_tokens]
+        if ttl is None:
+            return self.index.peek(keys, namespace=self.space) == len(keys)
         return self.index.plan(request, keys, namespace=self.space, timeout=ttl)
 
     def take(self, request: Hashable, tokens: int) -> Lease | None:
@@ -581,6 +586,27 @@ class WindowManager:
                 for request, asks in batch.entries
             ]
 
+    def peek_many(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        options: Sequence[RequestOptions] | None = None,
+        limits: Sequence[int | None] | None = None,
+    ) -> list[WindowMatch]:
+        """What `plan_many` would find on the device and the host now. Nothing is pinned, counted as
+        used, or asked of storage, so a later plan may find less. Arguments and errors as
+        `KVCacheManager.peek_many`."""
+        with self._lock:
+            self.manager.peek_many(prompts, options=options, limits=limits)  # raises
+            matches = []
+            for i, prompt in enumerate(prompts):
+                within = (ANY if options is None else options[i]).within(self.manager.tiers)
+                lookup = LookupRequest(prompt, within, None if limits is None else limits[i])
+                miss = _Plan(lookup, None, WindowMatch(PrefixMatch(len(prompt)), limit=PREFIX), {})
+                look = partial(self._agree, None, lookup, pin=False)
+                matches.append((self._fail_open.run(look, nothing) or miss).match)
+            return matches
+
     def cancel(self, request: Hashable) -> None:
         """Drop a plan. Harmless if there is none."""
         with self._lock:
@@ -707,7 +733,7 @@ class WindowManager:
         kv = self.manager.plan(request, lookup.prompt, options=lookup.options, limit=0)
         return _Plan(lookup, None, WindowMatch(kv, limit=PREFIX), {})
 
-    def _agree(self, request: Hashable, lookup: LookupRequest) -> _Plan:
+    def _agree(self, request: Hashable, lookup: LookupRequest, *, pin: bool = True) -> _Plan:
         """Find and pin the deepest position that all accept. If something goes between looking and
         pinning, look again with less."""
         (prompt, options, most), unit = lookup, self.unit
@@ -718,12 +744,15 @@ class WindowManager:
         sides = [[] for _ in self.windows] if space is None else self._sides_of(space, options)
         while True:
             position, limit = self._deepest(prompt, sides, position, limit)
-            batch = LookupBatch(((request, lookup.up_to(position)),), None)
-            (planned,) = self.manager.lookup.plan(batch, {prompt.tenant: space})
+            if pin:
+                batch = LookupBatch(((request, lookup.up_to(position)),), None)
+                (planned,) = self.manager.lookup.plan(batch, {prompt.tenant: space})
+            else:
+                (planned,) = self.manager.peek_many([prompt], options=[options], limits=[position])
             if planned.usable < position:
                 position, limit = planned.usable // unit * unit, PREFIX
                 continue
-            chosen = self._pinned(request, lookup, sides, position)
+            chosen = self._pinned(request, lookup, sides, position, pin=pin)
             if not isinstance(chosen, str):
                 break
             position, limit = position - unit, chosen
@@ -765,11 +794,17 @@ class WindowManager:
         return [[side for side in sides if side.tier.value in options.tiers] for sides in every]
 
     def _pinned(
-        self, request: Hashable, lookup: LookupRequest, sides: list[list[_Side]], position: int
+        self,
+        request: Hashable,
+        lookup: LookupRequest,
+        sides: list[list[_Side]],
+        position: int,
+        *,
+        pin: bool,
     ) -> _Chosen | str:
         """Pin what a position needs of each window. The name of a rule: its pages have gone."""
         chosen: _Chosen = {}
-        ttl = lookup.options.ttl or self.manager.config.plan_ttl
+        ttl = lookup.options.ttl or self.manager.config.plan_ttl if pin else None
         for window, places in zip(self.windows, sides, strict=True):
             begin = self.start(window.rule, position)
             if begin == position:

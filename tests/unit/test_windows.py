@@ -67,6 +67,11 @@ class Counting(AtOnce):
         return super().offload(new, slots)
 
 
+def raising(*_: Any, **__: Any) -> Any:
+    """A cache that does not answer."""
+    raise NotReady("arranged")
+
+
 def pinned(engine: WindowEngine) -> list[int]:
     """Pages that plans hold, in each index of windows and on the host."""
     indexes = [*(window.index for window in engine.windows), engine.host.index]
@@ -249,6 +254,29 @@ def test_hits_are_counted_by_group(engines: Make) -> None:
     assert groups["prefix"] == GroupHits(56, 0, 0, 1, 60)
     assert groups["window11"] == GroupHits(16, 0, 0, 1, 40)
     assert engine.manage.stats().unusable_tokens == 40
+
+
+def test_a_peek_finds_what_a_plan_finds_and_pins_nothing(engines: Make) -> None:
+    engine = engines(WINDOW, CHUNK, every=24)
+    engine.run(STEM, 0)
+    engine.settle()
+    prompts = [Prompt(STEM), Prompt([*STEM[:30], 9, 9]), Prompt(STEM), Prompt([9] * 60)]
+    for again in range(2):
+        found = engine.manage.peek_many(prompts, limits=[None, None, 43, None])
+        assert pinned(engine) == [0, 0, 0]
+        assert found == engine.manage.plan_many("abcd", prompts, limits=[None, None, 43, None])
+        assert [match.usable for match in found] == ([56, 24, 40, 0], [56, 24, 24, 0])[again]
+        for request in "abcd":
+            engine.manage.cancel(request)
+        engine.forget_device()
+    device = RequestOptions(tiers=frozenset({"device"}))
+    (nothing_found,) = engine.manage.peek_many([Prompt(STEM)], options=[device])
+    assert (nothing_found.usable, engine.manage.stats().requests) == (0, 1)
+    with refuse("limits: expected one for each of 1 requests, found 2"):
+        engine.manage.peek_many([Prompt(STEM)], limits=[1, 2])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GroupSet, "peek", raising)
+        assert engine.manage.peek_many([Prompt(STEM)])[0].usable == 0
 
 
 # ---- blocks of the device
@@ -542,12 +570,9 @@ def test_errors_of_the_cache_are_misses(engines: Make, monkeypatch: pytest.Monke
     engine.manage.plan("waits", Prompt(STEM))
     assert pinned(engine)[0] == 4
 
-    def broken(*_: Any, **__: Any) -> Any:
-        raise NotReady("arranged")
-
     with monkeypatch.context() as patch:
-        patch.setattr(GroupIndex, "reserve", broken)
-        patch.setattr(GroupSet, "peek", broken)
+        patch.setattr(GroupIndex, "reserve", raising)
+        patch.setattr(GroupSet, "peek", raising)
         assert engine.run([*STEM, 1], 2).match.usable == 0
     assert engine.manage.disabled
     assert pinned(engine) == [0, 0]  # nothing is kept for those that wait
