@@ -3,6 +3,7 @@
     prometheus_client.REGISTRY.register(CacheMetrics(cache, counters))
     prometheus_client.REGISTRY.register(ManagerMetrics(manager))
     prometheus_client.REGISTRY.register(CheckpointMetrics(checkpoints))
+    prometheus_client.REGISTRY.register(WindowMetrics(windows))
 
 Only this module imports prometheus_client. docs/guides/metrics.md lists the metrics.
 """
@@ -12,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, LightcacheError, NotInstalled
@@ -37,7 +38,8 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:  # only hybrid models need these modules
-    from lightcache.hybrid.checkpoints import Checkpoints, CheckpointStats
+    from lightcache.hybrid.checkpoints import Checkpoints
+    from lightcache.hybrid.windows import WindowManager
     from lightcache.manager.manager import KVCacheManager
 
 _K = TypeVar("_K", bound=tuple[str, ...])
@@ -77,10 +79,10 @@ _LABELLED = frozenset(
     for name in group.values()
 ) | frozenset(_EVICTED.values())
 
-# Labelled fields of `CheckpointStats`; host hits exclude those loaded from storage.
-_CHECKPOINT_HITS = {"device": "device_hits", "host": "host_hits", "storage": "storage_hits"}
-_CHECKPOINT_LABELLED = frozenset(
-    name for group in (_CHECKPOINT_HITS, _MOVED, _FAILED) for name in group.values()
+# Labelled fields of `CheckpointStats` and `WindowStats`; host hits exclude those of storage.
+_TIER_HITS = {"device": "device_hits", "host": "host_hits", "storage": "storage_hits"}
+_TIER_LABELLED = frozenset(
+    name for group in (_TIER_HITS, _MOVED, _FAILED) for name in group.values()
 )
 
 _OWN = frozenset({"cache", "tier", "state", "role", "direction", "part", "cause", "group"})
@@ -116,6 +118,15 @@ _CHECKPOINTS_HELP = {
     "demotions_lost": "Checkpoints evicted from the device, without a copy on the host.",
     "kept_unwritten": "Checkpoints that stayed on the device because they could not be written.",
     "dropped_tokens": "Tokens of KV evicted after the last checkpoint of their path.",
+}
+
+_WINDOWS_HELP = {
+    "requests": "Requests of models with windows taken.",
+    "usable_tokens": "Tokens of prompts that need not be computed.",
+    "unusable_tokens": "Tokens with KV, after these, for which a window lacked pages.",
+    "no_room": "Windows that the host had no room for.",
+    "unsaved": "Windows that were not written to the host, since their blocks had gone.",
+    "freed_blocks": "Blocks that running requests gave back, since no later token sees them.",
 }
 
 
@@ -351,10 +362,54 @@ class ManagerMetrics(_Labelled):
         yield self._gauge("disabled", text, shut, "part")
 
 
-class CheckpointMetrics(_Labelled):
+class _GroupedMetrics(_Labelled):
+    """Counters of one manager of a model with groups, whose metrics begin with a word of its own.
+    Hits are labelled with the tier, transfers with the direction."""
+
+    word = ""
+    help: Mapping[str, str] = {}
+
+    def __init__(
+        self, cache: str, labels: Mapping[str, str] | None, stats: Callable[[], object]
+    ) -> None:
+        super().__init__(cache, labels)
+        self._stats = stats
+        self._most: dict[str, int] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics at this moment."""
+        word, stats = self.word, self._stats()
+        totals = self._risen(
+            {name: value for name, value in vars(stats).items() if isinstance(value, int)}
+        )
+        from_host = totals["host_hits"] - totals["storage_hits"]
+        hits = {(tier,): float(totals[name]) for tier, name in _TIER_HITS.items()}
+        text = f"Hits of {word}s, by the tier that had them."
+        yield self._counter(f"{word}_hits", text, hits | {("host",): float(from_host)}, "tier")
+        for name, names, text in (
+            ("transfers", _MOVED, f"{word.capitalize()}s moved between host and device."),
+            ("failed_transfers", _FAILED, f"Transfers of {word}s that failed."),
+        ):
+            values = {(direction,): float(totals[key]) for direction, key in names.items()}
+            yield self._counter(f"{word}_{name}", text, values, "direction")
+        for name in totals.keys() - _TIER_LABELLED:
+            text = self.help.get(name, f"The {word}s' {name.replace('_', ' ')}.")
+            yield self._counter(f"{word}_{name}", text, {(): float(totals[name])})
+
+    def _risen(self, totals: Mapping[str, int]) -> dict[str, int]:
+        """The highest value so far of each counter. A request that restarts lowers some counts, and
+        Prometheus would take a lower value for a restarted counter."""
+        for name, value in totals.items():
+            self._most[name] = max(self._most.get(name, 0), value)
+        return {name: self._most[name] for name in totals}
+
+
+class CheckpointMetrics(_GroupedMetrics):
     """A collector for the checkpoint counters of a hybrid model. The counters belong to this
     process: each process that has `Checkpoints` serves its own. A scrape takes the checkpoints'
     lock, which is never held while bytes move. The checkpoints may be closed."""
+
+    word, help = "checkpoint", _CHECKPOINTS_HELP
 
     def __init__(self, checkpoints: Checkpoints, labels: Mapping[str, str] | None = None) -> None:
         """Reads nothing yet.
@@ -369,33 +424,60 @@ class CheckpointMetrics(_Labelled):
         """
         where = checkpoints.slots if checkpoints.host is None else checkpoints.host
         assert where is not None
-        super().__init__(where.name, labels)
-        self._checkpoints = checkpoints
-        self._most: dict[str, int] = {}
+        super().__init__(where.name, labels, checkpoints.stats)
+
+
+class WindowMetrics(_GroupedMetrics):
+    """A collector for the counters of a `WindowManager`, also by group: what each had, and how much
+    was computed since it had no more. The counters belong to this process: each that has a manager
+    serves its own. A scrape takes the manager's lock. The manager may be closed."""
+
+    word, help = "window", _WINDOWS_HELP
+
+    def __init__(self, windows: WindowManager, labels: Mapping[str, str] | None = None) -> None:
+        """Reads nothing yet.
+
+        Args:
+            labels: for every metric, in addition to `cache`: the name of the host cache.
+
+        Raises:
+            ConfigError: a label that the metrics define themselves.
+        """
+        host = windows.manager.host
+        super().__init__(host.name, labels, windows.stats)
+        names = names_of(host.index.segment.config)
+        numbers = {each.rule.name: each.run.group for each in windows.windows}
+        rules = [rule for rule in windows.stats().groups if rule not in numbers or numbers[rule]]
+        self._names = {rule: names[n] for rule in rules if (n := numbers.get(rule, 0)) < len(names)}
+        """Those of the cache's groups, as in the metrics of `CacheMetrics`."""
 
     def collect(self) -> Iterator[Metric]:
         """All metrics at this moment."""
-        totals = self._risen(self._checkpoints.stats())
-        from_host = totals["host_hits"] - totals["storage_hits"]
-        hits = {(tier,): float(totals[name]) for tier, name in _CHECKPOINT_HITS.items()}
-        text = "Requests that continued from a checkpoint, by the tier that had it."
-        yield self._counter("checkpoint_hits", text, hits | {("host",): float(from_host)}, "tier")
-        for name, names, text in (
-            ("checkpoint_transfers", _MOVED, "Checkpoints moved between host and device."),
-            ("checkpoint_failed_transfers", _FAILED, "Transfers of checkpoints that failed."),
+        yield from super().collect()
+        stats: Any = self._stats()
+        counts = self._risen(
+            {
+                f"{self._names.get(rule, rule)}:{name}": value
+                for rule, hits in stats.groups.items()
+                for name, value in vars(hits).items()
+            }
+        )
+        groups = [self._names.get(rule, rule) for rule in stats.groups]
+        tokens = {
+            (group, tier): float(counts[f"{group}:{name}"])
+            for group in groups
+            for tier, name in _TOKENS.items()
+        }
+        for group in groups:
+            tokens[group, "host"] -= tokens[group, "storage"]
+        text = "Tokens that were found, by group and the tier that had them."
+        yield self._counter("group_hit_tokens", text, tokens, "group", "tier")
+        for name, text in (
+            ("limited_requests", "Requests that continued from no deeper position."),
+            ("limited_tokens", "Tokens computed since a group had no deeper position."),
         ):
-            values = {(direction,): float(totals[key]) for direction, key in names.items()}
-            yield self._counter(name, text, values, "direction")
-        for name in totals.keys() - _CHECKPOINT_LABELLED:
-            text = _CHECKPOINTS_HELP.get(name, f"The checkpoints' {name.replace('_', ' ')}.")
-            yield self._counter(f"checkpoint_{name}", text, {(): float(totals[name])})
-
-    def _risen(self, stats: CheckpointStats) -> dict[str, int]:
-        """The highest value so far of each counter. A request that restarts lowers some counts, and
-        Prometheus would take a lower value for a restarted counter."""
-        for name in (field.name for field in fields(stats)):
-            self._most[name] = max(self._most.get(name, 0), getattr(stats, name))
-        return self._most
+            limited = {(group,): float(counts[f"{group}:{name}"]) for group in groups}
+            yield self._counter(f"group_{name}", text, limited, "group")
 
 
 def _read(index: PageIndex) -> _Reading | None:
@@ -412,4 +494,4 @@ def _life(client: ClientInfo) -> str:
     return {"living": "alive", "in quarantine": "quarantine"}.get(client.life, client.life)
 
 
-__all__ = ["CacheMetrics", "CheckpointMetrics", "ManagerMetrics", "Totals"]
+__all__ = ["CacheMetrics", "CheckpointMetrics", "ManagerMetrics", "Totals", "WindowMetrics"]

@@ -201,6 +201,22 @@ class WindowMatch:
 
 
 @dataclass(frozen=True)
+class GroupHits:
+    """What requests found of one rule, and what it cost that they did not find more."""
+
+    device_tokens: int = 0
+    """Tokens whose blocks were on the device."""
+    host_tokens: int = 0
+    """Tokens whose pages were on the host alone; includes those read from storage."""
+    storage_tokens: int = 0
+    """Of these, tokens whose position was read from storage; of full attention, its own pages."""
+    limited_requests: int = 0
+    """Requests that continued from no deeper position since this rule has none."""
+    limited_tokens: int = 0
+    """Tokens that these computed: of a window those that have KV, of full attention all others."""
+
+
+@dataclass(frozen=True)
 class WindowStats:
     """Counters of one `WindowManager`. Windows are counted one for each rule of a request."""
 
@@ -228,9 +244,12 @@ class WindowStats:
     gone."""
     freed_blocks: int = 0
     """Blocks that running requests gave back, since no later token sees them."""
+    groups: Mapping[str, GroupHits] = field(default_factory=dict)
+    """By name of a rule, "prefix" for full attention."""
 
 
-_NAMES = frozenset(each.name for each in fields(WindowStats))
+_NAMES = frozenset(each.name for each in fields(WindowStats)) - {"groups"}
+_OF_GROUPS = tuple(each.name for each in fields(GroupHits))
 
 
 # ---- Running requests
@@ -316,7 +335,7 @@ class _Running:
     loads: list[BlockTransfer] = field(default_factory=list)
     owed: dict[str, Owed] = field(default_factory=dict)
     """Blocks that the caller has to exchange, by rule."""
-    counted: dict[str, int] = field(default_factory=dict)
+    counted: Counter[str] = field(default_factory=Counter)
     """Its counts in the statistics."""
 
     @property
@@ -371,9 +390,14 @@ class _Side:
         keys = prompt.keys(self.spec)[: limit // tokens]
         return self.group.peek(keys, step=unit // tokens).pages * tokens
 
-    def plan(self, request: Hashable, prompt: Prompt, begin: int, end: int, ttl: float) -> bool:
-        """Pin the pages of these tokens. False: they are not all there, and nothing is pinned."""
+    def plan(
+        self, request: Hashable, prompt: Prompt, begin: int, end: int, ttl: float | None
+    ) -> bool:
+        """Pin the pages of these tokens, unless `ttl` is None. False: they are not all there, and
+        nothing is pinned."""
         keys = prompt.keys(self.spec)[begin // self.spec.page_tokens : end // self.spec.page_tokens]
+        if ttl is None:
+            return self.index.peek(keys, namespace=self.space) == len(keys)
         return self.index.plan(request, keys, namespace=self.space, timeout=ttl)
 
     def take(self, request: Hashable, tokens: int) -> Lease | None:
@@ -562,6 +586,27 @@ class WindowManager:
                 for request, asks in batch.entries
             ]
 
+    def peek_many(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        options: Sequence[RequestOptions] | None = None,
+        limits: Sequence[int | None] | None = None,
+    ) -> list[WindowMatch]:
+        """What `plan_many` would find on the device and the host now. Nothing is pinned, counted as
+        used, or asked of storage, so a later plan may find less. Arguments and errors as
+        `KVCacheManager.peek_many`."""
+        with self._lock:
+            self.manager.peek_many(prompts, options=options, limits=limits)  # raises
+            matches = []
+            for i, prompt in enumerate(prompts):
+                within = (ANY if options is None else options[i]).within(self.manager.tiers)
+                lookup = LookupRequest(prompt, within, None if limits is None else limits[i])
+                miss = _Plan(lookup, None, WindowMatch(PrefixMatch(len(prompt)), limit=PREFIX), {})
+                look = partial(self._agree, None, lookup, pin=False)
+                matches.append((self._fail_open.run(look, nothing) or miss).match)
+            return matches
+
     def cancel(self, request: Hashable) -> None:
         """Drop a plan. Harmless if there is none."""
         with self._lock:
@@ -688,7 +733,7 @@ class WindowManager:
         kv = self.manager.plan(request, lookup.prompt, options=lookup.options, limit=0)
         return _Plan(lookup, None, WindowMatch(kv, limit=PREFIX), {})
 
-    def _agree(self, request: Hashable, lookup: LookupRequest) -> _Plan:
+    def _agree(self, request: Hashable, lookup: LookupRequest, *, pin: bool = True) -> _Plan:
         """Find and pin the deepest position that all accept. If something goes between looking and
         pinning, look again with less."""
         (prompt, options, most), unit = lookup, self.unit
@@ -699,12 +744,15 @@ class WindowManager:
         sides = [[] for _ in self.windows] if space is None else self._sides_of(space, options)
         while True:
             position, limit = self._deepest(prompt, sides, position, limit)
-            batch = LookupBatch(((request, lookup.up_to(position)),), None)
-            (planned,) = self.manager.lookup.plan(batch, {prompt.tenant: space})
+            if pin:
+                batch = LookupBatch(((request, lookup.up_to(position)),), None)
+                (planned,) = self.manager.lookup.plan(batch, {prompt.tenant: space})
+            else:
+                (planned,) = self.manager.peek_many([prompt], options=[options], limits=[position])
             if planned.usable < position:
                 position, limit = planned.usable // unit * unit, PREFIX
                 continue
-            chosen = self._pinned(request, lookup, sides, position)
+            chosen = self._pinned(request, lookup, sides, position, pin=pin)
             if not isinstance(chosen, str):
                 break
             position, limit = position - unit, chosen
@@ -746,11 +794,17 @@ class WindowManager:
         return [[side for side in sides if side.tier.value in options.tiers] for sides in every]
 
     def _pinned(
-        self, request: Hashable, lookup: LookupRequest, sides: list[list[_Side]], position: int
+        self,
+        request: Hashable,
+        lookup: LookupRequest,
+        sides: list[list[_Side]],
+        position: int,
+        *,
+        pin: bool,
     ) -> _Chosen | str:
         """Pin what a position needs of each window. The name of a rule: its pages have gone."""
         chosen: _Chosen = {}
-        ttl = lookup.options.ttl or self.manager.config.plan_ttl
+        ttl = lookup.options.ttl or self.manager.config.plan_ttl if pin else None
         for window, places in zip(self.windows, sides, strict=True):
             begin = self.start(window.rule, position)
             if begin == position:
@@ -856,15 +910,33 @@ class WindowManager:
             self._leave([request])
             self.manager.untake(request)
             raise
-        tokens = {"usable_tokens": match.usable, "unusable_tokens": match.unusable}
-        hits = Counter(f"{tier.value}_hits" for tier in match.tiers.values())
-        if plan.reading is not None and plan.reading.reached(
-            match.usable, self.manager.page_tokens
-        ):
-            hits["storage_hits"] = hits["host_hits"]
-        running.counted = {"requests": 1, **tokens, **hits}
-        self._count(**running.counted)
+        running.counted = self._counted(plan)
+        self._counts.update(running.counted)
         return match
+
+    def _counted(self, plan: _Plan) -> Counter[str]:
+        """What a request that begins adds to the counters; those of a group are "RULE:NAME"."""
+        match, reading = plan.match, plan.reading
+        stored = reading is not None and reading.reached(match.usable, self.manager.page_tokens)
+        counts = Counter(f"{tier.value}_hits" for tier in match.tiers.values())
+        counts.update(requests=1, usable_tokens=match.usable, unusable_tokens=match.unusable)
+        if stored:
+            counts["storage_hits"] = counts["host_hits"]
+        kv = match.kv
+        counts[f"{PREFIX}:device_tokens"] = min(kv.device, match.usable)
+        counts[f"{PREFIX}:host_tokens"] = max(0, match.usable - kv.device)
+        counts[f"{PREFIX}:storage_tokens"] = min(kv.storage, max(0, match.usable - kv.device))
+        for window in self.windows:
+            rule, tokens = window.rule, match.usable - self.start(window.rule, match.usable)
+            if (tier := match.tiers.get(rule.name)) is not None:
+                counts[f"{rule.name}:{tier.value}_tokens"] = tokens
+                if stored and tier is Tier.HOST:
+                    counts[f"{rule.name}:storage_tokens"] = tokens
+        if match.limit is not None:
+            counts[f"{match.limit}:limited_requests"] = 1
+            lost = match.tokens - match.usable if match.limit == PREFIX else match.unusable
+            counts[f"{match.limit}:limited_tokens"] = lost
+        return counts
 
     def _leases(self, request: Hashable, plan: _Plan) -> dict[str, Lease | None]:
         """The pages that were pinned, by rule; None where they have gone."""
@@ -1236,7 +1308,12 @@ class WindowManager:
     def stats(self) -> WindowStats:
         """The counters of windows; those of KV are the manager's."""
         with self._lock:
-            return WindowStats(**self._counts)
+            counts = self._counts
+            groups = {
+                rule: GroupHits(**{name: counts[f"{rule}:{name}"] for name in _OF_GROUPS})
+                for rule in (PREFIX, *(window.rule.name for window in self.windows))
+            }
+            return WindowStats(**{name: counts[name] for name in _NAMES}, groups=groups)
 
     def _count(self, **counts: int) -> None:
         assert counts.keys() <= _NAMES, counts
@@ -1260,4 +1337,4 @@ class WindowManager:
             self.poll()
 
 
-__all__ = ["WindowBlocks", "WindowManager", "WindowMatch", "WindowStats"]
+__all__ = ["GroupHits", "WindowBlocks", "WindowManager", "WindowMatch", "WindowStats"]

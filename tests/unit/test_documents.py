@@ -18,12 +18,14 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from support.fake_driver import FakeDriver
 from support.storing import fill, make_cache
+from support.window_engine import WindowEngine
 
 import lightcache
 from lightcache import Cache, PageIndex
+from lightcache.groups import Rule
 from lightcache.hybrid import Checkpoints
 from lightcache.kernels import Move
-from lightcache.metrics import CacheMetrics, CheckpointMetrics
+from lightcache.metrics import CacheMetrics, CheckpointMetrics, WindowMetrics
 from lightcache.shm import Segment
 
 ROOT = Path(__file__).parents[2]
@@ -346,7 +348,10 @@ def test_metrics(engines: list[Any], segment_name: str) -> None:
     space = run("docs/guides/metrics.md", segment_name)
     with PageIndex.create(f"{segment_name}-slots", pages=2, independent=True) as slots:
         space["registry"].register(CheckpointMetrics(Checkpoints(slots, None)))
+        engine = WindowEngine(f"{segment_name}-w", (Rule.window(11),))
+        space["registry"].register(WindowMetrics(engine.manage))
         served = scraped(space)
+        engine.close()
     with make_cache(f"{segment_name}-groups", kv_groups=("kv", "states")) as cache:
         registry = CollectorRegistry(auto_describe=True)
         registry.register(CacheMetrics(cache))

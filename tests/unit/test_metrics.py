@@ -9,12 +9,20 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.keys import keys
 from support.manager_case import made_worlds
 from support.refusals import refused
+from support.window_engine import WindowEngine
 
 from lightcache import Cache, ConfigError, PageIndex, page_index
-from lightcache.hybrid import Checkpoints, CheckpointStats
+from lightcache.groups import Rule
+from lightcache.hybrid import Checkpoints, CheckpointStats, WindowStats
+from lightcache.hybrid.windows import GroupHits
 from lightcache.manager.blocks import DeviceTier
 from lightcache.manager.stats import ManagerStats, NodeCounters
-from lightcache.metrics import CacheMetrics, CheckpointMetrics, ManagerMetrics
+from lightcache.metrics import (
+    CacheMetrics,
+    CheckpointMetrics,
+    ManagerMetrics,
+    WindowMetrics,
+)
 from lightcache.runs import Run
 from lightcache.shm.layout import LOCK_OFFSET, LockRecord
 
@@ -372,3 +380,47 @@ def test_a_part_that_is_gone_leaves_the_others(segment_name):
 def test_two_of_them_in_one_registry_are_refused(cache):
     registry = registered(cache)
     refused(ValueError, "Duplicated", registry.register, CacheMetrics(cache))
+
+
+@pytest.fixture
+def windows(segment_name):
+    engine = WindowEngine(segment_name, (Rule.window(11), Rule.chunk(24)))
+    yield engine
+    engine.close()
+
+
+def test_every_figure_of_windows_is_served(windows):
+    registry = CollectorRegistry(auto_describe=True)
+    registry.register(WindowMetrics(windows.manage, labels={"model": "m"}))
+    names = [field.name for field in fields(WindowStats) if field.name != "groups"]
+    names += [f"chunk24:{field.name}" for field in fields(GroupHits)]
+    for name in names:
+        before = Values(registry, windows.host).samples
+        windows.manage._counts[name] += 1
+        after = Values(registry, windows.host)
+        assert {key for key in after.samples if before[key] != after.samples[key]}, name
+    for family in after.families.values():
+        assert family.name.startswith(("lightcache_window_", "lightcache_group_"))
+        assert "The windows'" not in family.documentation
+    refused(ConfigError, "labels: group", WindowMetrics, windows.manage, labels={"group": "x"})
+
+
+def test_figures_of_windows(windows):
+    """By the names of the cache's groups."""
+    registry = CollectorRegistry(auto_describe=True)
+    registry.register(WindowMetrics(windows.manage))
+    counts = windows.manage._counts
+    counts.update({"host_hits": 5, "storage_hits": 2, "device_hits": 1})
+    counts.update(
+        {"prefix:device_tokens": 64, "prefix:host_tokens": 48, "prefix:storage_tokens": 8}
+    )
+    counts.update({"window11:limited_tokens": 30, "window11:limited_requests": 3})
+    values = Values(registry, windows.host)
+    for tier, hits, tokens in (("device", 1, 64), ("host", 3, 40), ("storage", 2, 8)):
+        assert values("window_hits_total", tier=tier) == hits
+        assert values("group_hit_tokens_total", group="kv", tier=tier) == tokens
+    assert values("group_limited_tokens_total", group="window11") == 30
+    assert values("group_limited_requests_total", group="window11") == 3
+    counts.subtract({"prefix:device_tokens": 64})  # a request that began anew
+    again = Values(registry, windows.host)
+    assert again("group_hit_tokens_total", group="kv", tier="device") == 64

@@ -15,6 +15,7 @@ from lightcache.group_index import GroupIndex
 from lightcache.groups import GroupSet, Rule
 from lightcache.hybrid import Checkpoints, WindowBlocks, WindowManager
 from lightcache.hybrid.checkpoints import Tier
+from lightcache.hybrid.windows import GroupHits
 from lightcache.manager import (
     KVCacheManager,
     ManagedBlocks,
@@ -64,6 +65,11 @@ class Counting(AtOnce):
         """See `TransferBackend`."""
         self.written += len(new.pages)
         return super().offload(new, slots)
+
+
+def raising(*_: Any, **__: Any) -> Any:
+    """A cache that does not answer."""
+    raise NotReady("arranged")
 
 
 def pinned(engine: WindowEngine) -> list[int]:
@@ -225,6 +231,52 @@ def test_a_router_finds_what_a_plan_finds(engines: Make) -> None:
             assert router.route(Prompt(tokens), {"gpu0": 0}).device_pages * 4 == usable
             assert engine.manage.plan("a", Prompt(tokens)).usable == usable
     engine.manage.cancel("a")
+
+
+def test_hits_are_counted_by_group(engines: Make) -> None:
+    engine = engines(WINDOW, CHUNK, every=NEVER)
+    engine.run(STEM, 0)
+    engine.settle()
+    engine.run(STEM, 0)  # 56 of the device; the window has 40 to 56, the chunk 48 to 56
+    engine.settle()
+    groups = engine.manage.stats().groups
+    assert groups["prefix"] == GroupHits(56, 0, 0, 1, 60)
+    assert groups["window11"] == GroupHits(16)
+    assert groups["chunk24"] == GroupHits(8)
+    engine.forget_device()
+    engine.run([*STEM[:47], *[9] * 9], 0)  # KV of 40, windows of 56 alone
+    engine.settle()
+    engine.forget_device()
+    request = engine.begin(STEM, 0)  # all of the host, then anew with nothing
+    assert engine.manage.stats().groups["prefix"].host_tokens == 56
+    assert engine.manage.restart(request).limit is None  # nothing was asked for
+    groups = engine.manage.stats().groups
+    assert groups["prefix"] == GroupHits(56, 0, 0, 1, 60)
+    assert groups["window11"] == GroupHits(16, 0, 0, 1, 40)
+    assert engine.manage.stats().unusable_tokens == 40
+
+
+def test_a_peek_finds_what_a_plan_finds_and_pins_nothing(engines: Make) -> None:
+    engine = engines(WINDOW, CHUNK, every=24)
+    engine.run(STEM, 0)
+    engine.settle()
+    prompts = [Prompt(STEM), Prompt([*STEM[:30], 9, 9]), Prompt(STEM), Prompt([9] * 60)]
+    for again in range(2):
+        found = engine.manage.peek_many(prompts, limits=[None, None, 43, None])
+        assert pinned(engine) == [0, 0, 0]
+        assert found == engine.manage.plan_many("abcd", prompts, limits=[None, None, 43, None])
+        assert [match.usable for match in found] == ([56, 24, 40, 0], [56, 24, 24, 0])[again]
+        for request in "abcd":
+            engine.manage.cancel(request)
+        engine.forget_device()
+    device = RequestOptions(tiers=frozenset({"device"}))
+    (nothing_found,) = engine.manage.peek_many([Prompt(STEM)], options=[device])
+    assert (nothing_found.usable, engine.manage.stats().requests) == (0, 1)
+    with refuse("limits: expected one for each of 1 requests, found 2"):
+        engine.manage.peek_many([Prompt(STEM)], limits=[1, 2])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GroupSet, "peek", raising)
+        assert engine.manage.peek_many([Prompt(STEM)])[0].usable == 0
 
 
 # ---- blocks of the device
@@ -518,12 +570,9 @@ def test_errors_of_the_cache_are_misses(engines: Make, monkeypatch: pytest.Monke
     engine.manage.plan("waits", Prompt(STEM))
     assert pinned(engine)[0] == 4
 
-    def broken(*_: Any, **__: Any) -> Any:
-        raise NotReady("arranged")
-
     with monkeypatch.context() as patch:
-        patch.setattr(GroupIndex, "reserve", broken)
-        patch.setattr(GroupSet, "peek", broken)
+        patch.setattr(GroupIndex, "reserve", raising)
+        patch.setattr(GroupSet, "peek", raising)
         assert engine.run([*STEM, 1], 2).match.usable == 0
     assert engine.manage.disabled
     assert pinned(engine) == [0, 0]  # nothing is kept for those that wait

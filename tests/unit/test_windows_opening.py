@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+import numpy as np
+from support.refusals import refused
 
-torch = pytest.importorskip("torch")
-
-from support.refusals import refused  # noqa: E402
-
-from lightcache.errors import ConfigError, InUse, LayoutMismatch  # noqa: E402
-from lightcache.groups import Rule  # noqa: E402
-from lightcache.hybrid import open_hybrid  # noqa: E402
-from lightcache.hybrid.checkpoints import Tier  # noqa: E402
-from lightcache.hybrid.opening import Windows  # noqa: E402
-from lightcache.manager import ManagedBlocks, Prompt  # noqa: E402
+from lightcache.errors import ConfigError, InUse, LayoutMismatch
+from lightcache.groups import Rule
+from lightcache.hybrid import open_hybrid
+from lightcache.hybrid.checkpoints import Tier
+from lightcache.hybrid.opening import Windows
+from lightcache.manager import ManagedBlocks, Prompt
 
 WINDOW, CHUNK = Rule.window(5), Rule.chunk(16)
 PROMPT = Prompt(list(range(42)))
-STATES = {"conv": [torch.zeros((4, 30))]}
+STATES = {"conv": [np.zeros((4, 30))]}
 
 
 def layers(count: int, blocks: int = 32) -> list[Any]:
-    return [torch.zeros((2, blocks, 4, 2, 8)) for _ in range(count)]
+    return [np.zeros((2, blocks, 4, 2, 8), np.float32) for _ in range(count)]
 
 
 def open_(name: str, windows: Any = None, **how: Any) -> Windows:
@@ -59,7 +56,7 @@ def test_the_bytes_of_all_groups_come_back(segment_name: str) -> None:
             blocks.index.evict(64)
         for each in tensors.values():
             for tensor in each:
-                tensor.zero_()
+                tensor[:] = 0
         manager.plan("b", PROMPT)
         match = manager.take("b")
         assert match.usable == 40
@@ -110,8 +107,8 @@ def test_what_is_refused(segment_name: str) -> None:
 
 
 def test_padding_is_said(segment_name: str, caplog: Any) -> None:
-    wide = [torch.zeros((2, 8, 16, 16, 64))]
-    narrow = [torch.zeros((2, 8, 16, 9, 64)) for _ in range(2)]
+    wide = [np.zeros((2, 8, 16, 16, 64), np.float32)]
+    narrow = [np.zeros((2, 8, 16, 9, 64), np.float32) for _ in range(2)]
     how: dict[str, Any] = {"model": "m", "axes": "kbnhc", "page_tokens": 16, "pages": 9}
     with open_hybrid(segment_name, wide, windows={WINDOW: narrow}, secret=bytes(16), **how):
         pass

@@ -111,6 +111,10 @@ def test_a_position_comes_back_from_storage(
     assert again.tokens[:60] == first.tokens[:60]
     stats = engine.manage.stats()
     assert stats.storage_hits == stats.host_hits == len(again.match.tiers)
+    for name, hits in stats.groups.items():
+        assert hits.device_tokens == 0
+        assert hits.storage_tokens == hits.host_tokens
+        assert bool(hits.host_tokens) == (name == "prefix" or name in again.match.tiers)
 
 
 def test_storage_has_what_a_position_needs_and_no_more(engines: Make) -> None:
