@@ -12,6 +12,55 @@ static uint32_t page_of(const lci_handle *h, const lc_key *key, uint32_t ns, boo
     return page;
 }
 
+/* ------------------------------------------------------------------ walking through keys */
+
+typedef struct walk {
+    lci_handle *h;
+    lci_walk_op *op; /* how far it is */
+    const lc_key *keys;
+    uint32_t n, start, ns;
+    bool keep, drops;
+    lc_txn t;
+    lci_eviction eviction; /* of a walk that drops */
+} walk;
+
+/* Where the batch ends that begins at the cursor. */
+static uint32_t batch_end(const walk *w) {
+    uint32_t at = w->op->cursor;
+    return w->n - at < LCI_BATCH ? w->n : at + LCI_BATCH;
+}
+
+/* Batches of keys from `op->cursor` on, one step each, eight a hold of the lock. LC_E_BUSY, LC_E_INTR:
+ * call again, it continues; what it has changed stays so. */
+static int walk_keys(walk *w, void (*batch)(walk *), lci_ns_ref ref, uint32_t operation, int wait,
+                     uint64_t deadline) {
+    lci_handle *h = w->h;
+    lci_walk_op *op = w->op;
+    int rc = lcs_usable(h->at);
+    if (rc != LC_OK) return rc;
+    if (h->at->readonly) return LC_E_READONLY;
+    if (w->start > w->n || op->cursor > w->n - w->start) return LC_E_RANGE;
+    w->ns = lci_ns_id(ref);
+    if (w->drops) w->eviction = (lci_eviction){.since = lci_next_tick(h), .cause = LCI_DROPPED};
+    uint64_t begun = lcs_now_ns();
+    while (!op->ended) {
+        rc = lci_lock(h, &w->t, operation, wait, deadline);
+        if (rc != LC_OK) return rc;
+        /* What was published and not taken in yet cannot go before. */
+        bool all = !w->drops || lci_collect(h, &w->t, 256) < 256;
+        if (w->drops && lc_load(&h->root->ticket_used)) lci_settle_tickets(h, &w->t, 256);
+        if (!lci_ns_open(h, ref)) op->ended = 1; /* nothing is found in it any more */
+        for (int i = 0; i < 8 && all && !op->ended && !w->t.error; i++) {
+            batch(w);
+            if (lcs_lock_wanted(h->at)) break;
+        }
+        rc = lci_unlock(h, &w->t);
+        if (rc == LC_OK && !op->ended) rc = lci_again(begun, wait, deadline);
+        if (rc != LC_OK) return rc;
+    }
+    return LC_OK;
+}
+
 /* ------------------------------------------------------------------ keeping */
 
 /* A kept page is on no list. Its word has no other writer: publishing touches WRITING pages only.
@@ -36,64 +85,46 @@ static uint32_t unkeep_page(lci_handle *h, lc_txn *t, uint32_t page) {
     return 1;
 }
 
-/* One step: a batch of keys. */
-static void keep_batch(lci_handle *h, lc_txn *t, const lc_key *keys, uint32_t n, uint32_t ns,
-                       bool keep, lci_walk_op *op) {
-    uint32_t at = op->cursor, end = n - at < LCI_BATCH ? n : at + LCI_BATCH, changed = 0;
+static void keep_batch(walk *w) {
+    lc_txn *t = &w->t;
+    uint32_t at = w->op->cursor, end = batch_end(w), changed = 0;
     bool usable = true;
     for (; at < end && !t->error; at++) {
-        uint32_t page = page_of(h, &keys[at], ns, &usable);
-        if (keep && !usable) break;
-        if (usable) changed += keep ? keep_page(h, t, page) : unkeep_page(h, t, page);
+        uint32_t page = page_of(w->h, &w->keys[at], w->ns, &usable);
+        if (w->keep && !usable) break;
+        if (usable) changed += w->keep ? keep_page(w->h, t, page) : unkeep_page(w->h, t, page);
     }
     lci_step(t);
     if (t->error) return;
-    op->cursor = at;
-    op->pages += changed;
-    op->ended = at == n || (keep && !usable);
+    w->op->cursor = at;
+    w->op->pages += changed;
+    w->op->ended = at == w->n || (w->keep && !usable);
 }
 
 /* Keep the longest ready prefix for good (`keep`), or let go of those of the keys that are kept.
- * `op->cursor` says how long the prefix is, `op->pages` how many were changed. LC_E_BUSY, LC_E_INTR:
- * call again, it continues. What an unfinished call has kept stays kept. */
+ * `op->cursor` says how long the prefix is, `op->pages` how many were changed. Continues: see
+ * `walk_keys`. */
 LC_API int lci_keep(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ref, int keep,
                     lci_walk_op *op, int wait, uint64_t deadline) {
-    lc_txn t;
-    int rc = lcs_usable(h->at);
-    if (rc != LC_OK) return rc;
-    if (h->at->readonly) return LC_E_READONLY;
-    if (op->cursor > n) return LC_E_RANGE;
-    uint64_t begun = lcs_now_ns();
-    while (!op->ended) {
-        rc = lci_lock(h, &t, LCI_OP_KEEP, wait, deadline);
-        if (rc != LC_OK) return rc;
-        if (!lci_ns_open(h, ref)) op->ended = 1; /* nothing is found in it any more */
-        for (int i = 0; i < 8 && !op->ended && !t.error; i++) {
-            keep_batch(h, &t, keys, n, lci_ns_id(ref), keep, op);
-            if (lcs_lock_wanted(h->at)) break;
-        }
-        rc = lci_unlock(h, &t);
-        if (rc == LC_OK && !op->ended) rc = lci_again(begun, wait, deadline);
-        if (rc != LC_OK) return rc;
-    }
-    return LC_OK;
+    walk w = {.h = h, .op = op, .keys = keys, .n = n, .keep = keep};
+    return walk_keys(&w, keep_batch, ref, LCI_OP_KEEP, wait, deadline);
 }
 
 /* ------------------------------------------------------------------ going first */
 
-/* One step: a batch of keys. Ticks are lowered after the commit: a death before them leaves pages that
- * stand first and were used since, which their turn puts right; in the other order it would leave pages
- * that stand later than their ticks say. A page that is used meanwhile keeps its tick, for the same
- * reason. */
-static void first_batch(lci_handle *h, lc_txn *t, const lc_key *keys, uint32_t n, uint32_t ns,
-                        lci_walk_op *op) {
+/* Ticks are lowered after the commit: a death before them leaves pages that stand first and were used
+ * since, which their turn puts right; in the other order it would leave pages that stand later than
+ * their ticks say. A page that is used meanwhile keeps its tick, for the same reason. */
+static void first_batch(walk *w) {
+    lci_handle *h = w->h;
+    lci_walk_op *op = w->op;
     lci_page *changed[LCI_BATCH];
     uint64_t used[LCI_BATCH];
-    uint32_t count = 0, at = op->cursor, end = n - at < LCI_BATCH ? n : at + LCI_BATCH;
+    uint32_t count = 0, at = op->cursor, end = batch_end(w);
     bool usable;
     if (at == 0) op->tick = lci_queue_now(h); /* one for all: runs and prefixes go together */
-    for (; at < end && !t->error; at++) {
-        uint32_t page = page_of(h, &keys[at], ns, &usable);
+    for (; at < end && !w->t.error; at++) {
+        uint32_t page = page_of(h, &w->keys[at], w->ns, &usable);
         if (!usable) continue;
         lci_page *p = &h->pages[page];
         used[count] = lc_load(&p->used);
@@ -101,13 +132,13 @@ static void first_batch(lci_handle *h, lc_txn *t, const lc_key *keys, uint32_t n
             lci_pinned(h, p))
             continue;
         if (lci_queueable(h, page)) {
-            lci_queue_remove(h, t, page);
-            lci_queue_put(h, t, page, op->tick);
+            lci_queue_remove(h, &w->t, page);
+            lci_queue_put(h, &w->t, page, op->tick);
         }
         changed[count++] = p;
     }
-    lci_step(t);
-    if (t->error) return;
+    lci_step(&w->t);
+    if (w->t.error) return;
     for (uint32_t i = 0; i < count; i++)
         atomic_compare_exchange_strong_explicit(
             &changed[i]->used, &used[i],
@@ -115,100 +146,52 @@ static void first_batch(lci_handle *h, lc_txn *t, const lc_key *keys, uint32_t n
             memory_order_relaxed);
     op->cursor = end;
     op->pages += count;
-    op->ended = end == n;
+    op->ended = end == w->n;
 }
 
 /* Make the pages of these keys that are ready, not kept and not pinned the first to be evicted, as if
  * they had been used before all others, those of one call together. Their next use makes them ordinary
- * ones. `op->pages`: how many have changed. LC_E_BUSY, LC_E_INTR: call again, it continues. */
+ * ones. `op->pages`: how many have changed. Continues: see `walk_keys`. */
 LC_API int lci_evict_first(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ref,
                            lci_walk_op *op, int wait, uint64_t deadline) {
-    lc_txn t;
-    int rc = lcs_usable(h->at);
-    if (rc != LC_OK) return rc;
-    if (h->at->readonly) return LC_E_READONLY;
-    if (op->cursor > n) return LC_E_RANGE;
-    uint64_t begun = lcs_now_ns();
-    while (!op->ended) {
-        rc = lci_lock(h, &t, LCI_OP_EVICT, wait, deadline);
-        if (rc != LC_OK) return rc;
-        if (!lci_ns_open(h, ref)) op->ended = 1;
-        for (int i = 0; i < 8 && !op->ended && !t.error; i++) {
-            first_batch(h, &t, keys, n, lci_ns_id(ref), op);
-            if (lcs_lock_wanted(h->at)) break;
-        }
-        rc = lci_unlock(h, &t);
-        if (rc == LC_OK && !op->ended) rc = lci_again(begun, wait, deadline);
-        if (rc != LC_OK) return rc;
-    }
-    return LC_OK;
+    walk w = {.h = h, .op = op, .keys = keys, .n = n};
+    return walk_keys(&w, first_batch, ref, LCI_OP_EVICT, wait, deadline);
 }
 
 /* ------------------------------------------------------------------ letting a branch go */
 
-typedef struct drop {
-    lci_handle *h;
-    lci_walk_op *op;
-    const lc_key *keys;
-    uint32_t n, start, ns;
-    lc_txn t;
-    lci_eviction eviction;
-} drop;
-
-/* One step: a batch of pages, from the last key that has one upward. */
-static void drop_batch(drop *d) {
-    lci_handle *h = d->h;
-    lci_walk_op *op = d->op;
-    uint32_t marked[LCI_BATCH], n = 0, rest = d->n - d->start, passed = op->cursor;
+/* From the last key that has a page upward. */
+static void drop_batch(walk *w) {
+    lci_handle *h = w->h;
+    lci_walk_op *op = w->op;
+    uint32_t marked[LCI_BATCH], n = 0, rest = w->n - w->start, passed = op->cursor;
     bool stop = false, usable;
-    while (n < LCI_BATCH && passed < rest && passed - op->cursor < 256 && !d->t.error) {
-        uint32_t page = page_of(h, &d->keys[d->n - 1 - passed], d->ns, &usable);
+    while (n < LCI_BATCH && passed < rest && passed - op->cursor < 256 && !w->t.error) {
+        uint32_t page = page_of(h, &w->keys[w->n - 1 - passed], w->ns, &usable);
         if (page == LC_NIL && op->pages + n == 0) { /* gone before, as the end of a prefix does */
             passed++;
             continue;
         }
         stop = !usable || !lci_queueable(h, page) || lci_pinned(h, &h->pages[page]);
         if (stop) break;
-        lci_evict_page(h, &d->t, &d->eviction, page);
+        lci_evict_page(h, &w->t, &w->eviction, page);
         marked[n++] = page;
         passed++;
     }
-    uint32_t freed = n ? lci_evict_settle(h, &d->t, &d->eviction, marked, n) : 0;
-    lci_step(&d->t);
-    if (d->t.error) return;
+    uint32_t freed = n ? lci_evict_settle(h, &w->t, &w->eviction, marked, n) : 0;
+    lci_step(&w->t);
+    if (w->t.error) return;
     op->cursor = passed;
     op->pages += freed;
     op->ended = stop || freed < n || passed == rest; /* one that stays keeps those above it */
 }
 
 /* Evict the branch of keys [start, n), its end first, up to the first page that cannot go. Keys at
- * the end that have no page are passed over. `op->pages`: how many went. LC_E_BUSY, LC_E_INTR: call
- * again, it continues. */
+ * the end that have no page are passed over. `op->pages`: how many went. Continues: see `walk_keys`. */
 LC_API int lci_drop(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t start, lci_ns_ref ref,
                     lci_walk_op *op, int wait, uint64_t deadline) {
-    int rc = lcs_usable(h->at);
-    if (rc != LC_OK) return rc;
-    if (h->at->readonly) return LC_E_READONLY;
-    if (start > n || op->cursor > n - start) return LC_E_RANGE;
-    drop d = {.h = h, .op = op, .keys = keys, .n = n, .start = start, .ns = lci_ns_id(ref)};
-    d.eviction = (lci_eviction){.since = lci_next_tick(h), .cause = LCI_DROPPED};
-    uint64_t begun = lcs_now_ns();
-    while (!op->ended) {
-        rc = lci_lock(h, &d.t, LCI_OP_EVICT, wait, deadline);
-        if (rc != LC_OK) return rc;
-        /* What was published and not taken in yet cannot go before. */
-        bool all = lci_collect(h, &d.t, 256) < 256;
-        if (lc_load(&h->root->ticket_used)) lci_settle_tickets(h, &d.t, 256);
-        if (!lci_ns_open(h, ref)) op->ended = 1;
-        for (int i = 0; i < 8 && all && !op->ended && !d.t.error; i++) {
-            drop_batch(&d);
-            if (lcs_lock_wanted(h->at)) break;
-        }
-        rc = lci_unlock(h, &d.t);
-        if (rc == LC_OK && !op->ended) rc = lci_again(begun, wait, deadline);
-        if (rc != LC_OK) return rc;
-    }
-    return LC_OK;
+    walk w = {.h = h, .op = op, .keys = keys, .n = n, .start = start, .drops = true};
+    return walk_keys(&w, drop_batch, ref, LCI_OP_EVICT, wait, deadline);
 }
 
 /* ------------------------------------------------------------------ keys of pages */

@@ -45,6 +45,7 @@ VARIANTS = [
     ("log", ""),
     ("life", ""),
     ("life", "REAPER"),
+    ("join", ""),
 ]
 # model, how it is built, and what of the protocol (not an order) that takes away. Each must fail.
 BROKEN = [
@@ -77,6 +78,13 @@ BROKEN = [
     ("life", "", "FREED_EARLY"),
     ("life", "REAPER", "NO_BYTE"),
     ("life", "REAPER", "READY_LOGGED"),
+    ("join", "", "OPEN_COUNTS"),
+    ("join", "", "PINNED_LATE"),
+    ("join", "", "OPEN_IS_OTHERS"),
+    ("join", "", "CLEARED_EARLY"),
+    ("join", "", "NO_DEADLINE"),
+    ("join", "", "ABANDON_UNPINS"),
+    ("join", "", "NOT_UNDONE"),
 ]
 
 
