@@ -148,7 +148,7 @@ class Connector(LeaseCalls):
         Args:
             tokens: ids of the prompt: a list, an array or a tensor (also of a device), of shape
                 (n,) or (1, n).
-            salt: separates tenants or adapters, see `Cache.hash_pages`.
+            salt: separates chats or adapters, see `Cache.hash_pages`; a tenant is a namespace.
             namespace: see `Cache.namespace`; None: the cache's.
 
         Pages are found by tokens alone, so the model's passes are checked. Pages are saved only if

@@ -36,7 +36,7 @@ from lightcache.manager.backend import TransferBackend
 from lightcache.manager.blocks import NONE, ManagedBlocks
 from lightcache.manager.limits import nothing
 from lightcache.manager.lookup import LookupBatch, LookupRequest, begin_when_read
-from lightcache.manager.manager import KVCacheManager, check_blocks
+from lightcache.manager.manager import KVCacheManager
 from lightcache.manager.request import (
     ANY,
     HELD,
@@ -51,6 +51,7 @@ from lightcache.manager.request import (
     check_hashable,
     slots_of,
 )
+from lightcache.manager.state import check_blocks
 from lightcache.manager.transfers import BlockTransfer
 from lightcache.namespaces import Namespace
 from lightcache.page_index import PageIndex

@@ -11,7 +11,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -43,8 +42,7 @@ from lightcache.manager.frees import PendingFrees
 from lightcache.manager.limits import nothing, seconds_of
 from lightcache.manager.load import LoadHandle, begin_load, no_load
 from lightcache.manager.lookup import PendingRequest, PrefixLookup, begin_when_read
-from lightcache.manager.naming import NOTHING, FullBlocks
-from lightcache.manager.offload import Offloader
+from lightcache.manager.offload import NOTHING, FullBlocks, Offloader, WriteBack
 from lightcache.manager.request import (
     ANY,
     DEVICE_ALONE,
@@ -66,10 +64,9 @@ from lightcache.manager.request import (
     check_hashable,
     check_table,
 )
-from lightcache.manager.state import ManagerState
+from lightcache.manager.state import ManagerState, check_blocks, check_parts, storage_of
 from lightcache.manager.stats import Counters, ManagerStats, TierGauges
 from lightcache.manager.weights import WeightsState, open_keys
-from lightcache.manager.write_back import WriteBack
 from lightcache.shm.errors import leave
 from lightcache.shm.locking import Hurried
 
@@ -83,84 +80,6 @@ _log = logging.getLogger("lightcache.manager")
 _owed = attrgetter("owed")  # `any(map(_owed, ...))` makes no Python call
 TELL = 0.5
 """Seconds between two updates of the node's counters."""
-
-
-# ---- Checks of a manager's parts
-
-
-def check_parts(host: Any, device: Any, backend: Any, config: Any, storage: Any) -> None:
-    """Check the parts of a manager.
-
-    Raises:
-        ConfigError: a part of another type; a host cache without a transfer backend; a storage
-            without a host cache.
-    """
-    for name, part, kinds in (
-        ("host", host, (Cache, NoneType)),
-        ("device", device, (DeviceTier,)),
-        ("config", config, (ManagerConfig,)),
-    ):
-        if not isinstance(part, kinds):
-            expected = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
-            raise ConfigError(f"{name}: expected a {expected}, found {part!r}")
-    if host is not None and backend is None:
-        raise ConfigError(
-            "backend: expected one, such as EngineBackend(engine), found None; only a manager "
-            "without a host cache moves nothing"
-        )
-    if host is None and storage is not None:
-        raise ConfigError(
-            f"storage: expected None without a host cache, found {storage!r}; storage is read into "
-            "and written from host pages, so give a host cache, of a few pages at least"
-        )
-
-
-def check_blocks(backend: Any, blocks: int, block_tokens: int) -> None:
-    """Check the number of device blocks, if the transfer backend knows the device's slots.
-
-    Raises:
-        ConfigError: more blocks than the device has room for.
-    """
-    slots = getattr(backend, "slots", None)
-    if slots is not None and blocks * block_tokens > slots:
-        raise ConfigError(
-            f"blocks: {blocks} blocks of {block_tokens} tokens are {blocks * block_tokens} slots, "
-            f"and the planes of the transfer engine hold {slots}; give at most "
-            f"{slots // block_tokens} blocks, or describe all of the device's memory"
-        )
-
-
-def storage_of(host: Cache, storage: BaseTier | str | Sequence[str] | None) -> BaseTier | None:
-    """The storage tier. A URL, or several, is opened here as a tier of its own.
-
-    Raises:
-        ConfigError: neither a tier nor a URL, a tier of another cache, or no such URL.
-        StorageError: the storage cannot be opened.
-    """
-    if storage is None:
-        return None
-    from lightcache.storage.tier import (
-        BaseTier,  # not needed without a storage
-        StorageTier,
-    )
-
-    if isinstance(storage, (str, list, tuple)):
-        return StorageTier.open(host, storage)
-    tier: Any = storage
-    if not isinstance(tier, BaseTier):
-        raise ConfigError(
-            "storage: expected a StorageTier, a StorageClient, or a URL such as "
-            f"'disk:/mnt/nvme/cache?capacity=1TiB', found {storage!r}"
-        )
-    if tier.cache.index.segment.uuid != host.index.segment.uuid:
-        raise ConfigError(
-            f"storage: expected a tier of the host cache {host.name!r}, found one of "
-            f"{tier.cache.name!r}"
-        )
-    return tier
-
-
-# ---- The manager
 
 
 class KVCacheManager:

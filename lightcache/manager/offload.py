@@ -1,12 +1,20 @@
-"""Offload: which pages are written to the host and to storage, and when."""
+"""What a commit does with full blocks and pages, and what becomes of them before they are evicted.
+
+`FullBlocks` gives full blocks their keys in the device's index. `Offloader` says which pages are
+written to the host and to storage, and when. `WriteBack` writes blocks to the host before the
+device evicts them: a host page may span several blocks, and when the last of them is named, it
+notes the blocks and the key of the page.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +23,26 @@ from lightcache._arguments import Keys, Pages
 from lightcache.breaker import CircuitBreaker
 from lightcache.errors import Abandoned, LeaseLost, LightcacheError, LockTimeout
 from lightcache.kernels.moves import slots_of_blocks
+from lightcache.layout import KeyStatus
+from lightcache.leases import Lease, NamingResult
+from lightcache.manager.blocks import ManagedBlocks, MirroredBlocks
 from lightcache.manager.limits import nothing
-from lightcache.manager.request import CacheScope, Request, WritePolicy, keys_of
+from lightcache.manager.request import (
+    HELD,
+    PINNED,
+    CacheScope,
+    Owed,
+    Request,
+    WritePolicy,
+    keys_of,
+)
 from lightcache.manager.state import ManagerState
 from lightcache.manager.transfers import BlockTransfer, OnEnd, State
 from lightcache.notices import Notices
 from lightcache.reservations import Reservation
+
+if TYPE_CHECKING:
+    from lightcache.page_index import PageIndex
 
 _log = logging.getLogger("lightcache.manager")
 _SEEN = 1 << 16  # pages that SELECTIVE remembers
@@ -28,6 +50,17 @@ Unwritten = Literal["no_room", "failed", "stale", "refused", "disabled"]
 """Why pages were not written to the host; see `ManagerStats`."""
 Span = tuple[Request, int, int]
 """Pages [begin, end) of a request that are to be written, by their positions in its prompt."""
+NOTHING: Mapping[int, int] = {}
+"""No block to exchange."""
+_KINDS = bytes(
+    PINNED if status in (KeyStatus.NEW, KeyStatus.PRESENT) else HELD for status in range(256)
+)
+"""The kind of a block in its request's table, by the status that the index returned for its key."""
+Filled = tuple[Request, int, int]
+"""A request, the number of its named blocks, and of its full blocks."""
+
+
+# ---- From the device to the host, and from there to storage
 
 
 class Offloader:
@@ -390,4 +423,441 @@ class Offloader:
         )
 
 
-__all__ = ["Offloader"]
+# ---- Before the device evicts
+
+
+@dataclass(frozen=True, eq=False)
+class _Origin:
+    """A host page that can be written from the device."""
+
+    space: CacheScope
+    device_key: bytes
+    """Key of its last block. While the block has this key, it holds the page."""
+    host_keys: Keys
+    """Keys of the prompt's pages from the first to this one. Arrays of one request share memory."""
+    to_storage: bool
+    """Whether it is written to storage after the host has it."""
+    blocks: Pages
+    offset: int
+    """Token of the first block at which it begins."""
+    lives: Any = None
+    """Mirrored blocks: for each block a number that changes with its content. For managed blocks a
+    block stays as long as its descendants, so the last block's key is enough."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Home:
+    """The key under which the host has a block's content, if it has it."""
+
+    space: CacheScope
+    device_key: Keys
+    """Valid while the block has this key, shape (1, 2)."""
+    host_key: Keys
+    """Key of the page in which the block ends, shape (1, 2)."""
+
+
+@dataclass(eq=False)
+class _Group:
+    """Blocks that are being written back, pinned until their copies have finished."""
+
+    lease: Lease
+    transfers: list[BlockTransfer]
+    homes: dict[int, _Home]
+    """Homes of the blocks that lie in a host page, by block number."""
+    cause: str
+    """"room", "low_water" or "demote"."""
+    stay: bool
+    """Whether the blocks stay on the device: the host failed, so not all of them are written."""
+    written: list[_Origin] = field(default_factory=list)
+    """Pages that are being written to the host, and to storage afterwards."""
+
+
+class WriteBack:
+    """The write-back of one manager. Its lock is around every call."""
+
+    def __init__(self, state: ManagerState, offloader: Offloader) -> None:
+        """No block is being written back."""
+        self._state, self._offloader = state, offloader
+        self._origins: dict[int, dict[bytes, _Origin]] = {}
+        """Pages by last block and page key."""
+        self._homes: dict[int, _Home] = {}
+        """Managed blocks: homes by block. A home is stale if its block has another key by now."""
+        self._groups: list[_Group] = []
+        self._evicting: list[tuple[list[BlockTransfer], list[_Origin]]] = []
+        """Mirrored blocks: copies of blocks that the engine is going to evict, and their pages."""
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks that are being written back."""
+        return sum(len(group.lease) for group in self._groups)
+
+    def note(self, request: Request, begin: int, end: int) -> None:
+        """Note that blocks [begin, end) of a request's table were named."""
+        tokens, block = self._state.page_tokens, self._state.device.block_tokens
+        space, options, table = request.space, request.options, request.table
+        device = self._state.device
+        assert space is not None
+        goes = "host" in options.tiers and options.priority >= 0
+        keys = request.host_chain.keys
+        for page in range(begin * block // tokens, end * block // tokens):
+            # `last` is the block of the page's last token; a page may be part of one block.
+            first, last = page * tokens // block, ((page + 1) * tokens - 1) // block
+            if not goes or (device.owned and HELD in request.kind[first : last + 1]):
+                # A block without a name is freed with its request. An earlier note of this block
+                # may be for a page that begins in other blocks.
+                self._origins.pop(int(table[last]), None)
+                continue
+            origin = _Origin(
+                space,
+                request.device_chain.keys[last].tobytes(),
+                keys[: page + 1],
+                "storage" in options.tiers,
+                table[first : last + 1].copy(),
+                page * tokens % block,
+                self._lives(table[first : last + 1]),
+            )
+            known = self._origins.setdefault(int(origin.blocks[-1]), {})
+            if known and next(iter(known.values())).device_key != origin.device_key:
+                known.clear()
+            # Replaces an equal key: its parents may lie in other blocks by now.
+            known[origin.host_keys[-1].tobytes()] = origin
+            if device.owned:
+                host_key = origin.host_keys[-1:].copy()
+                for position in range(first, last + 1):
+                    device_key = request.device_chain.keys[position : position + 1].copy()
+                    self._homes[int(table[position])] = _Home(space, device_key, host_key)
+
+    def _lives(self, blocks: Pages) -> Any:
+        device = self._state.device
+        return device.lives(blocks) if isinstance(device, MirroredBlocks) else None
+
+    def demote(self, n: int, cause: str) -> int:
+        """Begin to write back up to n blocks, those that eviction would take next. They are freed
+        when their copies have finished, unless a request matches them. Returns their number.
+
+        Args:
+            cause: counts them as "room", "low_water" or "demote".
+        """
+        device = self._state.device
+        if not isinstance(device, ManagedBlocks) or device.index is None or n < 1:
+            return 0
+        if not self._offloader.may_copy():
+            return 0  # allocating evicts them unwritten, as if the host had no room
+        oldest = device.index.oldest(min(n, 4096))
+        blocks = oldest.pages.copy()
+        homes = self._homes_of(blocks, oldest.keys)
+        group = _Group(oldest.lease, [], homes, cause, stay=True)
+        self._groups.append(group)
+        group.stay = not self.write(blocks, oldest.keys, group.transfers, group.written)
+        self.poll()
+        return len(blocks)
+
+    def evicting(self, blocks: Pages, keys: Keys) -> int:
+        """Mirrored blocks: see `KVCacheManager.evicting`. Returns how many copies were begun."""
+        begun: list[BlockTransfer] = []
+        written: list[_Origin] = []
+        self._evicting.append((begun, written))
+        self.write(blocks, keys, begun, written)
+        self.poll()
+        return len(begun)
+
+    def make_room(self, wanted: int) -> int:
+        """Begin to write back the blocks that eviction would take next, until `wanted` blocks are
+        free or being written. Begins none if that many cannot be made available. An error leaves
+        the blocks as they were. Returns the number of free blocks now."""
+        device, state = self._state.device, self._state
+        assert isinstance(device, ManagedBlocks)
+        free = device.free
+        if free < wanted:
+            state.transfers.poll()  # also while the manager is disabled: copies in flight finish
+            self.poll()
+            state.fail_open.run(partial(self._make_room, device, wanted), nothing, proves=False)
+            free = device.free
+        return free
+
+    def _make_room(self, device: ManagedBlocks, wanted: int) -> None:
+        assert device.index is not None
+        coming = device.free + self.blocks
+        while coming < wanted and device.index.can_allocate(wanted - self.blocks):
+            self.demote(wanted - coming, "room")
+            before, coming = coming, device.free + self.blocks
+            if coming <= before:
+                return  # no other block can be written back now
+
+    def running(self) -> BlockTransfer | None:
+        """A copy in flight of blocks that are being written back; None: there is none."""
+        transfers = (transfer for group in self._groups for transfer in group.transfers)
+        return next((transfer for transfer in transfers if transfer.state is State.RUNNING), None)
+
+    def write(
+        self, blocks: Pages, keys: Keys, begun: list[BlockTransfer], written: list[_Origin]
+    ) -> bool:
+        """Begin to write the pages that end in these blocks. Returns False after an error; the
+        first one ends the loop, since each may be a long wait. Pages without room on the host are
+        skipped. The notes stay: the host may evict a page before the device does.
+
+        Args:
+            keys: device keys of the blocks.
+            begun: the copies are appended here.
+            written: their pages are appended here, for `_store`.
+        """
+        refused: set[bytes] = set()
+        for i in range(len(blocks) - 1, -1, -1):  # prefixes first: a host page needs its parent
+            for origin in self._origins.get(int(blocks[i]), {}).values():
+                lives = self._lives(origin.blocks)
+                same = lives is None or (lives == origin.lives).all()
+                if not same or origin.device_key != keys[i].tobytes():
+                    continue
+                if not self._offloader.may_copy():
+                    self._offloader.unwritten("disabled", 1)
+                    return False
+                try:
+                    self._write(origin, begun, written, refused)
+                except LightcacheError as error:
+                    self._state.counts.add(failed_offloads=1)
+                    self._offloader.unwritten("refused", 1, str(error))
+                    return False
+        return True
+
+    def _write(
+        self,
+        origin: _Origin,
+        begun: list[BlockTransfer],
+        written: list[_Origin],
+        refused: set[bytes],
+    ) -> None:
+        """Begin to write a page, unless the host has it already or has no room.
+
+        Args:
+            refused: keys of pages without room. Their children are skipped: they would never be
+                found, and would evict pages that can be.
+        """
+        state, keys = self._state, origin.host_keys[-2:]  # its own key, after its parent's
+        before = len(keys) - 1
+        key = keys[before].tobytes()
+        if before and keys[0].tobytes() in refused:
+            refused.add(key)
+            self._offloader.unwritten("no_room", 1, "the page before them has no room")
+            return
+        new = state.host.reserve(
+            keys,
+            before,
+            shards=state.backend.shards,
+            namespace=origin.space.host,
+            timeout=state.config.time_limit,
+        )
+        if len(new.new):
+            slots = self._slots(origin, before)
+            self._offloader.launch(new, slots, origin.blocks, begun, origin.space)
+            written.append(origin)
+            return
+        if len(new.missing):
+            refused.add(key)
+        self._offloader.unwritten("no_room", len(new.missing), f"no room, {new.why}")
+        new.release()
+
+    def _slots(self, origin: _Origin, before: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        tokens, block = self._state.page_tokens, self._state.device.block_tokens
+        own = slots_of_blocks(origin.blocks, block, first=origin.offset, tokens=tokens)
+        return np.concatenate([np.full(before * tokens, -1, np.int64), own])
+
+    def poll(self) -> None:
+        """Free blocks whose copies have finished. If an index fails, they stay."""
+        if self._evicting:
+            every, self._evicting = self._evicting, []
+            for begun, written in every:
+                if all(transfer.finished for transfer in begun):
+                    self._guard_store(written)
+                else:
+                    self._evicting.append((begun, written))
+        finished = [
+            group
+            for group in self._groups
+            if all(transfer.finished for transfer in group.transfers)
+        ]
+        if not finished:
+            return
+        self._groups = [group for group in self._groups if group not in finished]
+        for group in finished:
+            give_up = partial(self._give_up, group)
+            self._state.fail_open.run(give_up, group.lease.close, proves=False)
+            self._guard_store(group.written)
+
+    def _guard_store(self, written: list[_Origin]) -> None:
+        self._state.fail_open.run(partial(self._store, written), nothing, proves=False)
+
+    def _store(self, written: list[_Origin]) -> None:
+        """Write pages that were written back from the host to storage, each prompt as far as it was
+        written. The host did not have these pages when their request ended."""
+        storage, last = self._state.storage, dict[bytes, _Origin]()
+        if storage is None:
+            return
+        for origin in sorted(written, key=lambda each: len(each.host_keys)):
+            if origin.to_storage and self._state.weights.is_valid(origin.space):
+                if len(origin.host_keys) > 1:
+                    last.pop(origin.host_keys[-2].tobytes(), None)
+                last[origin.host_keys[-1].tobytes()] = origin
+        for origin in last.values():
+            try:
+                task = storage.write(origin.host_keys, namespace=origin.space.host)
+                self._state.tasks.add(task)
+            except LightcacheError:
+                self._state.counts.add(errors=1)
+            except Exception as error:
+                self._state.transfers.foreign.note(error)
+
+    def _give_up(self, group: _Group) -> None:
+        index, n = self._state.device.index, len(group.lease)
+        if group.stay or index is None:
+            group.lease.close()
+            return
+        discarded = index.discard(group.lease)
+        ask = partial(self._on_host, group, index)
+        present = min(discarded, self._state.fail_open.run(ask, lambda: 0, proves=False))
+        self._state.counts.add(
+            demotions=present,
+            demotions_lost=discarded - present,
+            kept_by_match=n - discarded,
+            **{f"device_evicted_{group.cause}": discarded},
+        )
+
+    def _homes_of(self, blocks: Pages, keys: Keys) -> dict[int, _Home]:
+        """Homes of those blocks that lie in a host page."""
+        homes = {}
+        for block, key in zip(blocks.tolist(), keys, strict=True):
+            home = self._homes.get(block)
+            if home is not None and (home.device_key == key).all():
+                homes[block] = home
+        return homes
+
+    def _on_host(self, group: _Group, index: PageIndex) -> int:
+        """Number of a group's blocks that the device has freed and the host has. Looks on the host:
+        pages that were there before count, and pages whose copy failed do not."""
+        present, host = 0, self._state.host
+        for block, home in group.homes.items():
+            if index.peek(home.device_key, namespace=home.space.device):
+                continue  # it stayed on the device
+            if self._homes.get(block) is home:
+                del self._homes[block]
+            present += host.peek(home.host_key, namespace=home.space.host)
+        return present
+
+    def close(self) -> None:
+        """Stop: blocks that are being written back stay on the device."""
+        for group in self._groups:
+            group.lease.release()
+        self._groups.clear()
+        self._evicting.clear()
+        self._origins.clear()
+        self._homes.clear()
+
+
+# ---- Keys of full blocks
+
+
+@dataclass(frozen=True, eq=False)
+class _RequestNaming:
+    """Full blocks of requests that the device's index is naming. It fills `named` in the same call.
+    After an interrupt, the manager's next call updates the requests."""
+
+    members: list[Filled]
+    ours: Pages
+    named: NamingResult
+
+
+class FullBlocks:
+    """Names full blocks of running requests. The manager's lock is around every call."""
+
+    def __init__(self, state: ManagerState, write_back: WriteBack) -> None:
+        """No block is being named."""
+        self._state, self._write_back = state, write_back
+        self._naming: _RequestNaming | None = None
+        """The last naming, for `settle`."""
+
+    def cache_blocks(self, running: list[Request]) -> None:
+        """Name full blocks that have no name yet, in one call for each space. If another block has
+        the same content already, it replaces the request's block, and `Request.owed` has the
+        exchange."""
+        by_space: dict[CacheScope, list[Filled]] = {}
+        block = self._state.device.block_tokens
+        for request in running:
+            if request.total < (request.named + 1) * block or not request.on_device:
+                continue  # nearly always, while single tokens are generated
+            full = min(request.publishable() // block, len(request.table))
+            if full > request.named:
+                assert request.space is not None
+                members = by_space.get(request.space)
+                if members is None:
+                    members = by_space[request.space] = []
+                members.append((request, request.named, full))
+        for space, members in by_space.items():
+            if self._state.weights.is_valid(space):
+                self._name(space, members)
+
+    def _name(self, space: CacheScope, members: list[Filled]) -> None:
+        blocks: list[Pages] = []
+        packed: list[bytes] = []
+        starts: list[int] = []
+        offsets, count = [0], 0
+        for request, first, full in members:
+            begin = first - 1 if first else 0  # includes the parent key of the new blocks
+            blocks.append(request.table[first:full])
+            packed += request.device_chain.packed(begin, full)
+            starts.append(first - begin)
+            count += full - begin
+            offsets.append(count)
+        assert space.device is not None
+        ours = np.concatenate(blocks)
+        keys = keys_of(packed)
+        naming = self._naming = _RequestNaming(members, ours, NamingResult(len(ours)))
+        try:
+            self._state.device.name_many(
+                ours, keys, np.array(offsets), np.array(starts), space.device, naming.named
+            )
+        finally:
+            self.settle()
+
+    def settle(self) -> None:
+        """Update the requests whose blocks were named last: kinds, exchanges, and `named`. Safe to
+        repeat."""
+        naming = self._naming
+        if naming is None:
+            return
+        settled, offset = naming.named.settled, 0
+        kinds = naming.named.status.tobytes().translate(_KINDS)
+        owned, back = self._state.device.owned, self._state.config.write is WritePolicy.BACK
+        if owned and naming.named.pages[:settled].tobytes() != naming.ours[:settled].tobytes():
+            self._exchange(naming, settled)
+        for request, first, full in naming.members:
+            end = full
+            if settled < offset + full - first:  # interrupted before its last block was named
+                end = first + max(0, settled - offset)
+            if owned:
+                request.kind[first:end] = kinds[offset : offset + end - first]
+            if back and end > first:
+                self._write_back.note(request, first, end)
+            if end > request.named:
+                request.named = end
+            offset += full - first
+        self._naming = None
+
+    def _exchange(self, naming: _RequestNaming, settled: int) -> None:
+        """Replace our blocks by blocks that have the same content already."""
+        theirs = naming.named.pages[:settled]
+        exchanged = np.flatnonzero(theirs != naming.ours[:settled])
+        offset = 0
+        for request, first, full in naming.members:
+            mine = exchanged[(exchanged >= offset) & (exchanged < offset + full - first)]
+            if len(mine):
+                positions = (mine - offset + first).tolist()
+                changed = dict(zip(positions, theirs[mine].tolist(), strict=True))
+                owed = request.owed
+                before = {} if owed is None or owed.told else owed.changed
+                request.owed = Owed({**before, **changed})
+                for position, block in changed.items():
+                    request.table[position] = block
+            offset += full - first
+        self._state.counts.add(duplicates=len(exchanged))
+
+
+__all__ = ["NOTHING", "FullBlocks", "Offloader", "WriteBack"]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Sequence
+from types import NoneType
+from typing import TYPE_CHECKING, Any
 
 from lightcache.cache import Cache
-from lightcache.errors import Detached
+from lightcache.errors import ConfigError, Detached
 from lightcache.layout import Cause
 from lightcache.manager.backend import TransferBackend
 from lightcache.manager.blocks import DeviceTier
@@ -113,4 +114,79 @@ class ManagerState:
             counts.add(**{_STORAGE[name]: count for name, count in counted.items()})
 
 
-__all__ = ["ManagerState"]
+# ---- Checks of a manager's parts
+
+
+def check_parts(host: Any, device: Any, backend: Any, config: Any, storage: Any) -> None:
+    """Check the parts of a manager.
+
+    Raises:
+        ConfigError: a part of another type; a host cache without a transfer backend; a storage
+            without a host cache.
+    """
+    for name, part, kinds in (
+        ("host", host, (Cache, NoneType)),
+        ("device", device, (DeviceTier,)),
+        ("config", config, (ManagerConfig,)),
+    ):
+        if not isinstance(part, kinds):
+            expected = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
+            raise ConfigError(f"{name}: expected a {expected}, found {part!r}")
+    if host is not None and backend is None:
+        raise ConfigError(
+            "backend: expected one, such as EngineBackend(engine), found None; only a manager "
+            "without a host cache moves nothing"
+        )
+    if host is None and storage is not None:
+        raise ConfigError(
+            f"storage: expected None without a host cache, found {storage!r}; storage is read into "
+            "and written from host pages, so give a host cache, of a few pages at least"
+        )
+
+
+def check_blocks(backend: Any, blocks: int, block_tokens: int) -> None:
+    """Check the number of device blocks, if the transfer backend knows the device's slots.
+
+    Raises:
+        ConfigError: more blocks than the device has room for.
+    """
+    slots = getattr(backend, "slots", None)
+    if slots is not None and blocks * block_tokens > slots:
+        raise ConfigError(
+            f"blocks: {blocks} blocks of {block_tokens} tokens are {blocks * block_tokens} slots, "
+            f"and the planes of the transfer engine hold {slots}; give at most "
+            f"{slots // block_tokens} blocks, or describe all of the device's memory"
+        )
+
+
+def storage_of(host: Cache, storage: BaseTier | str | Sequence[str] | None) -> BaseTier | None:
+    """The storage tier. A URL, or several, is opened here as a tier of its own.
+
+    Raises:
+        ConfigError: neither a tier nor a URL, a tier of another cache, or no such URL.
+        StorageError: the storage cannot be opened.
+    """
+    if storage is None:
+        return None
+    from lightcache.storage.tier import (
+        BaseTier,  # not needed without a storage
+        StorageTier,
+    )
+
+    if isinstance(storage, (str, list, tuple)):
+        return StorageTier.open(host, storage)
+    tier: Any = storage
+    if not isinstance(tier, BaseTier):
+        raise ConfigError(
+            "storage: expected a StorageTier, a StorageClient, or a URL such as "
+            f"'disk:/mnt/nvme/cache?capacity=1TiB', found {storage!r}"
+        )
+    if tier.cache.index.segment.uuid != host.index.segment.uuid:
+        raise ConfigError(
+            f"storage: expected a tier of the host cache {host.name!r}, found one of "
+            f"{tier.cache.name!r}"
+        )
+    return tier
+
+
+__all__ = ["ManagerState", "check_blocks", "check_parts", "storage_of"]

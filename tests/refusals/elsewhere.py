@@ -49,6 +49,9 @@ ELSEWHERE = {
     "unit/test_errors_tell.py": {
         "not_installed_is_an_import_error_as_well": ["called what needs a package"]
     },
+    "unit/test_manager_storage.py": {
+        "a_storage_that_hangs_is_closed_when_it_answers": ["closed a manager while"]
+    },
     "unit/test_geometry.py": {
         "bad_input": ["gave groups, planes or states", "gave a rank outside"]
     },

@@ -197,3 +197,28 @@ def test_lines_fit(document: str) -> None:
     lines = text(document).splitlines()
     long = [line for line in lines if len(line) > 118 and not line.startswith(("|", "!["))]
     assert not long
+
+
+PATHS = {
+    "docs/design/manager.md": ("**The walk of a `plan`**", "**The device index**"),
+    "docs/design/storage.md": ("### The path of two pages to the disk", "### Beyond one machine"),
+}
+_PLACE = re.compile(r"`(_?[A-Z]\w*)(?:\.(\w+))?`[^`.;]{0,3}\(?(?:in )?`([\w/]+\.py)`")
+
+
+@pytest.mark.parametrize("document", PATHS)
+def test_paths_through_the_code_name_what_is_there(document: str) -> None:
+    """Each `Class.method` (`file.py`) of a walk is a method of that class in such a file."""
+    begin, end = PATHS[document]
+    path = text(document).partition(begin)[2].partition(end)[0]
+    sources = [
+        each for top in ("lightcache", "kernels", "shm") for each in (ROOT / top).rglob("*.py")
+    ]
+    places = _PLACE.findall(" ".join(path.split()))
+    assert len(places) > 5
+    for kind, method, name in places:
+        found = [each.read_text() for each in sources if str(each).endswith(f"/{name}")]
+        bodies = [body for each in found for body in re.split(r"^(?=class )", each, flags=re.M)]
+        own = [body for body in bodies if re.match(rf"class {kind}\b", body)]
+        assert own, f"no class {kind} in {name}"
+        assert not method or any(f"def {method}(" in body for body in own), f"{kind}.{method}"
