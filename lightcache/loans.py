@@ -22,7 +22,7 @@ from lightcache.errors import ConfigError, InUse, LeaseLost, LightcacheError, Lo
 from lightcache.shm import SharedRing
 from lightcache.shm.clients import describe
 from lightcache.shm.codes import check
-from lightcache.shm.layout import RING_BATCH
+from lightcache.shm.layout import RING_BATCH, RING_HOLD
 from lightcache.shm.locking import Hurried
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ class Loans:
         self._lent: dict[int, Hold] = {}
         self._numbers = itertools.count(secrets.randbits(62))
         # Messages are popped into this memory and stay there until they were worked off.
-        self._out = (ctypes.c_char * (RING_BATCH * ring.message_bytes))()
+        room = max(ring.message_bytes, min(RING_BATCH * ring.message_bytes, RING_HOLD))
+        self._out = (ctypes.c_char * room)()
         self._lengths = (ctypes.c_uint32 * RING_BATCH)(*itertools.repeat(_NONE, RING_BATCH))
         self._data = memoryview(self._out).cast("B")
         lenders = index.core.lenders
@@ -212,8 +213,8 @@ class Loans:
         return sum(int(loan.buffer[0]) for loan in list(self._lent.values()))
 
     def close(self) -> None:
-        """Unpin everything that is lent. The worker may give it back later: that is ignored, by
-        whoever takes this ring next. A second call does nothing."""
+        """Unpin everything that is lent. What the worker gives back later is ignored by the next
+        `Loans` of this ring. A second call does nothing."""
         with self._lock:
             self._end_all()
             self._index.core.lenders.discard(self._reference)
