@@ -22,7 +22,7 @@ from lightcache.errors import ConfigError, InUse, LeaseLost, LightcacheError, Lo
 from lightcache.shm import SharedRing
 from lightcache.shm.clients import describe
 from lightcache.shm.codes import check
-from lightcache.shm.layout import RING_BATCH
+from lightcache.shm.layout import RING_BATCH, RING_HOLD
 from lightcache.shm.locking import Hurried
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ class Loans:
         self._lent: dict[int, Hold] = {}
         self._numbers = itertools.count(secrets.randbits(62))
         # Messages are popped into this memory and stay there until they were worked off.
-        self._out = (ctypes.c_char * (RING_BATCH * ring.message_bytes))()
+        room = max(ring.message_bytes, min(RING_BATCH * ring.message_bytes, RING_HOLD))
+        self._out = (ctypes.c_char * room)()
         self._lengths = (ctypes.c_uint32 * RING_BATCH)(*itertools.repeat(_NONE, RING_BATCH))
         self._data = memoryview(self._out).cast("B")
         lenders = index.core.lenders
@@ -91,7 +92,7 @@ class Loans:
 
     def lend(self, pages: Pages) -> int:
         """Pin these pages once more, for the worker. The caller's own lease stays as it is. Begins
-        with `collect`. Takes no lock but the ring's; some 10 us, and 10 ns a page.
+        with `collect`. Takes no lock but the ring's; about 10 us, and 10 ns a page.
 
         Args:
             pages: pages that this client pins: of a lease.
@@ -124,7 +125,7 @@ class Loans:
     def collect(self) -> int:
         """Unpin what the worker has given back; all, if it has left the index or died. Takes the
         ring's lock if something is in the ring, and leaves it for the next call if another holds
-        the lock for a millisecond. 2 us, and about as much for each message.
+        the lock for a millisecond. About 4 us, and 1 to 2 us for each message.
 
         Returns:
             The number of pages unpinned.
@@ -212,8 +213,8 @@ class Loans:
         return sum(int(loan.buffer[0]) for loan in list(self._lent.values()))
 
     def close(self) -> None:
-        """Unpin everything that is lent. The worker may give it back later: that is ignored, by
-        whoever takes this ring next. A second call does nothing."""
+        """Unpin everything that is lent. What the worker gives back later is ignored by the next
+        `Loans` of this ring. A second call does nothing."""
         with self._lock:
             self._end_all()
             self._index.core.lenders.discard(self._reference)
@@ -247,8 +248,8 @@ class GiveBack:
 
     def put(self, number: int, pages: Pages | None = None) -> None:
         """Give these pages of a loan back. What does not fit into the ring, or finds its lock taken
-        for a millisecond, waits in this object for the next `put` or `flush`. 4 us for a loan, and
-        about 1 us for each 62 pages that are named.
+        for a millisecond, waits in this object for the next `put` or `flush`. About 6 us, and 1 us
+        for each message: each 62 pages, with those of 256 bytes.
 
         Args:
             number: of the loan, as `Loans.lend` returned it.

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from lightcache._arguments import Generations, Keys, Pages
 from lightcache.groups import Group, GroupSet, Rule
+from lightcache.loans import GiveBack, Loans
 from lightcache.page_index import PageIndex, geometry
+from lightcache.shm import SharedRing
 from lightcache_bench import Row, _baseline, _others, meets
 from lightcache_bench._pool import PROMPT, keys_of
 from lightcache_bench._timing import Case, clocked, clocked_cpu, interleaved, median, spread
@@ -142,6 +146,57 @@ def one_page(index: PageIndex, quick: bool) -> Iterator[Row]:
         found["empty"] / calls,
         "<= 5",
     )
+
+
+def by_number(index: PageIndex, quick: bool) -> Iterator[Row]:
+    """pin + release of pages whose numbers and generations were told, against match + release of
+    the same; and a loan: lend, give back (as a whole, or page by page) and collect. Hot."""
+    opened = partial(SharedRing.open, f"{index.name}.ring", capacity=1024, message_bytes=256)
+    with (
+        PageIndex.attach(index.name) as worker,
+        opened() as ours,
+        opened() as theirs,
+        Loans(index, ours, worker.client_id) as loans,
+    ):
+        gives = GiveBack(theirs)
+        for n in (1, 256):
+            keys = keys_of(1000, PROMPT)[:n].copy()
+            with index.match(keys) as lease:
+                pages, generations = lease.pages.copy(), index.generations(lease.pages)
+                yield from _by_number(index, worker, loans, gives, keys, pages, generations, quick)
+
+
+def _by_number(
+    index: PageIndex,
+    worker: PageIndex,
+    loans: Loans,
+    gives: GiveBack,
+    keys: Keys,
+    pages: Pages,
+    generations: Generations,
+    quick: bool,
+) -> Iterator[Row]:
+    def whole(_: int) -> None:
+        gives.put(loans.lend(pages))
+        loans.collect()
+
+    def by_page(_: int) -> None:
+        gives.put(loans.lend(pages), pages)
+        loans.collect()
+
+    cases = {
+        "match": clocked(lambda _: index.match(keys).release()),
+        "pin": clocked(lambda _: worker.pin(pages, generations).release()),
+        "whole": clocked(whole),
+        "page": clocked(by_page),
+    }
+    found = interleaved(cases, 300 if quick else 5000)
+    params = {"pages": index.pages, "keys": len(pages), "state": "hot"}
+    baseline = "match + release of the same"
+    yield against("pin + release by number", params, found["pin"], baseline, found["match"], None)
+    for case, name in (("whole", "as a whole"), ("page", "page by page")):
+        shown = {**params, **spread(found[case])}
+        yield Row(f"lend, give back {name}, collect", shown, median(found[case]))
 
 
 def alternatives(index: PageIndex, prompts: int, quick: bool) -> Iterator[Row]:

@@ -44,6 +44,7 @@ def rows(quick: bool) -> Iterator[Row]:
             yield from _latency.lookups(index, prompts, quick)
             yield from _latency.groups(index, prompts, quick)
             yield from _latency.one_page(index, quick)
+            yield from _latency.by_number(index, quick)
             yield from _latency.alternatives(index, prompts, quick)
             yield from _latency.queue(index, prompts, quick)
             yield from _contention.tail_rows(index, min(prompts, 50), quick)

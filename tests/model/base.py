@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 from model.index_model import (
     CacheScope,
     Handoff,
+    Page,
     Violation,
     Writing,
 )
@@ -20,6 +21,7 @@ from lightcache import (
     PageIndex,
     Ticket,
 )
+from lightcache._arguments import Generations
 from lightcache.namespaces import Namespace
 
 CLIENTS = 3
@@ -102,6 +104,8 @@ class MachineBase(RuleBasedStateMachine):
         self.held: list[Held] = []
         self.given: list[Given] = []
         self.planned: dict[tuple[int, int], Planned] = {}
+        self.told: list[tuple[list[int], Generations, list[Page | None]]] = []
+        """Pages that a client pinned when it told others their numbers and generations."""
         self.opened: dict[CacheScope, Namespace] = {}
         self.refs: set[int] = set()
 

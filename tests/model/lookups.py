@@ -14,9 +14,11 @@ from model.base import (
     paths,
     pick,
 )
+from model.index_model import Page
 from support import keys as make
 
 from lightcache import (
+    Lease,
     LeaseLost,
     WaitTimeout,
 )
@@ -108,6 +110,49 @@ class LookupRules(MachineBase):
             self.held.append(Held(client, part, part.pages.tolist()))
         assert at == len(numbers)
         self.expect_lost(batch.release, LeaseLost)
+
+    # ---- by number
+
+    def living(self, numbers: list[int]) -> list[Page | None]:
+        """The ready page of each number; None: none."""
+        now = {page.number: page for page in self.model.named() if page.state == "ready"}
+        return [now.get(number) for number in numbers]
+
+    @precondition(lambda self: self.of(Lease))
+    @rule(number=pick)
+    def tell(self, number: int) -> None:
+        held = self.choose(self.of(Lease), number)
+        pages, numbers = self.living(held.pages), np.array(held.pages, np.int32)
+        if None in pages:
+            self.expect_lost(lambda: held.client.index.generations(numbers), LeaseLost)
+        else:
+            self.told.append((list(held.pages), held.client.index.generations(numbers), pages))
+
+    @precondition(lambda self: self.told)
+    @rule(number=pick, which=pick, part=pick)
+    def pin_by_number(self, number: int, which: int, part: int) -> None:
+        client = self.client(number)
+        numbers, generations, pages = self.choose(self.told, which)
+        some = slice(part % 3, None)
+        numbers, generations, pages = numbers[some], generations[some], pages[some]
+        now, tick = self.living(numbers), self.view.clock + 1
+        same = all(page is told for page, told in zip(now, pages, strict=True))
+        if same and len({page.space.id for page in pages}) < 2:
+            lease = client.index.pin(np.array(numbers, np.int32), generations)
+            assert lease.pages.tolist() == numbers
+            for page in pages:
+                page.tick = tick
+            self.model.pin(client.slot, numbers)
+            self.held.append(Held(client, lease, numbers))
+            return
+        self.expect_lost(
+            lambda: client.index.pin(np.array(numbers, np.int32), generations), LeaseLost
+        )
+        raw = self.view.pages()
+        for page in now:  # those before the one that was refused may count as used
+            if page is not None:
+                assert raw[page.number].tick in (page.tick, tick)
+                page.tick = raw[page.number].tick
 
     @rule(number=pick, path=paths)
     def wait(self, number: int, path: list[int]) -> None:

@@ -259,6 +259,13 @@ def test_integration_of_ranks(
     ]
 
 
+def test_integration_by_page_number(segment_name: str) -> None:
+    begin, end = "### A worker that is told page numbers", "## Add an engine"
+    space = run("docs/integration.md", segment_name, begin, end)
+    assert space["worker"].copied == space["pages"].tolist()
+    assert len(space["pages"]) == 8
+
+
 def test_integration_hybrid(engines: list[Any], segment_name: str) -> None:
     torch = pytest.importorskip("torch")
     conv = [torch.zeros((9, 24, 3), dtype=torch.bfloat16) for _ in range(3)]

@@ -73,6 +73,23 @@ def test_ring_equals_a_deque(segment_name, capacity):
         run()
 
 
+def test_messages_are_popped_into_memory_of_the_caller(ring):
+    out, lengths = (ctypes.c_char * (2 * BYTES))(), (ctypes.c_uint32 * 3)(7, 7, 7)
+    assert ring.pop_into(out, lengths) == 0
+    assert list(lengths) == [7, 7, 7]
+    messages = [b"one", b"", b"x" * BYTES, b"y" * BYTES]
+    assert ring.push_many(messages) == 4
+    assert ring.pop_into(out, lengths) == 3  # as many as there are lengths
+    assert list(lengths) == [3, 0, BYTES]
+    assert out.raw[: 3 + BYTES] == b"one" + b"x" * BYTES
+    assert ring.push_many(messages[2:]) == 2
+    assert ring.pop_into(out, lengths) == 2  # as many as there is room for
+    assert drain(ring) == messages[3:]
+    refused(errors.ConfigError, "room for a message", ring.pop_into, out, (ctypes.c_uint32 * 0)())
+    short = (ctypes.c_char * (BYTES - 1))()
+    refused(errors.ConfigError, f"{BYTES - 1} bytes", ring.pop_into, short, lengths)
+
+
 def test_messages_outlive_their_producer(segment_name):
     sizes = {"capacity": CAPACITY, "message_bytes": BYTES, "lifetime": "persistent"}
     with shm.SharedRing.create(segment_name, **sizes) as ring:
