@@ -21,6 +21,7 @@ from lightcache_bench import (
     _gpu_beside,
     _gpu_device,
     _gpu_interface,
+    _gpu_layers,
     _gpu_many,
     _gpu_pinning,
     _gpu_rates,
@@ -43,8 +44,9 @@ PARTS: dict[int, Part] = {
     10: _gpu_many.several_devices,
     11: _gpu_states.state_copies,
     12: _gpu_rates.states_in_parts,
+    13: _gpu_layers.layer_loads,
 }
-WITHOUT_DEVICE = (1, 2, 5, 6, 7, 12)
+WITHOUT_DEVICE = (1, 2, 5, 6, 7, 12, 13)
 
 
 def rows(quick: bool, only: str | None = None) -> Iterator[Row]:

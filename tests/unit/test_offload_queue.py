@@ -19,6 +19,7 @@ from support.scripts import with_support
 
 from lightcache import (
     Abandoned,
+    Cache,
     ConfigError,
     Detached,
     LeaseLost,
