@@ -127,6 +127,15 @@ ELSEWHERE = {
     "unit/test_segment.py": {
         "open_refuses_or_replaces_what_differs": ["replaced or removed one that"]
     },
+    "unit/test_families.py": {
+        "a_name_has_the_model_and_a_digest": ["asked for a name of no model"],
+        "a_family_has_the_size_of_its_creator": ["gave a family that is no text"],
+        "one_in_use_stays_and_its_memory_comes_later": [
+            "created a cache for which there is no room"
+        ],
+    },
+    "unit/test_measured_layout.py": {"what_is_refused": ["measured a layout with fewer"]},
+    "unit/test_sharing.py": {"other_options_are_named": ["shared a client with other options"]},
     "unit/test_segment_clients.py": {"more_clients_than_slots": ["attached a 64th client"]},
     "unit/test_segment_limits.py": {
         "waiting_for_a_byte_ends": ["another process creates or removes"],

@@ -280,6 +280,13 @@ def test_router(segment_name: str) -> None:
     assert space["choice"].device_pages == 0
 
 
+def test_operating(engines: list[Any], segment_name: str) -> None:
+    instead = {"meta-llama/Llama-3-8B": segment_name, "64MiB": "4MiB"}
+    space = run("docs/guides/operating.md", segment_name, instead=instead)
+    assert len(space["cache"].clients()) == 1
+    assert space["name"][: -len("-12345678")] == segment_name
+
+
 @pytest.mark.models
 def test_transformers(engines: list[Any], segment_name: str) -> None:
     pytest.importorskip("transformers")
