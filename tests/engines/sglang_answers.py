@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 
+import contracts
 import sglang
 import tiny_llama
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 import lightcache
 
@@ -38,7 +40,13 @@ def main() -> None:
     cached = [output["meta_info"]["cached_tokens"] for output in outputs]
     cache.close()
     engine.shutdown()
-    print(json.dumps({"answers": answers, "cached": cached, "where": lightcache.__file__}))
+    facts = {
+        "answers": answers,
+        "cached": cached,
+        "where": lightcache.__file__,
+        "contract": contracts.parameters([UnifiedCacheLinker], contracts.SGLANG),
+    }
+    print(json.dumps(facts))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 
 import pytest
+from engines import contracts
 
 pytestmark = pytest.mark.engines
 
@@ -17,4 +18,5 @@ def test_it_starts_and_answers(in_engine: Callable[..., str], segment_name: str)
     assert len(first) == 4
     assert second == first
     assert said["cached"] == [0, 288]
+    assert said["contract"] == contracts.SGLANG
     assert said["where"].startswith(os.environ["LIGHTCACHE_ENGINE_PATH"])

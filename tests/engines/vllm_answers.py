@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 
+import contracts
 import tiny_llama
 from vllm import LLM, SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 import lightcache
 
@@ -31,7 +33,14 @@ def main() -> None:
     outputs = [engine.generate([ask], how, use_tqdm=False)[0] for _ in range(2)]
     answers = [list(output.outputs[0].token_ids) for output in outputs]
     cached = [output.num_cached_tokens for output in outputs]
-    print(json.dumps({"answers": answers, "cached": cached, "where": lightcache.__file__}))
+    owners = (base.KVConnectorBase_V1, base.SupportsHMA)
+    facts = {
+        "answers": answers,
+        "cached": cached,
+        "where": lightcache.__file__,
+        "contract": contracts.parameters(owners, contracts.VLLM),
+    }
+    print(json.dumps(facts))
     cache.close()
 
 
