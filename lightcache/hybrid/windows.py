@@ -29,13 +29,14 @@ from lightcache.group_index import GroupIndex
 from lightcache.groups import Group, GroupSet, Rule
 from lightcache.hashing import KeySpec, Tokens
 from lightcache.hybrid.checkpoints import Checkpoints, Tier
-from lightcache.hybrid.manager import HybridLoadHandle, loaded_well
+from lightcache.hybrid.manager import HybridLoadHandle, loaded_well, of_kv
+from lightcache.hybrid.planning import kv_up_to
 from lightcache.layout import KeyStatus
 from lightcache.leases import Allocation, Lease, NamingResult
 from lightcache.manager.backend import TransferBackend
 from lightcache.manager.blocks import NONE, ManagedBlocks
 from lightcache.manager.limits import nothing
-from lightcache.manager.lookup import LookupBatch, LookupRequest, begin_when_read
+from lightcache.manager.lookup import LookupRequest, begin_when_read
 from lightcache.manager.manager import KVCacheManager, check_blocks
 from lightcache.manager.request import (
     ANY,
@@ -51,6 +52,7 @@ from lightcache.manager.request import (
     check_hashable,
     slots_of,
 )
+from lightcache.manager.stats import TierCapacity, TierGauges
 from lightcache.manager.transfers import BlockTransfer
 from lightcache.namespaces import Namespace
 from lightcache.page_index import PageIndex
@@ -250,6 +252,14 @@ class WindowStats:
 
 _NAMES = frozenset(each.name for each in fields(WindowStats)) - {"groups"}
 _OF_GROUPS = tuple(each.name for each in fields(GroupHits))
+
+
+@dataclass(frozen=True)
+class WindowGauges(TierGauges):
+    """Current room. `device` is full attention's; requests and transfers are of all groups."""
+
+    windows: Mapping[str, TierCapacity] = field(default_factory=dict)
+    """Blocks of the device, by name of a rule."""
 
 
 # ---- Running requests
@@ -744,11 +754,7 @@ class WindowManager:
         sides = [[] for _ in self.windows] if space is None else self._sides_of(space, options)
         while True:
             position, limit = self._deepest(prompt, sides, position, limit)
-            if pin:
-                batch = LookupBatch(((request, lookup.up_to(position)),), None)
-                (planned,) = self.manager.lookup.plan(batch, {prompt.tenant: space})
-            else:
-                (planned,) = self.manager.peek_many([prompt], options=[options], limits=[position])
+            planned = kv_up_to(self.manager, request, lookup.up_to(position), None, space, pin=pin)
             if planned.usable < position:
                 position, limit = planned.usable // unit * unit, PREFIX
                 continue
@@ -1290,6 +1296,23 @@ class WindowManager:
                 self._look_at_leaving()
                 self._free()
 
+    # Copies are of both, and what windows have of cleared weights or tenants is not found.
+    begin_update = of_kv(KVCacheManager.begin_update)
+    finish_update = of_kv(KVCacheManager.finish_update)
+    clear_tenant = of_kv(KVCacheManager.clear_tenant)
+    pause = of_kv(KVCacheManager.pause)
+    resume = of_kv(KVCacheManager.resume)
+
+    def gauges(self) -> WindowGauges:
+        """Current room in each tier, requests and transfers. Takes no lock of another process.
+
+        Raises:
+            Detached: the host cache is closed.
+        """
+        with self._lock:
+            rooms = {window.rule.name: window.room() for window in self.windows}
+            return WindowGauges(**vars(self.manager.gauges()), windows=rooms)
+
     @property
     def leaving(self) -> int:
         """Number of ended requests whose blocks of windows a load still writes."""
@@ -1337,4 +1360,11 @@ class WindowManager:
             self.poll()
 
 
-__all__ = ["GroupHits", "WindowBlocks", "WindowManager", "WindowMatch", "WindowStats"]
+__all__ = [
+    "GroupHits",
+    "WindowBlocks",
+    "WindowGauges",
+    "WindowManager",
+    "WindowMatch",
+    "WindowStats",
+]
