@@ -9,7 +9,8 @@ from lightcache.hybrid.opening import open_hybrid, open_states
 from lightcache.hybrid.planning import HybridMatch
 from lightcache.hybrid.saving import Drafts, Features, Grid, HybridConfig, RequestSlots, SavePolicy
 from lightcache.hybrid.tables import state_block_tables
-from lightcache.hybrid.windows import WindowBlocks, WindowManager, WindowMatch, WindowStats
+from lightcache.hybrid.window_blocks import WindowBlocks
+from lightcache.hybrid.windows import WindowManager, WindowMatch, WindowStats
 
 __all__ = [
     "CheckpointStats",

@@ -7,7 +7,16 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Literal,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    overload,
+)
 
 import numpy as np
 
@@ -490,13 +499,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _of_kv(
+class Joined(Protocol):
+    """A manager that joins KV with other groups."""
+
+    manager: KVCacheManager
+
+
+def of_kv(
     method: Callable[Concatenate[KVCacheManager, P], R],
-) -> Callable[Concatenate[HybridManager, P], R]:
-    """A method of a hybrid manager that is the KV manager's method of that name."""
+) -> Callable[Concatenate[Joined, P], R]:
+    """A method of a manager of several groups that is the KV manager's method of that name."""
 
     @wraps(method)
-    def call(self: HybridManager, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: Joined, /, *args: P.args, **kwargs: P.kwargs) -> R:
         result: R = getattr(self.manager, method.__name__)(*args, **kwargs)
         return result
 
@@ -738,14 +753,14 @@ class HybridManager:
 
     # ---- running
 
-    allocate = _of_kv(KVCacheManager.allocate)
-    can_allocate = _of_kv(KVCacheManager.can_allocate)
-    commit = _of_kv(KVCacheManager.commit)
-    commit_many = _of_kv(KVCacheManager.commit_many)
-    wait_blocks = _of_kv(KVCacheManager.wait_blocks)
-    evicted = _of_kv(KVCacheManager.evicted)
-    evicting = _of_kv(KVCacheManager.evicting)
-    demote = _of_kv(KVCacheManager.demote)
+    allocate = of_kv(KVCacheManager.allocate)
+    can_allocate = of_kv(KVCacheManager.can_allocate)
+    commit = of_kv(KVCacheManager.commit)
+    commit_many = of_kv(KVCacheManager.commit_many)
+    wait_blocks = of_kv(KVCacheManager.wait_blocks)
+    evicted = of_kv(KVCacheManager.evicted)
+    evicting = of_kv(KVCacheManager.evicting)
+    demote = of_kv(KVCacheManager.demote)
 
     def restore(
         self,

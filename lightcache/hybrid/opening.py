@@ -13,7 +13,8 @@ from lightcache._arguments import count
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError
 from lightcache.hybrid.checkpoints import Checkpoints
-from lightcache.hybrid.windows import APART, EVERY, WindowBlocks, WindowManager, is_window
+from lightcache.hybrid.window_blocks import WindowBlocks, is_window
+from lightcache.hybrid.windows import APART, EVERY, WindowManager
 from lightcache.kernels import layouts
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane, waste_of
 from lightcache.kernels.groups import Rule

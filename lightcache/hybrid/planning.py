@@ -232,6 +232,27 @@ class HybridPlan:
 # ---- Plans of waiting requests
 
 
+def kv_up_to(
+    manager: KVCacheManager,
+    request: Hashable,
+    lookup: LookupRequest,
+    device_tokens: Sequence[int] | None,
+    space: CacheScope | None,
+    *,
+    pin: bool,
+) -> PrefixMatch:
+    """The KV of a request up to its limit, planned by its manager, or only looked at."""
+    if pin:
+        batch = LookupBatch(((request, lookup),), device_tokens)
+        (kv,) = manager.lookup.plan(batch, {lookup.prompt.tenant: space})
+    else:
+        prompt, options, limit = lookup
+        (kv,) = manager.peek_many(
+            [prompt], options=[options], limits=[limit], device_tokens=device_tokens
+        )
+    return kv
+
+
 class HybridPlanner:
     """The plans of one `HybridManager`. Its lock is held around every call."""
 
@@ -301,29 +322,16 @@ class HybridPlanner:
         Args:
             every: all KV of the prompts, as peeked.
         """
-        manager, step, plans = self._parts.manager, self._parts.step, []
-        where = self._parts.where
+        step, where, plans = self._parts.step, self._parts.where, []
         wheres = {tenant: where(tenant) for tenant in {prompt.tenant for prompt in prompts}}
         for i, (kv, prompt) in enumerate(zip(every, prompts, strict=True)):
-            lookup = LookupRequest(prompt, options[i].within(manager.tiers))
+            lookup = LookupRequest(prompt, options[i].within(self._parts.manager.tiers))
             tokens = None if device_tokens is None else device_tokens[i]
             plan = self._new(lookup, tokens, wheres[prompt.tenant])
             plan.kv = kv
             self._choose(plan, kv.usable // step)
+            self._agree(i, plan, pin=False)
             plans.append(plan)
-        rest = plans
-        while rest:  # as `_agree`: an earlier checkpoint where KV up to it is not usable
-            matches = manager.peek_many(
-                [plan.asked.prompt for plan in rest],
-                options=[plan.asked.options for plan in rest],
-                limits=[self.position(plan) for plan in rest],
-                device_tokens=[plan.given for plan in rest if plan.given is not None] or None,
-            )
-            for plan, kv in zip(rest, matches, strict=True):
-                plan.planned = kv
-            rest = [plan for plan in rest if plan.planned.usable < self.position(plan)]
-            for plan in rest:
-                self._choose(plan, min(self.position(plan) - step, plan.planned.usable) // step)
         return [self._match(plan) for plan in plans]
 
     # ---- the usable part
@@ -341,22 +349,26 @@ class HybridPlanner:
             self._look_beyond(request, plan)
         self._read(plan)
 
-    def _agree(self, request: Hashable, plan: HybridPlan) -> None:
+    def _agree(self, request: Hashable, plan: HybridPlan, *, pin: bool = True) -> None:
         """Pin the checkpoint, and plan KV up to it. If KV is shorter now, or the checkpoint is
-        gone, try the checkpoint before it; each turn tries an earlier one."""
+        gone, try the checkpoint before it; each turn tries an earlier one.
+
+        Args:
+            pin: False: only look.
+        """
         parts, ttl = self._parts, plan.asked.options.ttl or self._parts.manager.config.plan_ttl
         while True:
-            while plan.found is not None and plan.path is not None:
+            while pin and plan.found is not None and plan.path is not None:
                 if parts.checkpoints.plan(request, plan.path, plan.found, ttl):
                     break
                 self._choose(plan, plan.found[1] - 1)
             else:
-                parts.checkpoints.cancel(request)
+                if pin:
+                    parts.checkpoints.cancel(request)
             position = self.position(plan)
             lookup = plan.asked.up_to(position)
             tokens = None if plan.given is None else (plan.given,)
-            batch = LookupBatch(((request, lookup),), tokens)
-            (kv,) = parts.manager.lookup.plan(batch, {lookup.prompt.tenant: plan.space})
+            kv = kv_up_to(parts.manager, request, lookup, tokens, plan.space, pin=pin)
             plan.planned = kv
             if plan.found is None or kv.usable >= position:
                 return

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from lightcache._arguments import Keys, Pages, count
-from lightcache._together import assign, together
+from lightcache._together import together
 from lightcache.errors import (
     Abandoned,
     ConfigError,
@@ -29,17 +29,16 @@ from lightcache.group_index import GroupIndex
 from lightcache.groups import Group, GroupSet, Rule
 from lightcache.hashing import KeySpec, Tokens
 from lightcache.hybrid.checkpoints import Checkpoints, Tier
-from lightcache.hybrid.manager import HybridLoadHandle, loaded_well
-from lightcache.layout import KeyStatus
+from lightcache.hybrid.manager import HybridLoadHandle, loaded_well, of_kv
+from lightcache.hybrid.planning import kv_up_to
+from lightcache.hybrid.window_blocks import WindowBlocks, WindowTable
 from lightcache.leases import Allocation, Lease, NamingResult
-from lightcache.manager.backend import TransferBackend
 from lightcache.manager.blocks import NONE, ManagedBlocks
 from lightcache.manager.limits import nothing
-from lightcache.manager.lookup import LookupBatch, LookupRequest, begin_when_read
+from lightcache.manager.lookup import LookupRequest, begin_when_read
 from lightcache.manager.manager import KVCacheManager
 from lightcache.manager.request import (
     ANY,
-    HELD,
     PINNED,
     CacheScope,
     Delivery,
@@ -51,12 +50,11 @@ from lightcache.manager.request import (
     check_hashable,
     slots_of,
 )
-from lightcache.manager.state import check_blocks
+from lightcache.manager.stats import TierCapacity, TierGauges
 from lightcache.manager.transfers import BlockTransfer
 from lightcache.namespaces import Namespace
-from lightcache.page_index import PageIndex
 from lightcache.prompt import TokenIds
-from lightcache.runs import PLAIN, Run
+from lightcache.runs import PLAIN
 from lightcache.shm.locking import Hurried
 
 if TYPE_CHECKING:
@@ -71,92 +69,6 @@ APART = (
 """What to do for a model with states and windows."""
 EVERY = 4096
 """Default distance of saved positions, in tokens."""
-_KEPT = (KeyStatus.NEW, KeyStatus.PRESENT)
-
-
-# ---- The device blocks of one rule
-
-
-def is_window(rule: object) -> bool:
-    """Whether it is a rule of pages with tokens, other than full attention's."""
-    return type(rule) is Rule and rule not in (Rule.prefix(), Rule.point())
-
-
-class WindowBlocks(ManagedBlocks):
-    """Device blocks of the layers with one rule, a window or a chunk, which a `WindowManager`
-    allocates. Full ones are found by the keys of their tokens, and evicted by last use alone."""
-
-    independent = True
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        rule: Rule,
-        block_tokens: int,
-        blocks: int,
-        backend: TransferBackend | None = None,
-        run: Run = PLAIN,
-        role: str = "scheduler",
-        lock_timeout: float = 1.0,
-    ) -> None:
-        """Creates the index. The caller closes it, after the managers.
-
-        Args:
-            name, block_tokens, blocks, role, lock_timeout: as for `ManagedBlocks`.
-            rule: what these layers need: `Rule.window` or `Rule.chunk`.
-            backend: moves bytes between these blocks and host pages; None: they stay on the device.
-            run: how a page of these layers lies in the host cache, with a backend: the number of
-                the group there, which no other layers have, and the pages that it takes.
-
-        Raises:
-            ConfigError: another rule, a backend without a run, or more blocks than it has room for.
-            Otherwise as `ManagedBlocks`.
-        """
-        if not is_window(rule):
-            raise ConfigError(
-                f"rule: expected Rule.window(tokens) or Rule.chunk(tokens), found {rule!r}; blocks "
-                "of full attention are ManagedBlocks, states have Checkpoints"
-            )
-        if (backend is None) != (run == PLAIN):
-            raise ConfigError(
-                f"run: expected one with a group from 1 on together with a backend, found {run} "
-                f"and backend {backend!r}; group 0 is full attention"
-            )
-        check_blocks(backend, blocks, block_tokens)
-        self.rule, self.backend, self.run = rule, backend, run
-        super().__init__(
-            name, block_tokens=block_tokens, blocks=blocks, role=role, lock_timeout=lock_timeout
-        )
-
-    def _began(self) -> None:
-        self._beside: dict[tuple[str, str], Namespace] = {}
-
-    @property
-    def open_index(self) -> PageIndex:
-        """The index.
-
-        Raises:
-            ConfigError: it is closed.
-        """
-        if self.index is None:
-            raise ConfigError(f"the window blocks {self.name!r} are closed; make others")
-        return self.index
-
-    def beside(self, kv: Namespace) -> Namespace:
-        """The namespace for the weights and tenant of a namespace of KV. If KV was cleared since,
-        or has other weights, what these blocks had of that is forgotten.
-
-        Raises:
-            OutOfPages, LockTimeout: as `PageIndex.namespace`.
-        """
-        names = kv.weights, kv.tenant
-        if self._beside.get(names) != kv:
-            for weights in {known for known, _ in self._spaces} - {kv.weights}:
-                self.clear_weights(weights)
-            self.clear_tenant(*names)
-            self._beside[names] = kv
-        return self.space(*names)
 
 
 # ---- Matches and figures
@@ -253,72 +165,15 @@ _NAMES = frozenset(each.name for each in fields(WindowStats)) - {"groups"}
 _OF_GROUPS = tuple(each.name for each in fields(GroupHits))
 
 
+@dataclass(frozen=True)
+class WindowGauges(TierGauges):
+    """Current room. `device` is full attention's; requests and transfers are of all groups."""
+
+    windows: Mapping[str, TierCapacity] = field(default_factory=dict)
+    """Blocks of the device, by name of a rule."""
+
+
 # ---- Running requests
-
-
-@dataclass(eq=False)
-class _Table:
-    """Blocks of one rule for one request."""
-
-    window: WindowBlocks
-    blocks: Pages
-    """By number of the block in the sequence; -1 before `begin`. Replaced, never changed: the
-    engine has it."""
-    kind: bytearray
-    """HELD or PINNED, of each."""
-    begin: int
-    """The first block that it has."""
-    named: int
-    """Blocks before this were named, or their naming was tried."""
-    host: Lease | None = None
-    """Host pages that were found, until they are loaded."""
-    naming: tuple[NamingResult, int] | None = None
-    """A naming whose result is not in the table yet, and its first block."""
-
-    def grow(self, tokens: int) -> None:
-        """Add blocks up to so many tokens. Raises OutOfPages; nothing changed."""
-        missing = -(-tokens // self.window.block_tokens) - len(self.blocks)
-        if missing > 0:
-            fresh = self.window.hold(missing)
-            blocks = np.concatenate([self.blocks, fresh.pages])
-            kind = self.kind + bytes([HELD]) * missing
-            assign((self, self, fresh), ("blocks", "kind", "ended"), (blocks, kind, True))
-
-    def settle(self) -> dict[int, int]:
-        """Note what a naming has done. Returns blocks that were exchanged, by position."""
-        if self.naming is None:
-            return {}
-        naming, first = self.naming
-        end = first + naming.settled
-        kind, blocks = bytearray(self.kind), self.blocks.copy()
-        kind[first:end] = bytes(
-            PINNED if status in _KEPT else HELD for status in naming.status[: end - first]
-        )
-        blocks[first:end] = naming.pages[: end - first]
-        changed = np.flatnonzero(blocks != self.blocks)
-        values = blocks, kind, max(end, self.named), None
-        assign((self,) * 4, ("blocks", "kind", "named", "naming"), values)
-        return dict(zip(changed.tolist(), blocks[changed].tolist(), strict=True))
-
-    def give_back(self, end: int) -> Allocation | None:
-        """Give back the blocks before this one. Returns those without a key, to be freed."""
-        end, core = min(end, len(self.blocks)), self.window.open_index.core
-        if end <= self.begin:
-            return None
-        given = self.blocks[self.begin : end]
-        kinds = np.frombuffer(bytes(self.kind[self.begin : end]), np.uint8)
-        pinned, take_pinned = Lease.attached_to(core, given[kinds == PINNED])
-        held, take_held = Allocation.attached_to(core, given[kinds == HELD])
-        left = self.blocks.copy()
-        left[:end] = -1
-        together(
-            partial(setattr, self, "blocks", left),
-            partial(setattr, self, "begin", end),
-            take_pinned,
-            take_held,
-        )
-        pinned.close()
-        return held
 
 
 @dataclass(eq=False)
@@ -328,7 +183,7 @@ class _Running:
     inner: Request
     """Its request in the KV manager."""
     match: WindowMatch
-    tables: list[_Table]
+    tables: list[WindowTable]
     positions: list[int]
     """The position with which it began, and those that were saved, ascending."""
     published: int = -1
@@ -745,11 +600,7 @@ class WindowManager:
         sides = [[] for _ in self.windows] if space is None else self._sides_of(space, options)
         while True:
             position, limit = self._deepest(prompt, sides, position, limit)
-            if pin:
-                batch = LookupBatch(((request, lookup.up_to(position)),), None)
-                (planned,) = self.manager.lookup.plan(batch, {prompt.tenant: space})
-            else:
-                (planned,) = self.manager.peek_many([prompt], options=[options], limits=[position])
+            planned = kv_up_to(self.manager, request, lookup.up_to(position), None, space, pin=pin)
             if planned.usable < position:
                 position, limit = planned.usable // unit * unit, PREFIX
                 continue
@@ -960,7 +811,7 @@ class WindowManager:
                 ours.append(lease)
                 blocks, lease = np.concatenate([blocks, lease.pages]), None
             kind = bytearray([PINNED]) * len(blocks)
-            tables.append(_Table(window, blocks, kind, begin, len(blocks), lease))
+            tables.append(WindowTable(window, blocks, kind, begin, len(blocks), lease))
         positions = [match.usable] if match.usable else []
         running = _Running(self.manager.request(request), match, tables, positions)
         running.inner.sound = running.sound
@@ -1030,7 +881,7 @@ class WindowManager:
                     self._load(running, table, table.host)
             return HybridLoadHandle(running.match.usable, kv, running.loads)
 
-    def _load(self, running: _Running, table: _Table, lease: Lease) -> None:
+    def _load(self, running: _Running, table: WindowTable, lease: Lease) -> None:
         window, end = table.window, running.match.usable
         slots = slots_of(table.blocks, window.block_tokens, self.start(window.rule, end), end)
         assert window.backend is not None
@@ -1135,7 +986,7 @@ class WindowManager:
         due.update([full] if last else [], [running.match.branching or 0])
         return sorted(position for position in due if saved < position <= full)
 
-    def _name(self, running: _Running, table: _Table, space: CacheScope, limit: int) -> None:
+    def _name(self, running: _Running, table: WindowTable, space: CacheScope, limit: int) -> None:
         """Give the full blocks up to so many tokens their keys."""
         window, first = table.window, max(table.named, table.begin)
         full = min(limit // window.block_tokens, len(table.blocks))
@@ -1151,7 +1002,9 @@ class WindowManager:
         finally:
             running.settle()
 
-    def _save(self, running: _Running, table: _Table, space: CacheScope, position: int) -> None:
+    def _save(
+        self, running: _Running, table: WindowTable, space: CacheScope, position: int
+    ) -> None:
         """Write the pages that a position needs to the host, except those that are there."""
         window, inner, options = table.window, running.inner, running.inner.options
         begin, block = self.start(window.rule, position), window.block_tokens
@@ -1203,7 +1056,7 @@ class WindowManager:
             self._give_back(table, self.start(window.rule, running.inner.total))
             self._count(freed_blocks=table.begin - begin)
 
-    def _give_back(self, table: _Table, tokens: int) -> None:
+    def _give_back(self, table: WindowTable, tokens: int) -> None:
         held = table.give_back(tokens // table.window.block_tokens)
         if held is not None:
             self._unfreed.append(held)
@@ -1291,6 +1144,23 @@ class WindowManager:
                 self._look_at_leaving()
                 self._free()
 
+    # Copies are of both, and what windows have of cleared weights or tenants is not found.
+    begin_update = of_kv(KVCacheManager.begin_update)
+    finish_update = of_kv(KVCacheManager.finish_update)
+    clear_tenant = of_kv(KVCacheManager.clear_tenant)
+    pause = of_kv(KVCacheManager.pause)
+    resume = of_kv(KVCacheManager.resume)
+
+    def gauges(self) -> WindowGauges:
+        """Current room in each tier, requests and transfers. Takes no lock of another process.
+
+        Raises:
+            Detached: the host cache is closed.
+        """
+        with self._lock:
+            rooms = {window.rule.name: window.room() for window in self.windows}
+            return WindowGauges(**vars(self.manager.gauges()), windows=rooms)
+
     @property
     def leaving(self) -> int:
         """Number of ended requests whose blocks of windows a load still writes."""
@@ -1338,4 +1208,10 @@ class WindowManager:
             self.poll()
 
 
-__all__ = ["GroupHits", "WindowBlocks", "WindowManager", "WindowMatch", "WindowStats"]
+__all__ = [
+    "GroupHits",
+    "WindowGauges",
+    "WindowManager",
+    "WindowMatch",
+    "WindowStats",
+]

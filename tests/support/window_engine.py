@@ -17,7 +17,8 @@ import numpy as np
 from lightcache import Cache
 from lightcache.errors import Abandoned, OutOfPages, TransferFailed, WaitTimeout
 from lightcache.groups import Rule
-from lightcache.hybrid.windows import PREFIX, WindowBlocks, WindowManager, WindowMatch
+from lightcache.hybrid.window_blocks import WindowBlocks
+from lightcache.hybrid.windows import PREFIX, WindowManager, WindowMatch
 from lightcache.kernels import KVGroup, PageGeometry, Shard, layouts
 from lightcache.manager import EngineBackend, KVCacheManager, ManagedBlocks, Prompt, RequestOptions
 from lightcache.runs import Run

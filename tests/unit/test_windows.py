@@ -24,6 +24,7 @@ from lightcache.manager import (
     Prompt,
     RequestOptions,
 )
+from lightcache.manager.stats import TierCapacity
 from lightcache.runs import Run
 
 WINDOW = Rule.window(11)
@@ -415,6 +416,43 @@ def test_a_load_that_waits_for_resume_never_begins_once_its_request_ended(engine
     assert engine.manage.poll() == 0
 
 
+# ---- calls of the KV manager that concern all groups
+
+
+def test_gauges_are_of_all_groups(engines: Make) -> None:
+    engine, request = loading(engines)
+    gauges = engine.manage.gauges()
+    window = engine.windows[0]
+    assert gauges.windows == {"window11": TierCapacity(64, window.free, 60)}
+    assert (gauges.running, gauges.transfers, gauges.queued) == (1, 2, 0)  # KV and its window
+    assert gauges.device == engine.manager.gauges().device
+    engine.end(request, publish=False)
+    assert engine.manage.gauges().leaving == 1
+    engine.settle()
+    assert engine.manage.gauges().windows["window11"].free == 64
+
+
+def test_weights_and_pauses_are_of_all_groups(engines: Make) -> None:
+    engine = engines()
+    engine.run(STEM, 0)
+    engine.settle()
+    engine.manage.pause(1.0)
+    engine.forget_device()
+    request = engine.begin(STEM, 2)
+    engine.step(request)
+    assert engine.manage.gauges().queued == 2
+    engine.manage.resume()
+    engine.settle()
+    assert engine.running[request].load.done()
+    engine.end(request, publish=False)
+    engine.settle()
+    engine.manage.begin_update()
+    assert engine.manage.plan("a", Prompt(STEM)).usable == 0
+    engine.manage.finish_update("next")
+    assert engine.manage.plan("a", Prompt(STEM)).usable == 0
+    engine.manage.cancel("a")
+
+
 # ---- plans
 
 
@@ -486,7 +524,7 @@ def test_a_tenant_finds_its_own_windows(engines: Make) -> None:
         engine.manage.commit(tenant, 60)
         engine.manage.release(tenant)
         engine.settle()
-    assert engine.manager.clear_tenant("a")
+    assert engine.manage.clear_tenant("a")
     assert engine.manage.plan("c", Prompt(STEM, tenant="a")).usable == 0
     assert engine.manage.plan("c", Prompt(STEM, tenant="b")).usable == 56
     engine.manage.cancel("c")
