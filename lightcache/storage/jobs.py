@@ -29,7 +29,7 @@ from lightcache import _arguments
 from lightcache.breaker import CircuitBreaker
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, LightcacheError, StorageError, WaitTimeout
-from lightcache.kernels.groups import Rule
+from lightcache.groups import Rule
 from lightcache.leases import Lease, Positions
 from lightcache.namespaces import Namespace
 from lightcache.notices import Notices

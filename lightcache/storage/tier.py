@@ -19,8 +19,8 @@ import numpy as np
 from lightcache import _arguments
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, Detached, LayoutMismatch, LightcacheError
+from lightcache.groups import Rule
 from lightcache.hashing import Tokens, pack_tokens
-from lightcache.kernels.groups import Rule
 from lightcache.layout import GROUPS
 from lightcache.leases import Lease
 from lightcache.namespaces import Namespace

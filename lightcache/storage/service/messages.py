@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightcache.errors import ConfigError
-from lightcache.kernels.groups import Rule
+from lightcache.groups import Rule
 from lightcache.namespaces import NAME_BYTES, Namespace
 from lightcache.runs import Run
 from lightcache.storage.jobs import Groups
