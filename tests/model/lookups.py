@@ -81,6 +81,8 @@ class LookupRules(MachineBase):
             page.tick = tick
         self.model.pin(client.slot, lease.pages.tolist())
         self.held.append(Held(client, lease, lease.pages.tolist()))
+        if found:
+            self.tell(self.held[-1])
 
     @rule(number=pick, many=st.lists(paths, max_size=4), where=pick, split=st.booleans())
     def match_many(self, number: int, many: list[list[int]], where: int, split: bool) -> None:
@@ -120,8 +122,10 @@ class LookupRules(MachineBase):
 
     @precondition(lambda self: self.of(Lease))
     @rule(number=pick)
-    def tell(self, number: int) -> None:
-        held = self.choose(self.of(Lease), number)
+    def tell_later(self, number: int) -> None:
+        self.tell(self.choose(self.of(Lease), number))
+
+    def tell(self, held: Held) -> None:
         pages, numbers = self.living(held.pages), np.array(held.pages, np.int32)
         if None in pages:
             self.expect_lost(lambda: held.client.index.generations(numbers), LeaseLost)
@@ -131,8 +135,14 @@ class LookupRules(MachineBase):
     @precondition(lambda self: self.told)
     @rule(number=pick, which=pick, part=pick)
     def pin_by_number(self, number: int, which: int, part: int) -> None:
+        """Rather those whose pages are ready again, in another life."""
         client = self.client(number)
-        numbers, generations, pages = self.choose(self.told, which)
+        again = [
+            told
+            for told in self.told
+            if None not in (now := self.living(told[0])) and now != told[2]
+        ]
+        numbers, generations, pages = self.choose(again or self.told, which)
         some = slice(part % 3, None)
         numbers, generations, pages = numbers[some], generations[some], pages[some]
         now, tick = self.living(numbers), self.view.clock + 1
