@@ -33,6 +33,8 @@ def limit_room(model: str) -> None:
         return memory.FreeMemory(ROOM - used + (1 << 20), "free in a test")
 
     memory.available = available  # type: ignore[assignment]
+    objects = names._objects  # a full /dev/shm is swept; only what is ours may go
+    names._objects = lambda: [full for full in objects() if model in full]
 
 
 def serve(cache: Cache, release: str, draw: np.random.Generator) -> tuple[int, int]:

@@ -88,6 +88,8 @@ class Room:
     def __init__(self, prefix: str, patch: pytest.MonkeyPatch) -> None:
         self.prefix, self.pages, self.elsewhere = prefix, 0, False
         patch.setattr(memory, "available", self.available)
+        objects = names._objects  # a full /dev/shm is swept; only what is ours may go
+        patch.setattr(names, "_objects", lambda: [full for full in objects() if prefix in full])
         for module in ("cache", "pool"):
             patch.setattr(f"lightcache.{module}.CHUNK_BYTES", PAGE)
 
