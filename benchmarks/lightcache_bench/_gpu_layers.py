@@ -156,7 +156,7 @@ def _judged(shape: Shape, batch: Batch, found: Any, windows: list[int | None]) -
         for what, name in (("all", "loads by layer"), ("first", "first layer there")):
             samples = found[f"{what}/{window}"]
             ratio = float(np.median(samples / whole))
-            judged = what == "all" and window is None
+            judged = what == "all" and window is None and batch.gpu.cuda
             yield Row(
                 f"{name}, {shape.name}",
                 {**own, **spread(samples)},

@@ -21,6 +21,7 @@ from lightcache_bench import (
     Row,
     _gpu_copies,
     _gpu_device,
+    _gpu_layers,
     _gpu_rates,
     _gpu_rig,
     _gpu_shapes,
@@ -226,11 +227,22 @@ def test_a_failing_part_is_a_row(bench: Bench, capsys: pytest.CaptureFixture[str
 
 
 def test_parts() -> None:
-    assert transfer.parts(None) == list(range(1, 13))
+    assert transfer.parts(None) == list(range(1, 14))
     assert transfer.parts("3, 2,3") == [2, 3]
-    for wrong in ("", "0", "13", "two", "2-3"):
+    for wrong in ("", "0", "14", "two", "2-3"):
         with pytest.raises(ConfigError, match=r"expected parts such as 2,3 of 1 \(copy engine\)"):
             transfer.parts(wrong)
+
+
+@pytest.mark.slow
+def test_layer_loads(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the engine of this machine, whole and in windows of each size."""
+    monkeypatch.setattr(_gpu_layers, "LARGE", SHAPES[0])
+    monkeypatch.setattr(_gpu_layers, "SMALL", SHAPES[1:2])
+    rows = list(_gpu_layers.layer_loads(bench))
+    assert len(rows) == 2 * (1 + 5 * 2 + 1)
+    assert all(row.value > 0 for row in rows)
+    assert all(row.met is None for row in rows)  # nothing is promised without a device
 
 
 @pytest.mark.slow
@@ -266,7 +278,7 @@ def test_command_refuses(monkeypatch: pytest.MonkeyPatch, no_device: None) -> No
     monkeypatch.setattr("lightcache_bench._gpu_interface.has_host_engine", lambda: False)
     for arguments, message in (
         (["transfer"], "expected a device that torch can use"),
-        (["transfer", "--only", "13"], "expected parts such as 2,3"),
+        (["transfer", "--only", "14"], "expected parts such as 2,3"),
         (["index", "--only", "2"], "takes no --only; `transfer` and `serve` do"),
         (["index", "--trace", __file__], "takes no --trace; `policy`, `manager` and `hybrid` do"),
     ):
