@@ -23,7 +23,8 @@ import lightcache
 from lightcache import Cache, PageIndex
 from lightcache.hybrid import Checkpoints
 from lightcache.kernels import Move
-from lightcache.metrics import CacheMetrics, CheckpointMetrics
+from lightcache.manager import KVCacheManager, ManagedBlocks
+from lightcache.metrics import CacheMetrics, CheckpointMetrics, ManagerMetrics
 from lightcache.shm import Segment
 
 ROOT = Path(__file__).parents[2]
@@ -346,7 +347,11 @@ def test_metrics(engines: list[Any], segment_name: str) -> None:
     space = run("docs/guides/metrics.md", segment_name)
     with PageIndex.create(f"{segment_name}-slots", pages=2, independent=True) as slots:
         space["registry"].register(CheckpointMetrics(Checkpoints(slots, None)))
-        served = scraped(space)
+        device = ManagedBlocks(f"{segment_name}-device", block_tokens=16, blocks=2)
+        with KVCacheManager(None, device) as manager:
+            space["registry"].register(ManagerMetrics(manager))
+            served = scraped(space)
+        device.close()
     with make_cache(f"{segment_name}-groups", kv_groups=("kv", "states")) as cache:
         registry = CollectorRegistry(auto_describe=True)
         registry.register(CacheMetrics(cache))
