@@ -25,7 +25,8 @@ from lightcache import Cache, PageIndex
 from lightcache.groups import Rule
 from lightcache.hybrid import Checkpoints
 from lightcache.kernels import Move
-from lightcache.metrics import CacheMetrics, CheckpointMetrics, WindowMetrics
+from lightcache.manager import KVCacheManager, ManagedBlocks
+from lightcache.metrics import CacheMetrics, CheckpointMetrics, ManagerMetrics, WindowMetrics
 from lightcache.shm import Segment
 
 ROOT = Path(__file__).parents[2]
@@ -364,7 +365,11 @@ def test_metrics(engines: list[Any], segment_name: str) -> None:
         space["registry"].register(CheckpointMetrics(Checkpoints(slots, None)))
         engine = WindowEngine(f"{segment_name}-w", (Rule.window(11),))
         space["registry"].register(WindowMetrics(engine.manage))
-        served = scraped(space)
+        device = ManagedBlocks(f"{segment_name}-device", block_tokens=16, blocks=2)
+        with KVCacheManager(None, device) as manager:
+            space["registry"].register(ManagerMetrics(manager))
+            served = scraped(space)
+        device.close()
         engine.close()
     with make_cache(f"{segment_name}-groups", kv_groups=("kv", "states")) as cache:
         registry = CollectorRegistry(auto_describe=True)
