@@ -104,14 +104,14 @@ int lci_list_whole(lci_handle *h, const lci_reserve_op *op, int wait, uint64_t d
         /* Before ranks can join, and not logged: a time too early costs a look. */
         if (!due || ours < due) lc_store(&h->root->joining_ns, ours);
         lc_txn_set(&t, &r->listed, 1);
-        lci_step(&t);
     }
     return lci_unlock(h, &t);
 }
 
+/* One that has ended has no OPEN shard. */
 static bool open_to_ranks(const lci_reservation *r) {
     uint32_t shards = lc_load(&r->shards);
-    if (lc_load(&r->state) != LCI_RES_ACTIVE || !lc_load(&r->listed)) return false;
+    if (!lc_load(&r->listed)) return false;
     for (uint32_t s = 0; s < shards && s < LCI_SHARDS; s++)
         if ((lc_load_acquire(&r->shard[s]) & LCI_SHARD_STATUS) == LCI_SHARD_OPEN) return true;
     return false;

@@ -167,7 +167,9 @@ static void who_does_not_join_in_time_dooms_it(void) {
     CHECK_EQ(join_as(&a, &first, 1, 0, 8, TEAM, 2, 0, 1), 8);
     CHECK_EQ(lc_load(&a.h->root->joining_ns), 1);
     CHECK_EQ(publish(&a, &first), 0);
+    uint32_t notified = lc_load(&a.h->root->event);
     CHECK_EQ(lci_settle(b.h, BLOCKING), LC_OK);
+    CHECK(lc_load(&a.h->root->event) != notified); /* whoever waits for these pages looks now */
     CHECK_EQ(lc_load(&a.h->root->joining_ns), 0);
     CHECK_EQ(index_counts(&a).doomed, 8);
     unreserve(&a, &first);
@@ -351,6 +353,21 @@ static void what_is_doomed_is_no_candidate(void) {
     tear_down();
 }
 
+/* The time for joining is that of a whole list: its owner lists pages as long as that takes. */
+static void what_is_being_made_is_not_late(void) {
+    set_up(64);
+    CHECK_EQ(join_as(&a, &first, 1, 0, 8, TEAM, 2, 0, 1), 8);
+    lc_store(&a.h->res[first.op.rid].listed, 0);
+    CHECK_EQ(lci_settle(b.h, BLOCKING), LC_OK);
+    CHECK_EQ(status_of(&first, 1), LCI_SHARD_OPEN);
+    CHECK_EQ(lc_load(&a.h->root->joining_ns), 0);
+    CHECK_EQ(lci_list_whole(a.h, &first.op, BLOCKING), LC_OK);
+    CHECK_EQ(lci_settle(b.h, BLOCKING), LC_OK);
+    CHECK_EQ(index_counts(&a).doomed, 8);
+    drop(&a, &first);
+    tear_down();
+}
+
 /* One that has ended meanwhile, or another's in its record, is not listed. */
 static void only_its_own_reservation_is_listed(void) {
     set_up(64);
@@ -386,6 +403,7 @@ const test join_tests[] = {
     TEST(a_dead_joiner),
     TEST(what_else_is_asked_for_does_not_matter),
     TEST(what_is_doomed_is_no_candidate),
+    TEST(what_is_being_made_is_not_late),
     TEST(only_its_own_reservation_is_listed),
     TEST(pins_at_their_limit),
     TEST(open_shards_are_checked_and_mended),
