@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 
 from hypothesis import strategies as st
@@ -33,7 +32,6 @@ from lightcache import (
     LeaseLost,
     Reservation,
     ReservationShard,
-    WaitTimeout,
 )
 from lightcache.layout import PageState
 from lightcache.runs import PLAIN, Run
@@ -152,9 +150,7 @@ class WritingRules(MachineBase):
             self.finish(self.held.pop())
             return
         if end == "late":
-            with contextlib.suppress(WaitTimeout):
-                client.index.wait(make.array(keys), timeout=0)
-            self.model.settle()
+            client.index.core.locked("lci_settle", what="wait")  # as `wait` does, now and then
             self.model.end_writing(writing)
         else:
             for rank, writer in enumerate(writers[1:], 1):
@@ -172,7 +168,8 @@ class WritingRules(MachineBase):
                 self.expect_lost(each.real.publish, Abandoned)
             else:
                 assert each.real.publish() == self.model.publish(writing, rank)
-            each.real.release()
+            if not each.real.ended:
+                each.real.release()
             self.model.unpin(each.client.slot, each.pages)
 
     def begin_together(
