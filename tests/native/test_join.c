@@ -54,6 +54,7 @@ static void the_second_rank_joins(void) {
     index_check(&s);
     CHECK_EQ(reserve(&b, &second, 0), 8);
     CHECK_EQ(second.op.joined, 1);
+    CHECK_EQ(second.op.reason, 0); /* nothing is missing */
     CHECK(second.op.rid == first.op.rid && second.op.gen == first.op.gen);
     for (uint32_t i = 0; i < 8; i++) {
         CHECK_EQ(second.page[i], first.page[i]);

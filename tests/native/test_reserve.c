@@ -331,6 +331,16 @@ static void pieces_hang_on_the_page_before(void) {
     tear_down();
 }
 
+/* Pages of a prefix do not hang on an independent one: it is no head of theirs. */
+static void a_piece_hangs_on_its_own_kind(void) {
+    prompt piece;
+    set_up_independent(64);
+    prompt_fill(&a, &p, 1, 4);
+    CHECK_EQ(reserve_piece(&b, &piece, 4, 8), 0);
+    CHECK_EQ(piece.op.reason, LCI_WHY_HEAD);
+    tear_down();
+}
+
 static void keys_are_touched(void) {
     set_up(64);
     prompt_fill(&a, &p, 1, 2);
@@ -362,6 +372,7 @@ const test reserve_tests[] = {
     TEST(abandoned_pages_wait_for_the_last_pin),
     TEST(reserve_that_meets_damage_holds_nothing),
     TEST(pieces_hang_on_the_page_before),
+    TEST(a_piece_hangs_on_its_own_kind),
     TEST(keys_are_touched),
     END_OF_TESTS,
 };
