@@ -205,7 +205,7 @@ class WritingRules(MachineBase):
         team: int,
         first: Held,
     ) -> Held:
-        """A rank has what the first one has: new, present, busy and missing."""
+        """A rank has what the first one has, new and present."""
         tick = self.view.clock + 1
         got = client.index.reserve(
             make.array(keys),
@@ -216,8 +216,12 @@ class WritingRules(MachineBase):
         )
         self.model.settle()
         assert not self.evicted()
-        for kind_of in ("new", "present", "busy", "missing", "pages", "present_pages"):
+        for kind_of in ("new", "present", "pages", "present_pages"):
             assert getattr(got, kind_of).tolist() == getattr(first.real, kind_of).tolist()
+        rest = sorted({*first.real.busy.tolist(), *first.real.missing.tolist()})
+        busy = [i for i in rest if self.model.writes_any(keys[i : i + 1])]
+        assert got.busy.tolist() == busy  # those after the first missing one as well
+        assert got.missing.tolist() == [i for i in rest if i not in busy]
         present = set(got.present_pages.tolist())
         for page in self.model.named():
             if page.number in present:
