@@ -44,6 +44,7 @@ static bool same_pages(const lci_handle *h, uint32_t rid, const int32_t *page, c
     return left == 0;
 }
 
+/* What is pinned before one of them cannot be, the caller gives back as any rest of an undone step. */
 static int pin_all(lci_handle *h, uint32_t rid, lci_reserve_op *op, const int32_t *page,
                    uint8_t *status, uint32_t n) {
     int rc = LC_OK;
@@ -55,19 +56,14 @@ static int pin_all(lci_handle *h, uint32_t rid, lci_reserve_op *op, const int32_
         status[i] = LCI_NEW;
         op->made++;
     }
-    for (uint32_t i = 0; i < n && rc != LC_OK; i++) {
-        if (status[i] != LCI_NEW) continue;
-        lci_unpin_one(h, (uint32_t)page[i]);
-        status[i] = LCI_BUSY_KEY;
-        op->made--;
-    }
     pthread_mutex_unlock(&h->at->rows);
     return rc;
 }
 
 /* Join what another rank of the team has begun, if it is whole among these keys, which were looked at
  * under this hold of the lock: `status` says which are busy, and of the joined ones then LCI_NEW. The
- * pins come before the shard's word, in one step: a death before the commit leaves pins, for `reap`. */
+ * pins come before the shard's word, in one step, which giving the lock back commits: a death before
+ * leaves pins, for `reap`. */
 int lci_join(lci_handle *h, lc_txn *t, lci_reserve_op *op, const int32_t *page, uint8_t *status,
              uint32_t n) {
     uint32_t rid = candidate(h, op, page, status, n);
@@ -81,7 +77,6 @@ int lci_join(lci_handle *h, lc_txn *t, lci_reserve_op *op, const int32_t *page, 
     if (rc != LC_OK) return rc;
     uint32_t mine = (word & ~(LCI_SHARD_STATUS | LCI_SHARD_SLOT)) | h->at->slot;
     lc_txn_swap(t, &r->shard[op->shard], word, mine); /* an open one changes under the lock only */
-    lci_step(t);
     op->rid = rid;
     op->gen = lc_load(&r->gen);
     op->joined = 1;
@@ -109,14 +104,14 @@ int lci_list_whole(lci_handle *h, const lci_reserve_op *op, int wait, uint64_t d
         /* Before ranks can join, and not logged: a time too early costs a look. */
         if (!due || ours < due) lc_store(&h->root->joining_ns, ours);
         lc_txn_set(&t, &r->listed, 1);
-        lci_step(&t);
     }
     return lci_unlock(h, &t);
 }
 
+/* One that has ended has no OPEN shard. */
 static bool open_to_ranks(const lci_reservation *r) {
     uint32_t shards = lc_load(&r->shards);
-    if (lc_load(&r->state) != LCI_RES_ACTIVE || !lc_load(&r->listed)) return false;
+    if (!lc_load(&r->listed)) return false;
     for (uint32_t s = 0; s < shards && s < LCI_SHARDS; s++)
         if ((lc_load_acquire(&r->shard[s]) & LCI_SHARD_STATUS) == LCI_SHARD_OPEN) return true;
     return false;

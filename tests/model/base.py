@@ -131,6 +131,10 @@ class MachineBase(RuleBasedStateMachine):
         space = self.choose(list(self.opened), number // 3)
         return space, self.opened[space]
 
+    def parent_at(self, keys: list[make.Pair], at: int, space: CacheScope) -> Page | None:
+        page = self.model.by_key.get(keys[at - 1]) if at else None
+        return page if page and page.space is space else None
+
     def of(self, kind: type[Any]) -> list[Held]:
         return [h for h in self.held if isinstance(h.real, kind)]
 

@@ -12,6 +12,7 @@ from model.base import (
 
 from lightcache import (
     Abandoned,
+    ConfigError,
     Lease,
     LeaseLost,
     Reservation,
@@ -31,6 +32,19 @@ class EndingRules(MachineBase):
         self.held.remove(held)
         self.let_go(held, how)
         self.model.unpin(held.client.slot, held.pages)
+
+    @precondition(lambda self: self.of(Lease))
+    @rule(number=pick, pages=pick)
+    def shorten(self, number: int, pages: int) -> None:
+        held = self.choose(self.of(Lease), number)
+        pages %= len(held.pages) + 2
+        if pages > len(held.pages):
+            self.expect_lost(lambda: held.real.shorten(pages), ConfigError)
+            return
+        held.real.shorten(pages)
+        self.model.unpin(held.client.slot, held.pages[pages:])
+        held.pages = held.pages[:pages]
+        assert held.real.pages.tolist() == held.pages
 
     def let_go(self, held: Held, how: str) -> None:
         if how == "forget":

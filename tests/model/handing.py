@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from model.base import (
@@ -16,11 +18,13 @@ from model.index_model import (
 )
 
 from lightcache import (
+    ClientId,
     ConfigError,
     Lease,
     LeaseLost,
     Reservation,
     ReservationShard,
+    Ticket,
 )
 
 
@@ -30,9 +34,31 @@ class TicketRules(MachineBase):
     # ---- tickets
 
     @precondition(lambda self: self.of(Lease) and len(self.given) < 12)
-    @rule(number=pick, mask=st.integers(1, 7), late=st.sampled_from([False, False, True]))
-    def give_lease(self, number: int, mask: int, late: bool) -> None:
-        self.give(self.choose(self.of(Lease), number), mask, late)
+    @rule(
+        number=pick,
+        mask=st.integers(1, 7),
+        late=st.sampled_from([False, False, True]),
+        start=st.sampled_from([0, 0, 1, 2]),
+        stop=st.sampled_from([None, None, 2, 3]),
+    )
+    def give_lease(self, number: int, mask: int, late: bool, start: int, stop: int | None) -> None:
+        """All of a lease, or a slice."""
+        held = self.choose(self.of(Lease), number)
+        end = len(held.pages) if stop is None else stop
+        if start > end or end > len(held.pages):
+            adopters = [held.client.index.client_id]
+            self.expect_lost(
+                lambda: held.real.ticket(adopters, start=start, stop=stop), ConfigError
+            )
+            return
+        whole = start == 0 and stop is None
+
+        def ticket(adopters: list[ClientId], timeout: float) -> Ticket:
+            piece = {} if whole else {"start": start, "stop": stop}
+            return held.real.ticket(adopters, timeout=timeout, **piece)
+
+        part = Held(held.client, SimpleNamespace(ticket=ticket), held.pages[start:end])
+        self.give(part, mask, late)
 
     @precondition(lambda self: self.of(Reservation) and len(self.given) < 12)
     @rule(number=pick, mask=st.integers(1, 7), late=st.sampled_from([False, False, False, True]))

@@ -84,6 +84,33 @@ class LookupRules(MachineBase):
         if found:
             self.tell(self.held[-1])
 
+    @rule(number=pick, path=paths, cut=pick, where=pick, planned=st.booleans())
+    def match_rest(self, number: int, path: list[int], cut: int, where: int, planned: bool) -> None:
+        """After a head that the caller has: it counts as used, whether the rest is found or not."""
+        client = self.client(number)
+        space, real = self.space(client, where)
+        keys = self.keys(path)
+        if len(keys) < 2:
+            return
+        cut = 1 + cut % (len(keys) - 1)
+        after, rest, tick = make.array(keys[cut - 1 : cut]), keys[cut:], self.view.clock + 1
+        head, found = self.parent_at(keys, cut, space), self.model.prefix(rest, space)
+        if head and space.open:
+            head.tick = tick
+            tick += 1
+        if planned:
+            assert client.index.plan("rest", make.array(rest), after=after, namespace=real) == len(
+                found
+            )
+            lease = client.index.take("rest")
+        else:
+            lease = client.index.match(make.array(rest), after=after, namespace=real)
+        assert lease.pages.tolist() == [page.number for page in found]
+        for page in found:
+            page.tick = tick
+        self.model.pin(client.slot, lease.pages.tolist())
+        self.held.append(Held(client, lease, lease.pages.tolist()))
+
     @rule(number=pick, many=st.lists(paths, max_size=4), where=pick, split=st.booleans())
     def match_many(self, number: int, many: list[list[int]], where: int, split: bool) -> None:
         client = self.client(number)
@@ -210,8 +237,12 @@ class LookupRules(MachineBase):
         plan.pages = numbers
 
     @precondition(lambda self: self.planned)
-    @rule(number=pick, how=st.sampled_from(["take", "take", "cancel"]))
-    def end_plan(self, number: int, how: str) -> None:
+    @rule(
+        number=pick,
+        how=st.sampled_from(["take", "take", "cancel"]),
+        pages=st.one_of(st.none(), st.integers(0, 5)),
+    )
+    def end_plan(self, number: int, how: str, pages: int | None) -> None:
         slot, name = self.choose(sorted(self.planned), number)
         plan = self.planned.pop((slot, name))
         tick = self.view.clock + 1
@@ -219,8 +250,11 @@ class LookupRules(MachineBase):
             assert plan.client.index.cancel(name)
             self.model.unpin(slot, plan.pages)
         else:
-            lease = plan.client.index.take(name)
+            lease = plan.client.index.take(name, pages=pages)
             self.look_again(plan, tick)
+            if pages is not None:
+                self.model.unpin(slot, plan.pages[pages:])
+                plan.pages = plan.pages[:pages]
             assert lease.pages.tolist() == plan.pages
             self.held.append(Held(plan.client, lease, plan.pages))
         assert not plan.client.index.cancel(name)

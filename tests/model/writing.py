@@ -125,6 +125,114 @@ class WritingRules(MachineBase):
             page.tick = since
         got.release()
 
+    @rule(
+        number=pick,
+        path=paths,
+        ranks=st.integers(2, 3),
+        kind=pick,
+        end=st.sampled_from(["publish", "publish", "abandon", "late", "close"]),
+        who=pick,
+    )
+    def write_together(
+        self, number: int, path: list[int], ranks: int, kind: int, end: str, who: int
+    ) -> None:
+        """Ranks join what the first of them has begun. All publish; or one gives up or dies, which
+        dooms what it has not published; or none joins in time."""
+        client, keys = self.client(number), self.keys(path)
+        peers = [c for c in self.clients if c.default is client.default]
+        if not keys or not client.default.open:
+            return
+        writers = [client, *(peers[(who + rank) % len(peers)] for rank in range(1, ranks))]
+        team, timeout = self.view.clock + 1, 0.0 if end == "late" else 3600.0
+        held = [self.begin_together(client, keys, ranks, kind, team, timeout)]
+        writing = held[0].writing
+        if writing is None:
+            self.finish(self.held.pop())
+            return
+        if end == "late":
+            client.index.core.locked("lci_settle", what="wait")  # as `wait` does, now and then
+            self.model.end_writing(writing)
+        else:
+            for rank, writer in enumerate(writers[1:], 1):
+                held.append(self.join(writer, keys, ranks, rank, kind, team, held[0]))
+        if end == "close":
+            self.close(self.clients.index(writers[who % ranks]))
+        elif end == "abandon":
+            held[who % ranks].real.abandon()
+            self.model.end_writing(writing)
+        for rank, each in enumerate(held):
+            if each not in self.held:
+                continue  # its client has gone
+            self.held.remove(each)
+            if writing.doomed:
+                self.expect_lost(each.real.publish, Abandoned)
+            else:
+                assert each.real.publish() == self.model.publish(writing, rank)
+            if not each.real.ended:
+                each.real.release()
+            self.model.unpin(each.client.slot, each.pages)
+
+    def begin_together(
+        self,
+        client: Client,
+        keys: list[make.Pair],
+        ranks: int,
+        kind: int,
+        team: int,
+        timeout: float,
+    ) -> Held:
+        independent = self.kind(kind)
+        tick, now = self.view.clock + 1, self.view.queue_now
+        got = client.index.reserve(
+            make.array(keys),
+            shards=ranks,
+            shard=0,
+            team=team,
+            join_timeout=timeout,
+            independent=independent if self.independent is None else None,
+        )
+        space = client.default
+        self.settle_reserve(client, space, keys, 0, ranks, independent, got, tick, now)
+        return self.held[-1]
+
+    def join(
+        self,
+        client: Client,
+        keys: list[make.Pair],
+        ranks: int,
+        rank: int,
+        kind: int,
+        team: int,
+        first: Held,
+    ) -> Held:
+        """A rank has what the first one has, new and present."""
+        tick = self.view.clock + 1
+        got = client.index.reserve(
+            make.array(keys),
+            shards=ranks,
+            shard=rank,
+            team=team,
+            independent=self.kind(kind) if self.independent is None else None,
+        )
+        self.model.settle()
+        assert not self.evicted()
+        for kind_of in ("new", "present", "pages", "present_pages"):
+            assert getattr(got, kind_of).tolist() == getattr(first.real, kind_of).tolist()
+        rest = sorted({*first.real.busy.tolist(), *first.real.missing.tolist()})
+        busy = [i for i in rest if self.model.writes_any(keys[i : i + 1])]
+        assert got.busy.tolist() == busy  # those after the first missing one as well
+        assert got.missing.tolist() == [i for i in rest if i not in busy]
+        present = set(got.present_pages.tolist())
+        for page in self.model.named():
+            if page.number in present:
+                page.tick = tick
+        assert first.writing is not None
+        first.writing.shards[rank] = client.slot
+        self.model.pin(client.slot, first.pages)
+        held = Held(client, got, list(first.pages), first.writing)
+        self.held.append(held)
+        return held
+
     @rule(number=pick, path=paths, where=pick, kind=pick)
     def write(self, number: int, path: list[int], where: int, kind: int = 0) -> None:
         """Reserve, publish and release in one go: what mostly happens, and fills the pool."""
@@ -337,10 +445,6 @@ class WritingRules(MachineBase):
         buckets = Counter(p.key[0] & 0x3F for p in self.model.named())  # there are at least 64
         buckets.update(key[0] & 0x3F for key in rest)
         return self.model.capacity > CHAIN_MAX and max(buckets.values(), default=0) > CHAIN_MAX
-
-    def parent_at(self, keys: list[make.Pair], at: int, space: CacheScope) -> Page | None:
-        page = self.model.by_key.get(keys[at - 1]) if at else None
-        return page if page and page.space is space else None
 
     def fit(self, page: Page, parent: Page | None) -> Page | None:
         """A page hangs only on one of its own kind; of a run, on any page of its group."""

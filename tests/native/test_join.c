@@ -54,6 +54,7 @@ static void the_second_rank_joins(void) {
     index_check(&s);
     CHECK_EQ(reserve(&b, &second, 0), 8);
     CHECK_EQ(second.op.joined, 1);
+    CHECK_EQ(second.op.reason, 0); /* nothing is missing */
     CHECK(second.op.rid == first.op.rid && second.op.gen == first.op.gen);
     for (uint32_t i = 0; i < 8; i++) {
         CHECK_EQ(second.page[i], first.page[i]);
@@ -167,7 +168,9 @@ static void who_does_not_join_in_time_dooms_it(void) {
     CHECK_EQ(join_as(&a, &first, 1, 0, 8, TEAM, 2, 0, 1), 8);
     CHECK_EQ(lc_load(&a.h->root->joining_ns), 1);
     CHECK_EQ(publish(&a, &first), 0);
+    uint32_t notified = lc_load(&a.h->root->event);
     CHECK_EQ(lci_settle(b.h, BLOCKING), LC_OK);
+    CHECK(lc_load(&a.h->root->event) != notified); /* whoever waits for these pages looks now */
     CHECK_EQ(lc_load(&a.h->root->joining_ns), 0);
     CHECK_EQ(index_counts(&a).doomed, 8);
     unreserve(&a, &first);
@@ -302,6 +305,90 @@ static void open_shards_are_checked_and_mended(void) {
     tear_down();
 }
 
+/* Keys that nothing has, and busy ones of others, before and after what is joined: they stay so, whatever
+ * the caller's memory says of their pages. */
+static void what_else_is_asked_for_does_not_matter(void) {
+    prompt other;
+    set_up(64);
+    CHECK_EQ(join_as(&a, &other, 2, 0, 4, TEAM, 2, 0, FOREVER), 4);
+    CHECK_EQ(join_as(&a, &first, 1, 1, 9, TEAM, 2, 0, FOREVER), 8);
+    for (int of_which = 0; of_which < 2; of_which++) {
+        prompt_make(&second, 1, 9); /* nothing has its first key */
+        second.op = (lci_reserve_op){.shards = 2, .ns = NS, .team = TEAM, .shard = 1};
+        second.page[0] = of_which ? first.page[0] : other.page[0];
+        second.keys[9] = other.keys[0];
+        CHECK_EQ(lci_reserve(b.h, &second.op, second.keys, 10, 0, second.page, second.status, BLOCKING), 8);
+        CHECK_EQ(second.op.rid, first.op.rid);
+        CHECK_EQ(second.status[0], LCI_NO_ROOM);
+        CHECK_EQ(second.status[9], LCI_BUSY_KEY);
+        second.n = 10;
+        drop(&b, &second);
+        drop(&a, &first);
+        CHECK_EQ(join_as(&a, &first, 1, 1, 9, TEAM, 2, 0, FOREVER), 8);
+    }
+    drop(&a, &first);
+    drop(&a, &other);
+    tear_down();
+}
+
+/* Pages of a reservation that ranks have not joined in time, more than one hold of the lock can unlink:
+ * what the team has made since is joined all the same. */
+static void what_is_doomed_is_no_candidate(void) {
+    prompt late;
+    set_up(600);
+    CHECK_EQ(join_as(&a, &late, 1, 0, 400, TEAM, 2, 0, 1), 400);
+    lc_store(&a.h->root->joining_ns, UINT64_MAX); /* so that the next call does not look yet */
+    CHECK_EQ(join_as(&a, &first, 2, 0, 4, TEAM, 2, 0, FOREVER), 4);
+    lc_store(&a.h->root->joining_ns, 1);
+    memset(&second, 0, sizeof second);
+    second.keys[0] = late.keys[399];
+    memcpy(second.keys + 1, first.keys, 4 * sizeof *first.keys);
+    second.op = (lci_reserve_op){.shards = 2, .ns = NS, .team = TEAM, .shard = 1};
+    second.n = 5;
+    CHECK_EQ(lci_reserve(b.h, &second.op, second.keys, 5, 0, second.page, second.status, BLOCKING), 4);
+    CHECK_EQ(second.status[0], LCI_BUSY_KEY);
+    CHECK_EQ(second.op.rid, first.op.rid);
+    drop(&b, &second);
+    drop(&a, &first);
+    drop(&a, &late);
+    tear_down();
+}
+
+/* The time for joining is that of a whole list: its owner lists pages as long as that takes. */
+static void what_is_being_made_is_not_late(void) {
+    set_up(64);
+    CHECK_EQ(join_as(&a, &first, 1, 0, 8, TEAM, 2, 0, 1), 8);
+    lc_store(&a.h->res[first.op.rid].listed, 0);
+    CHECK_EQ(lci_settle(b.h, BLOCKING), LC_OK);
+    CHECK_EQ(status_of(&first, 1), LCI_SHARD_OPEN);
+    CHECK_EQ(lc_load(&a.h->root->joining_ns), 0);
+    CHECK_EQ(lci_list_whole(a.h, &first.op, BLOCKING), LC_OK);
+    CHECK_EQ(lci_settle(b.h, BLOCKING), LC_OK);
+    CHECK_EQ(index_counts(&a).doomed, 8);
+    drop(&a, &first);
+    tear_down();
+}
+
+/* One that has ended meanwhile, or another's in its record, is not listed. */
+static void only_its_own_reservation_is_listed(void) {
+    set_up(64);
+    CHECK_EQ(reserve(&a, &first, 0), 8);
+    lci_reservation *r = &a.h->res[first.op.rid];
+    lc_store(&r->listed, 0);
+    first.op.gen++;
+    CHECK_EQ(lci_list_whole(a.h, &first.op, BLOCKING), LC_OK);
+    CHECK_EQ(lc_load(&r->listed), 0);
+    first.op.gen--;
+    lc_store(&r->state, LCI_RES_DOOMED);
+    CHECK_EQ(lci_list_whole(a.h, &first.op, BLOCKING), LC_OK);
+    CHECK_EQ(lc_load(&r->listed), 0);
+    lc_store(&r->state, LCI_RES_ACTIVE);
+    CHECK_EQ(lci_list_whole(a.h, &first.op, BLOCKING), LC_OK);
+    CHECK_EQ(lc_load(&r->listed), 1);
+    drop(&a, &first);
+    tear_down();
+}
+
 const test join_tests[] = {
     TEST(the_second_rank_joins),
     TEST(anything_else_is_busy),
@@ -315,6 +402,10 @@ const test join_tests[] = {
     TEST(whoever_abandons_abandons_for_all),
     TEST(a_dead_owner),
     TEST(a_dead_joiner),
+    TEST(what_else_is_asked_for_does_not_matter),
+    TEST(what_is_doomed_is_no_candidate),
+    TEST(what_is_being_made_is_not_late),
+    TEST(only_its_own_reservation_is_listed),
     TEST(pins_at_their_limit),
     TEST(open_shards_are_checked_and_mended),
     END_OF_TESTS,

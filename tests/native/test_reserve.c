@@ -322,8 +322,22 @@ static void pieces_hang_on_the_page_before(void) {
     CHECK_EQ(lci_abandon(a.h, p.op.rid, p.op.gen, BLOCKING), LC_OK);
     CHECK_EQ(lci_parent(b.h, &b.h->pages[piece.page[0]]), LC_NIL); /* its writer gave up */
     prompt_unpin(&a, &p);
+    CHECK_EQ(lci_publish(b.h, piece.op.rid, piece.op.gen, 0, piece.page, 4), 1);
     CHECK_EQ(lci_unreserve(b.h, &piece.op, piece.page, piece.status, 4), LC_OK);
-    CHECK_EQ(lci_abandon(b.h, piece.op.rid, piece.op.gen, BLOCKING), LC_OK);
+    CHECK_EQ(reserve_piece(&b, &piece, 4, 8), 0); /* all there: no head is asked for */
+    CHECK_EQ(piece.op.reason + piece.op.stopped, 0);
+    for (uint32_t i = 0; i < 4; i++) CHECK_EQ(piece.status[i], LCI_PRESENT);
+    CHECK_EQ(lci_unreserve(b.h, &piece.op, piece.page, piece.status, 4), LC_OK);
+    tear_down();
+}
+
+/* Pages of a prefix do not hang on an independent one: it is no head of theirs. */
+static void a_piece_hangs_on_its_own_kind(void) {
+    prompt piece;
+    set_up_independent(64);
+    prompt_fill(&a, &p, 1, 4);
+    CHECK_EQ(reserve_piece(&b, &piece, 4, 8), 0);
+    CHECK_EQ(piece.op.reason, LCI_WHY_HEAD);
     tear_down();
 }
 
@@ -358,6 +372,7 @@ const test reserve_tests[] = {
     TEST(abandoned_pages_wait_for_the_last_pin),
     TEST(reserve_that_meets_damage_holds_nothing),
     TEST(pieces_hang_on_the_page_before),
+    TEST(a_piece_hangs_on_its_own_kind),
     TEST(keys_are_touched),
     END_OF_TESTS,
 };
