@@ -11,6 +11,7 @@ from lightcache.kernels.moves import Engine, Move
 from lightcache.leases import Allocation, Lease, Releasable
 from lightcache.page_transfers import Load, Offload, Saving, begun_with, remember
 from lightcache.reservations import Reservation, ReservationShard
+from lightcache.shm.errors import TransferFailed
 
 Slots = npt.NDArray[np.int64]
 
@@ -62,6 +63,14 @@ class TransferBackend(Protocol):
         """Device to pages without a key, which stay the caller's and must be held until the copy
         has finished: `slots[i]` is the slot of token i. There may be fewer slots than the pages
         have tokens."""
+
+
+class RanksLost(TransferFailed):
+    """A copy failed because ranks have died. Start others, and `RankCoordinator.replace` them.
+
+    It says nothing of the engine: the manager's circuit breaker of copies does not count it, so
+    pages are written again as soon as the ranks are replaced.
+    """
 
 
 class RankBackend(Protocol):
@@ -170,6 +179,7 @@ __all__ = [
     "EngineBackend",
     "NullBackend",
     "RankBackend",
+    "RanksLost",
     "Slots",
     "TransferBackend",
     "TransferHandle",

@@ -25,6 +25,7 @@ from lightcache.errors import Abandoned, LeaseLost, LightcacheError, LockTimeout
 from lightcache.kernels.moves import slots_of_blocks
 from lightcache.layout import KeyStatus
 from lightcache.leases import Lease, NamingResult
+from lightcache.manager.backend import RanksLost
 from lightcache.manager.blocks import ManagedBlocks, MirroredBlocks
 from lightcache.manager.limits import nothing
 from lightcache.manager.request import (
@@ -401,7 +402,7 @@ class Offloader:
         def on_failure(error: Exception) -> None:
             why, stale = str(error) or repr(error), self._is_stale(error, space)
             self.unwritten("stale" if stale else "failed", pages, why)
-            if not stale:
+            if not stale and not isinstance(error, RanksLost):
                 self.breaker.failure(why)
 
         into = None

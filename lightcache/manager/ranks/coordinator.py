@@ -21,7 +21,7 @@ from lightcache.errors import (
     WaitTimeout,
 )
 from lightcache.leases import Allocation, ClientId, Lease, Releasable, Ticket, TicketStatus
-from lightcache.manager.backend import Slots
+from lightcache.manager.backend import RanksLost, Slots
 from lightcache.manager.ranks.messages import Decisions, Kind, Order, append, check_entries
 from lightcache.page_transfers import Keeper
 from lightcache.reservations import Reservation
@@ -50,6 +50,7 @@ class RankTransfer:
         self._given_up = False
         self._finished = False
         self._why = ""
+        self._lost = False
         self.number = number
         """Its number in `Decisions` and in the rank messages."""
 
@@ -59,10 +60,12 @@ class RankTransfer:
 
         Raises:
             TransferFailed: it has finished, and failed; names the rank.
+            RanksLost: that rank has died.
         """
         finished = self._look()
         if self._why:
-            raise TransferFailed(f"copy {self.number}: {self._why}; compute these tokens instead")
+            failed = RanksLost if self._lost else TransferFailed
+            raise failed(f"copy {self.number}: {self._why}; compute these tokens instead")
         return finished
 
     def wait(self, timeout: float | None = None) -> None:
@@ -138,6 +141,7 @@ class RankTransfer:
         if not bad:
             return ""
         alive = living(self._core)
+        self._lost = any(self._ranks[rank] not in alive for rank in bad)
         reasons = [
             f"rank {rank} (client slot {self._ranks[rank].slot}) "
             + self._outcome(self._ranks[rank], status, alive)
@@ -344,7 +348,7 @@ class RankCoordinator:
             dead = [rank for rank, client in enumerate(self.ranks) if client not in alive]
             if not dead:
                 raise
-            raise TransferFailed(
+            raise RanksLost(
                 f"ranks {dead} have died or left; start others, and `replace` them"
             ) from error
 
