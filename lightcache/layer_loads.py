@@ -17,7 +17,7 @@ from lightcache.kernels.moves import Engine, Move, Transfer
 from lightcache.leases import Lease
 from lightcache.page_transfers import Keeper, Slots, begun_with
 
-WINDOW_BYTES = 4 << 20
+WINDOW_BYTES = 64 << 20
 """Of a batch, that a window has at least: see `LayerLoads`."""
 
 
