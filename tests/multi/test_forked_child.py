@@ -60,6 +60,7 @@ index.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["nothing", "use", "collect", "with", "exit", "killed"])
 def test_a_forked_child_changes_nothing(how: str, segment_name: str, tmp_path: Path) -> None:
     program = tmp_path / "parent.py"

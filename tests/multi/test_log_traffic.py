@@ -102,6 +102,7 @@ def test_every_reader_reads_what_was_appended_in_order(
         assert check_file(path) == count - begin
 
 
+@pytest.mark.slow
 @pytest.mark.crash
 @pytest.mark.timeout(2 * SECONDS + 300)
 @pytest.mark.parametrize(("number", "seconds"), STORMS)

@@ -223,6 +223,7 @@ def keep_one_conversation(scheduler: Scheduler) -> None:
     scheduler.device.index.evict(BLOCKS)
 
 
+@pytest.mark.slow
 @pytest.mark.stress
 def test_eight_ranks_decide_alike_while_a_stranger_evicts(made: Any) -> None:
     scheduler = made(8)

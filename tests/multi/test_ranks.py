@@ -145,6 +145,7 @@ def read_back(scheduler: Scheduler, readers: list[Worker], ranks: int, pages: in
     together([lambda rank=rank: one(rank) for rank in range(ranks)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheduler", "read_at"),
     [("heads", [4, 2, 1]), ("fewer heads", [4, 2, 1]), ("latent", [2, 1]), ("state", [4, 1])],

@@ -94,6 +94,7 @@ def test_nothing_is_lost_or_doubled_or_out_of_order(segment_name, notes, tmp_pat
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.crash
 @pytest.mark.timeout(2 * SECONDS + 300)
 @pytest.mark.parametrize(("number", "seconds"), STORMS)

@@ -220,6 +220,7 @@ def test_tasks_end_when_the_service_is_killed(sides: Any, cache: Cache, where: P
         assert again.end() == 0
 
 
+@pytest.mark.slow
 def test_a_stopped_service_holds_nobody_up(sides: Any, cache: Cache, where: Path) -> None:
     service = serve(sides, cache, where)
     client = sides("wait", cache.name, 0)

@@ -72,6 +72,7 @@ def kill_at_every_point(pause_library, points, attach, steps, verify):
             verify()
 
 
+@pytest.mark.slow
 @pytest.mark.crash
 def test_a_dict_survives_its_users(segment_name, pause_library):
     untouched = 1 << 100

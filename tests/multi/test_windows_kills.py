@@ -67,6 +67,7 @@ def engine(segment_name: str) -> Iterator[WindowEngine]:
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.crash
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("stage", STAGES)

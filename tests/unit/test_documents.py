@@ -136,6 +136,7 @@ def run(
     return space
 
 
+@pytest.mark.slow
 def test_transfers(engines: list[Any], segment_name: str) -> None:
     space = run("docs/kernels.md", segment_name)
     assert len(engines) == 2

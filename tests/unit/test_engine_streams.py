@@ -88,6 +88,7 @@ def moves() -> list[Move]:
     return [Move(pages[:7], slots[:28]), Move(pages[7:], slots[28:])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", ["kernel", "copy", "upload"])
 @pytest.mark.parametrize("verb", ["offload", "load"])
 def test_a_slow_stream(world: World, verb: str, slow: str) -> None:

@@ -97,6 +97,7 @@ def test_no_thread_waits_for_a_device(worlds: Any, kind: str) -> None:
     assert loads.finish() == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["host", "staged"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_loads_its_shard(worlds: Any, kind: str, rank: int) -> None:
@@ -112,6 +113,7 @@ def test_a_rank_loads_its_shard(worlds: Any, kind: str, rank: int) -> None:
     assert world.there(world.share.layers, moves)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 1, 3, 9])
 @pytest.mark.parametrize("kind", ["host", "staged, paced"])
 def test_windows(worlds: Any, kind: str, window: int | None) -> None:
@@ -312,6 +314,7 @@ def test_a_deadline(worlds: Any, wait_until: Any, kind: str) -> None:
     assert loads.finish() == failed, "what a layer was computed without has failed for good"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["host", "staged"])
 def test_closing_with_copies_in_flight(worlds: Any, kind: str) -> None:
     world = worlds(kind)

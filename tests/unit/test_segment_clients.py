@@ -321,6 +321,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_start_methods(segment_name: str, script: Script, method: str) -> None:
     script(START, segment_name, method)

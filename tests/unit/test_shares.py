@@ -249,6 +249,7 @@ def stages(draw: st.DrawFn, geometry: PageGeometry) -> list[list[int]]:
     ]
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # nothing here is timed
 @given(st.data())
 def test_any_ranks_and_stages_write_once_and_read_what_is_theirs(data: st.DataObject) -> None:

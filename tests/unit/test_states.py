@@ -43,6 +43,7 @@ def same(case, wanted):
         assert torch.equal(view, wanted[key]), key
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("side", SIDES, ids=["kernel", "host"])

@@ -194,6 +194,7 @@ def test_a_damaged_header(where: Path, text: str) -> None:
     assert not home(where).exists()
 
 
+@pytest.mark.slow
 def test_a_header_with_one_bit_flipped(where: Path) -> None:
     """Whichever it is: damaged, or the same header where it stands between its words."""
     disk(where).close()

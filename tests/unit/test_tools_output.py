@@ -143,6 +143,7 @@ def test_sweep_asks(left: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [one for one in names.dependents() if one.segment.startswith(left)]
 
 
+@pytest.mark.slow
 def test_sweep_asks_on_a_terminal_and_nowhere_else(left: str, tmp_path: Path) -> None:
     command = [LIGHTCACHE, "sweep", "--prefix", left]
     silent = subprocess.run(

@@ -94,6 +94,7 @@ def test_dump_says_that_storage_is_not_used(served: Any, cache: Cache, wait_unti
         assert line.startswith(f"storage is not used: its service (pid {service.process.pid}) is")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_start_use_end(served: Any, cache: Cache, where: Path, number: signal.Signals) -> None:
     url = f"disk:{where}?capacity=1MiB"
@@ -128,6 +129,7 @@ def test_start_use_end(served: Any, cache: Cache, where: Path, number: signal.Si
         assert said.startswith(f"served {cache.name}: 1 tasks finished, 0 failed; 0 B written")
 
 
+@pytest.mark.slow
 def test_several_storages_one_behind_the_other(served: Any, cache: Cache, where: Path) -> None:
     far = f"disk:{where}?capacity=1MiB"
     fill(cache, KEYS)
