@@ -816,12 +816,13 @@ class JobExecutor(Executor):
             self._tally.update(counts)
 
     def count_unstored(self, kind: Unstored, pages: int, why: str) -> None:
-        """Count pages that should have been stored and were not; log the first of each kind."""
+        """Count pages that should have been stored and were not; log the first of each kind, but
+        for `absent`, which a pool that is full or a worker that died explains: counts tell it."""
         if not pages:
             return
         with self.changed:
             self._tally.update({"unstored": pages, f"unstored_{kind}": pages})
-        if kind != "disabled":  # the breaker logs that
+        if kind not in ("disabled", "absent"):  # the breaker logs the first
             self._notices.first(
                 kind,
                 "%d pages of a prompt were not stored: %s; `unstored_%s` of the tier's stats counts"

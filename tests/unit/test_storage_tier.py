@@ -221,7 +221,7 @@ def test_what_was_evicted_before_its_turn_is_counted_and_told_once(
 
 
 @pytest.mark.parametrize("left", [0, 5])
-def test_what_the_cache_does_not_have_is_counted_and_told_once(
+def test_what_the_cache_does_not_have_is_counted_and_not_logged(
     make_tier: Any, cache: Cache, caplog: Any, left: int
 ) -> None:
     with make_tier(cache, empty(cache)) as tier:
@@ -234,8 +234,7 @@ def test_what_the_cache_does_not_have_is_counted_and_told_once(
         found = tier.stats()
         assert found.unstored == found.unstored_absent == 2 * (20 - left)
         assert tier.take_figures()["unstored_absent"] == 2 * (20 - left)
-    told = f"{20 - left} pages of a prompt were not stored: the cache did not have them"
-    assert caplog.text.count(told) == 1
+    assert "not stored" not in caplog.text  # ordinary where the pool is full
 
 
 @pytest.mark.parametrize("kind", ["failed", "refused"])
