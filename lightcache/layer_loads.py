@@ -58,7 +58,7 @@ class LayerLoads:
             engine: of this rank.
             timeout: seconds from `start` until every wait ends and unfinished loads count as
                 failed.
-            window: layers that become ready together; None: as few as have 4 MiB of the batch, a
+            window: layers that become ready together; None: as few as have 64 MiB of the batch, a
                 power of two.
 
         Raises:

@@ -390,7 +390,7 @@ class TierStats:
     """Part of `skipped`: not offered `seen` times yet."""
     unstored: int = 0
     """Pages that were offered and worth writing, but not stored; the next seven count them by
-    cause. The first of each cause is logged."""
+    cause. The first of each cause is logged, but for `absent`."""
     unstored_failed: int = 0
     """The storage could not write them."""
     unstored_refused: int = 0
