@@ -27,8 +27,11 @@ _UNITS = {
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
-def parse_size(size: int | str, what: str = "size") -> int:
+def parse_size(size: int | str, what: str = "size", *, zero: bool = False) -> int:
     """Bytes from a count of bytes or a text such as "64GiB", "1.5 TiB", "500MB".
+
+    Args:
+        zero: whether zero is a size as well.
 
     Raises:
         ConfigError: not a size, or not above zero.
@@ -46,8 +49,9 @@ def parse_size(size: int | str, what: str = "size") -> int:
         size = int(number)
     if isinstance(size, bool) or not isinstance(size, int):
         raise ConfigError(f"{what}: expected an integer or a text, found {size!r}")
-    if size <= 0:
-        raise ConfigError(f"{what}: expected more than zero bytes, found {size}")
+    if size < (0 if zero else 1):
+        least = "zero bytes or more" if zero else "more than zero bytes"
+        raise ConfigError(f"{what}: expected {least}, found {size}")
     return size
 
 

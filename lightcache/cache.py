@@ -34,7 +34,7 @@ from lightcache.kernels.moves import Engine
 from lightcache.kernels.pinned import HostPages
 from lightcache.kernels.planes import DevicePlanes
 from lightcache.leases import ClientId, Lease, LeaseBatch
-from lightcache.namespaces import Namespace
+from lightcache.namespaces import NO_CHANGE, Namespace
 from lightcache.page_index import MAX_PAGES, PageIndex, format_hash
 from lightcache.plans import TIMEOUT, Plans
 from lightcache.pool import (
@@ -1052,11 +1052,51 @@ class Cache:
         weights: str = "",
         tenant: str = "",
         *,
-        quota: int | None = None,
-        minimum: int | None = None,
+        quota: int | str | None = None,
+        minimum: int | str | None = None,
     ) -> Namespace:
-        """See `PageIndex.namespace`."""
-        return self.index.namespace(weights, tenant, quota=quota, minimum=minimum)
+        """See `PageIndex.namespace`.
+
+        Args:
+            quota: most bytes that it may have, or a size such as "64GiB", rounded down to pages. 0:
+                no limit; None: unchanged.
+            minimum: bytes that are safe from other namespaces, or a size, rounded up to pages. 0:
+                none; None: unchanged.
+
+        Raises:
+            ConfigError: no size, or a quota below one page.
+            Otherwise as `PageIndex.namespace`.
+        """
+        most = None if quota is None else parse_size(quota, "quota", zero=True)
+        if most and most < self.page_bytes:
+            raise ConfigError(
+                f"quota: expected a page of {self.page_bytes} bytes or more, or 0 for no limit, "
+                f"found {quota!r}"
+            )
+        return self.index.namespace(
+            weights,
+            tenant,
+            quota_pages=None if most is None else min(most // self.page_bytes, MAX_PAGES),
+            minimum_pages=None if minimum is None else self._pages_for(minimum),
+        )
+
+    def set_minimum(self, run: Run, minimum: int | str) -> None:
+        """See `PageIndex.set_minimum`.
+
+        Args:
+            minimum: bytes, or a size such as "16GiB", rounded up to whole pages of the group. 0:
+                none.
+
+        Raises:
+            ConfigError: no size.
+            Otherwise as `PageIndex.set_minimum`.
+        """
+        self.index.set_minimum(run, self._pages_for(minimum))
+
+    def _pages_for(self, minimum: int | str) -> int:
+        """Pages that hold so many bytes; more than any pool has, of too many."""
+        pages = -(-parse_size(minimum, "minimum", zero=True) // self.page_bytes)
+        return min(pages, NO_CHANGE - 1)
 
     def use(self, namespace: Namespace) -> None:
         """See `PageIndex.use`; also seeds the keys."""

@@ -104,6 +104,7 @@ class Operation(IntEnum):
     NAME = 15
     UNNAME = 16
     FREE = 17
+    GROUP = 18
 
 
 class Link(ctypes.Structure):
@@ -208,6 +209,15 @@ class NamespaceRecord(ctypes.Structure):
     ]
 
 
+class GroupCountRecord(ctypes.Structure):
+    """Pages of a KV group in all namespaces, and how many it is left at least."""
+
+    _fields_ = [
+        ("pages", ctypes.c_uint32),
+        ("minimum", ctypes.c_uint32),
+    ]
+
+
 class RootRecord(ctypes.Structure):
     """Totals, queue and clock of an index."""
 
@@ -252,6 +262,7 @@ class RootRecord(ctypes.Structure):
         ("event", ctypes.c_uint32),
         ("pad3", ctypes.c_uint8 * 60),
         ("completed", ctypes.c_uint64 * 16),
+        ("group", GroupCountRecord * NUMBERS),
     ]
 
 
@@ -347,7 +358,7 @@ class ReserveProgress(ctypes.Structure):
 
 
 class NamespaceLimits(ctypes.Structure):
-    """Limits of a namespace, and the minimums of all others."""
+    """Limits of a namespace, and the minimums of groups and all other namespaces."""
 
     _fields_ = [
         ("quota", ctypes.c_uint32),
@@ -378,6 +389,7 @@ class OldestProgress(ctypes.Structure):
         ("climb", ctypes.c_uint32),
         ("returned", ctypes.c_uint32),
         ("going", ctypes.c_uint32 * NAMESPACES),
+        ("going_group", ctypes.c_uint32 * NUMBERS),
     ]
 
 
@@ -492,6 +504,7 @@ STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
     "lci_reservation": ReservationRecord,
     "lci_ticket": TicketRecord,
     "lci_namespace": NamespaceRecord,
+    "lci_group_count": GroupCountRecord,
     "lci_root": RootRecord,
     "lci_geometry": Geometry,
     "lci_lease": LeaseHeader,
@@ -543,7 +556,7 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_open": (ADDRESS, (ADDRESS, U64)),
     "lci_close": (None, (ADDRESS,)),
     "lci_count": (INT, (ADDRESS, ADDRESS)),
-    "lci_count_groups": (INT, (ADDRESS, U32, ADDRESS)),
+    "lci_count_groups": (INT, (ADDRESS, ADDRESS)),
     "lci_touch_key": (INT, (ADDRESS, ADDRESS, U32)),
     "lci_peek1": (INT, (ADDRESS, ADDRESS, U32, U32)),
     "lci_peek": (INT, (ADDRESS, ADDRESS, ADDRESS, U32, U32, ADDRESS)),
@@ -582,6 +595,7 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_namespace_good": (INT, (ADDRESS, U32)),
     "lci_namespace_find": (INT, (ADDRESS, TEXT, TEXT, ADDRESS)),
     "lci_namespace_open": (INT, (ADDRESS, TEXT, TEXT, U32, ADDRESS, *LOCKED)),
+    "lci_group_minimum": (INT, (ADDRESS, U32, U32, ADDRESS, *LOCKED)),
     "lci_namespace_limits": (INT, (ADDRESS, TEXT, TEXT, ADDRESS, ADDRESS, *LOCKED)),
     "lci_keep": (INT, (ADDRESS, ADDRESS, U32, U32, INT, ADDRESS, *LOCKED)),
     "lci_evict_first": (INT, (ADDRESS, ADDRESS, U32, U32, ADDRESS, *LOCKED)),

@@ -268,16 +268,19 @@ class CacheMetrics(_Labelled):
         yield self._gauge("page_bytes", "Bytes of a page of the host.", size)
 
     def _groups(self, groups: tuple[GroupPages, ...]) -> Iterator[Metric]:
-        pages = {
-            (group.name, state): float(number)
-            for group in groups
-            for state, number in (("ready", group.ready), ("writing", group.writing))
-        }
-        text = "Pages of the host by KV group and state."
-        yield self._gauge("group_pages", text, pages, "group", "state")
-        sizes = {(group.name,): float(group.ready * self._cache.page_bytes) for group in groups}
-        text = "Bytes of the host's ready pages by KV group."
-        yield self._gauge("group_bytes", text, sizes, "group")
+        size = self._cache.page_bytes
+        for name, field, unit, text in (
+            ("group_pages", "pages", 1, "Pages of the host, ready or being written, by KV group."),
+            ("group_bytes", "pages", size, "The same in bytes."),
+            (
+                "group_minimum_bytes",
+                "minimum_pages",
+                size,
+                "Bytes safe from other groups; 0: none.",
+            ),
+        ):
+            values = {(group.name,): float(getattr(group, field) * unit) for group in groups}
+            yield self._gauge(name, text, values, "group")
 
     def _locks(self, tiers: Mapping[str, _Reading]) -> Iterator[Metric]:
         locks = {tier: reading.lock for tier, reading in tiers.items()}

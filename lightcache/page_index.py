@@ -71,8 +71,6 @@ from lightcache.snapshot import CheckReport, GroupPages, IndexStats
 
 # ---- The segment of an index.
 
-MOST_COUNTED = 1 << 18
-"""Records that `PageIndex.groups` reads at most, in 7 ms."""
 T = TypeVar("T", bound="PageIndex")
 Hook = Callable[[Segment], None]
 
@@ -273,8 +271,9 @@ _NORMAL = NamespaceState.NORMAL
 
 
 def _limit(pages: int | None, what: str) -> int:
-    limit = namespaces.NO_CHANGE if pages is None else pages
-    return _arguments.count(limit, what, 0, namespaces.NO_CHANGE)
+    if pages is None:
+        return namespaces.NO_CHANGE
+    return _arguments.count(pages, what, 0, namespaces.NO_CHANGE - 1)
 
 
 def _state_of(record: layout.NamespaceRecord, entry: int) -> NamespaceState:
@@ -943,11 +942,12 @@ class PageIndex:
 
     def evict(self, n: int, *, group: int | None = None) -> int:
         """Free up to n pages, least recently used first. Never frees pinned or protected pages, or
-        the `minimum` of a namespace. Returns the number of pages freed.
+        the minimum of a namespace or group. Returns the number of pages freed.
 
         Args:
-            group: only pages of the group with this number, the oldest of each 4,096 records; with
-                the last part of a run those before it, so a few more than n. None: all.
+            group: only pages of the group with this number, the oldest of each 4,096 records, also
+                of its minimum; with the last part of a run those before it, so a few more than n.
+                None: all.
 
         Raises:
             ConfigError: `n` is no number of pages, or `group` none of a group.
@@ -1040,22 +1040,17 @@ class PageIndex:
         return snapshot.stats_of(counts)
 
     def groups(self) -> tuple[GroupPages, ...]:
-        """Pages by KV group: of each group that has a name (`kv_groups` of the cache) or a page.
-        Takes no lock. Reads the record of every page, in 7 ns each and at slightly different
-        instants. Of more than 262,144 pages it reads one in n, and counts n for each.
+        """Pages by KV group: of each group that has a name (`kv_groups` of the cache), a page or a
+        minimum. Each figure is read once, all at slightly different instants. Takes no lock.
 
         Raises:
             Detached: closed, replaced, or a forked child.
         """
-        step = -(-self.core.pages // MOST_COUNTED)
         counts = (ctypes.c_uint32 * (2 * layout.NUMBERS))()
-        with self.core.segment.busy():
-            code = self.core.slow.lci_count_groups(self.core.handle, step, ctypes.byref(counts))
+        code = self.core.quick.lci_count_groups(self.core.handle, ctypes.byref(counts))
         check(code, "groups")
-        ready, writing = counts[: layout.NUMBERS], counts[layout.NUMBERS :]
-        return snapshot.groups_of(
-            [step * n for n in ready], [step * n for n in writing], self.segment.config
-        )
+        pages, minimums = counts[: layout.NUMBERS], counts[layout.NUMBERS :]
+        return snapshot.groups_of(pages, minimums, self.segment.config)
 
     @property
     def plans(self) -> Plans:
@@ -1627,24 +1622,24 @@ class PageIndex:
         weights: str = "",
         tenant: str = "",
         *,
-        quota: int | None = None,
-        minimum: int | None = None,
+        quota_pages: int | None = None,
+        minimum_pages: int | None = None,
     ) -> Namespace:
         """Return the namespace of a weights version and a tenant. Creates it if needed (at most
-        256).
+        256). `Cache.namespace` takes bytes.
 
         Args:
-            quota: most pages that it may have; at the limit it evicts its own. 0: no limit; None:
-                unchanged.
-            minimum: pages that are safe from other namespaces. At or below this number only the
-                namespace's own calls, `drop`, `discard` and `clear` evict its pages. 0: none; None:
-                unchanged. `clear` ends it.
+            quota_pages: most pages that it may have; at the limit it evicts its own. 0: no limit;
+                None: unchanged.
+            minimum_pages: pages that are safe from other namespaces. At or below this number only
+                the namespace's own calls, `drop`, `discard` and `clear` evict its pages. 0: none;
+                None: unchanged. `clear` ends it.
 
         Raises:
             OutOfPages: all 256 entries are taken.
             LeaseLost: read-only, and no such namespace exists.
-            ConfigError: a name longer than 47 bytes; a minimum above the quota; or minimums that
-                exceed the pages of the index. Nothing was changed.
+            ConfigError: a name longer than 47 bytes; a minimum above the quota; or minimums, those
+                of groups included, that exceed the pages of the index. Nothing was changed.
             LockTimeout: names the lock's holder. Nothing was changed. Not raised read-only.
             Detached: closed, replaced, or a forked child.
         """
@@ -1658,7 +1653,8 @@ class PageIndex:
                 raise LeaseLost(f"namespace: there is none of weights {weights!r}, {tenant!r}")
         else:
             limits = layout.NamespaceLimits(
-                quota=_limit(quota, "quota"), minimum=_limit(minimum, "minimum")
+                quota=_limit(quota_pages, "quota_pages"),
+                minimum=_limit(minimum_pages, "minimum_pages"),
             )
             wanted = ctypes.byref(limits)
             code = self.core.locked(
@@ -1671,13 +1667,47 @@ class PageIndex:
             if code == Code.FULL:
                 raise OutOfPages("namespace: all 256 are in use; clear those of old weights")
             if code == Code.RANGE:
+                quota = self._amount(limits.quota) if limits.quota else "no limit"
                 raise ConfigError(
-                    f"namespace: a minimum of {limits.minimum} pages does not go with a quota of "
-                    f"{limits.quota or 'no limit'}, and the {limits.others} that other namespaces "
-                    f"were promised, in an index of {self.pages}; lower one of them"
+                    f"namespace: a minimum of {self._amount(limits.minimum)} does not go with a "
+                    f"quota of {quota}, and the {self._amount(limits.others)} that others were "
+                    f"promised, in an index of {self._amount(self.pages)}; lower one of them"
                 )
         check(code, "namespace")
         return Namespace(weights, tenant, number.value)
+
+    def _amount(self, pages: int) -> str:
+        """Pages, and their bytes if the configuration says how large a page is."""
+        size = self.segment.config.get("page_bytes")
+        shown = f" ({_arguments.format_size(pages * size)})" if isinstance(size, int) else ""
+        return f"{pages} {'page' if pages == 1 else 'pages'}{shown}"
+
+    def set_minimum(self, run: Run, pages: int) -> None:
+        """Set how many pages of a group are safe from other groups, in all namespaces together. At
+        or below this number only `reserve` for the group, `evict` of the group, `drop`, `discard`,
+        `clear` and the quota of a namespace evict its pages. It stays as long as the index, or
+        until it is set again. `Cache.set_minimum` takes bytes.
+
+        Args:
+            run: the group. The minimum is rounded up to whole pages of the group.
+            pages: of the index. 0: none.
+
+        Raises:
+            ConfigError: no count; or with the minimums of other groups and of namespaces more than
+                the pages of the index. Nothing was changed.
+            LockTimeout, PermissionDenied, Detached.
+        """
+        others = ctypes.c_uint64()
+        whole = -(-_limit(pages, "pages") // run.parts) * run.parts
+        arguments = (run.group, min(whole, namespaces.NO_CHANGE), ctypes.byref(others))
+        code = self.core.locked("lci_group_minimum", *arguments, what="set a minimum")
+        if code == Code.RANGE:
+            raise ConfigError(
+                f"group {run.group}: a minimum of {self._amount(whole)} does not go with the "
+                f"{self._amount(others.value)} that others were promised, in an index of "
+                f"{self._amount(self.pages)}; lower one of them"
+            )
+        check(code, "set a minimum")
 
     def clear(self, namespace: Namespace | None = None) -> None:
         """Clear a namespace (None: the default one). From the first instant lookups find none of

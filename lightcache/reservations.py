@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 NOT_ADOPTED = layout.NIL - 1  # the id of a shard's reservation until the core has set it
 _WHY = {
     0: "",
-    1: "every page is pinned, kept, being written, guaranteed to another namespace, or a prefix of "
-    "such a page",
+    1: "every page is pinned, kept, being written, guaranteed to others, or a prefix of such a "
+    "page",
     2: "the namespace is at its quota",
     3: "too many reservations are outstanding",
     4: "too many keys share a bucket, or another namespace has this key",
     5: "there is no memory for more pages, and each that has some is pinned, kept, being written, "
-    "guaranteed to another namespace, or a prefix of such a page",
+    "guaranteed to others, or a prefix of such a page",
     7: "the rank of the team that began this reservation did not reserve them",
     6: "the page of the key before them is not cached, or another namespace's or group's",
 }

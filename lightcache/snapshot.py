@@ -68,9 +68,10 @@ class GroupPages:
     number: int
     name: str
     """As its creator has named it; its number if it has no name."""
-    ready: int
-    writing: int
-    """Reserved and not published yet."""
+    pages: int
+    """With a key, ready or being written, in all namespaces."""
+    minimum_pages: int
+    """Of these, that making room for other groups leaves it; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -128,14 +129,14 @@ def stats_of(counts: layout.IndexCounts) -> IndexStats:
 
 
 def groups_of(
-    ready: Sequence[int], writing: Sequence[int], config: Mapping[str, Any]
+    pages: Sequence[int], minimums: Sequence[int], config: Mapping[str, Any]
 ) -> tuple[GroupPages, ...]:
-    """The groups that have a name or a page; counts are by number."""
+    """The groups that have a name, a page or a minimum; counts are by number."""
     names = dict(enumerate(runs.names_of(config)))
     return tuple(
-        GroupPages(number, names.get(number, str(number)), int(here), int(coming))
-        for number, (here, coming) in enumerate(zip(ready, writing, strict=True))
-        if here or coming or number in names
+        GroupPages(number, names.get(number, str(number)), count, minimum)
+        for number, (count, minimum) in enumerate(zip(pages, minimums, strict=True))
+        if count or minimum or number in names
     )
 
 

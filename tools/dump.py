@@ -141,15 +141,19 @@ def _totals(facts: Facts) -> RenderableType:
 
 
 def _groups(groups: list[Facts]) -> list[tuple[str, object]]:
-    """The ready pages of each group, if there are several: KV, then windows and states."""
-    if not any(group["number"] for group in groups):
+    """The pages of each group, if there are several: KV, then windows and states."""
+    if not any(group["number"] or group["minimum_pages"] for group in groups):
         return []
-    shown = [
-        f"{group['name']} {group['ready']:,}"
-        + (f" ({format_size(group['bytes'])})" if group["bytes"] is not None else "")
-        for group in groups
-    ]
-    return [("by group", ", ".join(shown))]
+    return [("by group", ", ".join(map(_group, groups)))]
+
+
+def _group(group: Facts) -> str:
+    size, least = group["bytes"], group["minimum_bytes"]
+    shown = [] if size is None else [format_size(size)]
+    if group["minimum_pages"]:
+        least = f"{group['minimum_pages']:,} pages" if least is None else format_size(least)
+        shown.append(f"at least {least}")
+    return f"{group['name']} {group['pages']:,}" + (f" ({', '.join(shown)})" if shown else "")
 
 
 def _lock(facts: Facts) -> RenderableType:
@@ -299,13 +303,28 @@ def _numbers(numbers: list[int]) -> str | None:
 
 
 def _namespaces(namespaces: list[Facts]) -> RenderableType:
-    columns = ("namespace", "weights", "tenant", "state", "pages", "quota", "minimum")
+    names = ("namespace", "weights", "tenant", "state")
     return table(
         f"namespaces: {len(namespaces)}",
-        columns,
-        ([entry[column] for column in columns] for entry in namespaces),
-        right="namespace pages quota minimum",
+        (*names, "pages", "size", "quota", "minimum"),
+        (
+            (
+                *(entry[name] for name in names),
+                entry["pages"],
+                *(_size_of(entry, what) for what in ("", "quota_", "minimum_")),
+            )
+            for entry in namespaces
+        ),
+        right="namespace pages size quota minimum",
     )
+
+
+def _size_of(entry: Facts, what: str) -> str | None:
+    """Bytes; of an index that does not know how large its pages are, pages."""
+    size, pages = entry[f"{what}bytes"], entry[f"{what}pages"]
+    if size is not None:
+        return format_size(size)
+    return None if pages is None or not what else f"{pages:,} pages"
 
 
 def _pages(facts: Facts) -> RenderableType:

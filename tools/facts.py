@@ -131,6 +131,7 @@ def _stat(path: Path) -> list[str] | None:
 Facts = dict[str, Any]
 _RESERVATION = {1: "active", 2: "doomed"}
 _TICKET = {1: "building", 2: "open", 3: "dropped"}
+_NAMED = (PageState.READY, PageState.WRITING)
 _NAMESPACE = {1: "normal", 2: "clearing", 3: "cleared"}
 _OPERATIONS = {each.value: each.name.lower() for each in layout.Operation}
 _SHARD = {0: "pending", 1: "done", 2: "dead", 3: "open"}
@@ -215,14 +216,13 @@ def totals(image: Image) -> Facts:
     found = records(image)["word"][:used]
     words = found & layout.STATE_MASK
     count = np.bincount(words, minlength=16)
-    ready, writing = (
-        np.bincount(found[words == wanted] >> layout.GROUP_SHIFT, minlength=layout.NUMBERS).tolist()
-        for wanted in (PageState.READY, PageState.WRITING)
-    )
+    of_groups, minimums = zip(*((each.pages, each.minimum) for each in root.group), strict=True)
+    groups = found[np.isin(words, _NAMED)] >> layout.GROUP_SHIFT
     state = {member.name.lower(): int(count[member]) for member in PageState}
     named = state["writing"] + state["ready"] + state["evicting"]
     counted = (state["free"], named, state["doomed"], state["held"])
     equal = (root.free_count, root.named, root.doomed, root.held) == counted
+    equal &= list(of_groups) == np.bincount(groups, minlength=layout.NUMBERS).tolist()
     late, pinned = _ticket_pins(image), rows(image)
     doomed = np.flatnonzero(records(image)["word"][:used] & layout.STATE_MASK == PageState.DOOMED)
     counts = pinned[:, doomed].sum(axis=0, dtype=np.int64) - late[doomed]
@@ -238,7 +238,7 @@ def totals(image: Image) -> Facts:
         "available": state["free"] + max(0, grown - used) + int((counts <= 0).sum()),
         "evictable": root.queued,
         "kept": root.kept,
-        "groups": [_group(image, group) for group in groups_of(ready, writing, image.config)],
+        "groups": [_group(image, each) for each in groups_of(of_groups, minimums, image.config)],
         "accounting_holds": bool(equal and used == root.fresh and grown == root.grown),
         "ticket_pins": int(pinned[0].sum(dtype=np.int64)) - int(late.sum()),
         "late_ticket_pins": int(late.sum()),
@@ -252,11 +252,17 @@ def totals(image: Image) -> Facts:
 
 
 def _group(image: Image, group: GroupPages) -> Facts:
-    size = image.config.get("page_bytes")
     return {
         **dataclasses.asdict(group),
-        "bytes": group.ready * size if isinstance(size, int) else None,
+        "bytes": _bytes(image, group.pages),
+        "minimum_bytes": _bytes(image, group.minimum_pages),
     }
+
+
+def _bytes(image: Image, pages: int | None) -> int | None:
+    """None: no pages are meant, or the index has no pool and does not know how large they are."""
+    size = image.config.get("page_bytes")
+    return pages * size if isinstance(size, int) and pages is not None else None
 
 
 def _no_memory(image: Image) -> float:
@@ -466,8 +472,11 @@ def namespaces(image: Image) -> list[Facts]:
             "weights": record.weights.decode("utf-8", "replace"),
             "tenant": record.tenant.decode("utf-8", "replace"),
             "pages": record.pages,
-            "quota": record.quota or None,
-            "minimum": record.minimum or None,
+            "bytes": _bytes(image, record.pages),
+            "quota_pages": record.quota or None,
+            "quota_bytes": _bytes(image, record.quota or None),
+            "minimum_pages": record.minimum or None,
+            "minimum_bytes": _bytes(image, record.minimum or None),
         }
         for i, record in enumerate(records)
         if record.state

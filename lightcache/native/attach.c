@@ -224,11 +224,13 @@ static lci_namespace *vacant(lci_handle *h) {
     return NULL;
 }
 
-/* What the open namespaces but `besides` were promised together. */
-static uint64_t promised(const lci_handle *h, const lci_namespace *besides) {
+/* What the groups and the open namespaces were promised together, but for one minimum. */
+static uint64_t promised(const lci_handle *h, const _Atomic uint32_t *besides) {
     uint64_t sum = 0;
+    for (uint32_t i = 0; i < LCI_NUMBERS; i++)
+        if (&h->root->group[i].minimum != besides) sum += lc_load(&h->root->group[i].minimum);
     for (uint32_t i = 0; i < LCI_NAMESPACES; i++)
-        if (&h->ns[i] != besides && lc_load(&h->ns[i].state) == LCI_NS_NORMAL)
+        if (&h->ns[i].minimum != besides && lc_load(&h->ns[i].state) == LCI_NS_NORMAL)
             sum += lc_load(&h->ns[i].minimum);
     return sum;
 }
@@ -237,7 +239,7 @@ static uint64_t promised(const lci_handle *h, const lci_namespace *besides) {
 static int settle_limits(const lci_handle *h, const lci_namespace *ns, lci_ns_limits *limits) {
     if (limits->quota == UINT32_MAX) limits->quota = ns ? lc_load(&ns->quota) : 0;
     if (limits->minimum == UINT32_MAX) limits->minimum = ns ? lc_load(&ns->minimum) : 0;
-    limits->others = promised(h, ns);
+    limits->others = promised(h, ns ? &ns->minimum : NULL);
     if (!limits->minimum) return LC_OK;
     bool within = !limits->quota || limits->minimum <= limits->quota;
     return within && limits->others + limits->minimum <= h->page_count ? LC_OK : LC_E_RANGE;
@@ -279,6 +281,26 @@ LC_API int lci_namespace_open(lci_handle *h, const char *weights, const char *te
                               uint32_t quota, lci_ns_ref *out, int wait, uint64_t deadline) {
     lci_ns_limits limits = {.quota = quota, .minimum = UINT32_MAX};
     return lci_namespace_limits(h, weights, tenant, &limits, out, wait, deadline);
+}
+
+/* Leave a group at least so many pages, of all namespaces together. LC_E_RANGE: there is no such group, or
+ * more is promised than there is; nothing was changed, and `*others` returns the other minimums. */
+LC_API int lci_group_minimum(lci_handle *h, uint32_t number, uint32_t minimum, uint64_t *others,
+                             int wait, uint64_t deadline) {
+    lc_txn t;
+    int rc = lcs_usable(h->at);
+    if (rc != LC_OK) return rc;
+    if (h->at->readonly) return LC_E_READONLY;
+    if (number >= LCI_NUMBERS) return LC_E_RANGE;
+    rc = lci_lock(h, &t, LCI_OP_GROUP, wait, deadline);
+    if (rc != LC_OK) return rc;
+    _Atomic uint32_t *word = &h->root->group[number].minimum;
+    *others = promised(h, word);
+    bool fits = *others + minimum <= h->page_count;
+    if (fits) lc_txn_set(&t, word, minimum);
+    rc = lci_unlock(h, &t);
+    if (rc != LC_OK) return rc;
+    return fits ? LC_OK : LC_E_RANGE;
 }
 
 /* Pages of reservations that are published and not collected yet: ready for all clients, but still
@@ -363,23 +385,14 @@ LC_API int lci_count(lci_handle *h, lci_counts *out) {
     return LC_OK;
 }
 
-/* Pages by group, of one record in each `step`: first those that are READY, then those that are being
- * written. Each word is read once, all at different instants. No lock. Which record of a step it is
- * changes from step to step: requests of one kind fill a pool in a pattern of some period. */
-LC_API int lci_count_groups(const lci_handle *h, uint32_t step, uint32_t pages[2 * LCI_NUMBERS]) {
+/* Pages by group, and then what each was promised. Each figure is read once, all at slightly different
+ * instants. No lock. */
+LC_API int lci_count_groups(const lci_handle *h, uint32_t counts[2 * LCI_NUMBERS]) {
     int rc = lcs_usable(h->at);
     if (rc != LC_OK) return rc;
-    if (step == 0) return LC_E_RANGE;
-    memset(pages, 0, 2 * LCI_NUMBERS * sizeof *pages);
-    uint64_t used = lc_load(&h->root->fresh); /* 64 bits: nothing wraps below */
-    if (used > h->page_count) used = h->page_count;
-    uint32_t turn = 0; /* over 2^32, a place within the step */
-    for (uint64_t first = 0; first < used; first += step, turn += UINT32_C(0x9e3779b1)) {
-        uint64_t page = first + ((uint64_t)turn * step >> 32);
-        if (page >= used) break;
-        uint32_t word = lc_load(&h->pages[page].word), state = lci_state_of(word);
-        if (state == LCI_READY || state == LCI_WRITING)
-            pages[(word >> LCI_GROUP_SHIFT) + (state == LCI_WRITING) * LCI_NUMBERS]++;
+    for (uint32_t i = 0; i < LCI_NUMBERS; i++) {
+        counts[i] = lc_load(&h->root->group[i].pages);
+        counts[LCI_NUMBERS + i] = lc_load(&h->root->group[i].minimum);
     }
     return LC_OK;
 }

@@ -161,6 +161,7 @@ static bool page_state(checker *c, uint32_t page) {
                        lc_load(&c->h->pages[parent].word));
         }
         c->ns_pages[lci_ns_of(word)]++;
+        c->group_pages[lci_group_of(word)]++;
     }
     if (word & LCI_KEPT && state != LCI_READY)
         BROKEN(c, 63, page, word, "page %u is kept and has state %u", page, state);
@@ -193,6 +194,10 @@ static bool totals(checker *c) {
         if (c->ns_pages[i] != lc_load(&c->h->ns[i].pages))
             BROKEN(c, 36, i, c->ns_pages[i], "namespace %u has %u pages, its count says %u", i,
                    c->ns_pages[i], lc_load(&c->h->ns[i].pages));
+    for (uint32_t i = 0; i < LCI_NUMBERS; i++)
+        if (c->group_pages[i] != lc_load(&r->group[i].pages))
+            BROKEN(c, 67, i, c->group_pages[i], "group %u has %u pages, its count says %u", i,
+                   c->group_pages[i], lc_load(&r->group[i].pages));
     if (c->out->held != lc_load(&r->held))
         BROKEN(c, 63, c->out->held, lc_load(&r->held), "%u pages are held, the count says %u",
                c->out->held, lc_load(&r->held));

@@ -14,7 +14,7 @@ typedef struct checker {
     uint16_t *row0;     /* pins that tickets account for */
     uint32_t *listed;   /* reservation + 1 that lists the page */
     uint8_t *chunk_owned; /* by a list, or free */
-    uint32_t ns_pages[LCI_NAMESPACES];
+    uint32_t ns_pages[LCI_NAMESPACES], group_pages[LCI_NUMBERS];
     bool quiet;
     uint64_t now;       /* tickets whose deadline has passed are late */
 } checker;

@@ -199,6 +199,13 @@ static bool namespaces(checker *c) {
             BROKEN(c, 65, i, minimum, "namespace %u was promised %u pages, of a quota of %u, of %u",
                    i, minimum, quota, h->page_count);
     }
+    for (uint32_t i = 0; i < LCI_NUMBERS; i++) {
+        uint32_t minimum = lc_load(&h->root->group[i].minimum);
+        promised += minimum;
+        if (promised > h->page_count)
+            BROKEN(c, 68, i, minimum, "group %u was promised %u pages, %llu are promised in all, of %u",
+                   i, minimum, (unsigned long long)promised, h->page_count);
+    }
     if (clearing != lc_load(&h->root->clearing))
         BROKEN(c, 55, clearing, 0, "%u namespaces are being cleared, the count says %u", clearing,
                lc_load(&h->root->clearing));

@@ -2,7 +2,7 @@
  * only without pins. */
 #include "index.h"
 
-/* A page on its way out: off the queue, off its parent and its namespace's count, EVICTING. Its word
+/* A page on its way out: off the queue, off its parent and the counts of its namespace and group, EVICTING. Its word
  * has no other writer (publishing touches WRITING pages only), so a plain store will do. Returns its
  * parent. */
 static uint32_t mark(lci_handle *h, lc_txn *t, uint32_t page) {
@@ -10,7 +10,7 @@ static uint32_t mark(lci_handle *h, lc_txn *t, uint32_t page) {
     uint32_t parent = lci_parent(h, p);
     if (parent != LC_NIL) lc_txn_add(t, &h->pages[parent].children, (uint32_t)-1);
     uint32_t kind = lc_load(&p->word) & LCI_KIND;
-    lc_txn_add(t, &h->ns[lci_ns_of(kind)].pages, (uint32_t)-1);
+    lci_count_named(h, t, kind, (uint32_t)-1);
     LC_PAUSE(LC_AT_EVICT_CHOSEN);
     lc_txn_set(t, &p->word, LCI_EVICTING | kind);
     __builtin_prefetch((const void *)&h->dict.buckets[lc_bucket(&h->dict, lc_load(&p->lo))], 1);
@@ -34,7 +34,7 @@ static void unmark(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page) {
     uint32_t parent = lci_parent(h, p);
     uint32_t kind = lc_load(&p->word) & LCI_KIND;
     lc_txn_set(t, &p->word, LCI_READY | kind);
-    lc_txn_add(t, &h->ns[lci_ns_of(kind)].pages, 1);
+    lci_count_named(h, t, kind, 1);
     if (parent != LC_NIL) lci_child_comes(h, t, parent);
     lci_touch(p, e->since, 0);
     if (!lci_covered(p)) lci_queue_add(h, t, page);
@@ -222,7 +222,7 @@ LC_API int lci_evict_group(lci_handle *h, uint32_t number, uint32_t want, lci_wa
     if (rc != LC_OK) return rc;
     if (h->at->readonly) return LC_E_READONLY;
     if (number >= LCI_NUMBERS) return LC_E_RANGE;
-    lci_eviction e = {.since = lci_next_tick(h)};
+    lci_eviction e = {.since = lci_next_tick(h), .by_group = number + 1};
     while (op->pages < want && op->cursor < lc_load(&h->root->fresh)) {
         rc = lci_lock(h, &t, LCI_OP_EVICT, wait, deadline);
         if (rc != LC_OK) return rc;
@@ -239,9 +239,9 @@ LC_API int lci_evict_group(lci_handle *h, uint32_t number, uint32_t want, lci_wa
 /* A chain at its bound: make room in it by one page that may go. */
 bool lci_evict_from_chain(lci_handle *h, lc_txn *t, lci_eviction *e, uint64_t key_lo) {
     uint32_t at = lc_load(&h->dict.buckets[lc_bucket(&h->dict, key_lo)]);
+    e->cause = LCI_FOR_ROOM;
     for (int hops = 0; hops <= LC_CHAIN_MAX && at < h->page_count; hops++) {
         if (may_go(h, e, at)) {
-            e->cause = LCI_FOR_ROOM;
             lci_evict_page(h, t, e, at);
             return lci_evict_settle(h, t, e, &at, 1) == 1;
         }

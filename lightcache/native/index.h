@@ -129,6 +129,13 @@ typedef struct lci_namespace {
 } lci_namespace;
 _Static_assert(sizeof(lci_namespace) == 128, "a namespace is two lines");
 
+#define LCI_NUMBERS 32 /* of groups in an index: 0 to 31 */
+
+typedef struct lci_group_count { /* of all namespaces together */
+    _Atomic uint32_t pages;   /* named pages, writing or ready */
+    _Atomic uint32_t minimum; /* of these, that making room for other groups leaves it */
+} lci_group_count;
+
 /* The eviction queue: levels of 64 lists, as in a timer wheel (see queue.c). */
 #define LCI_LEVELS 8
 #define LCI_DIGITS 64
@@ -173,6 +180,7 @@ typedef struct lci_root {
     _Atomic uint32_t event; /* raised by two when writing ended somewhere; bit 0: sleepers */
     uint8_t pad3[60];
     _Atomic uint64_t completed[16]; /* bit r: all shards of reservation r published, to collect */
+    lci_group_count group[LCI_NUMBERS]; /* changed under the lock, through the log */
 } lci_root;
 _Static_assert(offsetof(lci_root, clock) % 64 == 0, "hot words on their own lines");
 
@@ -240,7 +248,6 @@ typedef struct lci_group {
     uint32_t parts;  /* of each page, 1 at least: the lease has all of them, page by page */
 } lci_group;
 #define LCI_GROUPS 16
-#define LCI_NUMBERS 32 /* of groups in an index: 0 to 31 */
 #define LCI_PARTS 4096 /* of a page of a group, at most */
 
 /* The key of a part of a page. Every step can be undone, so two keys of one part differ if those of
@@ -313,7 +320,7 @@ enum {
 /* How many pages a namespace may have, and how many it was promised. */
 typedef struct lci_ns_limits {
     uint32_t quota, minimum; /* UINT32_MAX: as it is */
-    uint64_t others;         /* out: what the other open namespaces were promised */
+    uint64_t others;         /* out: what groups and the other open namespaces were promised */
 } lci_ns_limits;
 
 /* Progress of keep, unkeep, evict_first and drop, zeroed by the caller. */
@@ -332,7 +339,8 @@ typedef struct lci_oldest_op {
     uint32_t ended;    /* nothing more can be listed */
     uint32_t climb;    /* page + 1 whose parent may be next */
     uint32_t returned; /* pages put back to where they were in the queue */
-    uint32_t going[256]; /* listed pages of each namespace */
+    uint32_t going[LCI_NAMESPACES];     /* listed pages of each namespace, */
+    uint32_t going_group[LCI_NUMBERS]; /* and of each group */
 } lci_oldest_op;
 
 /* Progress of giving pages up, zeroed. */
@@ -407,6 +415,7 @@ enum lci_op {
     LCI_OP_NAME,
     LCI_OP_UNNAME,
     LCI_OP_FREE,
+    LCI_OP_GROUP,
 };
 
 /* ------------------------------------------------------------------ helpers */
@@ -415,6 +424,7 @@ static inline uint32_t lci_state_of(uint32_t word) { return word & LCI_STATE_MAS
 static inline uint32_t lci_ns_of(uint32_t word) { return (word & LCI_NS_MASK) >> LCI_NS_SHIFT; }
 /* The reservation of a page, + 1; 0: it is in none. */
 static inline uint32_t lci_res_of(uint32_t word) { return (word & LCI_RES_MASK) >> LCI_RES_SHIFT; }
+static inline uint32_t lci_group_of(uint32_t word) { return word >> LCI_GROUP_SHIFT; }
 static inline uint64_t lci_tick(const lci_page *p) { return lc_load(&p->used) >> LCI_TICK_SHIFT; }
 
 static inline _Atomic uint16_t *lci_pin(const lci_handle *h, uint32_t slot, uint32_t page) {
@@ -513,16 +523,24 @@ typedef struct lci_eviction {
     uint32_t moved; /* pages that were queued older than they are and have been put right */
     bool exhausted; /* nothing can be evicted any more */
     uint32_t by;    /* for a namespace: its number + 1; 0: for none */
+    uint32_t by_group; /* for a group: its number + 1; 0: for none */
     uint32_t cause; /* LCI_ASKED and so on, for the counts */
-    const uint32_t *going; /* only listing: pages of each namespace that are listed; else NULL */
+    const lci_oldest_op *listing; /* listed pages are still counted; NULL: nothing is listed */
 } lci_eviction;
 
-/* Is it among what its namespace was promised? Then only that namespace may take it. */
+/* Is it among what its namespace was promised, or its group? Then only calls for that namespace, or that
+ * group, may take it. A namespace pays for its quota with what is its own, of whatever group. */
 static inline bool lci_promised(const lci_handle *h, const lci_eviction *e, uint32_t page) {
-    uint32_t id = lci_ns_of(lc_load(&h->pages[page].word));
-    uint64_t minimum = lc_load(&h->ns[id].minimum);
-    if (LC_LIKELY(minimum == 0) || e->by == id + 1) return false;
-    return lc_load(&h->ns[id].pages) <= minimum + (e->going ? e->going[id] : 0);
+    uint32_t word = lc_load(&h->pages[page].word), id = lci_ns_of(word), number = lci_group_of(word);
+    const lci_namespace *ns = &h->ns[id];
+    const lci_group_count *group = &h->root->group[number];
+    uint64_t tenant = lc_load(&ns->minimum), layers = lc_load(&group->minimum);
+    if (LC_LIKELY((tenant | layers) == 0)) return false;
+    if (tenant && e->by != id + 1 &&
+        lc_load(&ns->pages) <= tenant + (e->listing ? e->listing->going[id] : 0))
+        return true;
+    return layers && e->by_group != number + 1 && e->cause != LCI_FOR_QUOTA &&
+           lc_load(&group->pages) <= layers + (e->listing ? e->listing->going_group[number] : 0);
 }
 
 /* queue.c: the next page to go, taken off the queue; LC_NIL: none now (`e->exhausted`), or the
@@ -614,6 +632,7 @@ int lci_reap_held(lci_handle *h, uint32_t slot, const uint32_t *pages, uint32_t 
                   uint64_t deadline);
 
 /* pages.c, under the lock: the transitions of a page and the lists of reservations and tickets. */
+void lci_count_named(lci_handle *h, lc_txn *t, uint32_t word, uint32_t delta);
 uint32_t lci_take_free(lci_handle *h, lc_txn *t, uint32_t *out, uint32_t want);
 void lci_give_free(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n);
 void lci_detach_parent(lci_handle *h, lc_txn *t, uint32_t page);

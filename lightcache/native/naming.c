@@ -192,7 +192,7 @@ static void list_news(naming *k) {
     if (k->t.error || !k->news) return;
     if (lci_list_push(h, &k->t, &h->res[k->rid].pages, k->fresh, k->news) != k->news)
         k->t.error = LC_E_CORRUPT; /* there was room for them */
-    lc_txn_add(&k->t, &h->ns[lci_ns_id(k->op->ns)].pages, k->news);
+    lci_count_named(h, &k->t, new_word(k), k->news);
     lc_txn_add(&k->t, &h->root->named, k->news);
     lc_txn_add(&k->t, &h->root->writing, k->news);
     lc_txn_add(&k->t, &h->root->held, -k->news);
@@ -311,6 +311,7 @@ LC_API int lci_name(lci_handle *h, lci_held_op *op, const lc_key *keys, const in
     if (!op->tick) op->tick = lci_next_tick(h);
     k.room.eviction.since = op->tick;
     k.room.eviction.by = lci_ns_id(op->ns) + 1;
+    k.room.eviction.by_group = 1;
     k.room.look = &op->look;
     uint64_t begun = lcs_now_ns();
     while (op->done < n) {

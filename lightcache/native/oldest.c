@@ -40,7 +40,9 @@ static void list_page(oldest *o, uint32_t page) {
     o->hits[at] = (uint32_t)(lc_load(&p->used) & LCI_HITS_MASK);
     o->keys[at] = (lc_key){.lo = lc_load(&p->lo), .hi = lc_load(&p->hi)};
     o->parent[at] = lci_parent(h, p);
-    o->op->going[lci_ns_of(lc_load(&p->word))]++;
+    uint32_t word = lc_load(&p->word);
+    o->op->going[lci_ns_of(word)]++;
+    o->op->going_group[lci_group_of(word)]++;
     o->op->climb = page + 1;
 }
 
@@ -130,7 +132,7 @@ LC_API int lci_oldest(lci_handle *h, lci_oldest_op *op, lci_lease *lease, lc_key
     o.page = (int32_t *)(lease + 1);
     o.hits = (uint32_t *)(o.page + op->want);
     if (!op->since) op->since = lci_next_tick(h);
-    o.eviction = (lci_eviction){.since = op->since, .going = op->going};
+    o.eviction = (lci_eviction){.since = op->since, .listing = op};
     uint64_t begun = lcs_now_ns();
     while (!over(&o)) {
         rc = lci_lock(h, &o.t, LCI_OP_EVICT, wait, deadline);

@@ -43,6 +43,12 @@ void lci_give_free(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n) 
     lc_txn_add(t, &h->root->free_count, n);
 }
 
+/* So many pages more with a key, whose words say the namespace and group of `word`; or fewer. */
+void lci_count_named(lci_handle *h, lc_txn *t, uint32_t word, uint32_t delta) {
+    lc_txn_add(t, &h->ns[lci_ns_of(word)].pages, delta);
+    lc_txn_add(t, &h->root->group[lci_group_of(word)].pages, delta);
+}
+
 uint32_t lci_parent(const lci_handle *h, const lci_page *p) {
     uint32_t parent = lc_load(&p->parent);
     if (parent >= h->page_count) return LC_NIL;
@@ -110,7 +116,7 @@ bool lci_doom(lci_handle *h, lc_txn *t, uint32_t page) {
     }
     lc_dict_unlink(t, &h->dict, page);
     lc_list_append(t, &h->lists, page, LCI_DOOMED_LIST);
-    lc_txn_add(t, &h->ns[lci_ns_of(word)].pages, (uint32_t)-1);
+    lci_count_named(h, t, word, (uint32_t)-1);
     lc_txn_add(t, &h->root->named, (uint32_t)-1);
     if (lci_res_of(word)) lc_txn_add(t, &h->root->writing, (uint32_t)-1);
     if (word & LCI_KEPT) lc_txn_add(t, &h->root->kept, (uint32_t)-1);

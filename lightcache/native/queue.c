@@ -118,7 +118,7 @@ static void requeue(lci_handle *h, lc_txn *t, uint32_t page, uint64_t tick) {
  * own client pins alone, which are first of all those it has listed: they lie where `since` is. */
 static uint64_t tick_for(const lci_handle *h, const lci_eviction *e, uint32_t page) {
     uint64_t tick = lci_tick(&h->pages[page]);
-    bool listed = e->going && tick < e->since && lc_load(&h->mine[page]);
+    bool listed = e->listing && tick < e->since && lc_load(&h->mine[page]);
     return listed ? e->since : tick;
 }
 

@@ -137,6 +137,7 @@ static void clear_totals(lci_handle *h) {
     lc_store(&r->held, 0);
     lc_store(&r->queued, 0);
     lc_store(&r->kept, 0);
+    for (int i = 0; i < LCI_NUMBERS; i++) lc_store(&r->group[i].pages, 0);
     for (uint32_t p = 0; p < h->page_count; p++) lc_store(&h->pages[p].children, 0);
 }
 
@@ -159,8 +160,10 @@ static void count_page(lci_handle *h, uint32_t page) {
         lc_store(&r->named, lc_load(&r->named) + 1);
         if (lci_res_of(word)) lc_store(&r->writing, lc_load(&r->writing) + 1);
         if (word & LCI_KEPT) lc_store(&r->kept, lc_load(&r->kept) + 1);
-        _Atomic uint32_t *pages = &h->ns[lci_ns_of(word)].pages;
-        lc_store(pages, lc_load(pages) + 1);
+        _Atomic uint32_t *tenant = &h->ns[lci_ns_of(word)].pages;
+        _Atomic uint32_t *group = &r->group[lci_group_of(word)].pages;
+        lc_store(tenant, lc_load(tenant) + 1);
+        lc_store(group, lc_load(group) + 1);
         uint32_t parent = lci_parent(h, p);
         if (parent != LC_NIL && lci_may_hang(h, parent, word))
             lc_store(&h->pages[parent].children, lc_load(&h->pages[parent].children) + 1);

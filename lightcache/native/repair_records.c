@@ -261,6 +261,11 @@ static void rebuild_namespaces(lci_handle *h) {
         promised += minimum;
     }
     lc_store(&h->root->clearing, clearing);
+    for (uint32_t i = 0; i < LCI_NUMBERS; i++) { /* after the namespaces, of what is left */
+        _Atomic uint32_t *minimum = &h->root->group[i].minimum;
+        if (lc_load(minimum) > h->page_count - promised) lc_store(minimum, 0);
+        promised += lc_load(minimum);
+    }
 }
 
 void lci_rebuild_records(builder *b) {

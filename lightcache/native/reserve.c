@@ -283,7 +283,7 @@ static void settle_locked(reserve *r, uint32_t from, uint32_t to, uint32_t absen
         /* In the same step as the pages became WRITING: a reaper of ours finds them listed. */
         if (lci_list_push(r->h, &r->t, &r->h->res[r->op->rid].pages, pages, made) != made)
             r->t.error = LC_E_CORRUPT; /* there was room for them */
-        lc_txn_add(&r->t, &r->h->ns[lci_ns_id(r->op->ns)].pages, made);
+        lci_count_named(r->h, &r->t, new_word(r, 0), made);
         lc_txn_add(&r->t, &r->h->root->named, made);
         lc_txn_add(&r->t, &r->h->root->writing, made);
         lc_raise(&lcs_client_of(r->h->at, r->h->at->slot)->reserved_pages, made);
@@ -477,6 +477,7 @@ LC_API int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, ui
     if (!op->tick) op->tick = lci_next_tick(h);
     r.tick = op->tick;
     r.room.eviction.by = lci_ns_id(op->ns) + 1;
+    r.room.eviction.by_group = op->group + 1;
     r.room.eviction.since = r.tick; /* the same on every call: this chain counts as used by now */
     r.room.look = &op->look;
     r.room.doomed = &op->doomed;

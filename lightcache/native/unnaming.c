@@ -31,7 +31,7 @@ static uint32_t mark(lci_handle *h, lc_txn *t, uint32_t page) {
 
 static void forget(lci_handle *h, lc_txn *t, uint32_t page, uint32_t word) {
     lc_dict_unlink(t, &h->dict, page);
-    lc_txn_add(t, &h->ns[lci_ns_of(word)].pages, (uint32_t)-1);
+    lci_count_named(h, t, word, (uint32_t)-1);
     if (lci_res_of(word)) lc_txn_add(t, &h->root->writing, (uint32_t)-1);
     if (word & LCI_KEPT) lc_txn_add(t, &h->root->kept, (uint32_t)-1);
 }

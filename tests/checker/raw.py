@@ -489,6 +489,12 @@ class _Findings:
         promised = int(spaces["minimum"][normal].sum(dtype=np.uint64))
         if promised > self.n:
             yield f"namespaces were promised {promised} pages of {self.n}"
+        groups = self.c.root["group"]
+        counted = np.bincount(self.group[self.named], minlength=layout.NUMBERS)
+        for i in np.flatnonzero(counted != groups["pages"])[:3]:
+            yield f"group {i} has {counted[i]} pages, says {groups['pages'][i]}"
+        if promised + int(groups["minimum"].sum(dtype=np.uint64)) > self.n:
+            yield f"groups were promised {groups['minimum']} pages of {self.n}"
         above = normal & (spaces["quota"] > 0) & (spaces["minimum"] > spaces["quota"])
         for i in np.flatnonzero(above)[:3]:
             yield f"namespace {i} was promised {spaces['minimum'][i]}, of {spaces['quota'][i]}"

@@ -31,7 +31,7 @@ def rich(segment_name: str) -> Iterator[Any]:
             with index.reserve(keys(seed, 6)) as got:
                 got.publish()
         assert index.protect(keys(1, 6)[:2]) == 2
-        index.namespace("promised", quota=9, minimum=3)
+        index.namespace("promised", quota_pages=9, minimum_pages=3)
         space = index.namespace("weights", "tenant")
         with index.reserve(keys(3, 4), namespace=space) as got:
             got.publish()
@@ -193,6 +193,11 @@ DAMAGES: dict[str, Any] = {
     "a pin without its bit": of_page("pins", READY, lambda _: 0, 7),
     "a pin of a free page": put(lambda c: (c.rows[1], page(c, FREE)), lambda _: 1),
     "a namespace's pages": put(lambda c: (c.spaces["pages"], 0), up),
+    "a group's pages": put(lambda c: (c.root["group"]["pages"], 0), up),
+    "a page of another group": of_page("word", READY, lambda v: v | 1 << 27, 5),
+    "a group promised more than there is": put(
+        lambda c: (c.root["group"]["minimum"], 4), lambda _: PAGES - 2
+    ),
     "writing became ready": of_page("word", WRITING, lambda v: v + 1),
     "a repair under way": of_root("repairing", lambda _: 1),
     "a tick that is to come": of_page("used", READY, lambda v: v + (1 << 40)),

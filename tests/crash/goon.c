@@ -129,6 +129,7 @@ static void let_go(judge *j, stage *s) {
         MUST(j, op.pages == 1);
     }
     for (uint32_t ns = 0; ns < LCI_NAMESPACES; ns++) lc_store(&h->ns[ns].minimum, 0);
+    for (uint32_t i = 0; i < LCI_NUMBERS; i++) lc_store(&h->root->group[i].minimum, 0);
 }
 
 static void evict_all(judge *j, stage *s) {

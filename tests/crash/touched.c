@@ -147,6 +147,7 @@ static void allow_derived(judge *j, lci_handle *h) {
     ALLOW(j, h, r->reaped); /* counts what reaping has done */
     ALLOW(j, h, r->joining_ns); /* a look for late ranks, by any holder of the lock */
     ALLOW(j, h, r->completed);
+    for (uint32_t i = 0; i < LCI_NUMBERS; i++) ALLOW(j, h, r->group[i].pages);
 }
 
 static void allow_client(judge *j, lci_handle *h, uint32_t slot) {

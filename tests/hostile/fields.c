@@ -101,6 +101,10 @@ static void root_fields(table *t, uint64_t at) {
     ONE(lci_root, clock, ADVICE, at, 1);
     ONE(lci_root, event, PROTOCOL, at, 1);
     ARRAY(lci_root, completed, PROTOCOL, at, 16);
+    for (uint32_t i = 0; i < 3; i++) {
+        ONE(lci_root, group[i].pages, DERIVED, at, 1);
+        ONE(lci_root, group[i].minimum, TRUTH, at, 1);
+    }
 }
 
 static void page_fields(table *t, const lci_geometry *g) {

@@ -429,7 +429,10 @@ static int namespaces(call *c) {
     lci_ns_ref ref = 0;
     int rc = sane(lci_namespace_find(some_handle(c), weights, "tenant", &ref), "namespace find");
     lci_ns_limits limits = {.quota = below(c->r, 9), .minimum = below(c->r, 9)};
+    uint64_t others;
     if (below(c->r, 2)) limits.minimum = UINT32_MAX;
+    rc = worse(rc, sane(lci_group_minimum(c->w->h, below(c->r, LCI_NUMBERS + 1), below(c->r, 9), &others,
+                                          c->wait, c->deadline), "group minimum"));
     return worse(rc, sane(lci_namespace_limits(c->w->h, weights, below(c->r, 2) ? "tenant" : "",
                                                &limits, &ref, c->wait, c->deadline),
                           "namespace open"));
@@ -625,7 +628,7 @@ static int count(call *c) {
     uint32_t pages[2 * LCI_NUMBERS];
     lci_handle *h = some_handle(c);
     int rc = sane(lci_count(h, &counts), "count");
-    return worse(rc, sane(lci_count_groups(h, 1, pages), "count_groups"));
+    return worse(rc, sane(lci_count_groups(h, pages), "count_groups"));
 }
 
 static int checked(call *c) {

@@ -176,10 +176,11 @@ class RoomRules(MachineBase):
         space = self.model.open_space(*name)
         if not self.limits_fit(space, quota, minimum):
             self.expect_lost(
-                lambda: index.namespace(*name, quota=quota, minimum=minimum), ConfigError
+                lambda: index.namespace(*name, quota_pages=quota, minimum_pages=minimum),
+                ConfigError,
             )
             return
-        real = index.namespace(*name, quota=quota, minimum=minimum)
+        real = index.namespace(*name, quota_pages=quota, minimum_pages=minimum)
         if space is None:
             assert real.ref not in self.refs, "an old handle would speak for a new namespace"
             space = CacheScope(*name, id=real.id)

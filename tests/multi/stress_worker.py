@@ -319,7 +319,7 @@ class Worker:
         if tenant not in self.spaces:
             pages = self.cache.pages
             quota = max(1, pages // 3) if tenant == "two" else 0
-            self.spaces[tenant] = self.cache.namespace("stress", tenant, quota=quota)
+            self.spaces[tenant] = self.cache.index.namespace("stress", tenant, quota_pages=quota)
         keys = self.chance.choice(self.prompts)
         keys = keys[: self.chance.randint(1, len(keys))].copy()
         keys[:, 1] ^= np.uint64(TENANTS.index(tenant))

@@ -54,7 +54,7 @@ class Flood:
 
 @pytest.mark.timeout(120)
 def test_a_promise_survives_a_flood(index: PageIndex, segment_name: str) -> None:
-    mine = index.namespace("mine", minimum=MINE)
+    mine = index.namespace("mine", minimum_pages=MINE)
     with index.reserve(prompt(1, 30), namespace=mine) as new:
         new.publish()
     with index.reserve(prompt(2, 4)) as new:

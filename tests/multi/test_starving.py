@@ -211,7 +211,7 @@ def worlds(segment_name: str) -> Iterator[Any]:
 
 
 def test_a_quota(index: PageIndex, killed: Callable[..., None]) -> None:
-    space = index.namespace("w", "small", quota=10)
+    space = index.namespace("w", "small", quota_pages=10)
     killed("quota", 10)
     with index.reserve(prompt(2, 8), namespace=space) as got:
         assert len(got.new) == 8
@@ -263,7 +263,7 @@ def test_evicting_looks_in_turn(index: PageIndex, killed: Callable[..., None]) -
 
 
 def test_what_the_living_hold_is_no_reason(index: PageIndex, segment_name: str) -> None:
-    space = index.namespace("w", "small", quota=5)
+    space = index.namespace("w", "small", quota_pages=5)
     with PageIndex.attach(segment_name, role="living") as other, other.allocate(MOST):
         with index.reserve(prompt(2, 20)) as got:
             assert len(got.new) == 10

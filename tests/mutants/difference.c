@@ -21,6 +21,8 @@ static bool roots(const lci_root *a, const lci_root *b) {
         if (DIFFER(now[i])) return true;
     for (int i = 0; i < LCI_LEVELS * 2; i++)
         if (DIFFER(occupied[i])) return true;
+    for (int i = 0; i < LCI_NUMBERS; i++)
+        if (DIFFER(group[i].pages) || DIFFER(group[i].minimum)) return true;
     return DIFFER(free_head) || DIFFER(free_count) || DIFFER(fresh) || DIFFER(grown) ||
            DIFFER(named) || DIFFER(writing) || DIFFER(doomed) || DIFFER(chunk_head) ||
            DIFFER(chunk_fresh) || DIFFER(chunk_used) || DIFFER(res_head) || DIFFER(res_fresh) ||

@@ -106,6 +106,7 @@ static void use(copy *c) {
     const lci_root *root = c->who.h->root;
     use_tickets(c);
     lc_store(&c->who.h->ns[0].minimum, 0); /* nothing is promised any more */
+    for (uint32_t i = 0; i < LCI_NUMBERS; i++) lc_store(&c->who.h->root->group[i].minimum, 0);
     evict(&c->who, PAGES); /* here the tickets' pins go, */
     uint32_t kept = kept_pages(c);
     evict(&c->who, PAGES); /* and here what only they had kept */

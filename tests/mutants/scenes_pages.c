@@ -178,6 +178,13 @@ static void promised(void) {
     CHECK_EQ(lci_namespace_limits(survivor.h, "", "", &limits, &ns, BLOCKING), LC_OK);
 }
 
+/* A group was promised something, and then something else. */
+static void set_group(void) {
+    uint64_t others;
+    CHECK_EQ(lci_group_minimum(victim.h, 0, 4, &others, BLOCKING), LC_OK);
+    CHECK_EQ(lci_group_minimum(victim.h, 0, 6, &others, BLOCKING), LC_OK);
+}
+
 static void clear(void) { CHECK_EQ(lci_clear(victim.h, NS, BLOCKING), LC_OK); }
 
 const scene page_scenes[] = {
@@ -206,6 +213,7 @@ const scene page_scenes[] = {
     {"oldest-used", singles, list_as_used, NONE, NONE, false},
     {"discard", listed, discard_listed, NONE, NONE, false},
     {"limits", half_full, set_limits, NONE, NONE, false},
+    {"group-minimum", half_full, set_group, NONE, NONE, false},
     {"clear-promised", promised, clear, NONE, NONE, false},
     {0},
 };

@@ -88,7 +88,9 @@ int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t grown);
 lci_handle *lci_open(lcs_attachment *at, uint64_t pages);
 void lci_close(lci_handle *h);
 int lci_count(lci_handle *h, lci_counts *out);
-int lci_count_groups(const lci_handle *h, uint32_t step, uint32_t pages[2 * LCI_NUMBERS]);
+int lci_count_groups(const lci_handle *h, uint32_t counts[2 * LCI_NUMBERS]);
+int lci_group_minimum(lci_handle *h, uint32_t number, uint32_t minimum, uint64_t *others, int wait,
+                      uint64_t deadline);
 int lci_touch_key(lci_handle *h, const lc_key *key, lci_ns_ref ns);
 int lci_peek1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns);
 int lci_peek(lci_handle *h, const lc_key *keys, const int64_t *offsets, uint32_t requests,

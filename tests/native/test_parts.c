@@ -248,27 +248,170 @@ static uint32_t evict_group(uint32_t want) {
 
 static bool there(uint32_t i) { return part_of(i, PARTS - 1) != LC_NIL; }
 
-/* What is ready and what is being written, by group; and of every third record. */
+static uint32_t counts[2 * LCI_NUMBERS];
+
+static void expect_counts(uint32_t plain, uint32_t parts) {
+    client reader = reader_join(&s);
+    CHECK_EQ(lci_count_groups(reader.h, counts), LC_OK);
+    client_forget(&reader);
+    CHECK_EQ(counts[0], plain);
+    CHECK_EQ(counts[NUMBER], parts);
+    index_check(&s);
+}
+
+/* What is ready and what is being written, by group, whatever becomes of it. */
 static void pages_are_counted_by_group(void) {
-    uint32_t counts[2 * LCI_NUMBERS], sum = 0, thirds = 0;
     set_up_parts(64, PARTS, 1);
     put_parts(4, 2, PARTS);
     prompt_fill(&a, &q, 2, 20);
     CHECK_EQ(reserve_parts(&a, 9, 1, PARTS), PARTS);
-    client reader = reader_join(&s);
-    CHECK_EQ(lci_count_groups(reader.h, 1, counts), LC_OK);
-    client_forget(&reader);
-    CHECK_EQ(counts[0], 20);
-    CHECK_EQ(counts[NUMBER], 2 * PARTS);
-    CHECK_EQ(counts[LCI_NUMBERS + NUMBER], PARTS);
-    for (uint32_t i = 0; i < 2 * LCI_NUMBERS; i++) sum += counts[i];
-    CHECK_EQ(sum, 20 + 3 * PARTS);
-    CHECK_EQ(lci_count_groups(b.h, 3, counts), LC_OK);
-    for (uint32_t i = 0; i < 2 * LCI_NUMBERS; i++) thirds += counts[i];
-    CHECK(thirds == sum / 3 || thirds == sum / 3 + 1);
-    CHECK_EQ(lci_count_groups(b.h, UINT32_MAX, counts), LC_OK);
-    CHECK_EQ(lci_count_groups(b.h, 0, counts), LC_E_RANGE);
+    expect_counts(20, 3 * PARTS);
     prompt_unpin(&a, &state);
+    CHECK_EQ(lci_abandon(a.h, state.op.rid, state.op.gen, BLOCKING), LC_OK);
+    expect_counts(20, 2 * PARTS);
+    CHECK_EQ(evict(&b, 3), 3);
+    expect_counts(20, 2 * PARTS - 3);
+    CHECK_EQ(match(&a, &q, &held), 20);
+    CHECK_EQ(unname(&a, held.pages, 20), LC_OK);
+    expect_counts(0, 2 * PARTS - 3);
+    tear_down();
+}
+
+/* ------------------------------------------------------------------ the minimum of a group */
+
+static int minimum(uint32_t number, uint32_t pages) {
+    uint64_t others;
+    return lci_group_minimum(a.h, number, pages, &others, BLOCKING);
+}
+
+static void others_leave_a_group_its_minimum(void) {
+    set_up_parts(64, PARTS, 1);
+    CHECK_EQ(minimum(NUMBER, 10), LC_OK);
+    for (uint32_t i = 0; i < 3; i++) put_parts(i, 1, PARTS);
+    prompt_fill(&a, &q, 2, 20); /* used later */
+    CHECK_EQ(evict(&b, 20), 20);
+    expect_counts(20 - 20 + 3 * PARTS - 10, 10); /* the states down to the minimum, then the prompt */
+    CHECK_EQ(evict(&b, 64), 11);
+    expect_counts(0, 10);
+    prompt_make(&q, 3, 60);
+    CHECK_EQ(prompt_reserve(&b, &q, NS, 1), 54);
+    CHECK_EQ(q.op.reason, LCI_WHY_PINNED);
+    prompt_unpin(&b, &q);
+    CHECK_EQ(lci_abandon(b.h, q.op.rid, q.op.gen, BLOCKING), LC_OK);
+    expect_counts(0, 10);
+    tear_down();
+}
+
+/* Its own calls take them, and those that name the group. */
+static void a_group_takes_its_own(void) {
+    set_up_parts(64, PARTS, 1);
+    CHECK_EQ(minimum(NUMBER, 64), LC_OK);
+    put_parts(0, 9, PARTS);
+    CHECK_EQ(evict(&b, 1), 0);
+    CHECK_EQ(reserve_parts(&a, 9, 1, PARTS), PARTS);
+    CHECK(!there(0) && there(2));
+    prompt_publish(&a, &state, 0);
+    prompt_unpin(&a, &state);
+    CHECK_EQ(evict_group(64), 9 * PARTS + 1); /* with the first part of the first */
+    tear_down();
+}
+
+/* A tenant at its quota pays with what is its own, of whatever group. */
+static void a_quota_takes_of_a_group_below_its_minimum(void) {
+    lci_ns_ref ns;
+    set_up_parts(64, PARTS, 1);
+    CHECK_EQ(minimum(NUMBER, 30), LC_OK);
+    CHECK_EQ(lci_namespace_open(a.h, "w", "t", PARTS, &ns, BLOCKING), LC_OK);
+    prompt_make(&state, 0, PARTS);
+    CHECK_EQ(lci_part_keys(p.keys, 1, NUMBER, 0, PARTS, state.keys), LC_OK);
+    state.op = (lci_reserve_op){.shards = 1, .ns = ns, .run = PARTS, .group = NUMBER, .whole = 1};
+    memset(state.status, 0, sizeof state.status);
+    CHECK_EQ(lci_reserve(a.h, &state.op, state.keys, PARTS, 0, state.page, state.status, BLOCKING),
+             PARTS);
+    memcpy(state.fresh, state.page, PARTS * sizeof *state.fresh);
+    state.made = PARTS;
+    prompt_publish(&a, &state, 0);
+    prompt_unpin(&a, &state);
+    prompt_make(&q, 2, 3);
+    CHECK_EQ(prompt_reserve(&a, &q, ns, 1), 3);
+    expect_counts(3, 0); /* a run goes whole */
+    prompt_unpin(&a, &q);
+    tear_down();
+}
+
+/* A namespace's minimum and that of a group hold each by itself. */
+static void a_namespace_leaves_a_group_its_minimum(void) {
+    lci_ns_ref ns;
+    lci_ns_limits limits = {.minimum = 5};
+    set_up_parts(64, PARTS, 1);
+    CHECK_EQ(minimum(NUMBER, PARTS), LC_OK);
+    CHECK_EQ(lci_namespace_limits(a.h, "w", "t", &limits, &ns, BLOCKING), LC_OK);
+    put_parts(0, 2, PARTS);
+    prompt_make(&q, 2, 60);
+    CHECK_EQ(prompt_reserve(&a, &q, ns, 1), 64 - PARTS);
+    expect_counts(64 - PARTS, PARTS);
+    prompt_unpin(&a, &q);
+    tear_down();
+}
+
+/* What a list has taken already is still counted: it ends where eviction would. */
+static void a_list_leaves_a_group_its_minimum(void) {
+    set_up_parts(64, PARTS, 1);
+    CHECK_EQ(minimum(NUMBER, PARTS + 2), LC_OK);
+    put_parts(0, 3, PARTS);
+    CHECK_EQ(oldest(&a, 64, 1), 2 * PARTS - 2);
+    CHECK_EQ(lci_release(a.h, &list.head), LC_OK);
+    index_check(&s);
+    tear_down();
+}
+
+static void minimums_of_groups_and_namespaces_fit(void) {
+    lci_ns_ref ns;
+    lci_ns_limits limits = {.minimum = 30};
+    uint64_t others = 0;
+    set_up_parts(64, PARTS, 1);
+    CHECK_EQ(lci_namespace_limits(a.h, "w", "t", &limits, &ns, BLOCKING), LC_OK);
+    CHECK_EQ(minimum(1, 20), LC_OK);
+    CHECK_EQ(lci_group_minimum(b.h, 2, 15, &others, BLOCKING), LC_E_RANGE);
+    CHECK_EQ(others, 50);
+    CHECK_EQ(lc_load(&a.h->root->group[2].minimum), 0);
+    CHECK_EQ(minimum(2, 14), LC_OK);
+    limits = (lci_ns_limits){.quota = UINT32_MAX, .minimum = 31};
+    CHECK_EQ(lci_namespace_limits(a.h, "w", "t", &limits, &ns, BLOCKING), LC_E_RANGE);
+    CHECK_EQ(limits.others, 34);
+    CHECK_EQ(minimum(1, 0), LC_OK);
+    CHECK_EQ(minimum(2, 34), LC_OK);
+    CHECK_EQ(minimum(LCI_NUMBERS, 0), LC_E_RANGE);
+    CHECK_EQ(minimum(2, UINT32_MAX), LC_E_RANGE);
+    CHECK_EQ(lci_count_groups(a.h, counts), LC_OK);
+    CHECK_EQ(counts[LCI_NUMBERS + 2], 34);
+    client reader = reader_join(&s);
+    CHECK_EQ(lci_group_minimum(reader.h, 2, 1, &others, BLOCKING), LC_E_READONLY);
+    client_forget(&reader);
+    index_check(&s);
+    tear_down();
+}
+
+static void a_repair_mends_the_counts_of_groups(void) {
+    lci_group_count *group;
+    set_up_parts(64, PARTS, 1);
+    group = a.h->root->group;
+    put_parts(0, 2, PARTS);
+    CHECK_EQ(minimum(NUMBER, 40), LC_OK);
+    CHECK_EQ(minimum(5, 20), LC_OK);
+    lc_store(&group[NUMBER].pages, 3);
+    CHECK_EQ(index_broken(&s), 67);
+    CHECK_EQ(lci_repair(a.h, BLOCKING), LC_OK);
+    expect_counts(0, 2 * PARTS);
+    CHECK_EQ(lc_load(&group[NUMBER].minimum), 40);
+    lc_store(&group[5].minimum, 25);
+    CHECK_EQ(index_broken(&s), 68);
+    lc_store(&group[6].minimum, UINT32_MAX);
+    CHECK_EQ(lci_repair(a.h, BLOCKING), LC_OK);
+    CHECK_EQ(lc_load(&group[NUMBER].minimum), 40);
+    CHECK_EQ(lc_load(&group[5].minimum), 0);
+    CHECK_EQ(lc_load(&group[6].minimum), 0);
+    index_check(&s);
     tear_down();
 }
 
@@ -386,6 +529,13 @@ const test part_tests[] = {
     TEST(nothing_goes_for_parts_that_cannot_be),
     TEST(a_prefix_in_parts),
     TEST(pages_are_counted_by_group),
+    TEST(others_leave_a_group_its_minimum),
+    TEST(a_group_takes_its_own),
+    TEST(a_quota_takes_of_a_group_below_its_minimum),
+    TEST(a_namespace_leaves_a_group_its_minimum),
+    TEST(a_list_leaves_a_group_its_minimum),
+    TEST(minimums_of_groups_and_namespaces_fit),
+    TEST(a_repair_mends_the_counts_of_groups),
     TEST(the_oldest_run_goes_whole),
     TEST(a_pinned_run_does_not_go),
     TEST(a_late_ticket_keeps_no_run),

@@ -409,11 +409,11 @@ TABLE: Table = {
         )
     ],
     ("gave a quota or a minimum that is no count", ConfigError): [
-        *(("quota", lambda index, n=n: index.namespace("w", quota=n)) for n in NO_COUNTS),
-        *(("minimum", lambda index, n=n: index.namespace("w", minimum=n)) for n in NO_COUNTS),
+        *(("quota", lambda index, n=n: index.namespace("w", quota_pages=n)) for n in NO_COUNTS),
+        *(("minimum", lambda index, n=n: index.namespace("w", minimum_pages=n)) for n in NO_COUNTS),
     ],
-    ("promised more than the quota", ConfigError): [
-        (r"4 pages.*quota of 3", lambda index: index.namespace("w", quota=3, minimum=4))
+    ("promised a namespace more than its quota", ConfigError): [
+        (r"4 pages.*quota of 3", lambda index: index.namespace("w", quota_pages=3, minimum_pages=4))
     ],
     ("opened a 257th namespace", OutOfPages): [("256", too_many_namespaces)],
     ("looked for one that is not there", LeaseLost): [

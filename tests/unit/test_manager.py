@@ -43,7 +43,7 @@ def test_who_does_not_write_leaves_nothing(world: Any) -> None:
 
 
 def test_blocks_that_get_no_name_are_given_back(world: Any) -> None:
-    world.device.index.namespace("", "", quota=2)
+    world.device.index.namespace("", "", quota_pages=2)
     world.run("a", tokens(18), keep=True)
     world.manager.release("a")
     assert world.device.free == 30

@@ -448,7 +448,7 @@ def test_pages_count_for_whom_room_was_made(worlds: Any, segment_name: str) -> N
 
 
 def test_pages_that_a_tenant_gave_up_for_its_quota(world: Any) -> None:
-    world.cache.namespace("", "small", quota=4)
+    world.cache.index.namespace("", "small", quota_pages=4)
     for seed in (1, 2):
         world.run(seed, Prompt(tokens(13, seed), tenant="small"))
     found = world.manager.stats()

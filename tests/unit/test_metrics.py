@@ -11,7 +11,7 @@ from support.manager_case import made_worlds
 from support.refusals import refused
 from support.window_engine import WindowEngine
 
-from lightcache import Cache, ConfigError, PageIndex, page_index
+from lightcache import Cache, ConfigError, PageIndex
 from lightcache.groups import Rule
 from lightcache.hybrid import Checkpoints, CheckpointStats, WindowStats
 from lightcache.hybrid.windows import GroupHits
@@ -122,29 +122,14 @@ def test_pages_by_group(segment_name):
         registry = registered(cache)
         publish(cache, 1, 2)
         with cache.index.reserve(run.keys(keys(1, 2)), independent=True, run=run) as new:
-            values = Values(registry, cache)
-            assert values("group_pages", group="states", state="writing") == 6
-            assert values("group_bytes", group="states") == 0
+            assert Values(registry, cache)("group_pages", group="states") == 6
             new.publish()
+        cache.set_minimum(run, 5 * PAGE_BYTES - 1)
         values = Values(registry, cache)
-        for group, pages in (("kv", 2), ("states", 6), ("window4096", 0)):
-            assert values("group_pages", group=group, state="ready") == pages
-            assert values("group_pages", group=group, state="writing") == 0
+        for group, pages, minimum in (("kv", 2, 0), ("states", 6, 6), ("window4096", 0, 0)):
+            assert values("group_pages", group=group) == pages
             assert values("group_bytes", group=group) == pages * PAGE_BYTES
-
-
-def test_a_sample_of_a_pool_that_was_filled_in_a_pattern(segment_name, monkeypatch):
-    """One page in 8 of a pool where 4 pages of KV and 4 of a state alternate."""
-    run, pages = Run(1, 4), 4096
-    with PageIndex.create(segment_name, pages=pages) as index:
-        for turn in range(pages // 8):
-            publish(index, 4 * turn + 1, 4 * turn + 2, 4 * turn + 3, 4 * turn + 4)
-            with index.reserve(run.keys(keys(turn + 1)), independent=True, run=run) as new:
-                new.publish()
-        assert [group.ready for group in index.groups()] == [pages // 2, pages // 2]
-        monkeypatch.setattr(page_index, "MOST_COUNTED", pages // 8)
-        counts = [group.ready for group in index.groups()]
-        assert counts == pytest.approx([pages // 2, pages // 2], rel=0.05)
+            assert values("group_minimum_bytes", group=group) == minimum * PAGE_BYTES
 
 
 def test_a_cache_without_names_has_no_metrics_of_groups(cache):

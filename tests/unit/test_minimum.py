@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from support.index_view import IndexView
-from support.keys import Keys, array, pair
+from support.keys import Keys, array, pair, prompt
 from support.refusals import refused
 
-from lightcache import ConfigError, Namespace, PageIndex, layout
+from lightcache import Cache, ConfigError, Namespace, PageIndex, PermissionDenied, layout
+from lightcache.layout import MAX_PAGES as MOST
+from lightcache.runs import Run
 
 PAGES = 16
 
@@ -18,7 +22,7 @@ def record(index: PageIndex, namespace: Namespace) -> layout.NamespaceRecord:
 
 def test_a_chain_at_its_bound_leaves_it(segment_name: str) -> None:
     with PageIndex.create(segment_name, pages=64) as index:
-        mine = index.namespace("w", minimum=32)
+        mine = index.namespace("w", minimum_pages=32)
 
         def meeting(name: int) -> Keys:
             return array([pair([name], 7)])
@@ -28,37 +32,106 @@ def test_a_chain_at_its_bound_leaves_it(segment_name: str) -> None:
                 new.publish()
         with index.reserve(meeting(99)) as got:
             assert got.missing.tolist() == [0]
-        index.namespace("w", minimum=31)
+        index.namespace("w", minimum_pages=31)
         with index.reserve(meeting(99)) as got:
             assert got.new.tolist() == [0]
 
 
 def test_what_cannot_be_promised(index: PageIndex) -> None:
-    mine = index.namespace("w", quota=6, minimum=4)
-    index.namespace("v", minimum=10)
-    refused(ConfigError, r"7 pages.*quota of 6", index.namespace, "w", minimum=7)
-    refused(ConfigError, r"4 pages.*quota of 3", index.namespace, "w", quota=3)
-    refused(ConfigError, r"3 pages.*the 14 that.*index of 16", index.namespace, "u", minimum=3)
-    refused(ConfigError, "13 pages", index.namespace, "w", quota=0, minimum=13)
+    mine = index.namespace("w", quota_pages=6, minimum_pages=4)
+    index.namespace("v", minimum_pages=10)
+    refused(ConfigError, r"7 pages.*quota of 6", index.namespace, "w", minimum_pages=7)
+    refused(ConfigError, r"4 pages.*quota of 3", index.namespace, "w", quota_pages=3)
+    refused(
+        ConfigError,
+        "3 pages.*the 14 pages that.*index of 16 p",
+        index.namespace,
+        "u",
+        minimum_pages=3,
+    )
+    refused(ConfigError, "13 pages", index.namespace, "w", quota_pages=0, minimum_pages=13)
     assert (record(index, mine).quota, record(index, mine).minimum) == (6, 4)
-    assert index.namespace("u", minimum=2).id == 3, "nothing was made before"
-    assert index.namespace("w", quota=0, minimum=0) == mine
+    assert index.namespace("u", minimum_pages=2).id == 3, "nothing was made before"
+    assert index.namespace("w", quota_pages=0, minimum_pages=0) == mine
     assert (record(index, mine).quota, record(index, mine).minimum) == (0, 0)
 
 
 def test_what_is_not_given_stays(index: PageIndex) -> None:
-    mine = index.namespace("w", quota=6, minimum=4)
-    index.namespace("w", quota=8)
+    mine = index.namespace("w", quota_pages=6, minimum_pages=4)
+    index.namespace("w", quota_pages=8)
     assert (record(index, mine).quota, record(index, mine).minimum) == (8, 4)
-    index.namespace("w", minimum=5)
+    index.namespace("w", minimum_pages=5)
     assert (record(index, mine).quota, record(index, mine).minimum) == (8, 5)
 
 
 def test_a_damaged_promise_is_named_and_forgotten(index: PageIndex) -> None:
-    mine = index.namespace("w", quota=6, minimum=4)
+    mine = index.namespace("w", quota_pages=6, minimum_pages=4)
     for value in (7, 1 << 31):
         record(index, mine).minimum = value
         assert index.check().invariant == 65
         index.repair()
         assert index.check().clean
         assert record(index, mine).minimum == 0
+
+
+STATE = Run(1, 3)
+
+
+def test_a_group_is_left_its_minimum(index: PageIndex) -> None:
+    """Others make room down to it; the group's own calls take it."""
+
+    def put(seed: int) -> int:
+        keys = STATE.keys(array([pair([seed], 1)]))
+        with index.reserve(keys, independent=True, run=STATE) as new:
+            new.publish()
+            return len(new.pages)
+
+    index.set_minimum(STATE, 4)  # of whole states: 6 pages
+    assert [put(seed) for seed in range(4)] == [3] * 4
+    assert index.evict(16) == 6
+    assert [(group.pages, group.minimum_pages) for group in index.groups()] == [(6, 6)]
+    with index.reserve(prompt(9, 11)) as new:
+        assert len(new.missing) == 1
+        assert "guaranteed to others" in new.why
+        assert index.groups()[0].pages == 10
+    assert index.evict(16, group=1) == 6
+    assert index.check().clean
+
+
+def test_what_cannot_be_promised_to_a_group(segment_name: str, index: PageIndex) -> None:
+    index.namespace("w", minimum_pages=6)
+    index.set_minimum(Run(2), 4)
+    refused(ConfigError, r"group 1: a minimum of 9 pages .*the 10 pages.*index of 16 pages",
+            index.set_minimum, STATE, 7)  # fmt: skip
+    refused(ConfigError, "7 pages.* the 10 pages", index.namespace, "v", minimum_pages=7)
+    refused(ConfigError, "expected 0 to", index.set_minimum, STATE, -1)
+    refused(ConfigError, "group 1: a minimum of", index.set_minimum, STATE, (1 << 32) - 2)
+    index.set_minimum(STATE, 6)
+    assert [group.minimum_pages for group in index.groups()] == [6, 4]
+    index.set_minimum(STATE, 0)
+    assert [group.number for group in index.groups()] == [2]
+    with PageIndex.attach(segment_name, readonly=True) as reader:
+        refused(PermissionDenied, "read", reader.set_minimum, STATE, 1)
+
+
+def test_sizes_of_a_cache(segment_name: str) -> None:
+    how: dict[str, Any] = {"page_bytes": 4096, "fingerprint": "f", "secret": bytes(16)}
+    with Cache.create(segment_name, size="64KiB", **how) as cache:
+        mine = cache.namespace("w", quota="8191", minimum=1)
+        assert (record(cache.index, mine).quota, record(cache.index, mine).minimum) == (1, 1)
+        cache.namespace("w", quota="1TiB", minimum="9 KB")
+        assert (record(cache.index, mine).quota, record(cache.index, mine).minimum) == (MOST, 3)
+        cache.namespace("w", quota=0)
+        assert (record(cache.index, mine).quota, record(cache.index, mine).minimum) == (0, 3)
+        cache.set_minimum(STATE, "13KiB")
+        (states,) = (group for group in cache.index.groups() if group.number == 1)
+        assert states.minimum_pages == 6
+        refused(ConfigError, r"quota: expected a page of 4096 bytes.*'4KB'",
+                cache.namespace, "w", quota="4KB")  # fmt: skip
+        for wrong in ("a lot", -1, 1.5, True):
+            refused(ConfigError, "quota: expected", cache.namespace, "w", quota=wrong)
+            refused(ConfigError, "minimum: expected", cache.namespace, "w", minimum=wrong)
+            refused(ConfigError, "minimum: expected", cache.set_minimum, STATE, wrong)
+        refused(ConfigError, r"11 pages \(44.0 KiB\).*6 pages \(24.0 KiB\).*16 pages \(64.0 KiB\)",
+                cache.namespace, "w", minimum="44KiB")  # fmt: skip
+        refused(ConfigError, r"pages \(16.0 TiB\)", cache.set_minimum, STATE, "3EiB")

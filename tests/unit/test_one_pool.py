@@ -92,7 +92,7 @@ def test_clearing_kv_clears_its_states(hybrids: Any) -> None:
 def test_a_quota_counts_states(hybrids: Any) -> None:
     """What a tenant may have is one figure for both."""
     world = hybrids(parts=PARTS, pages=64)
-    world.world.cache.namespace(tenant="t", quota=16)
+    world.world.cache.index.namespace(tenant="t", quota_pages=16)
     for seed in range(4):
         world.run(seed, Prompt(tokens(42, seed), tenant="t"))
     index = world.world.cache.index

@@ -94,7 +94,7 @@ def test_own_chain_is_not_evicted(segment_name: str) -> None:
 
 def test_own_chain_is_not_evicted_for_a_quota(segment_name: str) -> None:
     with PageIndex.create(segment_name, pages=16) as index:
-        space = index.namespace("w", quota=4)
+        space = index.namespace("w", quota_pages=4)
         index.reserve(prompt(1, 4), namespace=space).publish()
         with index.reserve(prompt(1, 6), 4, namespace=space) as got:
             assert len(got.missing) == 2

@@ -61,7 +61,7 @@ def group_set(index: PageIndex, *groups: tuple[Rule, Run]) -> GroupSet:
 def test_a_group_with_a_namespace_of_its_own_has_its_minimum(index: PageIndex) -> None:
     """Two states are left whatever others need; a third is one page among all. A match goes over
     both namespaces."""
-    own = index.namespace("v1", "states", minimum=2 * STATE.parts)
+    own = index.namespace("v1", "states", minimum_pages=2 * STATE.parts)
     path, groups = prompt(1, 8), []
 
     def save(position: int, before: int) -> None:
@@ -208,7 +208,7 @@ def test_nothing_is_evicted_for_what_cannot_be(index: PageIndex) -> None:
     with index.reserve(STATE.keys(keys[:13]), independent=True, run=STATE) as new:
         assert (len(new.pages), len(new.missing)) == (0, 65)
     assert index.stats().ready == 60
-    small = index.namespace(tenant="small", quota=20)
+    small = index.namespace(tenant="small", quota_pages=20)
     with index.reserve(STATE.keys(keys[:5]), independent=True, run=STATE, namespace=small) as new:
         assert (len(new.pages), new.why) == (0, "the namespace is at its quota")
     assert index.stats().ready == 60
@@ -271,7 +271,7 @@ def test_the_last_state_of_many_prompts_has_all_its_parts(index: PageIndex) -> N
 
 
 def test_a_quota_takes_whole_runs(index: PageIndex) -> None:
-    tenant = index.namespace(tenant="t", quota=17)
+    tenant = index.namespace(tenant="t", quota_pages=17)
     keys = prompt(1, 4)
     for i in range(3):
         with index.reserve(

@@ -136,15 +136,24 @@ def test_dump_by_group(run: Run, segment_name: str, kv_groups: tuple[str, ...] |
             new.publish()
         with cache.index.reserve(states.keys(keys[:2]), independent=True, run=states) as new:
             new.publish()
+        cache.set_minimum(states, "11MiB")
         with cache.index.reserve(states.keys(keys[2:]), independent=True, run=states):
             groups = load(run, segment_name)["totals"]["groups"]
             shown = run("dump", segment_name).stdout
-    counts = [(3, 0), (10, 5), (0, 0)]
+    counts = [(3, 0), (15, 15), (0, 0)]
     assert groups == [
-        {"number": i, "name": name, "ready": ready, "writing": writing, "bytes": ready << 20}
-        for i, (name, (ready, writing)) in enumerate(zip(names, counts, strict=False))
+        {
+            "number": i,
+            "name": name,
+            "pages": pages,
+            "minimum_pages": minimum,
+            "bytes": pages << 20,
+            "minimum_bytes": minimum << 20,
+        }
+        for i, (name, (pages, minimum)) in enumerate(zip(names, counts, strict=False))
     ]
-    assert f"{names[0]} 3 (3.0 MiB), {names[1]} 10 (10.0 MiB)" in " ".join(shown.split())
+    expected = f"{names[0]} 3 (3.0 MiB), {names[1]} 15 (15.0 MiB, at least 15.0 MiB)"
+    assert expected in " ".join(shown.split())
 
 
 def test_names_of_groups_that_are_damaged(run: Run, segment_name: str) -> None:
@@ -162,7 +171,7 @@ def test_names_of_groups_that_are_damaged(run: Run, segment_name: str) -> None:
 def test_dump_shows_who_holds_what(run: Run, made: str) -> None:
     with Cache.attach(made, secret=SECRET, role="[red]\x1b[31m", grow=False) as cache:
         keys = cache.hash_pages(np.arange(100))
-        tenant = cache.namespace("v2", "acme", quota=9, minimum=3)
+        tenant = cache.namespace("v2", "acme", quota=9 * 4096 + 4095, minimum="9KiB")
         assert cache.index.protect(keys[:2]) == 2
         with cache.match(keys) as lease, cache.reserve(cache.hash_pages(np.arange(7, 107))) as new:
             ticket = lease.ticket([cache.client_id], timeout=60.0)
@@ -181,10 +190,15 @@ def test_dump_shows_who_holds_what(run: Run, made: str) -> None:
     assert (shown_ticket["pages"], shown_ticket["adopters"]) == (6, [client["slot"]])
     assert found["totals"]["ticket_pins"] == 6
     (space,) = (entry for entry in found["namespaces"] if entry["tenant"] == "acme")
-    assert (space["weights"], space["quota"], space["minimum"]) == ("v2", 9, 3)
+    assert (space["quota_pages"], space["minimum_pages"]) == (9, 3)
+    assert (space["weights"], space["quota_bytes"], space["minimum_bytes"]) == (
+        "v2",
+        9 * 4096,
+        3 * 4096,
+    )
     assert found["totals"]["kept"] == 2
     assert [page["kept"] for page in pages["pages"]] == [True, True] + [False] * 5
-    for word in ("kept", "minimum"):
+    for word in ("kept", "minimum", "36.0 KiB", "12.0 KiB"):
         assert word in shown
     assert tenant.id in [entry["namespace"] for entry in found["namespaces"]]
     assert (pages["in_use"], pages["shown"], len(pages["pages"])) == (12, 7, 7)

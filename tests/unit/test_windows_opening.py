@@ -53,7 +53,7 @@ def test_the_bytes_of_all_groups_come_back(segment_name: str) -> None:
         while manager.poll():
             pass
         # A page of four layers takes two of the cache; chunks begin at 16 and 32.
-        ready = {group.name: group.ready for group in opened.kv.cache.index.groups()}
+        ready = {group.name: group.pages for group in opened.kv.cache.index.groups()}
         assert ready == {"kv": 10, "window5": 20, "chunk16": 6}
         for blocks in (manager.manager.device, *manager.windows):
             blocks.index.evict(64)

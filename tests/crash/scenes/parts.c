@@ -99,6 +99,41 @@ static void evict_group(actor *v) {
 }
 SCENE(parts_evict_group, .pages = 48, .set = three_states, .act = evict_group, .taken = 2 * PARTS)
 
+/* The group is left some of its pages, whatever others need; its own calls take them. */
+static void promise_group(actor *v, uint32_t minimum) {
+    uint64_t others;
+    int rc;
+    do rc = lci_group_minimum(v->h, NUMBER, minimum, &others, LC_BLOCK, FOREVER);
+    while (rc == LC_E_INTR);
+    NEED(rc == (minimum > v->pages ? LC_E_RANGE : LC_OK));
+}
+static void promised_group(stage *s) {
+    three_states(s);
+    promise_group(&s->survivor, PARTS + 1);
+}
+static void promise_all(actor *v) {
+    promise_group(v, (uint32_t)v->pages + 1);
+    promise_group(v, 3 * PARTS);
+}
+static void evict_promised(actor *v) { NEED(deed_evict(v, (uint32_t)v->pages) == 12 + 2 * PARTS - 1); }
+static void reserve_most(actor *v) { /* the pool is full afterwards */
+    NEED(states_reserve(v, &v->writing, 3, 8, SCENE_NS) == 8 * PARTS);
+}
+static void list_group(actor *v) {
+    lci_oldest_op op = {.want = 20};
+    lc_key keys[MAX_KEYS];
+    uint32_t parents[MAX_KEYS];
+    int rc;
+    do rc = lci_oldest(v->h, &op, &v->held.lease, keys, parents, LC_BLOCK, FOREVER);
+    while (rc == LC_E_INTR);
+    NEED(rc == 20);
+}
+SCENE(parts_set_minimum, .pages = 48, .set = promised_group, .act = promise_all)
+SCENE(parts_evict_promised, .pages = 48, .set = promised_group, .act = evict_promised,
+      .taken = 12 + 2 * PARTS - 1)
+SCENE(parts_reserve_promised, .pages = 48, .set = promised_group, .act = reserve_most, .taken = 19)
+SCENE(parts_oldest_promised, .pages = 48, .set = promised_group, .act = list_group)
+
 /* A tenant's quota is paid with a whole state. */
 static void states_at_quota(stage *s) {
     actor *a = &s->survivor;
