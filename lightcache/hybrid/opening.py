@@ -357,6 +357,7 @@ def open_hybrid(
     index: str | None = None,
     slots: int | None = None,
     layers: Sequence[int] | None = None,
+    minimums: Mapping[str, int | str] | None = None,
     **options: Any,
 ) -> States | Windows:
     """All groups of a model in one host cache, from an engine's tensors: of one process that has
@@ -375,7 +376,8 @@ def open_hybrid(
             manager = opened.manager("gemma-3-gpu0")
 
     Nothing divides the memory: a state, or a page of a window, lies in as many pages as it needs,
-    and what was unused for longest makes room.
+    and what was unused for longest makes room. `minimums` leaves a group some of it, whatever the
+    others need.
 
     Args:
         name: of the host cache, which all engines of the node share; created if missing.
@@ -384,10 +386,14 @@ def open_hybrid(
         windows: the tensors of the other layers of attention by their rule, with the axes of
             `tensors` and as many blocks as these layers have: fewer, usually.
         index, slots: of the device's slots of states: see `open_states`.
+        minimums: bytes of the host that others leave to a group, or a size such as "16GiB", by its
+            name: "kv", "states", or that of a window's rule; see `Cache.set_minimum`. For all
+            processes, until one gives another; groups that are not named keep theirs. 0: none.
         model, options: see `open_kv`.
 
     Raises:
-        ConfigError: as `open_kv` and `state_layout`; neither states nor windows, or both.
+        ConfigError: as `open_kv` and `state_layout`; neither states nor windows, or both; a minimum
+            of a group that there is not; minimums that the pool cannot have together.
         LayoutMismatch: there is a cache of that name for another model, or other groups.
         InUse: another process lives in an index of that name.
         Otherwise as `Cache.open` and `Cache.pin`.
@@ -403,8 +409,10 @@ def open_hybrid(
             if index is not None:
                 device = create_slots(index, limit)
                 stack.callback(device.close)
-            states = [(NAMES[STATES], layout.geometry)]
-            opened = _open_kv(stack, name, f"{layout.dtypes} ", model, kv, states, options)
+            named = [(NAMES[STATES], layout.geometry)]
+            opened = _open_kv(
+                stack, name, f"{layout.dtypes} ", model, kv, named, options, minimums or {}
+            )
             made: States | Windows = States(layout, copier, device, opened.cache, opened)
         else:
             others = {
@@ -412,7 +420,8 @@ def open_hybrid(
                 for rule, own in (windows or {}).items()
             }
             named = [(rule.name, geometry) for rule, (geometry, _) in others.items()]
-            opened, engines = _open_kv(stack, name, "", model, kv, named, options), {}
+            opened = _open_kv(stack, name, "", model, kv, named, options, minimums or {})
+            engines = {}
             for rule, each in others.items():
                 engines[rule] = EngineKV(opened.cache, *each, beside=opened)
                 stack.callback(engines[rule].close)
@@ -429,6 +438,7 @@ def _open_kv(
     kv: tuple[PageGeometry, DevicePlanes],
     others: Sequence[tuple[str, PageGeometry]],
     options: Mapping[str, Any],
+    minimums: Mapping[str, int | str],
 ) -> EngineKV:
     """The cache of these groups, and KV in it. The stack closes both.
 
@@ -454,9 +464,29 @@ def _open_kv(
         )
     cache = Cache.open(name, **decided, **options)
     stack.callback(cache.close)
+    _set_minimums(cache, others, minimums)
     opened = EngineKV(cache, geometry, planes)
     stack.callback(opened.close)
     return opened
+
+
+def _set_minimums(
+    cache: Cache,
+    others: Sequence[tuple[str, PageGeometry]],
+    minimums: Mapping[str, int | str],
+) -> None:
+    """Raises ConfigError: a name of none of the groups, or as `Cache.set_minimum`."""
+    given: object = minimums
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f'minimums: expected sizes by group, such as {{"kv": "8GiB"}}, found {given!r}'
+        )
+    runs = {NAMES[0]: PLAIN}
+    runs |= {what: Run(number, each.parts) for number, (what, each) in enumerate(others, 1)}
+    if unknown := sorted(minimums.keys() - runs.keys()):
+        raise ConfigError(f"minimums: expected groups among {[*runs]}, found {unknown}")
+    for what, minimum in minimums.items():
+        cache.set_minimum(runs[what], minimum)
 
 
 def _check_kinds(

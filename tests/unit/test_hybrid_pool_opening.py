@@ -50,6 +50,35 @@ def path_of(states: States, checkpoints: Checkpoints, positions: int) -> Path:
     return Path(prompt(0, positions), space)
 
 
+def test_a_minimum_for_states(segment_name: str) -> None:
+    """By its name and in bytes; more KV than the pool has leaves as many states."""
+    tensors = kv_tensors(), state_tensors(510)
+    with open_(segment_name, *tensors, minimums={"states": "20KB", "kv": 1}) as states:
+        assert states.kv is not None
+        index, size = states.kv.cache.index, states.kv.cache.page_bytes
+        assert (size, states.layout.geometry.parts) == (1024, 5)
+        assert [group.minimum_pages for group in index.groups()] == [1, 20]
+        checkpoints = states.checkpoints()
+        path = path_of(states, checkpoints, 6)
+        run = checkpoints.run
+        for page in range(6):
+            with index.reserve(run.keys(path.keys[page : page + 1]), run=run) as new:
+                new.publish()
+        with index.reserve(prompt(7, 60)) as new:
+            assert len(new.pages) == 44
+            assert [group.pages for group in index.groups()] == [44, 20]
+        checkpoints.close()
+        wrong = {"index": f"{segment_name}-b", "slots": 2}
+        refused(ConfigError, r"'kv', 'states'\], found \['window5'\]",
+                open_, segment_name, *tensors, minimums={"window5": 1}, **wrong)  # fmt: skip
+        refused(ConfigError, "sizes by group.*'1MB'",
+                open_, segment_name, *tensors, minimums="1MB", **wrong)  # fmt: skip
+        refused(ConfigError, r"minimum of 100 pages .*the 20 pages .*64 pages",
+                open_, segment_name, *tensors, minimums={"kv": 102400}, **wrong)  # fmt: skip
+        open_(segment_name, *tensors, minimums={"states": 0}, **wrong).close()
+        assert [group.minimum_pages for group in index.groups()] == [1, 0]
+
+
 def test_the_bytes_of_a_state_come_back(segment_name: str) -> None:
     parts = state_tensors(510)
     with open_(segment_name, kv_tensors(), parts) as states:

@@ -34,10 +34,16 @@ def test_the_bytes_of_all_groups_come_back(segment_name: str) -> None:
     tensors = {"prefix": full, WINDOW.name: window, CHUNK.name: chunk}
     how: dict[str, Any] = {"model": "m", "axes": "kbnhc", "page_tokens": 4, "pages": 64}
     with open_hybrid(
-        segment_name, full, windows={WINDOW: window, CHUNK: chunk}, secret=bytes(16), **how
+        segment_name,
+        full,
+        windows={WINDOW: window, CHUNK: chunk},
+        secret=bytes(16),
+        minimums={WINDOW.name: 1},
+        **how,
     ) as opened:
         groups = opened.kv.cache.index.groups()
         assert [group.name for group in groups] == ["kv", "window5", "chunk16"]
+        assert [group.minimum_pages for group in groups] == [0, 2, 0]
         manager = opened.manager(f"{segment_name}-gpu", every=8)
         assert (manager.every, [each.blocks for each in manager.windows]) == (8, [14, 15])
         manager.plan("a", PROMPT)
