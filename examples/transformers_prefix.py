@@ -32,7 +32,7 @@ def ask(name: str, who: str, question: list[int]) -> list[int]:
     model = load_model()
     input_ids = torch.tensor([PROMPT + question])
     mask = torch.ones_like(input_ids)
-    with lct.open_cache(name, model, size="16MiB") as cache:
+    with lct.open_cache(model, name=name, size="16MiB") as cache:
         with lct.Connector(cache, model) as connector:  # once in a process, for all its requests
             with connector.prefix(input_ids) as past:
                 reused = past.reused
@@ -54,7 +54,7 @@ def ask(name: str, who: str, question: list[int]) -> list[int]:
 def main(name: str) -> None:
     """Hold the cache open, so that it outlives both processes, and goes with this one: without
     `lifetime="attached"` it would stay for the next run."""
-    with lct.open_cache(name, load_model(), size="16MiB", lifetime="attached"):
+    with lct.open_cache(load_model(), name=name, size="16MiB", lifetime="attached"):
         for who, question in (("first", [7, 8, 9]), ("second", [11, 12])):
             process = mp.get_context("spawn").Process(target=ask, args=(name, who, question))
             process.start()

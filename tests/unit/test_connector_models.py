@@ -93,7 +93,9 @@ def test_different_models_do_not(segment_name: str, kind: str) -> None:
     with small_cache(segment_name, mine) as cache:
         with pytest.raises(LayoutMismatch, match=r"is of another model: .* differ\. It is for"):
             lct.Connector(cache, other)
-        refused(LayoutMismatch, "", lct.open_cache, segment_name, other, pages=32, secret=SECRET)
+        refused(
+            LayoutMismatch, "", lct.open_cache, other, name=segment_name, pages=32, secret=SECRET
+        )
 
 
 def test_a_mismatch_names_what_differs(segment_name: str) -> None:
@@ -271,7 +273,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 def test_refused(make: Callable[[], Any], message: str, segment_name: str) -> None:
     made = make()
     refused(ConfigError, message, lct.describe, made)
-    refused(ConfigError, message, lct.open_cache, segment_name, made, size="1MiB", secret=SECRET)
+    refused(
+        ConfigError, message, lct.open_cache, made, name=segment_name, size="1MiB", secret=SECRET
+    )
 
 
 def test_weights_that_cannot_be_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,13 +290,15 @@ def test_weights_that_cannot_be_looked_into(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("page_tokens", [0, -1, 1.5, "16"])
 def test_bad_page_tokens(page_tokens: Any, segment_name: str) -> None:
     with pytest.raises(ConfigError, match="page_tokens: expected a whole number >= 1"):
-        lct.open_cache(segment_name, model(), page_tokens=page_tokens, size="1MiB", secret=SECRET)
+        lct.open_cache(
+            model(), name=segment_name, page_tokens=page_tokens, size="1MiB", secret=SECRET
+        )
 
 
 def test_options_that_follow_from_the_model(segment_name: str) -> None:
     with pytest.raises(ConfigError, match="device, page_bytes follow from the model"):
-        lct.open_cache(segment_name, model(), size="1MiB", page_bytes=4096, device=True)
-    refused(ConfigError, "capacity once", lct.open_cache, segment_name, model(), secret=SECRET)
+        lct.open_cache(model(), name=segment_name, size="1MiB", page_bytes=4096, device=True)
+    refused(ConfigError, "capacity once", lct.open_cache, model(), name=segment_name, secret=SECRET)
 
 
 def test_caches_that_are_none_of_ours(segment_name: str) -> None:

@@ -46,7 +46,7 @@ def bytes_in(tensors: dict[str, list[Any]], slot: int) -> bytes:
 
 def open_(name: str, tensors: Any, **how: Any) -> States:
     given = {"model": "m", "index": f"{name}-slots", "pages": 4, "secret": SECRET}
-    return open_states(f"{name}-states", tensors, **{**given, **how})
+    return open_states(tensors, name=f"{name}-states", **{**given, **how})
 
 
 @pytest.fixture

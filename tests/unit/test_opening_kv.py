@@ -44,10 +44,10 @@ def test_what_one_engine_offloads_another_loads(segment_name: str, axes: str) ->
     mine, theirs = kv_caches(axes), kv_caches(axes)
     from_slots, to_slots = np.arange(24)[::-1].copy(), np.arange(20, 44)
     kept = rows(mine, axes, from_slots).copy()
-    with open_kv(segment_name, mine, axes=axes, **MODEL) as kv:
+    with open_kv(mine, name=segment_name, axes=axes, **MODEL) as kv:
         keys = kv.cache.hash_pages(TOKENS)
         kv.offload(keys, from_slots).wait()
-        with open_kv(segment_name, theirs, axes=axes, **MODEL) as other:
+        with open_kv(theirs, name=segment_name, axes=axes, **MODEL) as other:
             load = other.load(other.cache.hash_pages([*TOKENS, *TOKENS]), np.tile(to_slots, 2))
             load.wait()
             assert load.tokens == 3 * PAGE
@@ -55,7 +55,7 @@ def test_what_one_engine_offloads_another_loads(segment_name: str, axes: str) ->
 
 
 def test_a_manager_of_all_blocks(segment_name: str) -> None:
-    with open_kv(segment_name, kv_caches("kbnhc"), axes="kbnhc", **MODEL) as kv:
+    with open_kv(kv_caches("kbnhc"), name=segment_name, axes="kbnhc", **MODEL) as kv:
         manager = kv.manager(f"{segment_name}-gpu0")
         assert isinstance(manager, KVCacheManager)
         assert (manager.device.blocks, manager.device.block_tokens) == (BLOCKS, BLOCK)
@@ -69,7 +69,7 @@ def test_a_manager_of_all_blocks(segment_name: str) -> None:
 
 
 def test_leaving_closes_all_of_it(segment_name: str) -> None:
-    with open_kv(segment_name, kv_caches("kbnhc"), axes="kbnhc", **MODEL) as kv:
+    with open_kv(kv_caches("kbnhc"), name=segment_name, axes="kbnhc", **MODEL) as kv:
         manager = kv.manager(f"{segment_name}-gpu0")
         kv.offload(kv.cache.hash_pages(TOKENS), np.arange(24))
     for closed in (lambda: manager.plan("a", Prompt(TOKENS)), lambda: kv.cache.stats()):
@@ -77,7 +77,7 @@ def test_leaving_closes_all_of_it(segment_name: str) -> None:
 
 
 def test_pages_that_are_there_are_not_copied(segment_name: str) -> None:
-    with open_kv(segment_name, kv_caches("kbnhc"), axes="kbnhc", **MODEL) as kv:
+    with open_kv(kv_caches("kbnhc"), name=segment_name, axes="kbnhc", **MODEL) as kv:
         keys = kv.cache.hash_pages(TOKENS)
         kv.offload(keys[:2], np.arange(16)).wait()
         again = kv.offload(keys, np.arange(24))
@@ -86,7 +86,7 @@ def test_pages_that_are_there_are_not_copied(segment_name: str) -> None:
 
 
 def test_a_refused_call_holds_nothing(segment_name: str) -> None:
-    with open_kv(segment_name, kv_caches("kbnhc"), axes="kbnhc", **MODEL) as kv:
+    with open_kv(kv_caches("kbnhc"), name=segment_name, axes="kbnhc", **MODEL) as kv:
         keys = kv.cache.hash_pages(TOKENS)
         for call in (kv.offload, kv.load):
             refused(ConfigError, "3 pages, 24, found 23", call, keys, np.arange(23))
@@ -112,26 +112,26 @@ def test_a_refused_call_holds_nothing(segment_name: str) -> None:
 )
 def test_refusals(segment_name: str, how: dict[str, Any], says: str) -> None:
     given = {"tensors": kv_caches("kbnhc"), "axes": "kbnhc", **MODEL, **how}
-    refused(ConfigError, says, open_kv, segment_name, **given)
+    refused(ConfigError, says, open_kv, name=segment_name, **given)
 
 
 def test_rows_that_are_no_key_and_value(segment_name: str) -> None:
     odd = [np.zeros((BLOCKS, BLOCK, HEADS, 5), np.float16)]
     with pytest.raises(ConfigError, match="a key and a value, found 5"):
-        open_kv(segment_name, odd, axes="bnhc", **MODEL)
+        open_kv(odd, name=segment_name, axes="bnhc", **MODEL)
 
 
 def test_kv_of_other_tensors_is_not_mixed(segment_name: str) -> None:
-    with open_kv(segment_name, kv_caches("kbnhc"), axes="kbnhc", **MODEL):
+    with open_kv(kv_caches("kbnhc"), name=segment_name, axes="kbnhc", **MODEL):
         for tensors, model in (
             (kv_caches("kbnhc", np.float32), {}),
             (kv_caches("kbnhc"), {"model": "x"}),
         ):
             with pytest.raises(LayoutMismatch):
-                open_kv(segment_name, tensors, axes="kbnhc", **{**MODEL, **model})
+                open_kv(tensors, name=segment_name, axes="kbnhc", **{**MODEL, **model})
 
 
 def test_two_managers_of_one_index(segment_name: str) -> None:
-    with open_kv(segment_name, kv_caches("kbnhc"), axes="kbnhc", **MODEL) as kv:
+    with open_kv(kv_caches("kbnhc"), name=segment_name, axes="kbnhc", **MODEL) as kv:
         kv.manager(f"{segment_name}-gpu0")
         refused(InUse, "", kv.manager, f"{segment_name}-gpu0")
