@@ -12,10 +12,10 @@ import ctypes
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import numpy as np
@@ -34,7 +34,10 @@ from lightcache.shm.objects import OpenObject
 # ---- Short attaches of tools
 
 
-def name_argument(required: bool = True) -> Any:
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def name_argument(required: bool = True) -> Callable[[F], F]:
     """NAME: of a segment, or the model whose only default cache it is."""
 
     def found(ctx: object, param: object, given: str | None) -> str | None:

@@ -19,7 +19,7 @@ from support.refusals import refused  # noqa: E402
 from support.scripts import with_support  # noqa: E402
 from support.tiny_models import model, prompt  # noqa: E402
 
-from lightcache import Cache, ConfigError, LayoutMismatch  # noqa: E402
+from lightcache import Cache, ConfigError, LayoutMismatch, cache_name  # noqa: E402
 from lightcache.connectors import model_pages  # noqa: E402
 from lightcache.connectors import transformers as lct  # noqa: E402
 
@@ -64,6 +64,35 @@ def test_equal_models_have_equal_fingerprints(tmp_path: Path) -> None:
     loaded.config.use_cache = False
     loaded.config.pad_token_id = 3
     assert lct.describe(loaded).fingerprint in names
+
+
+def test_without_a_name_each_model_has_a_cache(segment_name: str) -> None:
+    how = {"pages": 8, "secret": SECRET, "lifetime": "attached"}
+    made, same, other = model(), model(), model(dtype=torch.bfloat16)
+    for each, folder in ((made, "/a"), (same, "org"), (other, "/a")):
+        each.config._name_or_path = f"{folder}/{segment_name}"
+    with lct.open_cache(made, **how) as cache, lct.open_cache(same, **how) as shared:
+        with lct.open_cache(other, **how) as apart:
+            assert cache.name == shared.name == cache_name(segment_name, cache.fingerprint)
+            assert apart.name == cache_name(segment_name, apart.fingerprint)
+            assert apart.name != cache.name
+
+
+@pytest.mark.parametrize(
+    ("loaded", "called"),
+    [
+        ("meta-llama/Llama-3-8B", "Llama-3-8B"),
+        ("/hub/models--meta-llama--Llama-3-8B/snapshots/0e9e39f", "Llama-3-8B"),
+        ("./models/llama@2/", "llama"),
+        ("", "llama"),
+        ("/models/@2", "llama"),
+    ],
+)
+def test_what_a_model_is_called(loaded: str, called: str) -> None:
+    made = model()
+    made.config._name_or_path = loaded
+    assert lct.describe(made).options["model"] == called
+    assert lct.describe(made, name="meta/x@0e9e39f").options["model"] == "meta/x@0e9e39f"
 
 
 def changed(name: str) -> Any:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
 import pytest
 from support.refusals import refused
 
+from lightcache import cache_name
 from lightcache.errors import ConfigError, InUse, LayoutMismatch
 from lightcache.manager import KVCacheManager, Prompt, open_kv
+from lightcache.shm import read_segment
 
 BLOCKS, BLOCK, HEADS, DIM, LAYERS, PAGE = 12, 4, 2, 8, 3, 8
 SHAPES = {
@@ -129,6 +132,28 @@ def test_kv_of_other_tensors_is_not_mixed(segment_name: str) -> None:
         ):
             with pytest.raises(LayoutMismatch):
                 open_kv(tensors, name=segment_name, axes="kbnhc", **{**MODEL, **model})
+
+
+def test_without_a_name_each_configuration_has_a_cache(segment_name: str) -> None:
+    given = {**MODEL, "model": f"{segment_name}@5206a32", "axes": "kbnhc"}
+    with contextlib.ExitStack() as stack:
+        opened = [
+            stack.enter_context(open_kv(tensors, **{**given, **how}))
+            for tensors, how in (
+                (kv_caches("kbnhc"), {}),
+                (kv_caches("kbnhc"), {}),
+                (kv_caches("kbnhc", np.float32), {}),
+                (kv_caches("kbnhc"), {"model": f"{segment_name}@0e9e39f"}),
+                (kv_caches("kbnhc"), {"page_tokens": 2 * given["page_tokens"]}),
+            )
+        ]
+        names = [kv.cache.name for kv in opened]
+        assert names[0] == names[1] == cache_name(given["model"], opened[0].cache.fingerprint)
+        assert len(set(names)) == 4
+        for name in names:
+            info = read_segment(name)
+            assert info is not None
+            assert info.family == segment_name
 
 
 def test_two_managers_of_one_index(segment_name: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from support.refusals import refused
 
+from lightcache import cache_name
 from lightcache.errors import ConfigError, InUse, LayoutMismatch
 from lightcache.groups import Rule
 from lightcache.hybrid import open_hybrid
@@ -27,6 +28,16 @@ def open_(name: str, windows: Any = None, **how: Any) -> Windows:
     given: dict[str, Any] = {"model": "m", "axes": "kbnhc", "page_tokens": 4, "pages": 64}
     given["windows"] = {WINDOW: layers(4), CHUNK: layers(1)} if windows is None else windows
     return open_hybrid(layers(2), name=f"{name}-pool", secret=bytes(16), **{**given, **how})
+
+
+def test_without_a_name_each_configuration_has_a_cache(segment_name: str) -> None:
+    how = {"model": f"{segment_name}@1", "axes": "kbnhc", "pages": 64, "secret": bytes(16)}
+    windows = {"windows": {WINDOW: layers(4)}, "page_tokens": 4}
+    with open_hybrid(layers(2), **how, **windows) as one:
+        fingerprint = one.kv.cache.fingerprint
+        assert one.kv.cache.name == cache_name(how["model"], fingerprint)
+        with open_hybrid(layers(2), **how, **{**windows, "page_tokens": 8}) as other:
+            assert other.kv.cache.name != one.kv.cache.name
 
 
 def test_the_bytes_of_all_groups_come_back(segment_name: str) -> None:
