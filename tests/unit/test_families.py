@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -361,6 +362,10 @@ def test_what_another_release_has_left_gives_way(family: Family, room: Room) -> 
     info = read_segment(family.name("old"))
     assert info is not None
     assert (info.family, info.clients) == (family.model.partition("@")[0], 0)
+    lock = layout.LOCK_OFFSET + layout.LockRecord.since_ns.offset  # another word, there
+    for offset, value in ((4072, time.time_ns() - 3600 * 10**9), (lock, time.monotonic_ns())):
+        os.pwrite(held.fd, value.to_bytes(8, "little"), offset)
+    assert held.unused_ns() >= 3600 * 10**9
     for byte in (1, 7, 300, (1 << 16) - 1):  # whatever its processes lock
         with ofd.locked(held.fd, layout.BYTE_LIFE + byte):
             refused(NoSpace, "in use: processes of another release", family.open, "new", 128)
