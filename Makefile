@@ -23,6 +23,7 @@ SOAK_KILLS ?= 1000
 SOAK_SECONDS ?= 600
 SOAK_EXAMPLES ?= 2000
 SOAK_DEMOS ?= 20
+SOAK_RESTARTS ?= 100
 FUZZ_CASES ?= 1000000
 BENCHES ?= index recovery
 # A torch with CUDA brings the triton that belongs to it; beside one without, this one interprets the
@@ -137,6 +138,7 @@ soak: install pause
 	    LIGHTCACHE_TEST_SEED=$$round LIGHTCACHE_KILLS_INSIDE=$(SOAK_KILLS) \
 	    LIGHTCACHE_STRESS_SECONDS=$(SOAK_SECONDS) LIGHTCACHE_STORM_SECONDS=$(SOAK_SECONDS) \
 	    LIGHTCACHE_TEST_EXAMPLES=$(SOAK_EXAMPLES) LIGHTCACHE_DEMO_KILLS=$(SOAK_DEMOS) \
+	    LIGHTCACHE_RESTARTS=$(SOAK_RESTARTS) \
 	        $(bin)/python -m pytest -q multi crash model --timeout 3600 $(ARGS); \
 	done
 

@@ -27,12 +27,12 @@ def load_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def ask(name: str, who: str, question: list[int]) -> list[int]:
+def ask(name: str | None, who: str, question: list[int]) -> list[int]:
     """One request: the answer's token ids. What was computed for it is in the cache afterwards."""
     model = load_model()
     input_ids = torch.tensor([PROMPT + question])
     mask = torch.ones_like(input_ids)
-    with lct.open_cache(name, model, size="16MiB") as cache:
+    with lct.open_cache(model, name=name, size="16MiB") as cache:
         with lct.Connector(cache, model) as connector:  # once in a process, for all its requests
             with connector.prefix(input_ids) as past:
                 reused = past.reused
@@ -51,10 +51,10 @@ def ask(name: str, who: str, question: list[int]) -> list[int]:
     return answer
 
 
-def main(name: str) -> None:
+def main(name: str | None) -> None:
     """Hold the cache open, so that it outlives both processes, and goes with this one: without
     `lifetime="attached"` it would stay for the next run."""
-    with lct.open_cache(name, load_model(), size="16MiB", lifetime="attached"):
+    with lct.open_cache(load_model(), name=name, size="16MiB", lifetime="attached"):
         for who, question in (("first", [7, 8, 9]), ("second", [11, 12])):
             process = mp.get_context("spawn").Process(target=ask, args=(name, who, question))
             process.start()
@@ -63,4 +63,4 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "example-transformers")
+    main(sys.argv[1] if len(sys.argv) > 1 else None)  # None: the model's default name

@@ -1,6 +1,6 @@
 """lightcache: one KV cache for all the processes of a node, in shared memory.
 
-    cache = lightcache.Cache.open("llama", size="64GiB", page_bytes=8 << 20,
+    cache = lightcache.Cache.open(model="llama-3-8b", size="64GiB", page_bytes=8 << 20,
                                   page_tokens=64, fingerprint="llama-3-8b/bf16/64")
 
 `Cache` is a page index plus a pool of host memory. `PageIndex` alone makes a tier of any medium.

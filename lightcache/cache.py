@@ -8,6 +8,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +20,14 @@ from lightcache import _arguments
 from lightcache._arguments import Keys, Offsets, Pages, parse_size
 from lightcache._sharing import Opening, share
 from lightcache.engine_keys import EngineKeys
-from lightcache.errors import CacheCorrupted, ConfigError, InUse, LayoutMismatch, OutOfPages
+from lightcache.errors import (
+    CacheCorrupted,
+    ConfigError,
+    InUse,
+    LayoutMismatch,
+    NotReady,
+    OutOfPages,
+)
 from lightcache.hashing import (
     SECRET_BYTES,
     KeySpec,
@@ -55,6 +63,7 @@ from lightcache.shm.clients import ClientInfo
 from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import leave, require
 from lightcache.shm.folders import FOLDER_ITEM, checked_path, path_in
+from lightcache.shm.listing import of_family
 from lightcache.shm.wanted import BYTES, FAMILY_ITEM
 from lightcache.snapshot import CheckReport, IndexStats
 
@@ -65,6 +74,8 @@ if TYPE_CHECKING:
 # ---- Arguments, configuration and secret of a cache.
 
 DEFAULT_SECRET = Path("~/.local/share/lightcache/secret")
+SECRET_VARIABLE = "LIGHTCACHE_SECRET_FILE"
+"""Environment variable that names the file of the secret."""
 ALGORITHM = "xxh3_128"
 SIZE = frozenset({"pages", BYTES})
 _MAX_PAGE = 1 << 40
@@ -77,23 +88,63 @@ def cache_name(model: str, fingerprint: str) -> str:
     segments differ have caches of their own, side by side; see docs/guides/operating.md.
 
     Args:
-        model: such as "meta-llama/Llama-3-8B"; characters that no name may have become "-".
+        model: such as "meta-llama/Llama-3-8B@5206a32". The name has what is before an "@";
+            characters that no name may have become "-".
         fingerprint: as for `Cache.open`.
 
     Raises:
         ConfigError: not text, or nothing of the model can be in a name.
     """
-    given: tuple[object, ...] = (model, fingerprint)
-    if not all(isinstance(text, str) and text for text in given):
-        raise ConfigError(
-            f"cache_name: expected a model and a fingerprint, found {model!r}, {fingerprint!r}"
-        )
-    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", model).lstrip("._-")[:_MAX_MODEL]
+    given: object = fingerprint
+    if not isinstance(given, str) or not given:
+        raise ConfigError(f"fingerprint: expected that of the model, found {fingerprint!r}")
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", family_name(model)).lstrip("._-")[:_MAX_MODEL]
     if not safe:
         raise ConfigError(f"model: expected a letter or digit in it, found {model!r}")
-    facts = f"{format_hash():x} {fingerprint}".encode()
+    facts = f"{format_hash():x} {model} {fingerprint}".encode()
     digest = hashlib.blake2b(facts, digest_size=4, person=b"lightcache name").hexdigest()
     return f"{safe}-{digest}"
+
+
+def family_name(model: str) -> str:
+    """The family of a model's default caches: the model without its revision, the part from an "@"
+    on.
+
+    Raises:
+        ConfigError: no text, or nothing before an "@".
+    """
+    given: object = model
+    if not isinstance(given, str) or not given.partition("@")[0]:
+        raise ConfigError(f'model: expected a name, such as "llama-3-8b@5206a32", found {model!r}')
+    return model.partition("@")[0]
+
+
+def _name_of(name: str | None, model: str | None, fingerprint: str) -> str:
+    """The name that was given; None: the model's default."""
+    if name is not None:
+        return name
+    if model is None:
+        raise ConfigError(
+            "name: expected one, or model= for the default name of a model's cache; found neither"
+        )
+    return cache_name(model, fingerprint)
+
+
+def _cache_of(model: str) -> str:
+    """The name of the only default cache of a model, for who does not know its fingerprint."""
+    found = [
+        info.name
+        for info in of_family(family_name(model))
+        if info.ready and not info.retired and info.problem is None
+    ]
+    if not found:
+        raise NotReady(f"there is no cache of the model {model!r}; `lightcache ls` lists all")
+    if len(found) > 1:
+        raise ConfigError(
+            f"model: expected one cache of {model!r}, found {', '.join(found)}; give the name, or "
+            "the fingerprint as well"
+        )
+    return found[0]
 
 
 class CacheSpec:
@@ -102,21 +153,21 @@ class CacheSpec:
 
     def __init__(
         self,
+        name: str | None,
+        model: str | None,
         pages: int | None,
         size: int | str | None,
         page_bytes: int | str,
         fingerprint: str,
         page_tokens: int | None,
         algorithm: str | None,
-        secret: bytes | None,
+        secret: SecretSource,
         pool_path: str | os.PathLike[str] | None,
         numa: Numa,
         kv_groups: Sequence[str] | None,
         independent: bool | None,
-        family: str | None,
     ) -> None:
-        """If `secret` is None it is read from the file, which is created if needed after all
-        checks."""
+        """The secret is read, and its file created if needed, after all checks."""
         check_numa(numa)
         self.page_bytes = parse_size(page_bytes, "page_bytes")
         if self.page_bytes > _MAX_PAGE:
@@ -130,14 +181,13 @@ class CacheSpec:
         KeySpec(  # checks the other arguments
             fingerprint=fingerprint,
             page_tokens=1 if page_tokens is None else page_tokens,
-            secret=bytes(SECRET_BYTES) if secret is None else secret,
+            secret=bytes(SECRET_BYTES) if secret.given is None else secret.given,
             algorithm=algorithm or ALGORITHM,  # type: ignore[arg-type]
         )
-        group: object = family
-        if group is not None and not (isinstance(group, str) and group):
-            raise ConfigError(f"family: expected the name of a model, found {family!r}")
+        self.name = _name_of(name, model, fingerprint)
+        family = family_name(model) if name is None and model else None
         self.independent = bool(independent)
-        self.secret = secret_of(secret)
+        self.source, self.secret = secret, secret.read()
         self.config: dict[str, Any] = {
             "page_bytes": self.page_bytes,
             "page_tokens": page_tokens,
@@ -216,9 +266,42 @@ def check_config(name: str, config: Mapping[str, Any]) -> None:
         )
 
 
-def secret_of(secret: bytes | None) -> bytes:
-    """Return the given secret; None: that of the file, which is created if it is missing."""
-    return secret if secret is not None else load_or_create_secret(DEFAULT_SECRET.expanduser())
+def secret_path(secret_file: str | os.PathLike[str] | None) -> Path:
+    """The file of the secret: the given one, that of the environment variable, or the default. A
+    link is followed if it was named, as an orchestrator mounts secrets as links."""
+    given = secret_file or os.environ.get(SECRET_VARIABLE)
+    return Path(given).expanduser().resolve() if given else DEFAULT_SECRET.expanduser()
+
+
+@dataclass(frozen=True)
+class SecretSource:
+    """Where a process has its secret from.
+
+    Raises:
+        ConfigError: two sources were given.
+    """
+
+    given: bytes | None = field(default=None, repr=False)
+    file: str | os.PathLike[str] | None = None
+    """Without `given`; None: see `secret_path`."""
+
+    def __post_init__(self) -> None:
+        if self.given is not None and self.file is not None:
+            raise ConfigError("give the secret once: secret= or secret_file=")
+
+    def read(self) -> bytes:
+        """The secret. Its file is created if it is missing."""
+        return load_or_create_secret(secret_path(self.file)) if self.given is None else self.given
+
+    @property
+    def differs(self) -> str:
+        """What to do if it is not the secret of the cache's creator."""
+        origin = "secret=" if self.given is not None else f"the file {secret_path(self.file)}"
+        return (
+            "The secrets of its creator and of this process differ; that of this process is from "
+            f"{origin}: give all the same, by secret=, secret_file= or {SECRET_VARIABLE} (each "
+            "container has a file of its own unless one is mounted into all)"
+        )
 
 
 def digest_of(secret: bytes) -> str:
@@ -293,6 +376,7 @@ def _verify(
     named: Collection[str],
     group: str | int | None,
     lifetime: str | None,
+    source: SecretSource,
     cache: Cache,
 ) -> None:
     """Compare an open cache with the named items of a configuration, as attaching to it does."""
@@ -302,23 +386,19 @@ def _verify(
             f"the cache {name!r}: lifetime: expected {lifetime}, found {actual}; use what it was "
             "created with"
         )
-    with _secret_named():
+    with _secret_named(source):
         PageIndex.attach(name, readonly=True, config=config, named=named, group=group).close()
 
 
 @contextlib.contextmanager
-def _secret_named() -> Iterator[None]:
+def _secret_named(source: SecretSource) -> Iterator[None]:
     """Say of a mismatch in the secret, of which only digests are shown, what it is."""
     try:
         yield
     except LayoutMismatch as error:
         if "secret: expected" not in str(error):
             raise
-        raise LayoutMismatch(
-            f"{error}. The secrets of its creator and of this process differ: give the same "
-            f"secret= to every process, or share {DEFAULT_SECRET} among them (each container has "
-            "one of its own unless one file is mounted into all)"
-        ) from None
+        raise LayoutMismatch(f"{error}. {source.differs}") from None
 
 
 # ---- Shared by the classes below.
@@ -407,7 +487,7 @@ class Cache:
         self,
         index: PageIndex,
         *,
-        secret: bytes | None,
+        secret: SecretSource,
         huge_pages: bool = False,
         numa: Numa = None,
         grow: bool = True,
@@ -443,8 +523,9 @@ class Cache:
     @classmethod
     def create(
         cls: type[T],
-        name: str,
+        name: str | None = None,
         *,
+        model: str | None = None,
         pages: int | None = None,
         size: int | str | None = None,
         page_bytes: int | str,
@@ -452,6 +533,7 @@ class Cache:
         page_tokens: int | None = None,
         algorithm: str = ALGORITHM,
         secret: bytes | None = None,
+        secret_file: str | os.PathLike[str] | None = None,
         lifetime: str = "attached",
         idle_limit: float | None = None,
         group: str | int | None = None,
@@ -462,7 +544,6 @@ class Cache:
         pool_path: str | os.PathLike[str] | None = None,
         independent: bool = False,
         kv_groups: Sequence[str] | None = None,
-        family: str | None = None,
         grow: bool = True,
         lock_timeout: float = 10.0,
         timeout: float | None = 10.0,
@@ -470,7 +551,13 @@ class Cache:
         """Create a cache that does not exist yet.
 
         Args:
-            name: ASCII letters, digits and `._-`, at most 180 characters.
+            name: ASCII letters, digits and `._-`, at most 180 characters; or None, and
+            model: such as "meta-llama/Llama-3-8B@5206a32": the cache has the model's default name,
+                `cache_name(model, fingerprint)`, and is of the model's family, which is the part
+                before an "@". If a default cache, or its growth, needs more memory than is
+                available, unused ones of this family and user are removed, longest unused first.
+                Those in use stay, and count as memory that comes later: the pool grows when they
+                have gone. With a name `model` is not used.
             pages: capacity in pages; or
             size: capacity in bytes, or as "64GiB".
             page_bytes: size of a page, in bytes or as "8MiB".
@@ -478,8 +565,9 @@ class Cache:
                 one process useless to another.
             page_tokens: tokens of a page; None: given in each `hash_pages`.
             algorithm: of the keys: "xxh3_128", "blake2b" or "sha256"; see docs/guides/keys.md.
-            secret: of the keys, at least 16 bytes, the same in every process; None: the file
-                ~/.local/share/lightcache/secret, created if it is missing.
+            secret: of the keys, at least 16 bytes, the same in every process; or
+            secret_file: the file that holds it, created if it is missing; None: that of the
+                environment variable LIGHTCACHE_SECRET_FILE, or ~/.local/share/lightcache/secret.
             huge_pages, numa: see `HostPool`.
             pool_path: folder of the pool on a tmpfs or hugetlbfs (for huge pages, or a separate
                 size limit); None: /dev/shm. Other processes find it by themselves and must see the
@@ -489,10 +577,6 @@ class Cache:
             kv_groups: names of the KV groups that share the cache, such as ("kv", "states"), for
                 `dump` and metrics: the i-th is that of `Run(group=i)`. None: it has one group, or
                 they are shown by number.
-            family: of caches that give way to each other, such as a model's name: if this one, or
-                its growth, needs more memory than is available, unused ones of this family and user
-                are removed, longest unused first. Those in use stay, and count as memory that comes
-                later: the pool grows when they have gone. None: it has no family.
             grow: True: a thread gives memory to the rest of the pool. False: call `pool.prefault`.
             Otherwise as `PageIndex.create`.
 
@@ -501,21 +585,22 @@ class Cache:
             PermissionDenied.
         """
         spec = CacheSpec(
+            name,
+            model,
             pages,
             size,
             page_bytes,
             fingerprint,
             page_tokens,
             algorithm,
-            secret,
+            SecretSource(secret, secret_file),
             pool_path,
             numa,
             kv_groups,
             independent,
-            family,
         )
         index = PageIndex.create(
-            name,
+            spec.name,
             **spec.index_arguments(),
             lifetime=lifetime,
             idle_limit=idle_limit,
@@ -525,13 +610,14 @@ class Cache:
             lock_timeout=lock_timeout,
             timeout=timeout,
         )
-        return cls._over(index, spec.secret, huge_pages, numa, grow)
+        return cls._over(index, SecretSource(spec.secret), huge_pages, numa, grow)
 
     @classmethod
     def attach(
         cls: type[T],
-        name: str,
+        name: str | None = None,
         *,
+        model: str | None = None,
         readonly: bool = False,
         pages: int | None = None,
         page_bytes: int | str | None = None,
@@ -539,6 +625,7 @@ class Cache:
         page_tokens: int | None = None,
         algorithm: str | None = None,
         secret: bytes | None = None,
+        secret_file: str | os.PathLike[str] | None = None,
         group: str | int | None = None,
         role: str = "",
         device: bool = False,
@@ -555,18 +642,27 @@ class Cache:
         given; the others are as it was created.
 
         Args:
+            name: as it was created with; or None, and
+            model: with `fingerprint` the cache of that default name; without, the model's only
+                default cache.
             readonly: for routers and tools, which `peek` and `hash_pages`; writes nothing.
             pages, page_bytes, fingerprint, page_tokens, algorithm, independent, kv_groups: what it
                 must have been created with; None: anything.
-            secret: compared when keys are made.
+            secret, secret_file: see `create`; compared when keys are made.
             shared: see `open`. Not for readers, which take no slot.
             Otherwise as `create`.
 
         Raises:
             NotReady: the cache does not exist, or its creator did not finish in time.
             LayoutMismatch: version or options differ; names each that does.
-            InUse: all 63 slots are taken. ConfigError, CacheCorrupted, PermissionDenied.
+            ConfigError: the model has several caches; names them.
+            InUse: all 63 slots are taken. CacheCorrupted, PermissionDenied.
         """
+        chosen = (
+            _cache_of(model)
+            if name is None and model is not None and fingerprint is None
+            else _name_of(name, model, fingerprint or "")
+        )
         given = {
             "pages": pages,
             "page_bytes": None if page_bytes is None else parse_size(page_bytes, "page_bytes"),
@@ -580,9 +676,11 @@ class Cache:
         if independent is False:
             del given["independent"]  # as in a configuration
 
+        source = SecretSource(secret, secret_file)
+
         def make() -> T:
             index = PageIndex.attach(
-                name,
+                chosen,
                 readonly=readonly,
                 config=given,
                 named=named,
@@ -592,7 +690,7 @@ class Cache:
                 lock_timeout=lock_timeout,
                 timeout=timeout,
             )
-            return cls._over(index, secret, huge_pages, numa, grow)
+            return cls._over(index, source, huge_pages, numa, grow)
 
         if not shared:
             return make()
@@ -607,15 +705,16 @@ class Cache:
             "grow": grow,
             "lock_timeout": lock_timeout,
         }
-        verify = partial(_verify, given, named, group, None)
-        handle: T = share(name, options, make, verify)
+        verify = partial(_verify, given, named, group, None, source)
+        handle: T = share(chosen, options, make, verify)
         return handle
 
     @classmethod
     def open(
         cls: type[T],
-        name: str,
+        name: str | None = None,
         *,
+        model: str | None = None,
         pages: int | None = None,
         size: int | str | None = None,
         page_bytes: int | str,
@@ -623,6 +722,7 @@ class Cache:
         page_tokens: int | None = None,
         algorithm: str | None = None,
         secret: bytes | None = None,
+        secret_file: str | os.PathLike[str] | None = None,
         lifetime: str | None = None,
         idle_limit: float | None = None,
         group: str | int | None = None,
@@ -634,7 +734,6 @@ class Cache:
         pool_path: str | os.PathLike[str] | None = None,
         independent: bool | None = None,
         kv_groups: Sequence[str] | None = None,
-        family: str | None = None,
         shared: bool = False,
         grow: bool = True,
         lock_timeout: float = 10.0,
@@ -645,13 +744,13 @@ class Cache:
         cache's, and those of `create` for a new one.
 
         Args:
+            name, model: see `create`. Under a default name `size` or `pages` is that of a new
+                cache; an existing one may have another.
             lifetime: None: keep that of an existing cache; "attached" for a new one.
             idle_limit: seconds. A persistent cache that was unused for this long and has no live
                 client is removed by the next `open`, `create` or `sweep` that needs its room. None:
                 never. If given with lifetime None, a new cache is persistent.
             replace: remove a cache that differs, if it has no live client.
-            family: see `create`. With it, `size` or `pages` is that of a new cache; an existing one
-                may have another.
             shared: True: all parts of this process that open the cache so are one client: one slot,
                 with its pins, plans, tickets, default namespace, counters, pool and pinned memory.
                 Each closes its own handle; the last one leaves the cache, and until then a closed
@@ -665,24 +764,25 @@ class Cache:
             Otherwise as `create` and `attach`.
         """
         spec = CacheSpec(
+            name,
+            model,
             pages,
             size,
             page_bytes,
             fingerprint,
             page_tokens,
             algorithm,
-            secret,
+            SecretSource(secret, secret_file),
             pool_path,
             numa,
             kv_groups,
             independent,
-            family,
         )
 
         def make() -> T:
-            with _secret_named():
+            with _secret_named(spec.source):
                 index = PageIndex.open(
-                    name,
+                    spec.name,
                     **spec.index_arguments(),
                     named=spec.named,
                     lifetime=lifetime,
@@ -695,8 +795,9 @@ class Cache:
                     timeout=timeout,
                 )
             if index.pages != spec.pages:
-                _log.info("%s: has %d pages, %d were asked for", name, index.pages, spec.pages)
-            return cls._over(index, spec.secret, huge_pages, numa, grow)
+                has = index.name, index.pages
+                _log.info("%s: has %d pages, %d were asked for", *has, spec.pages)
+            return cls._over(index, SecretSource(spec.secret), huge_pages, numa, grow)
 
         if not shared:
             return make()
@@ -709,16 +810,27 @@ class Cache:
             "grow": grow,
             "lock_timeout": lock_timeout,
         }
-        verify = partial(_verify, spec.expected(), spec.named, group, lifetime)
-        handle: T = share(name, options, make, verify)
+        verify = partial(_verify, spec.expected(), spec.named, group, lifetime, spec.source)
+        handle: T = share(spec.name, options, make, verify)
         return handle
 
     @classmethod
     def _over(
-        cls: type[T], index: PageIndex, secret: bytes | None, huge: bool, numa: Numa, grow: bool
+        cls: type[T],
+        index: PageIndex,
+        secret: SecretSource,
+        huge: bool,
+        numa: Numa,
+        grow: bool,
     ) -> T:
         try:
-            cache = cls(index, secret=secret, huge_pages=huge, numa=numa, grow=grow)
+            cache = cls(
+                index,
+                secret=secret,
+                huge_pages=huge,
+                numa=numa,
+                grow=grow,
+            )
         except BaseException:
             index.close()
             raise
@@ -805,12 +917,13 @@ class Cache:
         return spec
 
     def _checked_secret(self) -> bytes:
-        secret = self._secret = secret_of(self._secret)
+        secret = self._secret.read()
         if digest_of(secret) != self.index.segment.config["secret"]:
             raise LayoutMismatch(
-                f"the cache {self.index.name!r} was created with another secret; give the same "
-                f"secret= to every process, or share {DEFAULT_SECRET} among them"
+                f"the cache {self.index.name!r} was created with another secret. "
+                f"{self._secret.differs}"
             )
+        self._secret = SecretSource(secret)
         return secret
 
     def hash_pages(
@@ -1205,8 +1318,10 @@ __all__ = [
     "Cache",
     "CacheSpec",
     "PoolPin",
+    "SecretSource",
     "cache_name",
     "check_config",
     "digest_of",
-    "secret_of",
+    "family_name",
+    "secret_path",
 ]

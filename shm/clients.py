@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from lightcache.shm import layout, ofd
 from lightcache.shm.layout import ClientRecord, ClientState
-from lightcache.shm.objects import duration
+from lightcache.shm.objects import OpenObject, duration
 
 _RECORD = ctypes.sizeof(ClientRecord)
 ROLE_BYTES = 31
@@ -127,6 +127,14 @@ def slot_use(clients: Sequence[ClientInfo]) -> str:
     parts += [f"{counts[life]} {life}" for life in ("dead", "in quarantine") if counts[life]]
     free = layout.SLOTS - 1 - len(clients)
     return f"{', '.join(parts)}, {free} of {layout.SLOTS - 1} slots free"
+
+
+def living(opened: OpenObject) -> str:
+    """One line that names the living clients of a segment."""
+    if opened.header().is_of_another_release:
+        return "processes of another release"
+    table = read_table(opened.client_table(), opened.fd)
+    return describe([client for client in table if client.alive])
 
 
 def describe(clients: Sequence[ClientInfo], most: int = 8) -> str:

@@ -28,6 +28,9 @@ BYTE_READERS = BYTE_LIFE + 1
 BYTE_GROW = BYTE_LIFE + 2
 BYTE_SLOTS = BYTE_LIFE + 16
 BYTE_MEND = BYTE_SLOTS + SLOTS
+USED_BYTES = (1 << 16) - 1
+"""Of every release: a process that uses a segment holds one of so many bytes from BYTE_READERS on,
+and a process that creates, joins, replaces or removes it BYTE_LIFE."""
 
 # A ring's bounds, and how much of it one hold of the lock moves; see native/ring.h.
 RING_BATCH = 256
@@ -79,7 +82,12 @@ LOCK_EPOCH_MASK = 0xFFFFFF
 
 
 class SegmentHeader(ctypes.Structure):
-    """The first page. Only the creator writes it, except `used_ns`, `retired`, `disabled`."""
+    """The first page. Only the creator writes it, except `used_ns`, `retired`, `disabled`.
+
+    Any release may remove what another has left, so these keep their place and meaning whatever
+    `abi` is: magic, abi, uuid, lifetime, config_bytes, config (of which the items "family" and
+    "pool_path"), idle_ns, used_ns, retired, ready. See docs/design/upgrade.md.
+    """
 
     _fields_ = [
         ("magic", ctypes.c_uint64),
@@ -104,6 +112,16 @@ class SegmentHeader(ctypes.Structure):
         ("ready", ctypes.c_uint32),
         ("pad1", ctypes.c_uint32),
     ]
+
+    @property
+    def is_of_another_release(self) -> bool:
+        """True if its ABI number is another one: then only what keeps its place can be read."""
+        return bool(self.magic == MAGIC and self.abi != ABI)
+
+    @property
+    def is_foreign(self) -> bool:
+        """True if another program or release made it. We do not use it."""
+        return bool(self.magic) and (self.magic != MAGIC or self.abi != ABI)
 
 
 class ClientRecord(ctypes.Structure):

@@ -29,7 +29,7 @@ from lightcache.shm.errors import (
 from lightcache.shm.hold import Hold
 from lightcache.shm.objects import OpenObject
 from lightcache.shm.sweep import remove_leftover
-from lightcache.shm.wanted import SegmentSpec, is_foreign, verify_header
+from lightcache.shm.wanted import SegmentSpec, verify_header
 
 
 class Obstacle(Enum):
@@ -88,7 +88,7 @@ def _enter(hold: Hold, wanted: SegmentSpec) -> Obstacle | None:
             if not opened.is_named():
                 return Obstacle.MOVED
             header = opened.header()
-            if header.retired and not is_foreign(header):
+            if header.retired and not header.is_foreign:
                 return Obstacle.RETIRED
             with _second_description(opened, hold.readonly) as fd:
                 if fd is None:
@@ -111,7 +111,7 @@ def _unready(opened: OpenObject) -> Obstacle:
     header = opened.header()
     if header.ready or not opened.is_named():
         return Obstacle.MOVED  # its creation has finished, or it was replaced, meanwhile
-    if is_foreign(header):
+    if header.is_foreign:
         raise LayoutMismatch(
             f"the segment {opened.name!r}: magic {layout.MAGIC:#x} and version {layout.ABI} were "
             f"expected, found {header.magic:#x} and {header.abi}; another release or program made "
@@ -221,11 +221,9 @@ def unlink(name: str, group: int | None, *, force: bool, timeout: float | None) 
             if not opened.is_named():
                 return False
             if not force and opened.is_occupied():
-                living = clients.read_table(opened.client_table(), opened.fd)
                 raise InUse(
-                    f"unlink {name!r}: a client is attached "
-                    f"({clients.describe([client for client in living if client.alive])}); let "
-                    "them close it first"
+                    f"unlink {name!r}: a client is attached ({clients.living(opened)}); let them "
+                    "close it first"
                 )
             opened.remove_locked(unseen=True)
             return True

@@ -11,7 +11,7 @@ from lightcache.shm import clients, layout, names, ofd
 from lightcache.shm.errors import LightcacheError
 from lightcache.shm.layout import Lifetime, SegmentHeader, SegmentKind
 from lightcache.shm.objects import OpenObject
-from lightcache.shm.wanted import is_foreign
+from lightcache.shm.wanted import family_of
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class SegmentInfo:
     occupied: bool = False  # also by readers and by those that have not joined
     dependents: tuple[str, ...] = ()
     """Its dependents, such as its pool: objects, or paths in another folder."""
+    family: str | None = None  # the model of which it is the default cache
 
 
 def list_segments() -> list[SegmentInfo]:
@@ -49,6 +50,11 @@ def list_segments() -> list[SegmentInfo]:
         if info is not None:
             listed.append(info)
     return listed
+
+
+def of_family(family: str) -> list[SegmentInfo]:
+    """The segments of a family, of any release. Does not block."""
+    return [info for info in list_segments() if info.family == family]
 
 
 def read_segment(name: str) -> SegmentInfo | None:
@@ -82,12 +88,16 @@ def _unseen(name: str, problem: str) -> SegmentInfo:
 def _read(opened: OpenObject) -> SegmentInfo:
     header = opened.header()
     status = os.fstat(opened.fd)
-    if is_foreign(header):
+    family = None
+    with contextlib.suppress(LightcacheError):
+        family = family_of(header)
+    if header.is_foreign:
         return SegmentInfo(
             opened.name,
             problem=f"magic {header.magic:#x}, version {header.abi}: made by another release",
             bytes=status.st_size,
             uid=status.st_uid,
+            family=family,
         )
     table = clients.read_table(opened.client_table(), opened.fd)
     uuid = bytes(header.uuid).hex()
@@ -111,6 +121,7 @@ def _read(opened: OpenObject) -> SegmentInfo:
         quarantined_clients=sum(client.quarantine_s is not None for client in table),
         occupied=opened.is_occupied(),
         dependents=tuple(opened.dependents()),
+        family=family,
     )
 
 

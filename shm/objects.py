@@ -188,8 +188,11 @@ class OpenObject:
         return os.pread(self.fd, length, layout.CLIENTS_OFFSET).ljust(length, b"\0")
 
     def is_occupied(self) -> bool:
-        """True if a process is attached, through any other descriptor."""
-        return ofd.held(self.fd, layout.BYTE_READERS, _LIVING_BYTES)
+        """True if a process is attached, through any other descriptor. Which bytes the clients of
+        another release lock is not known, so there any of them counts."""
+        other = self.header().is_of_another_release
+        count = layout.USED_BYTES if other else _LIVING_BYTES
+        return ofd.held(self.fd, layout.BYTE_READERS, count)
 
     def may_unlink(self) -> bool:
         """True if this user may unlink it and its dependents: the folders' sticky bits allow it,
@@ -230,7 +233,10 @@ class OpenObject:
         lock = layout.LockRecord.from_buffer_copy(
             data.ljust(ctypes.sizeof(layout.LockRecord), b"\0")
         )
-        by_header = max(0, time.time_ns() - int(self.header().used_ns))
+        header = self.header()
+        by_header = max(0, time.time_ns() - int(header.used_ns))
+        if header.is_of_another_release:
+            return by_header
         by_lock = time.monotonic_ns() - int(lock.since_ns)
         # In another time namespace it may be in the future: then only the header counts.
         return min(by_header, by_lock) if lock.since_ns and by_lock >= 0 else by_header

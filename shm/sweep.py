@@ -1,7 +1,7 @@
 """Removes what is no longer needed: leftovers of dead creators, caches whose clients were all
 killed, dependents without their segment, persistent caches beyond their idle limits, and, for a
 cache that needs the room, unused ones of its family. Removes only objects of this user, and never
-by name alone."""
+by name alone. What another release has left goes by the same rules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightcache.shm import clients, layout, names, ofd
 from lightcache.shm.errors import LightcacheError
 from lightcache.shm.layout import Lifetime
 from lightcache.shm.objects import OpenObject, duration, memory_of, unlink
-from lightcache.shm.wanted import FAMILY_ITEM, config_of, is_foreign
+from lightcache.shm.wanted import family_of
 
 _log = logging.getLogger("lightcache")
 
@@ -38,7 +38,7 @@ def remove_leftover(name: str, group: int | None) -> bool:
         header = opened.header()
         if not opened.is_named():
             return True
-        if is_foreign(header):
+        if header.is_foreign:
             return False
         if header.retired or not header.ready:
             opened.remove_locked()
@@ -162,26 +162,13 @@ def give_way(
     removed: list[str] = []
     if family is None or room() >= needed:
         return removed
-    for name in _longest_unused(spare, lambda opened: family_of(opened) == family):
+    for name in _longest_unused(spare, lambda opened: family_of(opened.header()) == family):
         before = room()
         gone = sweep(spare, prefix=name, only=[names.object_name(name)], family=family)
         removed += gone
         if room() >= needed or (gone and room() <= before):
             break
     return removed
-
-
-def family_of(opened: OpenObject) -> str | None:
-    """The family of a segment; None: it has none.
-
-    Raises:
-        CacheCorrupted: its configuration is not readable.
-    """
-    header = opened.header()
-    if is_foreign(header) or not header.ready or header.retired:
-        return None
-    family = config_of(header).get(FAMILY_ITEM)
-    return family if isinstance(family, str) else None
 
 
 @dataclass(frozen=True)
@@ -198,17 +185,15 @@ class Relative:
 def relatives(family: str, spare: str) -> list[Relative]:
     """Segments of this user and family, besides `spare`, that processes use at this moment."""
     listed = []
-    for name in _longest_unused(spare, lambda opened: family_of(opened) == family):
+    for name in _longest_unused(spare, lambda opened: family_of(opened.header()) == family):
         with contextlib.suppress(LightcacheError, OSError):
             opened = OpenObject.open(name, writable=True)
             if opened is not None:
                 with contextlib.closing(opened):
                     opened.check_access(None)
                     if opened.is_occupied():
-                        table = clients.read_table(opened.client_table(), opened.fd)
-                        living = [client for client in table if client.alive]
                         objects = (opened.object_name, *opened.dependents())
-                        listed.append(Relative(name, objects, clients.describe(living)))
+                        listed.append(Relative(name, objects, clients.living(opened)))
     return listed
 
 
@@ -248,7 +233,7 @@ def _unneeded(name: str, family: str | None = None) -> Iterator[tuple[OpenObject
 
 def _why_unneeded(opened: OpenObject, family: str | None) -> str | None:
     header = opened.header()
-    if is_foreign(header):
+    if header.is_foreign and not header.is_of_another_release:
         return None
     if not header.ready:
         return "its creator died before finishing"
@@ -259,7 +244,7 @@ def _why_unneeded(opened: OpenObject, family: str | None) -> str | None:
     if opened.is_idle():
         unused, limit = (duration(ns / 1e9) for ns in (opened.unused_ns(), header.idle_ns))
         return f"unused for {unused}, and its idle limit is {limit}"
-    if family is not None and family_of(opened) == family and not opened.is_occupied():
+    if family is not None and family_of(header) == family and not opened.is_occupied():
         unused = duration(opened.unused_ns() / 1e9)
         return f"of the family {family!r}, unused for {unused}, and no process uses it"
     return None

@@ -21,7 +21,8 @@ from lightcache.shm.layout import Lifetime, SegmentHeader, SegmentKind
 
 MOST_BYTES = 1 << 45  # below the bytes that are locked
 FAMILY_ITEM = "family"
-"""Item of a configuration: segments with the same value give way to each other; see `sweep`."""
+"""Item of a configuration: segments with the same value give way to each other; see `sweep`. Every
+release has it under this name."""
 BYTES = "bytes"
 """Stands for the size of a segment among the items of `named`."""
 _PAGE = 4096
@@ -187,18 +188,22 @@ def _boot_id() -> bytes:
         return b""
 
 
-def is_foreign(header: SegmentHeader) -> bool:
-    """True if the object has another program's or release's format; we neither use nor remove it
-    unless asked."""
-    return bool(header.magic) and (header.magic != layout.MAGIC or header.abi != layout.ABI)
-
-
 def _finite(text: str) -> float:
     """A number of the configuration. Raises for values that `_config_text` refuses to write."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text} is not a number that JSON can hold")
     return number
+
+
+def family_of(header: SegmentHeader) -> str | None:
+    """The family of a segment of any release; None: it has none.
+
+    Raises:
+        CacheCorrupted: its configuration is not readable.
+    """
+    family = config_of(header).get(FAMILY_ITEM) if header.magic == layout.MAGIC else None
+    return family if isinstance(family, str) else None
 
 
 def config_of(header: SegmentHeader) -> dict[str, Any]:
@@ -229,7 +234,7 @@ def verify_header(header: SegmentHeader, size: int, wanted: SegmentSpec) -> None
         CacheCorrupted: the object was truncated or its configuration is not readable.
     """
     remedy = "use what it was created with, or open with replace=True to start over"
-    if is_foreign(header):
+    if header.is_foreign:
         raise LayoutMismatch(
             f"the segment {wanted.name!r}: magic {layout.MAGIC:#x} and version {layout.ABI} were "
             f"expected, found {header.magic:#x} and {header.abi}; another release made it: {remedy}"

@@ -20,7 +20,7 @@ from lightcache.shm.layout import SegmentKind
 from lightcache.snapshot import CheckReport
 from lightcache.tools import facts, structures
 from lightcache.tools.facts import state_of
-from lightcache.tools.image import Image, guest, read, require, unknown
+from lightcache.tools.image import Image, guest, name_argument, read, require, unknown
 from lightcache.tools.output import BROKEN, FAILED, OK, Command, emit, fail, json_option, printable
 
 _BUSY = "it was never quiet for the time of a copy: this may be an artefact; wait longer (--wait)"
@@ -51,7 +51,7 @@ class Result:
 
 
 @click.command(cls=Command)
-@click.argument("name")
+@name_argument()
 @click.option(
     "--lock", is_flag=True, help="Attach, and hold the lock while copying: reservations wait."
 )

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from lightcache._arguments import format_size
-from lightcache.cache import DEFAULT_SECRET, Cache, digest_of
+from lightcache.cache import Cache, digest_of, secret_path
 from lightcache.errors import LightcacheError
 from lightcache.hashing import load_or_create_secret
 from lightcache.pool import HostPool, parse_numa
@@ -24,6 +24,10 @@ from lightcache.tools.output import Command, bar, emit, json_option
 
 @click.command(cls=Command)
 @click.argument("name", required=False)
+@click.option(
+    "--model",
+    help="Without NAME: the default cache of this model. Unused ones of the model give way to it.",
+)
 @click.option("--size", help='Capacity in bytes, or as "64GiB"; or')
 @click.option("--pages", type=int, help="capacity in pages.")
 @click.option("--page-bytes", help='Size of a page in bytes, or as "8MiB".')
@@ -47,7 +51,8 @@ from lightcache.tools.output import Command, bar, emit, json_option
 @click.option(
     "--secret-file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File with the secret of the keys (mode 0600); created if it is missing.",
+    help="File with the secret of the keys (mode 0600); created if it is missing. Default: "
+    "$LIGHTCACHE_SECRET_FILE, or ~/.local/share/lightcache/secret.",
 )
 @click.option("--huge-pages", is_flag=True, help="Ask for transparent huge pages.")
 @click.option(
@@ -59,6 +64,7 @@ from lightcache.tools.output import Command, bar, emit, json_option
 @json_option
 def create(
     name: str | None,
+    model: str | None,
     as_json: bool,
     no_prefault: bool,
     threads: int | None,
@@ -67,17 +73,18 @@ def create(
     kv_groups: str | None,
     **configuration: Any,
 ) -> None:
-    """Create the cache NAME.
+    """Create the cache NAME, or the default cache of a model.
 
     It has its memory when the command returns (unless --no-prefault), and exists until `lightcache
-    rm NAME`. Engines `attach` to it, or `open` it with the same configuration and
-    lifetime="persistent". With --lifetime attached the command stays, and the cache is removed with
-    its last client.
+    rm NAME`; that of a model also until unused caches of the model give way to another one.
+    Engines `attach` to it, or `open` it with the same configuration and lifetime="persistent". With
+    --lifetime attached the command stays, and the cache is removed with its last client.
     """
-    name = _check_given(name, configuration)
+    _check_given(name, model, configuration)
     with _secret(secret_file) as secret:
         cache = Cache.create(
             name,
+            model=model,
             secret=secret,
             role="create",
             grow=False,
@@ -87,9 +94,9 @@ def create(
         )
         try:
             if not no_prefault:
-                _prefault(cache.pool, name, threads, quiet=as_json)
+                _prefault(cache.pool, cache.name, threads, quiet=as_json)
         except BaseException:
-            _undo(cache, name)
+            _undo(cache)
             raise
     _report(cache, as_json)
     if configuration["lifetime"] == "attached":
@@ -97,32 +104,30 @@ def create(
     cache.close()
 
 
-def _check_given(name: str | None, configuration: dict[str, Any]) -> str:
-    """The name.
-
-    Raises:
-        click.UsageError: names all missing options.
-    """
+def _check_given(name: str | None, model: str | None, configuration: dict[str, Any]) -> None:
+    """Raises click.UsageError: names all missing options, or finds a name and a model."""
+    if name and model:
+        raise click.UsageError("give a NAME, or --model for the model's default name; not both")
     options = {
-        "NAME": name,
+        "NAME (or --model)": name or model,
         "--size (or --pages)": configuration["size"] or configuration["pages"] is not None,
         "--page-bytes": configuration["page_bytes"],
         "--fingerprint": configuration["fingerprint"],
     }
     missing = [option for option, value in options.items() if not value]
-    if missing or name is None:
+    if missing:
         raise click.UsageError(
-            f"missing: {', '.join(missing)}; for example `lightcache create {name or 'llama'} "
+            f"missing: {', '.join(missing)}; for example `lightcache create "
+            f"{name or '--model llama-3-8b'} "
             "--size 64GiB --page-bytes 8MiB --page-tokens 64 --fingerprint llama-3-8b/bf16/64`"
         )
-    return name
 
 
 @contextlib.contextmanager
 def _secret(option: Path | None) -> Iterator[bytes]:
     """The secret of a file, while a cache is created. If that fails, a file that was created for it
     is removed, unless another cache uses it."""
-    path = option or DEFAULT_SECRET.expanduser()
+    path = secret_path(option)
     exists = os.path.lexists(path)
     secret = load_or_create_secret(path)
     try:
@@ -145,11 +150,11 @@ def _is_used(secret: bytes) -> bool:
     return False
 
 
-def _undo(cache: Cache, name: str) -> None:
+def _undo(cache: Cache) -> None:
     """There was not enough memory: remove the cache, unless another client has attached."""
     with contextlib.suppress(LightcacheError):
         cache.close()
-        Segment.unlink(name)
+        Segment.unlink(cache.name)
 
 
 def _prefault(pool: HostPool, name: str, threads: int | None, *, quiet: bool) -> None:

@@ -16,7 +16,7 @@ from lightcache.shm.clients import quarantine_end
 from lightcache.shm.layout import SLOTS
 from lightcache.shm.listing import SegmentInfo
 from lightcache.tools import facts, hints, structures
-from lightcache.tools.image import Image, opened, read, undo
+from lightcache.tools.image import Image, name_argument, opened, read, undo
 from lightcache.tools.output import (
     Command,
     age,
@@ -399,7 +399,7 @@ SECTIONS: dict[str, Callable[[Image], object]] = {
 
 
 @click.command(cls=Command)
-@click.argument("name")
+@name_argument()
 @click.option("--clients", is_flag=True, help="Who is attached, with pins and hit rates.")
 @click.option("--lock", is_flag=True, help="Who holds the lock, and what was counted around it.")
 @click.option("--reservations", is_flag=True, help="Pages being written, and who owes them.")

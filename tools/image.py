@@ -12,18 +12,19 @@ import ctypes
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import click
 import numpy as np
 import numpy.typing as npt
 
 from lightcache import layout
-from lightcache.errors import CacheCorrupted, LightcacheError, NotReady
+from lightcache.errors import CacheCorrupted, ConfigError, LightcacheError, NotReady
 from lightcache.page_index import MAX_PAGES, geometry
-from lightcache.shm import clients, ofd, read_segment, wanted
+from lightcache.shm import clients, list_segments, names, ofd, read_segment, wanted
 from lightcache.shm import layout as shm_layout
 from lightcache.shm.clients import ClientInfo
 from lightcache.shm.layout import SegmentKind
@@ -33,6 +34,35 @@ from lightcache.shm.objects import OpenObject
 # ---- Short attaches of tools
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def name_argument(required: bool = True) -> Callable[[F], F]:
+    """NAME: of a segment, or the model whose only default cache it is."""
+
+    def found(ctx: object, param: object, given: str | None) -> str | None:
+        return None if given is None else _named(given)
+
+    return click.argument("name", required=required, callback=found)
+
+
+def _named(given: str) -> str:
+    with contextlib.suppress(ConfigError):  # a model may have a slash
+        if os.path.lexists(names.FOLDER / names.object_name(given).removeprefix("/")):
+            return given
+    of_model = [
+        info.name
+        for info in list_segments()
+        if info.family is not None and given in (info.family, info.name[:-_DIGEST])
+    ]
+    if len(of_model) > 1:
+        raise click.UsageError(
+            f"the model {given!r} has several caches: {', '.join(of_model)}; give one of the names"
+        )
+    return of_model[0] if of_model else given
+
+
+_DIGEST = len("-12345678")
 group_option_help = "The segment's group, if another user of that group owns it."
 
 
@@ -134,7 +164,7 @@ def opened(name: str, layout_facts: str | None = None) -> Iterator[tuple[OpenObj
         if not stat.S_ISREG(os.fstat(segment.fd).st_mode):
             raise CacheCorrupted(f"{name!r} is no shared memory object but something else")
         header = segment.header()
-        if not header.ready and not wanted.is_foreign(header):
+        if not header.ready and not header.is_foreign:
             problem = info.problem or "not ready"
             raise NotReady(f"{name!r}: {problem}; `lightcache sweep` removes what the dead left")
         expected = wanted.want(

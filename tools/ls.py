@@ -43,6 +43,7 @@ def describe(info: SegmentInfo) -> dict[str, Any]:
     pages, independent = _index(info)
     return {
         "name": info.name,
+        "family": info.family,
         "kind": info.kind or None,
         "state": state_of(info),
         "problem": info.problem,

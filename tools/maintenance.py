@@ -22,14 +22,14 @@ from lightcache.shm.objects import OpenObject
 from lightcache.shm.segment import free_dead_slots
 from lightcache.shm.sweep import Leftover, leftovers, sweep_dependent
 from lightcache.shm.sweep import sweep as sweep_all
-from lightcache.tools.image import group_option_help, guest, unknown
+from lightcache.tools.image import group_option_help, guest, name_argument, unknown
 from lightcache.tools.output import FAILED, Command, emit, fail, json_option, printable
 
 group_option = click.option("--group", help=group_option_help)
 
 
 @click.command(cls=Command)
-@click.argument("name")
+@name_argument()
 @click.option("--force", is_flag=True, help="Also while clients are attached: their calls fail.")
 @group_option
 def rm(name: str, force: bool, group: str | None) -> None:
@@ -43,7 +43,7 @@ def rm(name: str, force: bool, group: str | None) -> None:
 
 
 @click.command(cls=Command)
-@click.argument("name", required=False)
+@name_argument(required=False)
 @click.option("--all", "everything", is_flag=True, help="All segments of this user.")
 @group_option
 @json_option
@@ -97,7 +97,7 @@ def _reap(name: str, group: str | None) -> int:
 
 
 @click.command(cls=Command)
-@click.argument("name")
+@name_argument()
 @group_option
 def repair(name: str, group: str | None) -> None:
     """Rebuild chains, queue, free list and totals of the cache NAME from its records, and check it.
@@ -137,7 +137,7 @@ def _switch(name: str, group: str | None, value: int) -> bool:
 
 
 @click.command(cls=Command)
-@click.argument("name")
+@name_argument()
 @group_option
 def disable(name: str, group: str | None) -> None:
     """Make every lookup and reservation in the cache NAME fail, immediately, on this node.
@@ -149,7 +149,7 @@ def disable(name: str, group: str | None) -> None:
 
 
 @click.command(cls=Command)
-@click.argument("name")
+@name_argument()
 @group_option
 def enable(name: str, group: str | None) -> None:
     """Undo `disable`: the cache NAME works again, with all its pages."""

@@ -24,14 +24,14 @@ from lightcache.storage.service import StorageService
 from lightcache.storage.service.board import ServiceStats, service_stats
 from lightcache.storage.tasks import TierStats
 from lightcache.storage.urls import check_url
-from lightcache.tools.image import group_option_help, guest, require
+from lightcache.tools.image import group_option_help, guest, name_argument, require
 from lightcache.tools.output import BROKEN, Command, age, console, emit, fail, json_option, lines
 
 _PAUSE = 0.5  # seconds between two looks at whether the service has ended by itself
 
 
 @click.command(cls=Command)
-@click.argument("name")
+@name_argument()
 @click.option(
     "--url",
     "urls",

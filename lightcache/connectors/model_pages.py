@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lightcache.cache import Cache
@@ -79,6 +80,8 @@ class ModelPages:
     """Tokens of a page of keys and values; positions are multiples of it."""
     weights: str
     """The first word of the fingerprint."""
+    model: str
+    """For the default name of its cache."""
     needs_positions: bool = False
     """Whether the model counts positions from 0 in each pass unless it is told (Bamba, in 5.23)."""
 
@@ -134,12 +137,13 @@ class ModelPages:
 
     @property
     def options(self) -> dict[str, Any]:
-        """For `Cache.create` and `Cache.open`: page_bytes, page_tokens, fingerprint, device;
+        """For `Cache.create` and `Cache.open`: page_bytes, page_tokens, model, fingerprint, device;
         independent, if no layer needs the pages before a position; kv_groups, if there are
         several."""
         options: dict[str, Any] = {
             "page_bytes": self.geometry.page_bytes,
             "page_tokens": self.page_tokens,
+            "model": self.model,
             "fingerprint": self.fingerprint,
             "device": self.device != "cpu",
         }
@@ -204,7 +208,17 @@ def describe(model: Any, *, page_tokens: int = 16, name: str | None = None) -> M
     needs_positions = check_passes(
         model, device, _vocabulary(model), several=states is None or states.continues
     )
-    return ModelPages(attention, states, page_tokens, weights, needs_positions)
+    called = _called(model) if name is None else name
+    return ModelPages(attention, states, page_tokens, weights, called, needs_positions)
+
+
+def _called(model: Any) -> str:
+    """What the model was loaded from, in short; else its type. Two processes that load the same
+    weights from other folders have one name for them if the last parts are equal."""
+    path = Path(str(getattr(model.config, "_name_or_path", "") or ""))
+    hub = [part for part in path.parts if part.startswith("models--")]  # .../snapshots/REVISION
+    called = (hub[-1].split("--")[-1] if hub else path.name).partition("@")[0]
+    return called if re.search("[A-Za-z0-9]", called) else str(_text_config(model).model_type)
 
 
 def _by_rule(
@@ -275,8 +289,8 @@ def check_model(cache: Any, pages: ModelPages) -> None:
         return
     raise LayoutMismatch(
         f"the cache {cache.name!r} is of another model: {_difference(cache, pages)} differ. It is "
-        f"for {cache.fingerprint!r}, expected {pages.fingerprint!r}; open one for this model under "
-        "another name, with open_cache"
+        f"for {cache.fingerprint!r}, expected {pages.fingerprint!r}; open one for this model, with "
+        "open_cache and without name="
     )
 
 

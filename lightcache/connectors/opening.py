@@ -16,9 +16,9 @@ IDLE_LIMIT = 24 * 3600.0
 
 
 def open_cache(
-    name: str,
     model: Any,
     *,
+    name: str | None = None,
     page_tokens: int = 16,
     lifetime: str | None = None,
     idle_limit: float | None = IDLE_LIMIT,
@@ -33,8 +33,9 @@ def open_cache(
     for `idle_limit` seconds, the next `open` or `sweep` that needs its room removes it.
 
     Args:
-        name: of the cache.
         model: as `describe`.
+        name: of the cache; None: the model's default, with the last part of the name or path that
+            it was loaded from; see `Cache.create`.
         page_tokens: tokens of a page.
         lifetime: "attached": removed with its last client. "persistent": it stays. None: the
             existing cache's lifetime, "persistent" for a new one.
@@ -43,12 +44,13 @@ def open_cache(
 
     Raises:
         ConfigError: as `describe`, or options that the model decides.
-        LayoutMismatch: there is one of that name for another model.
+        LayoutMismatch: there is one of the given name for another model.
         Otherwise as `Cache.open`.
     """
     pages = describe(model, page_tokens=page_tokens)
-    _warn_of_padding(name, pages)
-    return _open(name, pages.options, _lasting(lifetime, idle_limit) | options)
+    cache = _open(name, pages.options, _lasting(lifetime, idle_limit) | options)
+    _warn_of_padding(cache.name, pages)
+    return cache
 
 
 def _warn_of_padding(name: str, pages: ModelPages) -> None:
@@ -70,7 +72,7 @@ def _lasting(lifetime: str | None, idle_limit: float | None) -> dict[str, Any]:
     return {"lifetime": lifetime, "idle_limit": idle_limit}
 
 
-def _open(name: str, found: dict[str, Any], options: dict[str, Any]) -> Cache:
+def _open(name: str | None, found: dict[str, Any], options: dict[str, Any]) -> Cache:
     twice = sorted(found.keys() & options.keys())
     if twice:
         raise ConfigError(

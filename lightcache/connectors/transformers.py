@@ -2,7 +2,7 @@
 
     from lightcache.connectors import transformers as lct
 
-    cache = lct.open_cache("llama", model, size="1GiB")
+    cache = lct.open_cache(model, size="1GiB")
     with lct.Connector(cache, model) as connector:
         with connector.prefix(input_ids) as past:
             output = model.generate(input_ids, past_key_values=past)

@@ -185,10 +185,10 @@ class States:
 
 
 def open_states(
-    name: str,
     parts: Parts,
     *,
     model: str,
+    name: str | None = None,
     index: str | None = None,
     slots: int | None = None,
     size: int | str | None = None,
@@ -199,7 +199,7 @@ def open_states(
     """`Checkpoints` of a model that has states and no KV, from an engine's tensors: of one process
     that has whole states, in CPU memory or on one GPU.
 
-        with open_states("mamba-states", {"conv": conv, "ssm": ssm}, model="mamba-2.8b@1a8d5fa",
+        with open_states({"conv": conv, "ssm": ssm}, model="mamba-2.8b@1a8d5fa",
                          index="mamba-gpu0-states", size="64GiB") as states:
             checkpoints = states.checkpoints()
             ...  # serve
@@ -212,10 +212,11 @@ def open_states(
     and have a `RankCoordinator` for a transfer backend.
 
     Args:
-        name: of the host's cache of states, which all engines of the node share; created if
-            missing.
         parts, layers: see `state_layout`.
-        model: whatever makes states of one model useless to another: its name and revision.
+        model: whatever makes states of one model useless to another: its name, and after an "@" its
+            revision.
+        name: of the host's cache of states, which all engines of the node share; created if
+            missing. None: the model's default, see `Cache.create`.
         index: name of the index of this device's slots, one for each data-parallel rank; None:
             slots are for running requests alone, the engine numbers them, and checkpoints are on
             the host.
@@ -227,7 +228,7 @@ def open_states(
     Raises:
         ConfigError: as `state_layout`; neither an index nor a host; slots that the tensors do not
             have; options that the tensors decide.
-        LayoutMismatch: there is a cache of that name for other states.
+        LayoutMismatch: there is a cache of the given name for other states.
         InUse: another process lives in an index of that name.
         Otherwise as `Cache.open` and `Cache.pin`.
     """
@@ -242,6 +243,7 @@ def open_states(
     decided: dict[str, Any] = {
         "page_bytes": geometry.page_bytes,
         "page_tokens": 1,
+        "model": model,
         "fingerprint": f"{model} {layout.dtypes} {geometry.fingerprint()}",
         "device": layout.planes.device != "cpu",
         "independent": True,
@@ -328,13 +330,12 @@ class Windows:
 
 @overload
 def open_hybrid(
-    name: str, tensors: layouts.Tensors, parts: Parts, *, model: str, axes: str, **how: Any
+    tensors: layouts.Tensors, parts: Parts, *, model: str, axes: str, **how: Any
 ) -> States: ...
 
 
 @overload
 def open_hybrid(
-    name: str,
     tensors: layouts.Tensors,
     *,
     windows: Mapping[Rule, layouts.Tensors],
@@ -345,13 +346,13 @@ def open_hybrid(
 
 
 def open_hybrid(
-    name: str,
     tensors: layouts.Tensors,
     parts: Parts | None = None,
     *,
     windows: Mapping[Rule, layouts.Tensors] | None = None,
     model: str,
     axes: str,
+    name: str | None = None,
     page_tokens: int = 64,
     value_dim: int | None = None,
     index: str | None = None,
@@ -363,7 +364,7 @@ def open_hybrid(
     """All groups of a model in one host cache, from an engine's tensors: of one process that has
     all heads and whole states, in CPU memory or on one GPU. KV and recurrent states:
 
-        with open_hybrid("qwen3-next", kv_caches, {"conv": conv, "recurrent": recurrent},
+        with open_hybrid(kv_caches, {"conv": conv, "recurrent": recurrent},
                          model="Qwen3-Next@0e9e39f", axes="kbnhc", size="64GiB",
                          index="qwen3-next-gpu0-states") as states:
             manager = states.kv.manager("qwen3-next-gpu0")
@@ -371,7 +372,7 @@ def open_hybrid(
 
     or layers that see windows or chunks:
 
-        with open_hybrid("gemma-3", global_caches, windows={Rule.window(1023): local_caches},
+        with open_hybrid(global_caches, windows={Rule.window(1023): local_caches},
                          model="gemma-3-27b@005ad34", axes="kbnhc", size="64GiB") as opened:
             manager = opened.manager("gemma-3-gpu0")
 
@@ -380,7 +381,6 @@ def open_hybrid(
     others need.
 
     Args:
-        name: of the host cache, which all engines of the node share; created if missing.
         tensors, axes, page_tokens, value_dim: of KV: see `open_kv`.
         parts, layers: of states: see `state_layout`.
         windows: the tensors of the other layers of attention by their rule, with the axes of
@@ -389,12 +389,12 @@ def open_hybrid(
         minimums: bytes of the host that others leave to a group, or a size such as "16GiB", by its
             name: "kv", "states", or that of a window's rule; see `Cache.set_minimum`. For all
             processes, until one gives another; groups that are not named keep theirs. 0: none.
-        model, options: see `open_kv`.
+        model, name, options: see `open_kv`.
 
     Raises:
         ConfigError: as `open_kv` and `state_layout`; neither states nor windows, or both; a minimum
             of a group that there is not; minimums that the pool cannot have together.
-        LayoutMismatch: there is a cache of that name for another model, or other groups.
+        LayoutMismatch: a cache of the given name exists for another model, or other groups.
         InUse: another process lives in an index of that name.
         Otherwise as `Cache.open` and `Cache.pin`.
     """
@@ -432,7 +432,7 @@ def open_hybrid(
 
 def _open_kv(
     stack: contextlib.ExitStack,
-    name: str,
+    name: str | None,
     dtypes: str,
     model: str,
     kv: tuple[PageGeometry, DevicePlanes],
@@ -447,13 +447,11 @@ def _open_kv(
         others: the other groups by their names, from 1 on.
     """
     geometry, planes = kv
-    for what, other in others:
-        if waste := waste_of(what, geometry, other):
-            _log.warning("cache %r: %s", name, waste)
     words = " ".join(other.fingerprint() for _, other in others)
     decided: dict[str, Any] = {
         "page_bytes": geometry.page_bytes,
         "page_tokens": geometry.page_tokens,
+        "model": model,
         "fingerprint": f"{model} {geometry.fingerprint()} {dtypes}{words}",
         "device": planes.device != "cpu",
         "kv_groups": (NAMES[0], *(what for what, _ in others)),
@@ -465,6 +463,9 @@ def _open_kv(
     cache = Cache.open(name, **decided, **options)
     stack.callback(cache.close)
     _set_minimums(cache, others, minimums)
+    for what, other in others:
+        if waste := waste_of(what, geometry, other):
+            _log.warning("cache %r: %s", cache.name, waste)
     opened = EngineKV(cache, geometry, planes)
     stack.callback(opened.close)
     return opened

@@ -172,11 +172,11 @@ class EngineKV:
 
 
 def open_kv(
-    name: str,
     tensors: layouts.Tensors,
     *,
     model: str,
     axes: str,
+    name: str | None = None,
     page_tokens: int = 64,
     value_dim: int | None = None,
     **options: Any,
@@ -184,33 +184,35 @@ def open_kv(
     """Open a host cache for an engine's KV tensors, with geometry, planes, pinned pool and transfer
     engine. For one process that has all heads, in CPU memory or on one GPU.
 
-        with open_kv("llama", kv_caches, model="llama-3-8b@5206a32", axes="kbnhc",
-                     size="64GiB") as kv:
+        with open_kv(kv_caches, model="llama-3-8b@5206a32", axes="kbnhc", size="64GiB") as kv:
             manager = kv.manager("llama-gpu0")
 
     Ranks that share pages, and models with several KV groups, describe their part themselves:
     `PageGeometry`, `lightcache.kernels.layouts`, `Cache.transfer_engine`.
 
     Args:
-        name: name of the host cache, which all engines of the node share; created if missing.
         tensors: one for each layer, or one for all layers: see `lightcache.kernels.layouts`.
-        model: identity of the model whose KV this is: name, revision, quantisation.
+        model: identity of the model whose KV this is: its name, and after an "@" revision and
+            quantisation.
         axes: axes of a layer's tensor, one letter each, such as "kbnhc" for vLLM's FlashAttention:
             see `layouts.vllm`. With `h` and without `k`, K and V are the two halves of `c`; without
             both, a row is a latent.
+        name: of the host cache, which all engines of the node share; created if missing. None: the
+            model's default for these tensors and this release, see `Cache.create`.
         page_tokens: tokens of a host page, a multiple or a divisor of the device's block.
         value_dim: elements of a value if they are not half of `c`.
         options: for `Cache.open`: size or pages, lifetime, secret, numa and so on.
 
     Raises:
         ConfigError: axes that do not fit, tensors that differ, or options that the tensors decide.
-        LayoutMismatch: a cache of that name exists for other KV.
+        LayoutMismatch: a cache of the given name exists for other KV.
         Otherwise as `Cache.open` and `Cache.pin`.
     """
     geometry, planes = describe(tensors, axes, page_tokens, value_dim)
     decided: dict[str, Any] = {
         "page_bytes": geometry.page_bytes,
         "page_tokens": page_tokens,
+        "model": model,
         "fingerprint": f"{model} {geometry.fingerprint()}",
         "device": planes.device != "cpu",
     }

@@ -120,6 +120,8 @@ enum lc_pause_point {
 #define LCS_BYTE_SLOTS (LCS_BYTE_LIFE + 16) /* + slot: its client lives */
 #define LCS_BYTE_MEND (LCS_BYTE_SLOTS + LCS_SLOTS) /* + slot: its state changes hands */
 
+/* Every release reads magic, abi, uuid, lifetime, config_bytes, config, idle_ns, used_ns, retired and
+ * ready of every other one, to remove what it has left: they never move, whatever LCS_ABI is. */
 typedef struct lcs_header {
     uint64_t magic;
     uint32_t abi;

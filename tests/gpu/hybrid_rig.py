@@ -171,8 +171,8 @@ class Rig:
         )
         self._on_stand_in(monkeypatch)
         self.states = open_states(
-            f"{name}-states",
             {"conv": model.conv, "recurrent": model.recurrent},
+            name=f"{name}-states",
             model="model",
             index=f"{name}-slots",
             pages=state_pages,

@@ -76,7 +76,9 @@ def llama(where: Any) -> Any:
 
 @pytest.fixture
 def cache(segment_name: str, llama: Any) -> Iterator[Cache]:
-    with lct.open_cache(segment_name, llama, pages=32, secret=SECRET, lifetime="attached") as made:
+    with lct.open_cache(
+        llama, name=segment_name, pages=32, secret=SECRET, lifetime="attached"
+    ) as made:
         yield made
         gc.collect()
         assert held(made) == (0, 0)
@@ -129,7 +131,7 @@ def test_a_connector_pins_and_unpins(cache: Cache, where: Any, llama: Any) -> No
     ids = prompt(70).to(where.memory)
     expected = answer(made, ids)
     with lct.open_cache(
-        f"{cache.name}-32", made, pages=32, secret=SECRET, lifetime="attached"
+        made, name=f"{cache.name}-32", pages=32, secret=SECRET, lifetime="attached"
     ) as own:
         mine = [client for client in own.clients() if client.pid == os.getpid()]
         assert [client.device for client in mine] == [True]

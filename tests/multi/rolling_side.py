@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from lightcache import Cache, cache_name, page_index
-from lightcache.shm import memory, names
+from lightcache import Cache, page_index
+from lightcache.shm import layout, memory, names
 
 PAGES, PAGE_BYTES, PAGE_TOKENS = 64, 1 << 16, 4
 ROOM = PAGES * PAGE_BYTES * 5 // 4  # of /dev/shm: for one pool, and a quarter of another
@@ -53,26 +53,31 @@ def serve(cache: Cache, release: str, draw: np.random.Generator) -> tuple[int, i
     return found, wrong
 
 
-def main(model: str, release: str, abi: str) -> None:
-    """Answer each line, a number of prompts, with pages found and wrong bytes."""
+def main(model: str, release: str, facts: str, abi: str) -> None:
+    """Answer each line, a number of prompts, with pages found and wrong bytes.
+
+    Args:
+        facts: in place of a structure's layout that has changed.
+        abi: the release's number.
+    """
     limit_room(model)
-    facts = page_index._facts()
-    page_index._facts = lambda: facts + abi  # type: ignore[assignment]
+    ours = page_index._facts()
+    page_index._facts = lambda: ours + facts  # type: ignore[assignment]
+    layout.ABI = int(abi)
     with Cache.open(
-        cache_name(model, release),
+        model=model,
         size=PAGES * PAGE_BYTES,
         page_bytes=PAGE_BYTES,
         page_tokens=PAGE_TOKENS,
         fingerprint=release,
         secret=bytes(16),
         lifetime="persistent",
-        family=model,
         role=release,
     ) as cache:
         print(cache.name, flush=True)
         draw = np.random.default_rng(len(cache.clients()))
         for line in sys.stdin:
-            served = np.array([serve(cache, release + abi, draw) for _ in range(int(line))])
+            served = np.array([serve(cache, release + facts + abi, draw) for _ in range(int(line))])
             print(*served.sum(0), flush=True)
 
 

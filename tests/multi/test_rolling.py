@@ -17,13 +17,15 @@ pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parents[1]
 ENGINES = 4
+Kind = tuple[str, str, str]
+"""Fingerprint, layout and ABI number of a release; see `rolling_side.main`."""
 
 
 class Engine:
     """A process of rolling_side.py."""
 
-    def __init__(self, model: str, release: str, abi: str) -> None:
-        command = [sys.executable, "-m", "multi.rolling_side", model, release, abi]
+    def __init__(self, model: str, *kind: str) -> None:
+        command = [sys.executable, "-m", "multi.rolling_side", model, *kind]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=TESTS
         )
@@ -64,14 +66,18 @@ def model(segment_name: str) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [(("bf16", ""), ("fp8", "")), (("bf16", ""), ("bf16", "another layout"))],
-    ids=["fingerprint", "abi"],
+    [
+        (("bf16", "", "1"), ("fp8", "", "1")),
+        (("bf16", "", "1"), ("bf16", "another layout", "1")),
+        (("bf16", "", "1"), ("bf16", "", "2")),
+    ],
+    ids=["fingerprint", "layout", "abi"],
 )
-def test_a_rolling_restart(model: str, old: tuple[str, str], new: tuple[str, str]) -> None:
+def test_a_rolling_restart(model: str, old: Kind, new: Kind) -> None:
     """There is room for one pool and a quarter."""
     with ExitStack() as stack:
 
-        def start(kind: tuple[str, str]) -> Engine:
+        def start(kind: Kind) -> Engine:
             engine = Engine(model, *kind)
             stack.callback(engine.end, kill=True)
             return engine

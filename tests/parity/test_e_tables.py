@@ -94,7 +94,7 @@ class Engine:
     def open_states(self, name: str) -> States:
         torch = pytest.importorskip("torch")
         parts = {"recurrent": [torch.from_numpy(self.states)]}
-        return open_states(f"{name}.states", parts, model="m", pages=SLOTS, secret=bytes(16))
+        return open_states(parts, name=f"{name}.states", model="m", pages=SLOTS, secret=bytes(16))
 
     def opened_checkpoints(self) -> Checkpoints:
         if self.opened is None:

@@ -129,7 +129,12 @@ ELSEWHERE = {
     },
     "unit/test_families.py": {
         "a_name_has_the_model_and_a_digest": ["asked for a name of no model"],
-        "a_family_has_the_size_of_its_creator": ["gave a family that is no text"],
+        "a_model_without_a_name_has_the_default": [
+            "opened, created or attached to a cache with neither",
+            "attached to a model that has several",
+            "attached to a model that has no cache",
+        ],
+        "the_secret_of_a_file_that_is_named": ["gave a secret twice"],
         "one_in_use_stays_and_its_memory_comes_later": [
             "created a cache for which there is no room"
         ],

@@ -39,7 +39,7 @@ def connector(cache: Cache, llama: Any) -> Iterator[lct.Connector]:
 @contextlib.contextmanager
 def small_cache(name: str, model: Any, pages: int = 32) -> Iterator[Cache]:
     """A cache for this model in which nothing is held in the end."""
-    with lct.open_cache(name, model, pages=pages, secret=SECRET, lifetime="attached") as made:
+    with lct.open_cache(model, name=name, pages=pages, secret=SECRET, lifetime="attached") as made:
         yield made
         gc.collect()
         assert held(made) == (0, 0)

@@ -72,7 +72,7 @@ def windowed(kind: str = "Gemma2", *, window: int = 9, seed: int = 0, **sizes: A
 def opened(name: str, model: Any, *, page: int = 4, size: str = "4MiB") -> Cache:
     """A cache for this model."""
     return lct.open_cache(
-        name, model, size=size, page_tokens=page, secret=bytes(16), lifetime="attached"
+        model, name=name, size=size, page_tokens=page, secret=bytes(16), lifetime="attached"
     )
 
 

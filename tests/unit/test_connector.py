@@ -81,7 +81,9 @@ def test_kinds_of_models(segment_name: str, kind: str) -> None:
     name, sizes = KINDS[kind]
     made, ids = model(name, **sizes), prompt(40)
     expected = answer(made, ids)
-    with lct.open_cache(segment_name, made, pages=8, secret=SECRET, lifetime="attached") as cache:
+    with lct.open_cache(
+        made, name=segment_name, pages=8, secret=SECRET, lifetime="attached"
+    ) as cache:
         for reused in (0, 32):
             with lct.prefix(cache, made, ids) as past:
                 assert past.reused == reused
@@ -91,7 +93,9 @@ def test_kinds_of_models(segment_name: str, kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_restored_bytes_are_those_saved(segment_name: str, dtype: torch.dtype) -> None:
     made, ids = model(dtype=dtype), prompt(50)
-    with lct.open_cache(segment_name, made, pages=8, secret=SECRET, lifetime="attached") as cache:
+    with lct.open_cache(
+        made, name=segment_name, pages=8, secret=SECRET, lifetime="attached"
+    ) as cache:
         with lct.Connector(cache, made) as connector:
             with connector.prefix(ids) as past:
                 answer(made, ids, past)
@@ -108,7 +112,8 @@ from support.tiny_models import answer, model, prompt
 from lightcache.connectors import transformers as lct
 
 made, ids = model(), prompt(70)
-with lct.open_cache(sys.argv[1], made, pages=32, secret=bytes(16), lifetime="attached") as cache:
+how = {"pages": 32, "secret": bytes(16), "lifetime": "attached"}
+with lct.open_cache(made, name=sys.argv[1], **how) as cache:
     with lct.prefix(cache, made, ids) as past:
         print(past.reused, answer(made, ids, past).tokens.tolist()[0])
 """

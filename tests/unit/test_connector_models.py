@@ -19,7 +19,7 @@ from support.refusals import refused  # noqa: E402
 from support.scripts import with_support  # noqa: E402
 from support.tiny_models import model, prompt  # noqa: E402
 
-from lightcache import Cache, ConfigError, LayoutMismatch  # noqa: E402
+from lightcache import Cache, ConfigError, LayoutMismatch, cache_name  # noqa: E402
 from lightcache.connectors import model_pages  # noqa: E402
 from lightcache.connectors import transformers as lct  # noqa: E402
 
@@ -66,6 +66,35 @@ def test_equal_models_have_equal_fingerprints(tmp_path: Path) -> None:
     assert lct.describe(loaded).fingerprint in names
 
 
+def test_without_a_name_each_model_has_a_cache(segment_name: str) -> None:
+    how = {"pages": 8, "secret": SECRET, "lifetime": "attached"}
+    made, same, other = model(), model(), model(dtype=torch.bfloat16)
+    for each, folder in ((made, "/a"), (same, "org"), (other, "/a")):
+        each.config._name_or_path = f"{folder}/{segment_name}"
+    with lct.open_cache(made, **how) as cache, lct.open_cache(same, **how) as shared:
+        with lct.open_cache(other, **how) as apart:
+            assert cache.name == shared.name == cache_name(segment_name, cache.fingerprint)
+            assert apart.name == cache_name(segment_name, apart.fingerprint)
+            assert apart.name != cache.name
+
+
+@pytest.mark.parametrize(
+    ("loaded", "called"),
+    [
+        ("meta-llama/Llama-3-8B", "Llama-3-8B"),
+        ("/hub/models--meta-llama--Llama-3-8B/snapshots/0e9e39f", "Llama-3-8B"),
+        ("./models/llama@2/", "llama"),
+        ("", "llama"),
+        ("/models/@2", "llama"),
+    ],
+)
+def test_what_a_model_is_called(loaded: str, called: str) -> None:
+    made = model()
+    made.config._name_or_path = loaded
+    assert lct.describe(made).options["model"] == called
+    assert lct.describe(made, name="meta/x@0e9e39f").options["model"] == "meta/x@0e9e39f"
+
+
 def changed(name: str) -> Any:
     made = model()
     with torch.no_grad():
@@ -93,7 +122,9 @@ def test_different_models_do_not(segment_name: str, kind: str) -> None:
     with small_cache(segment_name, mine) as cache:
         with pytest.raises(LayoutMismatch, match=r"is of another model: .* differ\. It is for"):
             lct.Connector(cache, other)
-        refused(LayoutMismatch, "", lct.open_cache, segment_name, other, pages=32, secret=SECRET)
+        refused(
+            LayoutMismatch, "", lct.open_cache, other, name=segment_name, pages=32, secret=SECRET
+        )
 
 
 def test_a_mismatch_names_what_differs(segment_name: str) -> None:
@@ -271,7 +302,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 def test_refused(make: Callable[[], Any], message: str, segment_name: str) -> None:
     made = make()
     refused(ConfigError, message, lct.describe, made)
-    refused(ConfigError, message, lct.open_cache, segment_name, made, size="1MiB", secret=SECRET)
+    refused(
+        ConfigError, message, lct.open_cache, made, name=segment_name, size="1MiB", secret=SECRET
+    )
 
 
 def test_weights_that_cannot_be_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,13 +319,15 @@ def test_weights_that_cannot_be_looked_into(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("page_tokens", [0, -1, 1.5, "16"])
 def test_bad_page_tokens(page_tokens: Any, segment_name: str) -> None:
     with pytest.raises(ConfigError, match="page_tokens: expected a whole number >= 1"):
-        lct.open_cache(segment_name, model(), page_tokens=page_tokens, size="1MiB", secret=SECRET)
+        lct.open_cache(
+            model(), name=segment_name, page_tokens=page_tokens, size="1MiB", secret=SECRET
+        )
 
 
 def test_options_that_follow_from_the_model(segment_name: str) -> None:
     with pytest.raises(ConfigError, match="device, page_bytes follow from the model"):
-        lct.open_cache(segment_name, model(), size="1MiB", page_bytes=4096, device=True)
-    refused(ConfigError, "capacity once", lct.open_cache, segment_name, model(), secret=SECRET)
+        lct.open_cache(model(), name=segment_name, size="1MiB", page_bytes=4096, device=True)
+    refused(ConfigError, "capacity once", lct.open_cache, model(), name=segment_name, secret=SECRET)
 
 
 def test_caches_that_are_none_of_ours(segment_name: str) -> None:

@@ -177,7 +177,9 @@ def test_another_writes_the_same(cache: Cache, connector: lct.Connector, llama: 
 
 
 def test_no_room(segment_name: str, llama: Any) -> None:
-    with lct.open_cache(segment_name, llama, pages=3, secret=SECRET, lifetime="attached") as cache:
+    with lct.open_cache(
+        llama, name=segment_name, pages=3, secret=SECRET, lifetime="attached"
+    ) as cache:
         with lct.Connector(cache, llama) as connector:
             ids = prompt(100)
             save(connector, llama, ids)
@@ -292,7 +294,7 @@ def test_caches_stay_for_the_next_process_unless_said_otherwise(
 ) -> None:
     ids = prompt(40)
     for reused in (0, 32):
-        with lct.open_cache(segment_name, llama, pages=8, secret=SECRET) as cache:
+        with lct.open_cache(llama, name=segment_name, pages=8, secret=SECRET) as cache:
             with lct.Connector(cache, llama) as connector, connector.prefix(ids) as past:
                 answer(llama, ids, past)
         assert past.reused == reused
@@ -301,14 +303,14 @@ def test_caches_stay_for_the_next_process_unless_said_otherwise(
     assert header is not None
     assert header.lifetime == "persistent"
     assert Segment.unlink(segment_name)
-    with lct.open_cache(segment_name, llama, pages=8, secret=SECRET, lifetime="attached"):
+    with lct.open_cache(llama, name=segment_name, pages=8, secret=SECRET, lifetime="attached"):
         pass
     assert read_segment(segment_name) is None
-    with lct.open_cache(segment_name, llama, pages=8, secret=SECRET, idle_limit=None) as cache:
+    with lct.open_cache(llama, name=segment_name, pages=8, secret=SECRET, idle_limit=None) as cache:
         assert cache.index.segment.header().idle_ns == 0
     assert Segment.unlink(segment_name)
     with pytest.raises(ConfigError, match="idle_limit"):
-        lct.open_cache(segment_name, llama, pages=8, lifetime="attached", idle_limit=5)
+        lct.open_cache(llama, name=segment_name, pages=8, lifetime="attached", idle_limit=5)
 
 
 def test_each_request_is_a_use(

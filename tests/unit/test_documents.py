@@ -78,6 +78,12 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[An
         Segment.unlink(cache.name)  # persistent ones
 
 
+def called(model: Any, name: str) -> Any:
+    """A model that was loaded from a folder of this name, which its cache has, too."""
+    model.config._name_or_path = name
+    return model
+
+
 def run(
     document: str,
     name: str,
@@ -145,7 +151,8 @@ def test_transfers(engines: list[Any], segment_name: str) -> None:
 
 
 def test_readme(engines: list[Any], segment_name: str) -> None:
-    space = run("README.md", segment_name)
+    instead = {"LlamaConfig(": f'LlamaConfig(name_or_path="{segment_name}", '}
+    space = run("README.md", segment_name, instead=instead)
     assert len(engines) == 3  # of transformers, of transfers, of a manager
     assert space["past"].get_seq_length() >= 40
     router = space["router"]
@@ -286,7 +293,7 @@ def test_operating(engines: list[Any], segment_name: str) -> None:
     instead = {"meta-llama/Llama-3-8B": segment_name, "64MiB": "4MiB"}
     space = run("docs/guides/operating.md", segment_name, instead=instead)
     assert len(space["cache"].clients()) == 1
-    assert space["name"][: -len("-12345678")] == segment_name
+    assert space["cache"].name[: -len("-12345678")] == segment_name
 
 
 @pytest.mark.models
@@ -296,7 +303,7 @@ def test_transformers(engines: list[Any], segment_name: str) -> None:
 
     ids = prompt(40)
     path, windows = "docs/guides/transformers.md", "## Windows and chunks"
-    space = run(path, segment_name, end=windows, model=model(), input_ids=ids)
+    space = run(path, segment_name, end=windows, model=called(model(), segment_name), input_ids=ids)
     assert len(engines) == 1
     assert space["reused"] == 0
     assert space["cache"].peek(space["cache"].hash_pages(space["output"][0].tolist())) == 4
@@ -313,12 +320,12 @@ def test_transformers_windows(segment_name: str) -> None:
         segment_name,
         begin="## Windows and chunks",
         end="## Hybrid models",
-        model=windowed("Llama4"),
+        model=called(windowed("Llama4"), segment_name),
         input_ids=prompt(40),
         lct=import_module("lightcache.connectors.transformers"),
     )
     assert space["past"].held == 40 + 8 - 1
-    assert Segment.unlink(f"{segment_name}4")
+    assert Segment.unlink(space["cache"].name)
 
 
 @pytest.mark.models
@@ -333,7 +340,7 @@ def test_transformers_hybrid(segment_name: str) -> None:
         "docs/guides/transformers.md",
         segment_name,
         begin="## Hybrid models",
-        model=hybrid(),
+        model=called(hybrid(), segment_name),
         input_ids=ids,
         draft=draft,
         accepted=accepted,
@@ -341,7 +348,7 @@ def test_transformers_hybrid(segment_name: str) -> None:
         lct=import_module("lightcache.connectors.transformers"),
     )
     assert space["past"].held == 81 + 31 + 1  # the KV of the last token was not computed
-    assert Segment.unlink(segment_name)
+    assert Segment.unlink(space["cache"].name)
 
 
 def test_keys(engines: list[Any], segment_name: str) -> None:

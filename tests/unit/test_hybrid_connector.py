@@ -92,7 +92,7 @@ def test_dense_models_have_nothing_to_prefill(segment_name: str) -> None:
     assert found.states is None
     size = 32 * found.geometry.page_bytes
     with lct.open_cache(
-        segment_name, llama, size=size, secret=bytes(16), lifetime="attached"
+        llama, name=segment_name, size=size, secret=bytes(16), lifetime="attached"
     ) as cache:
         with lct.Connector(cache, llama) as connector:
             for reused in (0, 64):

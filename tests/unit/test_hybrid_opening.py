@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from support.keys import prompt  # noqa: E402
 from support.refusals import refused  # noqa: E402
 
-from lightcache import Cache  # noqa: E402
+from lightcache import Cache, cache_name  # noqa: E402
 from lightcache.errors import ConfigError, InUse, LayoutMismatch  # noqa: E402
 from lightcache.hybrid import Checkpoints, open_states  # noqa: E402
 from lightcache.hybrid.checkpoints import Path, Tier  # noqa: E402
@@ -46,7 +46,18 @@ def bytes_in(tensors: dict[str, list[Any]], slot: int) -> bytes:
 
 def open_(name: str, tensors: Any, **how: Any) -> States:
     given = {"model": "m", "index": f"{name}-slots", "pages": 4, "secret": SECRET}
-    return open_states(f"{name}-states", tensors, **{**given, **how})
+    return open_states(tensors, name=f"{name}-states", **{**given, **how})
+
+
+def test_without_a_name_each_configuration_has_a_cache(segment_name: str) -> None:
+    how = {"model": f"{segment_name}@1", "pages": 4, "secret": SECRET}
+    with open_states(parts(), **how) as one, open_states(parts(), **how) as same:
+        with open_states(parts(conv=torch.float32), **how) as other:
+            assert one.host is not None
+            assert same.host is not None
+            assert other.host is not None
+            assert one.host.name == same.host.name == cache_name(how["model"], one.host.fingerprint)
+            assert other.host.name != one.host.name
 
 
 @pytest.fixture

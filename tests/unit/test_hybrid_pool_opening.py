@@ -39,7 +39,7 @@ def state_tensors(width: int = 40) -> dict[str, list[Any]]:
 def open_(name: str, kv: Any, states: Any, **how: Any) -> States:
     given = {"model": "m", "axes": "kbnhc", "page_tokens": 4, "index": f"{name}-slots"}
     return open_hybrid(
-        f"{name}-pool", kv, states, **{"pages": 64, "secret": SECRET, **given, **how}
+        kv, states, name=f"{name}-pool", **{"pages": 64, "secret": SECRET, **given, **how}
     )
 
 

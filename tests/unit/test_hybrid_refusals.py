@@ -118,9 +118,9 @@ def test_settings_out_of_range(segment_name: str, qwen: Any) -> None:
 
 def test_one_size_is_all_that_is_asked_for(segment_name: str, qwen: Any) -> None:
     with pytest.raises(ConfigError, match="page_bytes follow from the model"):
-        lct.open_cache(segment_name, qwen, size="1MiB", page_bytes=1)
+        lct.open_cache(qwen, name=segment_name, size="1MiB", page_bytes=1)
     with lct.open_cache(
-        segment_name, qwen, size="1MiB", secret=SECRET, lifetime="attached"
+        qwen, name=segment_name, size="1MiB", secret=SECRET, lifetime="attached"
     ) as cache:
         assert (1 << 20) - cache.page_bytes < cache.pages * cache.page_bytes <= 1 << 20
         with lct.Connector(cache, qwen) as connector:

@@ -102,7 +102,9 @@ def test_a_format_of_pages(segment_name: str) -> None:
 def test_from_tensors(segment_name: str) -> None:
     full, other = ([np.zeros((2, 32, 4, 1, 8), np.float32)] for _ in range(2))
     how: dict[str, Any] = {"model": "m", "axes": "kbnhc", "page_tokens": 8, "pages": 64}
-    with open_hybrid(segment_name, full, windows={OVERLAP: other}, secret=bytes(16), **how) as made:
+    with open_hybrid(
+        full, name=segment_name, windows={OVERLAP: other}, secret=bytes(16), **how
+    ) as made:
         manager = made.manager(f"{segment_name}-gpu")
         for usable in (0, 56):
             manager.plan("a", Prompt(STEM))

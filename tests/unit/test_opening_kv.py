@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
 import pytest
 from support.refusals import refused
 
+from lightcache import cache_name
 from lightcache.errors import ConfigError, InUse, LayoutMismatch
 from lightcache.manager import KVCacheManager, Prompt, open_kv
+from lightcache.shm import read_segment
 
 BLOCKS, BLOCK, HEADS, DIM, LAYERS, PAGE = 12, 4, 2, 8, 3, 8
 SHAPES = {
@@ -44,10 +47,10 @@ def test_what_one_engine_offloads_another_loads(segment_name: str, axes: str) ->
     mine, theirs = kv_caches(axes), kv_caches(axes)
     from_slots, to_slots = np.arange(24)[::-1].copy(), np.arange(20, 44)
     kept = rows(mine, axes, from_slots).copy()
-    with open_kv(segment_name, mine, axes=axes, **MODEL) as kv:
+    with open_kv(mine, name=segment_name, axes=axes, **MODEL) as kv:
         keys = kv.cache.hash_pages(TOKENS)
         kv.offload(keys, from_slots).wait()
-        with open_kv(segment_name, theirs, axes=axes, **MODEL) as other:
+        with open_kv(theirs, name=segment_name, axes=axes, **MODEL) as other:
             load = other.load(other.cache.hash_pages([*TOKENS, *TOKENS]), np.tile(to_slots, 2))
             load.wait()
             assert load.tokens == 3 * PAGE
@@ -55,7 +58,7 @@ def test_what_one_engine_offloads_another_loads(segment_name: str, axes: str) ->
 
 
 def test_a_manager_of_all_blocks(segment_name: str) -> None:
-    with open_kv(segment_name, kv_caches("kbnhc"), axes="kbnhc", **MODEL) as kv:
+    with open_kv(kv_caches("kbnhc"), name=segment_name, axes="kbnhc", **MODEL) as kv:
         manager = kv.manager(f"{segment_name}-gpu0")
         assert isinstance(manager, KVCacheManager)
         assert (manager.device.blocks, manager.device.block_tokens) == (BLOCKS, BLOCK)
@@ -69,7 +72,7 @@ def test_a_manager_of_all_blocks(segment_name: str) -> None:
 
 
 def test_leaving_closes_all_of_it(segment_name: str) -> None:
-    with open_kv(segment_name, kv_caches("kbnhc"), axes="kbnhc", **MODEL) as kv:
+    with open_kv(kv_caches("kbnhc"), name=segment_name, axes="kbnhc", **MODEL) as kv:
         manager = kv.manager(f"{segment_name}-gpu0")
         kv.offload(kv.cache.hash_pages(TOKENS), np.arange(24))
     for closed in (lambda: manager.plan("a", Prompt(TOKENS)), lambda: kv.cache.stats()):
@@ -77,7 +80,7 @@ def test_leaving_closes_all_of_it(segment_name: str) -> None:
 
 
 def test_pages_that_are_there_are_not_copied(segment_name: str) -> None:
-    with open_kv(segment_name, kv_caches("kbnhc"), axes="kbnhc", **MODEL) as kv:
+    with open_kv(kv_caches("kbnhc"), name=segment_name, axes="kbnhc", **MODEL) as kv:
         keys = kv.cache.hash_pages(TOKENS)
         kv.offload(keys[:2], np.arange(16)).wait()
         again = kv.offload(keys, np.arange(24))
@@ -86,7 +89,7 @@ def test_pages_that_are_there_are_not_copied(segment_name: str) -> None:
 
 
 def test_a_refused_call_holds_nothing(segment_name: str) -> None:
-    with open_kv(segment_name, kv_caches("kbnhc"), axes="kbnhc", **MODEL) as kv:
+    with open_kv(kv_caches("kbnhc"), name=segment_name, axes="kbnhc", **MODEL) as kv:
         keys = kv.cache.hash_pages(TOKENS)
         for call in (kv.offload, kv.load):
             refused(ConfigError, "3 pages, 24, found 23", call, keys, np.arange(23))
@@ -112,26 +115,48 @@ def test_a_refused_call_holds_nothing(segment_name: str) -> None:
 )
 def test_refusals(segment_name: str, how: dict[str, Any], says: str) -> None:
     given = {"tensors": kv_caches("kbnhc"), "axes": "kbnhc", **MODEL, **how}
-    refused(ConfigError, says, open_kv, segment_name, **given)
+    refused(ConfigError, says, open_kv, name=segment_name, **given)
 
 
 def test_rows_that_are_no_key_and_value(segment_name: str) -> None:
     odd = [np.zeros((BLOCKS, BLOCK, HEADS, 5), np.float16)]
     with pytest.raises(ConfigError, match="a key and a value, found 5"):
-        open_kv(segment_name, odd, axes="bnhc", **MODEL)
+        open_kv(odd, name=segment_name, axes="bnhc", **MODEL)
 
 
 def test_kv_of_other_tensors_is_not_mixed(segment_name: str) -> None:
-    with open_kv(segment_name, kv_caches("kbnhc"), axes="kbnhc", **MODEL):
+    with open_kv(kv_caches("kbnhc"), name=segment_name, axes="kbnhc", **MODEL):
         for tensors, model in (
             (kv_caches("kbnhc", np.float32), {}),
             (kv_caches("kbnhc"), {"model": "x"}),
         ):
             with pytest.raises(LayoutMismatch):
-                open_kv(segment_name, tensors, axes="kbnhc", **{**MODEL, **model})
+                open_kv(tensors, name=segment_name, axes="kbnhc", **{**MODEL, **model})
+
+
+def test_without_a_name_each_configuration_has_a_cache(segment_name: str) -> None:
+    given = {**MODEL, "model": f"{segment_name}@5206a32", "axes": "kbnhc"}
+    with contextlib.ExitStack() as stack:
+        opened = [
+            stack.enter_context(open_kv(tensors, **{**given, **how}))
+            for tensors, how in (
+                (kv_caches("kbnhc"), {}),
+                (kv_caches("kbnhc"), {}),
+                (kv_caches("kbnhc", np.float32), {}),
+                (kv_caches("kbnhc"), {"model": f"{segment_name}@0e9e39f"}),
+                (kv_caches("kbnhc"), {"page_tokens": 2 * given["page_tokens"]}),
+            )
+        ]
+        names = [kv.cache.name for kv in opened]
+        assert names[0] == names[1] == cache_name(given["model"], opened[0].cache.fingerprint)
+        assert len(set(names)) == 4
+        for name in names:
+            info = read_segment(name)
+            assert info is not None
+            assert info.family == segment_name
 
 
 def test_two_managers_of_one_index(segment_name: str) -> None:
-    with open_kv(segment_name, kv_caches("kbnhc"), axes="kbnhc", **MODEL) as kv:
+    with open_kv(kv_caches("kbnhc"), name=segment_name, axes="kbnhc", **MODEL) as kv:
         kv.manager(f"{segment_name}-gpu0")
         refused(InUse, "", kv.manager, f"{segment_name}-gpu0")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lightcache import cache_name
 from lightcache.shm import Segment
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -70,7 +71,7 @@ def test_ten_lines(
     source = program("In ten lines", segment_name, "llama")
     output = [script(source).stdout for _ in range(2)]
     assert output == [f"{reused} of 300 tokens need not be computed\n" for reused in (0, 256)]
-    assert Segment.unlink(segment_name)
+    assert Segment.unlink(cache_name(f"{segment_name}-3-8b", f"{segment_name}-3-8b/bf16/64"))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,8 @@ def test_five_lines_for_transformers(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONWARNINGS", "default")
-    source = program("With transformers, in five lines", segment_name, "llama-chat")
+    source = "".join(blocks("With transformers, in five lines"))
+    source = source.replace("LlamaConfig(", f'LlamaConfig(name_or_path="{segment_name}", ')
     runs = [script(source) for _ in range(2)]
     assert [run.stdout for run in runs] == [
         f"{reused} tokens were not computed\n" for reused in (0, 96)
@@ -113,5 +115,5 @@ def test_five_lines_for_transformers(
         assert line.startswith(segment_name)
         assert "MiB" in line
         assert "after 24 h without use" in line
-        assert f"`lightcache rm {segment_name}`" in line
-    assert Segment.unlink(segment_name)
+        assert f"`lightcache rm {line.split()[0]}`" in line
+    assert Segment.unlink(line.split()[0])

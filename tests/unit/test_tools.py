@@ -19,9 +19,9 @@ from click.testing import CliRunner, Result
 from support.refusals import refused
 
 import lightcache_bench as frame
-from lightcache import Cache, InUse, NotReady, PageIndex
+from lightcache import Cache, InUse, NotReady, PageIndex, cache_name
 from lightcache.shm import Segment, list_segments, names, read_segment
-from lightcache.shm.layout import SegmentKind
+from lightcache.shm.layout import SegmentHeader, SegmentKind
 from lightcache.tools import cli, create, doctor, maintenance
 
 Run = Callable[..., Result]
@@ -120,6 +120,31 @@ def test_create_ls_rm(run: Run, segment_name: str, tmp_path: Path) -> None:
     assert not names.dependents(segment_name)
 
 
+def test_a_model_names_its_cache(run: Run, segment_name: str, tmp_path: Path) -> None:
+    model = f"org/{segment_name}"
+    options = ("--pages", 4, "--page-bytes", 64, "--secret-file", tmp_path / "secret", "--model")
+    made = [
+        json.loads(run("create", *options, model, "--fingerprint", each, "--json").stdout)["name"]
+        for each in "fg"
+    ]
+    assert made == [cache_name(model, each) for each in "fg"]
+    listed = {entry["name"]: entry["family"] for entry in json.loads(run("ls", "--json").stdout)}
+    assert [listed[name] for name in made] == [model, model]
+    for given in (model, f"org-{segment_name}"):
+        for command in ("dump", "rm", "reap"):
+            said = run(command, given, status=2).stderr
+            assert f"has several caches: {', '.join(sorted(made))};" in said
+    assert run("rm", made[0]).stdout == f"removed {made[0]}\n"
+    assert json.loads(run("dump", model, "--json").stdout)["segment"]["name"] == made[1]
+    assert run("check", f"org-{segment_name}").stdout
+    with open(names.FOLDER / f"lightcache.{made[1]}", "r+b") as file:
+        file.seek(SegmentHeader.abi.offset)
+        file.write(b"\7")
+    assert run("rm", model).stdout == f"removed {made[1]}\n", "also that of another release"
+    for wrong, says in (((segment_name, *options, model), "not both"), (options[:-1], "NAME (or")):
+        assert says in run("create", *wrong, "--fingerprint", "f", status=2).stderr
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -152,8 +177,8 @@ def test_create_names_all_that_is_missing(
     """At once, and with an example; and nothing is made, not even a secret."""
     monkeypatch.setenv("HOME", str(tmp_path))
     said = run("create", status=2).stderr
-    assert "missing: NAME, --size (or --pages), --page-bytes, --fingerprint;" in said
-    assert "for example `lightcache create llama --size 64GiB" in said
+    assert "missing: NAME (or --model), --size (or --pages), --page-bytes, --fingerprint;" in said
+    assert "for example `lightcache create --model llama-3-8b --size 64GiB" in said
     said = run("create", segment_name, "--pages", 4, status=2).stderr
     assert "missing: --page-bytes, --fingerprint;" in said
     assert not list(tmp_path.iterdir())

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from support.refusals import refused
 
+from lightcache import cache_name
 from lightcache.errors import ConfigError, InUse, LayoutMismatch
 from lightcache.groups import Rule
 from lightcache.hybrid import open_hybrid
@@ -26,7 +27,17 @@ def layers(count: int, blocks: int = 32) -> list[Any]:
 def open_(name: str, windows: Any = None, **how: Any) -> Windows:
     given: dict[str, Any] = {"model": "m", "axes": "kbnhc", "page_tokens": 4, "pages": 64}
     given["windows"] = {WINDOW: layers(4), CHUNK: layers(1)} if windows is None else windows
-    return open_hybrid(f"{name}-pool", layers(2), secret=bytes(16), **{**given, **how})
+    return open_hybrid(layers(2), name=f"{name}-pool", secret=bytes(16), **{**given, **how})
+
+
+def test_without_a_name_each_configuration_has_a_cache(segment_name: str) -> None:
+    how = {"model": f"{segment_name}@1", "axes": "kbnhc", "pages": 64, "secret": bytes(16)}
+    windows = {"windows": {WINDOW: layers(4)}, "page_tokens": 4}
+    with open_hybrid(layers(2), **how, **windows) as one:
+        fingerprint = one.kv.cache.fingerprint
+        assert one.kv.cache.name == cache_name(how["model"], fingerprint)
+        with open_hybrid(layers(2), **how, **{**windows, "page_tokens": 8}) as other:
+            assert other.kv.cache.name != one.kv.cache.name
 
 
 def test_the_bytes_of_all_groups_come_back(segment_name: str) -> None:
@@ -34,8 +45,8 @@ def test_the_bytes_of_all_groups_come_back(segment_name: str) -> None:
     tensors = {"prefix": full, WINDOW.name: window, CHUNK.name: chunk}
     how: dict[str, Any] = {"model": "m", "axes": "kbnhc", "page_tokens": 4, "pages": 64}
     with open_hybrid(
-        segment_name,
         full,
+        name=segment_name,
         windows={WINDOW: window, CHUNK: chunk},
         secret=bytes(16),
         minimums={WINDOW.name: 1},
@@ -119,6 +130,6 @@ def test_padding_is_said(segment_name: str, caplog: Any) -> None:
     wide = [np.zeros((2, 8, 16, 16, 64), np.float32)]
     narrow = [np.zeros((2, 8, 16, 9, 64), np.float32) for _ in range(2)]
     how: dict[str, Any] = {"model": "m", "axes": "kbnhc", "page_tokens": 16, "pages": 9}
-    with open_hybrid(segment_name, wide, windows={WINDOW: narrow}, secret=bytes(16), **how):
+    with open_hybrid(wide, name=segment_name, windows={WINDOW: narrow}, secret=bytes(16), **how):
         pass
     assert "window5: 147456 bytes take up 2 x 131072 bytes of the pool" in caplog.text

@@ -76,7 +76,7 @@ class Worker:
 
     def open(self, stack: ExitStack, options: dict[str, Any]) -> EngineKV:
         """Open the cache for what is on the device."""
-        kv = open_kv(self.config.cache, list(self.memory.kv.values()), **options)
+        kv = open_kv(list(self.memory.kv.values()), name=self.config.cache, **options)
         return stack.enter_context(kv)
 
     def tier(self, cache: Cache, stack: ExitStack) -> StorageTier | None:
@@ -208,9 +208,9 @@ class HybridWorker(Worker):
         memory = self.memory
         self.states = stack.enter_context(
             open_hybrid(
-                self.config.cache,
                 list(memory.kv.values()),
                 {"conv": list(memory.conv.values()), "recurrent": list(memory.recurrent.values())},
+                name=self.config.cache,
                 index=f"{self.config.run}-{self.name}-slots",
                 **options,
             )
