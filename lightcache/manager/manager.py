@@ -352,9 +352,6 @@ class KVCacheManager:
             first,
             known=len(prompt),
         )
-        if self._storage is not None and self._storage.wants_tokens:
-            stored = options.write and "storage" in options.tiers
-            running.generated = bytearray() if stored else None
         blocks = min(match.device, match.usable) // self.device.block_tokens
         if hit is not None:
             running.table = hit.pages[:blocks].copy()

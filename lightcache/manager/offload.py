@@ -198,13 +198,10 @@ class Offloader:
         pages = request.publishable() // self._state.page_tokens
         if pages and request.publish and self._state.weights.is_valid(space):
             keys = request.host_chain.keys[:pages]
-            ids = request.token_ids(pages * self._state.page_tokens)
             if request.stored_with is not None:
-                keys, ids = request.stored_with(keys, ids)
+                keys = request.stored_with(keys)
             if len(keys):
-                task = storage.write(
-                    keys, request.id, tokens=request.total, token_ids=ids, namespace=space.host
-                )
+                task = storage.write(keys, request.id, tokens=request.total, namespace=space.host)
                 self._state.tasks.add(task)
 
     def _for_storage(self, request: Request, full: int) -> list[Span]:

@@ -44,7 +44,6 @@ from lightcache.storage.common import (
     own_memory,
     unread,
     unwritten,
-    write_to,
 )
 from lightcache.storage.costs import ReadCosts
 from lightcache.storage.executor import READ, WRITE, Executor, Late, Work
@@ -54,7 +53,6 @@ from lightcache.storage.protocol import (
     ReadResult,
     ReadStatus,
     Storage,
-    TokenRows,
     WriteResult,
     WriteStatus,
 )
@@ -77,6 +75,16 @@ RETRY = 0.5  # seconds between attempts to give back pages after a LockTimeout
 
 class Stopped(Exception):
     """Unwinds a step whose task was cancelled or whose call returned late."""
+
+
+@dataclass(frozen=True)
+class LastReady:
+    """What `BaseTier.prefetch_last_ready` looks for."""
+
+    groups: Groups
+    start: int
+    step: int
+    most: int
 
 
 @dataclass(frozen=True)
@@ -220,20 +228,17 @@ class WriteJob(Job):
         keys: Keys,
         lease: Lease,
         namespace: Namespace | None,
-        tokens: TokenRows | None,
     ) -> None:
         """Takes over the lease.
 
         Args:
             keys: keys of pages that were ready a moment ago.
             lease: a lease on the first of them.
-            tokens: the tokens of these pages, and perhaps of more after them.
         """
         super().__init__(executor, progress, deadline)
         self._keys = keys
         self._lease = lease
         self._namespace = namespace
-        self._tokens = tokens
         self._first_pages: list[int] = lease.pages.tolist()
         self._group: Lease | None = None
         """The lease on the group being written, if `_lease` does not cover it."""
@@ -283,8 +288,7 @@ class WriteJob(Job):
         buffers = list(map(rows.__getitem__, pages))
         del rows
         parent = self._keys[first - 1 : first] if first else None
-        tokens = None if self._tokens is None else self._tokens[first:end]
-        result = self.executor.write(self, keys, buffers, parent, tokens)
+        result = self.executor.write(self, keys, buffers, parent)
         del buffers
         self._unpin(end)
         counts, prefix = Counter(result.statuses), result.prefix
@@ -609,19 +613,16 @@ class LastReadyJob(ReadJob):
         progress: TaskProgress,
         deadline: Deadline,
         keys: Keys,
-        groups: Groups,
-        start: int,
-        step: int,
-        most: int,
+        wanted: LastReady,
         namespace: Namespace | None,
     ) -> None:
         """Looks nothing up yet."""
         super().__init__(executor, progress, deadline, keys[:0], 0, namespace, False)
-        self._all_keys, self._groups = keys, groups
-        self._after, self._position_step = start, step
-        self._lookups = most
+        self._all_keys, self._groups = keys, wanted.groups
+        self._after, self._position_step = wanted.start, wanted.step
+        self._lookups = wanted.most
         """Lookups of the storage that are left."""
-        self._stored = [(0, 0)] * len(groups)
+        self._stored = [(0, 0)] * len(wanted.groups)
         """Pages that the last lookup found, by group."""
         self._absent: list[tuple[Run, int, int, int]] = []
         """Pages that the cache lacks at a position: how they lie, the first page that their group
@@ -1044,18 +1045,13 @@ class JobExecutor(Executor):
         return self.call(job, "read", run)
 
     def write(
-        self,
-        job: Job,
-        keys: Keys,
-        buffers: Sequence[Buffer],
-        parent: Keys | None,
-        tokens: TokenRows | None,
+        self, job: Job, keys: Keys, buffers: Sequence[Buffer], parent: Keys | None
     ) -> WriteResult:
         """`Storage.write`, made by `call`."""
 
         def run(left: float) -> tuple[WriteResult, str]:
             storage = self.storage
-            result = write_to(storage, keys, buffers, timeout=left, parent=parent, tokens=tokens)
+            result = storage.write(keys, buffers, timeout=left, parent=parent)
             checked_statuses("write", result.statuses, len(keys))
             stored, evicted = result.count(WriteStatus.STORED), 0
             with contextlib.suppress(Exception):  # a write does not fail because of statistics
@@ -1281,6 +1277,7 @@ _TALLIES = (
 __all__ = [
     "Job",
     "JobExecutor",
+    "LastReady",
     "LastReadyJob",
     "ReadJob",
     "Stopped",

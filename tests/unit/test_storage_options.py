@@ -25,7 +25,7 @@ from lightcache.storage.urls import _options, check_url
         ("memory:?Pages=8", "memory: expected capacity, pages, tokens, found Pages"),
         ("memory:?capacity=8 apples", "memory: capacity: expected bytes or a size such as"),
         ("memory:?tokens=YES", "memory: tokens: expected no or yes, found 'YES'"),
-        ("memory:?pages=1&&tokens=yes", "storage: expected options such as name=value&"),
+        ("memory:?pages=1&&capacity=1GiB", "storage: expected options such as name=value&"),
         ("memory:?=1", "storage: expected options such as name=value&"),
         ("memory:?pages=1&pages=2", "storage: expected each option once, found pages twice"),
         ("disk:/x?threads=many", "disk: threads: expected a number, found 'many'"),

@@ -38,7 +38,7 @@ from lightcache.storage.tasks import TAKEN, ReadPolicy, TierStats
 
 _KEPT = (
     *("service", "phase", "pid", "since_ns", "read_policy", "read_us", "grace_us"),
-    *("wants_tokens", "beat"),
+    "beat",
 )
 COUNTED = ("taken", "malformed", "halves", "late", "orphans", "lost", "full")
 """A service's counters of its messages."""
@@ -181,13 +181,12 @@ class Board:
         self.store(**{name: each for name, each in words.items() if each != self._said.get(name)})
         self._said = words
 
-    def begin(self, options: TierOptions, *, wants_tokens: bool) -> None:
+    def begin(self, options: TierOptions) -> None:
         """Begin to serve; stores the tier's options that clients use."""
         limits = (options.read_seconds, options.grace)
         read_us, grace_us = (round(min(seconds, 1e9) * 1e6) for seconds in limits)
         policy = _POLICIES.index(options.read_policy)
         self.store(read_policy=policy, read_us=read_us, grace_us=grace_us)
-        self.store(wants_tokens=wants_tokens)
         self.store(phase=Phase.SERVING)  # last: from here on clients use all words
 
     def end(self, phase: Phase) -> None:
@@ -217,11 +216,6 @@ class Board:
     def beat(self) -> int:
         """A count that grows while the service reads its messages."""
         return self._load("beat")
-
-    @property
-    def wants_tokens(self) -> bool:
-        """True if the storage of the current or last service wants token ids."""
-        return bool(self._load("wants_tokens"))
 
     def give(self) -> Counter[str]:
         """The increase of the totals `TAKEN` since the last call by any client. A process killed in
