@@ -400,14 +400,14 @@ def storage_breaker(
     return CircuitBreaker(failures, retry, clock, text=text, works=works, log=log)
 
 
-def unread(result: ReadResult) -> str:
+def why_unread(result: ReadResult) -> str:
     """Why a read counts as a failure of the storage; empty: it does not. A batch with FAILED pages
     and none OK does; absent and corrupt alone are answers of a working storage."""
     failed, good = result.count(ReadStatus.FAILED), result.count(ReadStatus.OK)
     return result.reason or "failed" if failed and not good else ""
 
 
-def unwritten(result: WriteResult) -> str:
+def why_unwritten(result: WriteResult) -> str:
     """Why a write counts as a failure of the storage: all of its pages FAILED; empty: it does
     not."""
     failed = result.count(WriteStatus.FAILED)
@@ -542,6 +542,6 @@ __all__ = [
     "own_memory",
     "storage_breaker",
     "timed_out",
-    "unread",
-    "unwritten",
+    "why_unread",
+    "why_unwritten",
 ]

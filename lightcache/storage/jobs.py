@@ -42,8 +42,8 @@ from lightcache.storage.common import (
     checked_statuses,
     log,
     own_memory,
-    unread,
-    unwritten,
+    why_unread,
+    why_unwritten,
 )
 from lightcache.storage.costs import ReadCosts
 from lightcache.storage.executor import READ, WRITE, Executor, Late, Work
@@ -1040,7 +1040,7 @@ class JobExecutor(Executor):
             self.add(read_bytes=good * self.cache.page_bytes)
             if self.costs is not None:
                 self.costs.note_read(good, self._clock() - began)
-            return result, unread(result)
+            return result, why_unread(result)
 
         return self.call(job, "read", run)
 
@@ -1059,7 +1059,7 @@ class JobExecutor(Executor):
             with self.changed:
                 self._tally["written_bytes"] += stored * self.cache.page_bytes
                 self._tally["evicted"] = max(evicted, self._tally["evicted"])
-            return result, unwritten(result)
+            return result, why_unwritten(result)
 
         return self.call(job, "write", run)
 
@@ -1134,7 +1134,7 @@ class JobExecutor(Executor):
             if not stored or what != "read":
                 return True, ""
             page = own_memory(1, self.cache.page_bytes)
-            return True, unread(self.storage.read(key, [page[0]], timeout=deadline.left))
+            return True, why_unread(self.storage.read(key, [page[0]], timeout=deadline.left))
 
         with contextlib.suppress(Stopped, StorageError):  # the breaker was told
             self.call(None, "probe", run)

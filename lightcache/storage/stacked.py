@@ -33,8 +33,8 @@ from lightcache.storage.common import (
     own_memory,
     storage_breaker,
     timed_out,
-    unread,
-    unwritten,
+    why_unread,
+    why_unwritten,
 )
 from lightcache.storage.executor import Call, Executor, Late
 from lightcache.storage.protocol import (
@@ -169,7 +169,7 @@ class Level:
             checked_statuses("read", result.statuses, len(keys))
             return result
 
-        return self._ask("read", seconds, run, unread)
+        return self._ask("read", seconds, run, why_unread)
 
     def write(
         self, keys: Keys, buffers: Sequence[Buffer], parent: Keys | None, seconds: float
@@ -182,7 +182,7 @@ class Level:
             checked_statuses("write", result.statuses, len(keys))
             return result
 
-        return self._ask("write", seconds, run, unwritten)
+        return self._ask("write", seconds, run, why_unwritten)
 
     def delete(self, keys: Keys, seconds: float) -> int:
         """See `Storage.delete`. Waits for writes in flight: see `_after_writes`."""
