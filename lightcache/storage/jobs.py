@@ -58,8 +58,6 @@ from lightcache.storage.protocol import (
 )
 from lightcache.storage.tasks import (
     COUNTS,
-    BusyPolicy,
-    ReadPolicy,
     StorageTask,
     TaskProgress,
     TierStats,
@@ -93,9 +91,6 @@ class TierOptions:
 
     threads: int
     group: int
-    busy: BusyPolicy
-    read_policy: ReadPolicy
-    read_seconds: float
     timeout: float
     call_timeout: float
     grace: float
@@ -198,10 +193,6 @@ class Job(Work):
         """When its task ends: count the pages without an outcome."""
 
     # ---- the methods of its task
-
-    def take(self) -> None:
-        """See `StorageTask.take`."""
-        self.task.wait()
 
     def cancel(self) -> None:
         """See `StorageTask.cancel`."""
@@ -375,8 +366,6 @@ class ReadJob(Job):
         self._hold = hold
         self._declinable = declinable
         self._run = run
-        options = executor.options
-        self._soft = Deadline(options.read_seconds, options.clock)
         self._reservation: Reservation | None = None
         self._calling = False
         """Whether a call of the storage has the pages of the reservation."""
@@ -447,9 +436,8 @@ class ReadJob(Job):
                 loaded += good
                 busy = busy[busy < end]
                 self._end_reservation()
-                if not len(busy) or self.executor.options.busy == "skip":
-                    others = max(0, end - first - loaded - len(busy))
-                    self.progress.count(busy=len(busy), present=others)
+                if not len(busy):
+                    self.progress.count(present=max(0, end - first - loaded))
                     return end
                 if not self._wait_for_others(busy):
                     end = self._leave_busy(busy)
@@ -528,16 +516,6 @@ class ReadJob(Job):
         return False
 
     # ---- control
-
-    def take(self) -> None:
-        """See `StorageTask.take`."""
-        policy = self.executor.options.read_policy
-        if policy == "wait":
-            self.task.wait()
-        elif policy == "deadline":
-            with contextlib.suppress(WaitTimeout):
-                self.task.wait(self._soft.left)
-        self.stop()
 
     def abandon_keys(self) -> None:
         """See `Job`."""

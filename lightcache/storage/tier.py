@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 from lightcache import _arguments
 from lightcache.cache import Cache
@@ -38,8 +38,6 @@ from lightcache.storage.jobs import (
 from lightcache.storage.protocol import Keys, Storage, StorageSpec
 from lightcache.storage.tasks import (
     TAKEN,
-    BusyPolicy,
-    ReadPolicy,
     StorageTask,
     TaskProgress,
     TierStats,
@@ -363,9 +361,6 @@ class StorageTier(BaseTier):
         min_tokens: int = 0,
         seen: int = 1,
         seen_keys: int = 1 << 16,
-        read_policy: ReadPolicy = "wait",
-        read_seconds: float = 1.0,
-        busy: BusyPolicy = "wait",
         group: int = 16,
         write_pages: int | None = None,
         timeout: float = 30.0,
@@ -385,9 +380,6 @@ class StorageTier(BaseTier):
             min_tokens: shorter prompts are not written.
             seen: a page is written when it is offered the `seen`-th time; 1: at once.
             seen_keys: number of keys to remember for `seen`.
-            read_policy: how long `StorageTask.take` waits: "wait" until the read has ended,
-                "best_effort" not at all, "deadline" until `read_seconds` after the `prefetch`.
-            busy: whether to wait for keys that others are reading or computing, or to skip them.
             group: pages in one call of the storage, all of one request, and in one reservation.
             write_pages: pages that queued writes may pin. Further pages are pinned in addition, a
                 group at a time, when their turn comes. None: a quarter of the pool; 0: nothing is
@@ -414,18 +406,11 @@ class StorageTier(BaseTier):
         """
         _writable(cache)
         _fitting(cache, storage)
-        for name, value, choices in (
-            ("read_policy", read_policy, get_args(ReadPolicy)),
-            ("busy", busy, get_args(BusyPolicy)),
-        ):
-            if value not in choices:
-                raise ConfigError(f"{name}: expected one of {choices}, found {value!r}")
         for name, seconds in (
             ("timeout", timeout),
             ("call_timeout", call_timeout),
             ("grace", grace),
             ("retry", retry),
-            ("read_seconds", read_seconds),
         ):
             if Deadline(seconds, clock, name).timeout < 0:
                 raise ConfigError(f"{name}: expected seconds, 0 or more, found {seconds!r}")
@@ -441,9 +426,6 @@ class StorageTier(BaseTier):
         self.options = TierOptions(
             threads=count(threads, "threads", 1, 256),
             group=count(group, "group", 1, 1 << 20),
-            busy=busy,
-            read_policy=read_policy,
-            read_seconds=read_seconds,
             timeout=timeout,
             call_timeout=call_timeout,
             grace=grace,

@@ -39,7 +39,6 @@ from lightcache.storage.service.messages import (
     split,
 )
 from lightcache.storage.tasks import (
-    ReadPolicy,
     StorageTask,
     TaskProgress,
     TaskState,
@@ -99,19 +98,16 @@ class ClientTask:
         progress: TaskProgress,
         deadline: Deadline,
         service: Service,
-        options: tuple[ReadPolicy, float, float],
+        grace: float,
     ) -> None:
         """Pushes nothing yet.
 
         Args:
-            options: the read policy, its seconds, and the sum of the service's and the client's
-                grace.
+            grace: the sum of the service's and the client's.
         """
         self.number, self.progress, self.task = number, progress, StorageTask(progress)
         self.deadline, self.service = deadline, service
-        self._client = client
-        self._policy, seconds, self._grace = options
-        self._soft = Deadline(seconds, client.clock)
+        self._client, self._grace = client, grace
         self.end = Deadline(deadline.left + self._grace, client.clock)
         """When the task is given up if the service has not answered."""
         progress.owner = self
@@ -120,16 +116,6 @@ class ClientTask:
         """The task has advanced: a write gets its whole time again, see `WriteJob`."""
         if self.progress.kind == "write":
             self.end = Deadline(self.deadline.timeout + self._grace, self._client.clock)
-
-    def take(self) -> None:
-        """See `StorageTask.take`."""
-        if self._policy == "wait" or self.progress.kind == "write":
-            self.task.wait()
-        elif self._policy == "deadline":
-            with contextlib.suppress(WaitTimeout):
-                self.task.wait(self._soft.left)
-        if not self.task.ended:
-            self.stop()
 
     def stop(self) -> None:
         """See `StorageTask.stop`."""
@@ -283,9 +269,8 @@ class StorageClient(BaseTier):
         ask = Ask(end, deadline.timeout, keys, space, start=start, **how)
         try:
             service = self._serving()
-            policy, seconds, grace = self._board.policy()
-            options = policy, seconds, grace + self.grace
-            task = ClientTask(self, next(self._numbers), progress, deadline, service, options)
+            grace = self._board.grace + self.grace
+            task = ClientTask(self, next(self._numbers), progress, deadline, service, grace)
             parts = split(kind, self._pid, self._client, task.number, _body(ask))
         except (StorageError, Detached) as error:
             return self._refuse(progress, str(error))
@@ -482,11 +467,6 @@ class StorageClient(BaseTier):
         progress.end(reason, failed=True)
 
     # ---- inspection, closing
-
-    @property
-    def read_policy(self) -> ReadPolicy:
-        """The read policy of the current or last service."""
-        return self._board.policy()[0]
 
     def service(self) -> ServiceStats:
         """Statistics of the service. Takes no lock and sends no message."""
