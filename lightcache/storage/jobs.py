@@ -231,7 +231,7 @@ class WriteJob(Job):
         self._lease = lease
         self._namespace = namespace
         self._first_pages: list[int] = lease.pages.tolist()
-        self._group: Lease | None = None
+        self._group_lease: Lease | None = None
         """The lease on the group being written, if `_lease` does not cover it."""
         self._done: int | None = None
         """The number of leading keys that are stored; None: the storage was not asked yet."""
@@ -239,8 +239,8 @@ class WriteJob(Job):
     @property
     def pinned(self) -> int:
         """See `Job`."""
-        group = self._group
-        return len(self._first_pages) + (0 if group is None else len(group))
+        leased = self._group_lease
+        return len(self._first_pages) + (0 if leased is None else len(leased))
 
     def step(self) -> bool:
         """See `Job`."""
@@ -304,16 +304,16 @@ class WriteJob(Job):
         with self.lock:
             self.check()
             keys = self._keys[first:end]
-            self._group = self.executor.cache.match(keys, namespace=self._namespace)
-            pages: list[int] = self._group.pages.tolist()
+            self._group_lease = self.executor.cache.match(keys, namespace=self._namespace)
+            pages: list[int] = self._group_lease.pages.tolist()
             return pages
 
     def _unpin(self, end: int) -> None:
         """Unpin written pages, once their call has returned."""
         with self.lock:
-            if self._group is not None:
-                self._group.close()
-                self._group = None
+            if self._group_lease is not None:
+                self._group_lease.close()
+                self._group_lease = None
             if end >= len(self._first_pages):
                 self._lease.close()
                 self._first_pages = []
