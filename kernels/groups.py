@@ -76,7 +76,7 @@ def distinct(values: object, kind: type[T], what: str) -> tuple[T, ...]:
 class Rule:
     """The pages of a group that a position needs: those that hold tokens from
     `floor(position / align) * align - back` to the position. They are one run that ends there. A
-    new kind of rule with these two numbers is another constructor here."""
+    rule of another kind is made of these two numbers where its model is described."""
 
     name: str
     """Part of fingerprints: with the number of tokens, if there is one."""

@@ -63,10 +63,3 @@ def group() -> None:
 def main() -> None:
     """Entry point of `lightcache`."""
     group(prog_name="lightcache")
-
-
-def shm_dump() -> None:
-    """Entry point of `shm-dump`: `lightcache dump`."""
-    from lightcache.tools.dump import dump
-
-    dump(prog_name="shm-dump")

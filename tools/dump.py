@@ -1,4 +1,4 @@
-"""`lightcache dump`, also `shm-dump`: the content of a segment, for operators."""
+"""`lightcache dump`: the content of a segment, for operators."""
 
 from __future__ import annotations
 

@@ -48,21 +48,6 @@ _PAUSE = 0.5  # seconds between two looks at whether the service has ended by it
     "--seen", type=int, default=1, show_default=True, help="A page is written at its n-th offer."
 )
 @click.option(
-    "--read-policy",
-    type=click.Choice(["wait", "best_effort", "deadline"]),
-    default="wait",
-    show_default=True,
-    help="What to do with a request that is ready to run while its pages are read.",
-)
-@click.option("--read-seconds", type=float, default=1.0, show_default=True, help='For "deadline".')
-@click.option(
-    "--busy",
-    type=click.Choice(["wait", "skip"]),
-    default="wait",
-    show_default=True,
-    help="What to do with pages that another process reads or computes.",
-)
-@click.option(
     "--batch",
     "pages",
     type=click.IntRange(1),

@@ -53,7 +53,6 @@ from lightcache.manager.request import (
 from lightcache.manager.stats import TierCapacity, TierGauges
 from lightcache.manager.transfers import BlockTransfer
 from lightcache.namespaces import Namespace
-from lightcache.prompt import TokenIds
 from lightcache.runs import PLAIN
 from lightcache.shm.locking import Hurried
 
@@ -549,14 +548,12 @@ class WindowManager:
             space = self.manager.scope_to_prefetch(prompt)
             return self._prefetch(LookupRequest(prompt), space, 0)
 
-    def _stored(
-        self, running: _Running, keys: Keys, ids: TokenIds | None
-    ) -> tuple[Keys, TokenIds | None]:
+    def _stored(self, running: _Running, keys: Keys) -> Keys:
         """What storage gets of a request that ends: KV up to its last position of which the host
         has every window, and after it what windows need at its positions.
 
         Args:
-            keys, ids: of the pages of KV that may be stored.
+            keys: of the pages of KV that may be stored.
         """
         page, space, end = self.manager.page_tokens, running.inner.space, 0
         assert space is not None
@@ -572,11 +569,7 @@ class WindowManager:
                 spans += needed
                 ends.update((window, last) for window, _, _ in needed)
         parts = [window.run.keys(_slice(keys, *span)) for window, *span in spans]
-        if ids is not None:
-            rows = ids.reshape(-1, page)
-            more = [rows[i:j].repeat(window.run.parts, axis=0) for window, i, j in spans]
-            ids = np.concatenate([rows[:end], *more]).reshape(-1)
-        return np.concatenate([keys[:end], *parts]), ids
+        return np.concatenate([keys[:end], *parts])
 
     def _on_host(
         self, keys: Keys, space: CacheScope, window: WindowBlocks, begin: int, end: int

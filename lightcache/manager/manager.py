@@ -158,9 +158,6 @@ class KVCacheManager:
         self.lookup = PrefixLookup(state, costs)
         """`lookup` and `offloader`: also for a manager that is built on this one."""
         self.offloader = Offloader(state)
-        self._lock, self._fail_open, self._transfers = state.lock, state.fail_open, state.transfers
-        self._counts, self._recent = state.counts, state.recent
-        self._weights, self._requests = state.weights, state.requests
         self._counters, self._added, self._add_at = counters, Counters(), 0.0
         self._write_back = WriteBack(state, self.offloader)
         self._full_blocks = FullBlocks(state, self._write_back)
@@ -196,11 +193,11 @@ class KVCacheManager:
             ConfigError: a wrong argument; says which.
             Detached: the manager is closed.
         """
-        with self._lock:
+        with self.state.lock:
             batch = self.lookup.batch_of_one(request, prompt, options, limit, device_tokens)
             begun = time.perf_counter_ns()
             (match,) = self.lookup.plan(batch)
-            self._counts["plan_ns"] += time.perf_counter_ns() - begun
+            self.state.counts["plan_ns"] += time.perf_counter_ns() - begun
             return match
 
     def plan_many(
@@ -218,11 +215,11 @@ class KVCacheManager:
             ConfigError: a wrong argument, or lists of different lengths; says which.
             Detached: the manager is closed.
         """
-        with self._lock:
+        with self.state.lock:
             batch = self.lookup.batch(requests, prompts, options, limits, device_tokens)
             begun = time.perf_counter_ns()
             matches = self.lookup.plan(batch)
-            self._counts["plan_ns"] += time.perf_counter_ns() - begun
+            self.state.counts["plan_ns"] += time.perf_counter_ns() - begun
             return matches
 
     def peek_many(
@@ -236,7 +233,7 @@ class KVCacheManager:
         """What `plan_many` would find on the device and the host now. Nothing is pinned, counted as
         used, or asked of storage, so a later plan may find less. Arguments and errors as
         `plan_many`; a closed manager answers too."""
-        with self._lock:
+        with self.state.lock:
             return self.lookup.peek(prompts, options, limits, device_tokens)
 
     def cancel(self, request: Hashable) -> None:
@@ -246,7 +243,7 @@ class KVCacheManager:
             ConfigError: the request's id is not hashable.
         """
         check_hashable([request], "cancel")
-        with self._lock:
+        with self.state.lock:
             self.lookup.cancel(request)
 
     @overload
@@ -271,11 +268,11 @@ class KVCacheManager:
             ConfigError: the request runs already.
         """
         return begin_when_read(
-            self._lock,
+            self.state.lock,
             partial(self.check_take, request),
             partial(self.lookup.reading, request),
             partial(self._begin, request),
-            self._fail_open,
+            self.state.fail_open,
             wait,
         )
 
@@ -292,21 +289,21 @@ class KVCacheManager:
             ConfigError: it runs already, or its id is not hashable.
         """
         check_hashable([request], "take")
-        if request in self._requests:
+        if request in self.state.requests:
             raise ConfigError(f"take: the request {request!r} runs already; release it first")
 
     def _begin(self, request: Hashable) -> PrefixMatch:
         if self.lookup.failed(request):  # the failure is counted already
             running = self._without_cache(request)
         else:
-            running = self._fail_open.run(
+            running = self.state.fail_open.run(
                 partial(self._taken, request), partial(self._without_cache, request)
             )
         running.begun = time.monotonic()
-        self._requests[request] = running
+        self.state.requests[request] = running
         running.counted = self._counted(running.match)
-        self._counts.add(**running.counted)
-        self._recent.add(running.counted)
+        self.state.counts.add(**running.counted)
+        self.state.recent.add(running.counted)
         return running.match
 
     def _without_cache(self, request: Hashable) -> Request:
@@ -352,9 +349,6 @@ class KVCacheManager:
             first,
             known=len(prompt),
         )
-        if self._storage is not None and self._storage.wants_tokens:
-            stored = options.write and "storage" in options.tiers
-            running.generated = bytearray() if stored else None
         blocks = min(match.device, match.usable) // self.device.block_tokens
         if hit is not None:
             running.table = hit.pages[:blocks].copy()
@@ -402,7 +396,7 @@ class KVCacheManager:
         limit = seconds_of(timeout)
         end = None if limit is None else time.monotonic() + limit
         while True:
-            with self._lock:
+            with self.state.lock:
                 try:
                     return self._allocated(request, tokens)
                 except OutOfPages:
@@ -442,7 +436,7 @@ class KVCacheManager:
             raise OutOfPages(
                 f"allocate: {missing} blocks were asked for, {free} are free, and {leaving} are "
                 "being written to the host first; `poll`, and ask again"
-                + (", when transfers are resumed" if self._transfers.paused else "")
+                + (", when transfers are resumed" if self.state.transfers.paused else "")
             )
         return device.hold(missing)
 
@@ -456,7 +450,7 @@ class KVCacheManager:
         Raises:
             ConfigError: no number of blocks, or the blocks are mirrored.
         """
-        with self._lock:
+        with self.state.lock:
             device = self._owned("can_allocate")
             back = self.config.write is WritePolicy.BACK and device.index is not None
             if evict and back and device.can_allocate(blocks):
@@ -477,7 +471,7 @@ class KVCacheManager:
             ConfigError: the request was loaded already.
             LeaseLost: no such request.
         """
-        with self._lock:
+        with self.state.lock:
             running = self.request(request)
             if running.loaded or running.loading is not None:
                 raise ConfigError(
@@ -490,8 +484,8 @@ class KVCacheManager:
             running.match = replace(running.match, usable=usable, why=MissReason.LOAD_SKIPPED)
             change = self._counted(running.match)
             change.subtract(running.counted)
-            self._counts.update(change)
-            self._recent.change(running.counted, **change)
+            self.state.counts.update(change)
+            self.state.recent.change(running.counted, **change)
             return running.match
 
     def load(self, request: Hashable, table: Pages | None = None) -> LoadHandle:
@@ -504,14 +498,14 @@ class KVCacheManager:
             ConfigError: the table is too short, or no table of blocks.
             LeaseLost: no such request.
         """
-        with self._lock:
+        with self.state.lock:
             running = self.request(request)
             before = running.table
             if table is not None:
                 running.table = check_table(self.device, running, table, running.match.usable)
             try:
                 without = self.lookup.usable.without_host(running.prompt, running.match)
-                return self._fail_open.run(
+                return self.state.fail_open.run(
                     partial(begin_load, self.state, running, without),
                     partial(no_load, running, without),
                 )
@@ -578,9 +572,9 @@ class KVCacheManager:
     ) -> list[Mapping[int, int]]:
         """See `commit_many`. Until the delivery is done, later calls return exchanged blocks
         again."""
-        with self._lock:
+        with self.state.lock:
             self._full_blocks.settle()
-            known = self._requests
+            known = self.state.requests
             try:
                 running = [known.get(request) or self.request(request) for request in requests]
             except TypeError:
@@ -588,7 +582,7 @@ class KVCacheManager:
                 raise
             for each in running:
                 if each.loading is not None and each.is_loading:
-                    self._transfers.poll()
+                    self.state.transfers.poll()
                     break
             packed, tables = check_commits(self.device, running, totals, new_tokens, tables)
             for each, total, fresh in zip(running, totals, packed, strict=True):
@@ -598,7 +592,7 @@ class KVCacheManager:
             if tables is not None:
                 for each, table in zip(running, tables, strict=True):
                     each.table = table
-            self._fail_open.run(partial(self._name_and_offload, running), nothing)
+            self.state.fail_open.run(partial(self._name_and_offload, running), nothing)
             # Includes blocks exchanged before an error, or in a call that an interrupt ended.
             if not any(map(_owed, running)):  # nearly always
                 return [NOTHING] * len(running)
@@ -637,20 +631,20 @@ class KVCacheManager:
         Raises:
             ConfigError: a request's id is not hashable.
         """
-        with self._lock:
+        with self.state.lock:
             check_hashable(requests, "release")
             self._full_blocks.settle()
             ended = self._end(requests, publish)
             try:
                 if publish and ended:
-                    self._fail_open.run(partial(self._name_and_offload_rest, ended), nothing)
+                    self.state.fail_open.run(partial(self._name_and_offload_rest, ended), nothing)
             finally:
                 self._frees.poll(ended)
 
     def _end(self, requests: Sequence[Hashable], publish: bool) -> list[Request]:
         """Move the running ones of these requests to the pending frees: all of them or, after an
         interrupt, none."""
-        running = self._requests
+        running = self.state.requests
         ended = [running[each] for each in dict.fromkeys(requests) if each in running]
         for each in ended:
             self.lookup.computed(each)
@@ -668,7 +662,7 @@ class KVCacheManager:
             request for request in ended if request.loading is not None or request.sound is not None
         ]
         if late:  # perhaps a load was in flight at the last commit
-            self._transfers.poll()
+            self.state.transfers.poll()
             self._full_blocks.cache_blocks(late)
         self.offloader.write_rest(ended)
 
@@ -682,7 +676,7 @@ class KVCacheManager:
         """
         self._full_blocks.settle()
         try:
-            running = self._requests.get(request)
+            running = self.state.requests.get(request)
         except TypeError:
             check_hashable([request], "request")
             raise
@@ -692,7 +686,7 @@ class KVCacheManager:
 
     def has_ended(self, running: Request) -> bool:
         """Whether a request has ended, and no copy touches its blocks any more."""
-        return self._requests.get(running.id) is not running and running not in self._frees
+        return self.state.requests.get(running.id) is not running and running not in self._frees
 
     def untake(self, request: Hashable) -> Request:
         """Undo `take`: give back the request's KV and do not count it.
@@ -703,8 +697,8 @@ class KVCacheManager:
         running = self.request(request)
         self.release(request, publish=False)
         back = {name: -count for name, count in running.counted.items()}
-        self._counts.update(back)
-        self._recent.change(running.counted, **back)
+        self.state.counts.update(back)
+        self.state.recent.change(running.counted, **back)
         return running
 
     def drop_keys(
@@ -746,28 +740,28 @@ class KVCacheManager:
         """
         timeout = seconds_of(timeout)
         end = time.monotonic() + (threading.TIMEOUT_MAX if timeout is None else timeout)
-        with self._lock:
+        with self.state.lock:
             self.state.closed = True
-            self.release_many(list(self._requests), publish=False)
+            self.release_many(list(self.state.requests), publish=False)
             self.lookup.close()
             self._write_back.close()
-            self._transfers.paused = False
-            self._transfers.poll()
-        self._transfers.wait(None, timeout)
+            self.state.transfers.paused = False
+            self.state.transfers.poll()
+        self.state.transfers.wait(None, timeout)
         self._frees.poll()
-        with self._lock:
+        with self.state.lock:
             self._write_back.poll()
             self._add_to_node()
         if self._own_storage is not None:  # pages of ended requests are all on the host now
             try:
                 self._close_storage(self._own_storage, end)
             finally:
-                with self._lock:
+                with self.state.lock:
                     self._add_to_node()  # counts what was written just now
         if self._own_host is not None:
             self._own_host.close()
-        with self._lock:
-            self._transfers.foreign.raise_first()
+        with self.state.lock:
+            self.state.transfers.foreign.raise_first()
 
     def _close_storage(self, storage: BaseTier, end: float) -> None:
         """Let a storage write until `end`, then close it; log how many pages it did not get.
@@ -800,7 +794,7 @@ class KVCacheManager:
     def _let_go(self) -> None:
         """The manager has disabled itself: drop the pins that are not needed."""
         self.lookup.let_go()
-        for running in self._requests.values():
+        for running in self.state.requests.values():
             running.let_go_of_host()
 
     def _owned(self, call: str) -> ManagedBlocks:
@@ -821,14 +815,14 @@ class KVCacheManager:
             is raised; the others are logged. The same goes for what a storage raised when a
             request or a plan ended.
         """
-        with self._lock:
-            going = self._transfers.poll()
+        with self.state.lock:
+            going = self.state.transfers.poll()
             self._frees.poll()
             self._write_back.poll()
             self._keep_low_water()
             if self._counters is not None and time.monotonic() >= self._add_at:
                 self._add_to_node()
-            self._transfers.foreign.raise_first()
+            self.state.transfers.foreign.raise_first()
             return going
 
     def _keep_low_water(self) -> None:
@@ -838,7 +832,7 @@ class KVCacheManager:
             missing = wanted - device.free - self._write_back.blocks
             if missing > 0:
                 demote = partial(self._write_back.demote, missing, "low_water")
-                self._fail_open.run(demote, lambda: 0, proves=False)
+                self.state.fail_open.run(demote, lambda: 0, proves=False)
 
     def in_flight(self, blocks: Pages | Sequence[int] | None = None) -> Any:
         """Which of these device blocks a copy reads or writes: bool of their shape; False for what
@@ -847,11 +841,11 @@ class KVCacheManager:
         Raises:
             ConfigError: no block numbers.
         """
-        with self._lock:
-            self._transfers.poll()
+        with self.state.lock:
+            self.state.transfers.poll()
             if blocks is None:
-                return self._transfers.in_flight
-            return self._transfers.busy(numbers_of(blocks))
+                return self.state.transfers.in_flight
+            return self.state.transfers.busy(numbers_of(blocks))
 
     def wait_blocks(
         self, blocks: Pages | Sequence[int] | None = None, timeout: float | None = None
@@ -863,7 +857,9 @@ class KVCacheManager:
             WaitTimeout: a copy still touches one.
             ConfigError: no number of seconds, or no block numbers.
         """
-        self._transfers.wait(None if blocks is None else numbers_of(blocks).reshape(-1), timeout)
+        self.state.transfers.wait(
+            None if blocks is None else numbers_of(blocks).reshape(-1), timeout
+        )
         self._frees.poll()
 
     def evicted(self, blocks: Pages | Sequence[int]) -> int:
@@ -874,7 +870,7 @@ class KVCacheManager:
             ConfigError: the blocks are managed, or no block numbers.
             LockTimeout: some of them may still have their names; call again with the same blocks.
         """
-        with self._lock:
+        with self.state.lock:
             if not isinstance(self.device, MirroredBlocks):
                 raise ConfigError("evicted: ManagedBlocks evict by themselves; see `drop`")
             return self.device.evicted(numbers_of(blocks))
@@ -887,7 +883,7 @@ class KVCacheManager:
         Raises:
             ConfigError: no block numbers.
         """
-        with self._lock:
+        with self.state.lock:
             index = self.device.index
             if index is None or not isinstance(self.device, MirroredBlocks):
                 return 0
@@ -902,14 +898,14 @@ class KVCacheManager:
             InUse: a request runs, or a copy is in flight; release it, and wait for it.
             ConfigError: not 1 to 40 million, or more than the transfer engine's planes hold.
         """
-        with self._lock:
-            self._transfers.poll()
+        with self.state.lock:
+            self.state.transfers.poll()
             self._frees.poll()
             self._write_back.poll()
-            copies = self._transfers.in_flight + self._transfers.queued
-            if self._requests or len(self._frees) or copies:
+            copies = self.state.transfers.in_flight + self.state.transfers.queued
+            if self.state.requests or len(self._frees) or copies:
                 raise InUse(
-                    f"set_blocks: {len(self._requests)} requests run, and {copies} copies are "
+                    f"set_blocks: {len(self.state.requests)} requests run, and {copies} copies are "
                     "in flight or wait; release, resume, and wait for them first"
                 )
             count(blocks, "blocks", 1, MAX_PAGES)  # checked before anything is forgotten
@@ -928,7 +924,7 @@ class KVCacheManager:
             Detached: the manager is closed.
             LockTimeout: as `PageIndex.protect`.
         """
-        with self._lock:
+        with self.state.lock:
             self.state.check_open("protect")
             return self._set_kept(prompt, True)
 
@@ -938,11 +934,11 @@ class KVCacheManager:
         Raises:
             Detached, LockTimeout: as `PageIndex.unprotect`.
         """
-        with self._lock:
+        with self.state.lock:
             return self._set_kept(prompt, False)
 
     def _set_kept(self, prompt: Prompt, kept: bool) -> dict[str, int]:
-        space = self._weights.scope_of(prompt.tenant)
+        space = self.state.weights.scope_of(prompt.tenant)
         if space is None:
             return {"host": 0, "device": 0}
         host, device = self.host.index, self.device
@@ -961,10 +957,10 @@ class KVCacheManager:
             ConfigError: `start` is negative.
             Detached, LockTimeout: as `PageIndex.drop`.
         """
-        with self._lock:
+        with self.state.lock:
             if start < 0:
                 raise ConfigError(f"start: expected a token's position, found {start}")
-            space = self._weights.scope_of(prompt.tenant)
+            space = self.state.weights.scope_of(prompt.tenant)
             if space is None:
                 return {"host": 0, "device": 0}
             keys = prompt.keys(space.host_spec), prompt.keys(space.device_spec)
@@ -979,7 +975,7 @@ class KVCacheManager:
             Abandoned: the weights are being changed, or were cleared.
             Detached: the tier, or the host cache, is closed.
         """
-        with self._lock:
+        with self.state.lock:
             space, storage = self.scope_to_prefetch(prompt), self._storage
             assert storage is not None
             keys = prompt.keys(space.host_spec)
@@ -990,7 +986,7 @@ class KVCacheManager:
         """The namespaces of a prompt that is to be read from storage. Raises as `prefetch`."""
         if self._storage is None:
             raise ConfigError("prefetch: the manager has no storage; make it with storage=")
-        space = self._weights.scope_of(prompt.tenant)
+        space = self.state.weights.scope_of(prompt.tenant)
         if space is None:
             raise Abandoned(
                 "prefetch: the weights are being changed; ask again after finish_update"
@@ -1005,7 +1001,7 @@ class KVCacheManager:
             ConfigError: no number of blocks.
             LockTimeout: of the device's index; nothing was begun.
         """
-        with self._lock:
+        with self.state.lock:
             return self._write_back.demote(count(blocks, "blocks", -(1 << 62), 1 << 62), "demote")
 
     # ---- Weights
@@ -1016,8 +1012,8 @@ class KVCacheManager:
         Raises:
             Detached: the host cache is closed.
         """
-        with self._lock:
-            return self._weights.state()
+        with self.state.lock:
+            return self.state.weights.state()
 
     def begin_update(self, timeout: float | None = None, *, wait: bool = True) -> None:
         """Begin a change of weights. From this instant nothing of the present version is found or
@@ -1034,10 +1030,10 @@ class KVCacheManager:
             ConfigError: no number of seconds; nothing was begun.
         """
         timeout = seconds_of(timeout)
-        with self._lock:
-            self._weights.begin()
+        with self.state.lock:
+            self.state.weights.begin()
         if wait:
-            self._transfers.wait(None, timeout)
+            self.state.transfers.wait(None, timeout)
 
     def finish_update(self, version: str) -> None:
         """Serve this version from now on.
@@ -1046,8 +1042,8 @@ class KVCacheManager:
             ConfigError: no update was begun, or `begin_update` did not finish: call that first.
             OutOfPages, LockTimeout: as `PageIndex.namespace`; the update continues, call again.
         """
-        with self._lock:
-            self._weights.finish(version)
+        with self.state.lock:
+            self.state.weights.finish(version)
 
     def clear_tenant(self, tenant: str) -> bool:
         """Clear a tenant. From this instant nothing of it is found or published, in any process or
@@ -1061,8 +1057,8 @@ class KVCacheManager:
             ConfigError: an empty name.
             OutOfPages, LockTimeout: as `PageIndex.namespace`.
         """
-        with self._lock:
-            return self._weights.clear_tenant(tenant)
+        with self.state.lock:
+            return self.state.weights.clear_tenant(tenant)
 
     # ---- Transfers and statistics
     def pause(self, timeout: float | None = None) -> None:
@@ -1073,31 +1069,31 @@ class KVCacheManager:
             ConfigError: no number of seconds; the manager is not paused.
         """
         timeout = seconds_of(timeout)
-        with self._lock:
-            self._transfers.paused = True
-        self._transfers.wait(None, timeout)
+        with self.state.lock:
+            self.state.transfers.paused = True
+        self.state.transfers.wait(None, timeout)
 
     def resume(self) -> None:
         """Begin transfers again, those queued meanwhile first."""
-        with self._lock:
-            self._transfers.paused = False
-            self._transfers.poll()
+        with self.state.lock:
+            self.state.transfers.paused = False
+            self.state.transfers.poll()
 
     @property
     def disabled(self) -> bool:
         """Whether the manager has stopped using the cache, after too many errors."""
-        return self._fail_open.disabled
+        return self.state.fail_open.disabled
 
     def enable(self) -> None:
         """Use the cache again, and make copies to the host again if they were disabled."""
-        self._fail_open.enable()
+        self.state.fail_open.enable()
         self.offloader.breaker.reset()
 
     def stats(self) -> ManagerStats:
         """This process's counters."""
-        with self._lock:
+        with self.state.lock:
             self.state.gather()
-            return self._counts.snapshot()
+            return self.state.counts.snapshot()
 
     def node_stats(self) -> ManagerStats:
         """The counters of all managers of the node, closed ones included. Those of other managers
@@ -1108,25 +1104,25 @@ class KVCacheManager:
         """
         if self._counters is None:
             raise ConfigError("node_stats: make the manager with counters=NodeCounters.open(cache)")
-        with self._lock:
+        with self.state.lock:
             self._add_to_node()
         return self._counters.total()
 
     def reset_stats(self) -> ManagerStats:
         """Return the counters and set them to zero."""
-        with self._lock:
+        with self.state.lock:
             self.state.gather()
-            stats = self._counts.snapshot()
+            stats = self.state.counts.snapshot()
             self._add_to_node()  # the node's total continues
-            self._counts.clear()
+            self.state.counts.clear()
             self._added.clear()
-            self._recent.clear()
+            self.state.recent.clear()
             return stats
 
     def recent_stats(self) -> ManagerStats:
         """What the last `config.window` requests asked for and found; other counters are 0."""
-        with self._lock:
-            return self._recent.snapshot()
+        with self.state.lock:
+            return self.state.recent.snapshot()
 
     def gauges(self) -> TierGauges:
         """Current room in each tier, requests and transfers. Takes no lock of another process.
@@ -1134,14 +1130,14 @@ class KVCacheManager:
         Raises:
             Detached: the host cache is closed.
         """
-        with self._lock:
+        with self.state.lock:
             return TierGauges(
                 device=self.device.room(),
                 host=capacity_of(self.host.index),
-                running=len(self._requests),
+                running=len(self.state.requests),
                 leaving=len(self._frees),
-                transfers=self._transfers.in_flight,
-                queued=self._transfers.queued,
+                transfers=self.state.transfers.in_flight,
+                queued=self.state.transfers.queued,
                 offloads=self.offloader.breaker.state,
             )
 
@@ -1149,11 +1145,11 @@ class KVCacheManager:
         """Add what was counted since the last call to the node's counters."""
         self._add_at = time.monotonic() + TELL
         self.state.gather()
-        more = {name: n - self._added[name] for name, n in self._counts.items()}
+        more = {name: n - self._added[name] for name, n in self.state.counts.items()}
         more = {name: n for name, n in more.items() if n > 0}
         if self._counters is not None and more:
             self._added.update(more)
-            self._fail_open.run(partial(self._counters.add, **more), nothing)
+            self.state.fail_open.run(partial(self._counters.add, **more), nothing)
 
 
 __all__ = ["KVCacheManager"]

@@ -112,7 +112,7 @@ class Offloader:
         probe = self._probe
         return self.breaker.state == "half-open" and (probe is None or probe.finished)
 
-    def unwritten(self, cause: Unwritten, pages: int, why: str = "") -> None:
+    def count_unwritten(self, cause: Unwritten, pages: int, why: str = "") -> None:
         """Count pages that were not written to the host; log the first of each cause."""
         if not pages:
             return
@@ -198,13 +198,10 @@ class Offloader:
         pages = request.publishable() // self._state.page_tokens
         if pages and request.publish and self._state.weights.is_valid(space):
             keys = request.host_chain.keys[:pages]
-            ids = request.token_ids(pages * self._state.page_tokens)
             if request.stored_with is not None:
-                keys, ids = request.stored_with(keys, ids)
+                keys = request.stored_with(keys)
             if len(keys):
-                task = storage.write(
-                    keys, request.id, tokens=request.total, token_ids=ids, namespace=space.host
-                )
+                task = storage.write(keys, request.id, tokens=request.total, namespace=space.host)
                 self._state.tasks.add(task)
 
     def _for_storage(self, request: Request, full: int) -> list[Span]:
@@ -279,7 +276,9 @@ class Offloader:
             except LightcacheError as error:
                 late = isinstance(error, LockTimeout)
                 self._state.counts.add(**{"errors" if late else "failed_offloads": len(spans)})
-                self.unwritten("refused", sum(end - begin for _, begin, end in spans), str(error))
+                self.count_unwritten(
+                    "refused", sum(end - begin for _, begin, end in spans), str(error)
+                )
                 continue
             for span, part, part_slots in zip(spans, parts, slots, strict=True):
                 self._launch_span(span, part, part_slots)
@@ -290,7 +289,7 @@ class Offloader:
         if not self.breaker.shut:
             return spans
         allowed = 1 if self.may_copy() else 0
-        self.unwritten("disabled", sum(end - begin for _, begin, end in spans[allowed:]))
+        self.count_unwritten("disabled", sum(end - begin for _, begin, end in spans[allowed:]))
         return spans[:allowed]
 
     def _reserve(self, space: CacheScope, spans: list[Span]) -> list[Reservation]:
@@ -318,7 +317,7 @@ class Offloader:
         tokens, block = self._state.page_tokens, self._state.device.block_tokens
         whole = new.all_new or not (len(new.busy) or len(new.missing))
         if not whole:
-            self.unwritten("no_room", len(new.missing), f"no room, {new.why}")
+            self.count_unwritten("no_room", len(new.missing), f"no room, {new.why}")
         if not new.all_new and not len(new.new):
             new.release()
             if whole:
@@ -401,7 +400,7 @@ class Offloader:
 
         def on_failure(error: Exception) -> None:
             why, stale = str(error) or repr(error), self._is_stale(error, space)
-            self.unwritten("stale" if stale else "failed", pages, why)
+            self.count_unwritten("stale" if stale else "failed", pages, why)
             if not stale and not isinstance(error, RanksLost):
                 self.breaker.failure(why)
 
@@ -610,13 +609,13 @@ class WriteBack:
                 if not same or origin.device_key != keys[i].tobytes():
                     continue
                 if not self._offloader.may_copy():
-                    self._offloader.unwritten("disabled", 1)
+                    self._offloader.count_unwritten("disabled", 1)
                     return False
                 try:
                     self._write(origin, begun, written, refused)
                 except LightcacheError as error:
                     self._state.counts.add(failed_offloads=1)
-                    self._offloader.unwritten("refused", 1, str(error))
+                    self._offloader.count_unwritten("refused", 1, str(error))
                     return False
         return True
 
@@ -638,7 +637,7 @@ class WriteBack:
         key = keys[before].tobytes()
         if before and keys[0].tobytes() in refused:
             refused.add(key)
-            self._offloader.unwritten("no_room", 1, "the page before them has no room")
+            self._offloader.count_unwritten("no_room", 1, "the page before them has no room")
             return
         new = state.host.reserve(
             keys,
@@ -654,7 +653,7 @@ class WriteBack:
             return
         if len(new.missing):
             refused.add(key)
-        self._offloader.unwritten("no_room", len(new.missing), f"no room, {new.why}")
+        self._offloader.count_unwritten("no_room", len(new.missing), f"no room, {new.why}")
         new.release()
 
     def _slots(self, origin: _Origin, before: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

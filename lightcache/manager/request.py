@@ -381,8 +381,6 @@ class Request:
     """`load` was called."""
     counted: Counters = field(default_factory=Counters)
     """What it added to the manager's counters."""
-    generated: bytearray | None = None
-    """Ids of generated tokens, packed by `pack_tokens`; None: the storage does not want them."""
     publish: bool = True
     """Whether, when it ends, its queued copies to the host are made and its pages are written to
     storage: not if it was aborted."""
@@ -390,9 +388,9 @@ class Request:
     """Blocks that the last commit exchanged in its table."""
     sound: Callable[[], bool] | None = None
     """Returns False if a load that this KV depends on failed. None: the KV is valid."""
-    stored_with: Callable[[Keys, TokenIds | None], tuple[Keys, TokenIds | None]] | None = None
-    """Returns the keys and token ids of what storage gets when it ends, given those of its pages:
-    what is of use there, and pages of other groups. None: its pages alone."""
+    stored_with: Callable[[Keys], Keys] | None = None
+    """Returns the keys of what storage gets when it ends, given those of its pages: what is of use
+    there, and pages of other groups. None: its pages alone."""
     on_device: bool = field(init=False)
     """Whether its blocks are named."""
 
@@ -422,19 +420,10 @@ class Request:
         """
         if new_tokens:
             self.known += len(new_tokens) // 4
-            if self.generated is not None:
-                self.generated += new_tokens
             self.device_chain.extend(new_tokens)
             if self.host_chain is not self.device_chain:
                 self.host_chain.extend(new_tokens)
         self.total = total
-
-    def token_ids(self, count: int) -> TokenIds | None:
-        """Ids of its first `count` tokens; None if they are not kept."""
-        if self.generated is None:
-            return None
-        generated = np.frombuffer(bytes(self.generated), "<u4").astype(np.uint32, copy=False)
-        return np.concatenate((self.prompt.tokens, generated))[:count]
 
     def let_go_of_host(self) -> None:
         """Give back the host pages that were found, unless they are being loaded. Safe to repeat,

@@ -36,7 +36,6 @@ from lightcache.storage.protocol import (
     Storage,
     StorageSpec,
     StorageStats,
-    TokenRows,
     WriteResult,
     WriteStatus,
 )
@@ -121,41 +120,6 @@ def check_parent(parent: Keys | None) -> bytes | None:
     if not isinstance(found, np.ndarray) or found.shape != (1, 2) or found.dtype != np.uint64:
         raise ConfigError(f"parent: expected one key, uint64 of shape (1, 2), found {found!r}")
     return check_keys(np.ascontiguousarray(found))[0]
-
-
-def check_tokens(tokens: TokenRows | None, pages: int) -> TokenRows | None:
-    """Check token ids, and return them.
-
-    Raises:
-        ConfigError: they are neither None nor an array of integers with a row for each page.
-    """
-    found: Any = tokens
-    if found is None:
-        return None
-    what = type(found).__name__
-    if isinstance(found, np.ndarray):
-        if found.dtype.kind in "iu" and found.ndim == 2 and len(found) == pages:
-            return found
-        what = f"{found.dtype} {found.shape}"
-    raise ConfigError(f"tokens: expected integers of shape ({pages}, page_tokens), found {what}")
-
-
-def write_to(
-    storage: Storage,
-    keys: Keys,
-    buffers: Sequence[Buffer],
-    *,
-    timeout: float,
-    parent: Keys | None,
-    tokens: TokenRows | None,
-) -> WriteResult:
-    """Call `storage.write`, with the token ids only if the storage wants them."""
-    if storage.wants_tokens:
-        write = cast(Any, storage).write
-        return cast(
-            WriteResult, write(keys, buffers, timeout=timeout, parent=parent, tokens=tokens)
-        )
-    return storage.write(keys, buffers, timeout=timeout, parent=parent)
 
 
 def checksum(key: bytes, page: Buffer | bytes) -> int:
@@ -436,14 +400,14 @@ def storage_breaker(
     return CircuitBreaker(failures, retry, clock, text=text, works=works, log=log)
 
 
-def unread(result: ReadResult) -> str:
+def why_unread(result: ReadResult) -> str:
     """Why a read counts as a failure of the storage; empty: it does not. A batch with FAILED pages
     and none OK does; absent and corrupt alone are answers of a working storage."""
     failed, good = result.count(ReadStatus.FAILED), result.count(ReadStatus.OK)
     return result.reason or "failed" if failed and not good else ""
 
 
-def unwritten(result: WriteResult) -> str:
+def why_unwritten(result: WriteResult) -> str:
     """Why a write counts as a failure of the storage: all of its pages FAILED; empty: it does
     not."""
     failed = result.count(WriteStatus.FAILED)
@@ -571,7 +535,6 @@ __all__ = [
     "check_keys",
     "check_parent",
     "check_spec",
-    "check_tokens",
     "checked_contains",
     "checked_statuses",
     "checksum",
@@ -579,7 +542,6 @@ __all__ = [
     "own_memory",
     "storage_breaker",
     "timed_out",
-    "unread",
-    "unwritten",
-    "write_to",
+    "why_unread",
+    "why_unwritten",
 ]

@@ -42,9 +42,8 @@ from lightcache.storage.common import (
     checked_statuses,
     log,
     own_memory,
-    unread,
-    unwritten,
-    write_to,
+    why_unread,
+    why_unwritten,
 )
 from lightcache.storage.costs import ReadCosts
 from lightcache.storage.executor import READ, WRITE, Executor, Late, Work
@@ -54,14 +53,11 @@ from lightcache.storage.protocol import (
     ReadResult,
     ReadStatus,
     Storage,
-    TokenRows,
     WriteResult,
     WriteStatus,
 )
 from lightcache.storage.tasks import (
     COUNTS,
-    BusyPolicy,
-    ReadPolicy,
     StorageTask,
     TaskProgress,
     TierStats,
@@ -80,14 +76,21 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True)
+class LastReady:
+    """What `BaseTier.prefetch_last_ready` looks for."""
+
+    groups: Groups
+    start: int
+    step: int
+    most: int
+
+
+@dataclass(frozen=True)
 class TierOptions:
     """How a tier runs its tasks; see `StorageTier`."""
 
     threads: int
     group: int
-    busy: BusyPolicy
-    read_policy: ReadPolicy
-    read_seconds: float
     timeout: float
     call_timeout: float
     grace: float
@@ -191,10 +194,6 @@ class Job(Work):
 
     # ---- the methods of its task
 
-    def take(self) -> None:
-        """See `StorageTask.take`."""
-        self.task.wait()
-
     def cancel(self) -> None:
         """See `StorageTask.cancel`."""
         self.executor.cancel(self)
@@ -220,22 +219,19 @@ class WriteJob(Job):
         keys: Keys,
         lease: Lease,
         namespace: Namespace | None,
-        tokens: TokenRows | None,
     ) -> None:
         """Takes over the lease.
 
         Args:
             keys: keys of pages that were ready a moment ago.
             lease: a lease on the first of them.
-            tokens: the tokens of these pages, and perhaps of more after them.
         """
         super().__init__(executor, progress, deadline)
         self._keys = keys
         self._lease = lease
         self._namespace = namespace
-        self._tokens = tokens
         self._first_pages: list[int] = lease.pages.tolist()
-        self._group: Lease | None = None
+        self._group_lease: Lease | None = None
         """The lease on the group being written, if `_lease` does not cover it."""
         self._done: int | None = None
         """The number of leading keys that are stored; None: the storage was not asked yet."""
@@ -243,8 +239,8 @@ class WriteJob(Job):
     @property
     def pinned(self) -> int:
         """See `Job`."""
-        group = self._group
-        return len(self._first_pages) + (0 if group is None else len(group))
+        leased = self._group_lease
+        return len(self._first_pages) + (0 if leased is None else len(leased))
 
     def step(self) -> bool:
         """See `Job`."""
@@ -283,8 +279,7 @@ class WriteJob(Job):
         buffers = list(map(rows.__getitem__, pages))
         del rows
         parent = self._keys[first - 1 : first] if first else None
-        tokens = None if self._tokens is None else self._tokens[first:end]
-        result = self.executor.write(self, keys, buffers, parent, tokens)
+        result = self.executor.write(self, keys, buffers, parent)
         del buffers
         self._unpin(end)
         counts, prefix = Counter(result.statuses), result.prefix
@@ -309,16 +304,16 @@ class WriteJob(Job):
         with self.lock:
             self.check()
             keys = self._keys[first:end]
-            self._group = self.executor.cache.match(keys, namespace=self._namespace)
-            pages: list[int] = self._group.pages.tolist()
+            self._group_lease = self.executor.cache.match(keys, namespace=self._namespace)
+            pages: list[int] = self._group_lease.pages.tolist()
             return pages
 
     def _unpin(self, end: int) -> None:
         """Unpin written pages, once their call has returned."""
         with self.lock:
-            if self._group is not None:
-                self._group.close()
-                self._group = None
+            if self._group_lease is not None:
+                self._group_lease.close()
+                self._group_lease = None
             if end >= len(self._first_pages):
                 self._lease.close()
                 self._first_pages = []
@@ -371,8 +366,6 @@ class ReadJob(Job):
         self._hold = hold
         self._declinable = declinable
         self._run = run
-        options = executor.options
-        self._soft = Deadline(options.read_seconds, options.clock)
         self._reservation: Reservation | None = None
         self._calling = False
         """Whether a call of the storage has the pages of the reservation."""
@@ -443,9 +436,8 @@ class ReadJob(Job):
                 loaded += good
                 busy = busy[busy < end]
                 self._end_reservation()
-                if not len(busy) or self.executor.options.busy == "skip":
-                    others = max(0, end - first - loaded - len(busy))
-                    self.progress.count(busy=len(busy), present=others)
+                if not len(busy):
+                    self.progress.count(present=max(0, end - first - loaded))
                     return end
                 if not self._wait_for_others(busy):
                     end = self._leave_busy(busy)
@@ -525,16 +517,6 @@ class ReadJob(Job):
 
     # ---- control
 
-    def take(self) -> None:
-        """See `StorageTask.take`."""
-        policy = self.executor.options.read_policy
-        if policy == "wait":
-            self.task.wait()
-        elif policy == "deadline":
-            with contextlib.suppress(WaitTimeout):
-                self.task.wait(self._soft.left)
-        self.stop()
-
     def abandon_keys(self) -> None:
         """See `Job`."""
         for _, _, reservation in self.held:
@@ -609,19 +591,16 @@ class LastReadyJob(ReadJob):
         progress: TaskProgress,
         deadline: Deadline,
         keys: Keys,
-        groups: Groups,
-        start: int,
-        step: int,
-        most: int,
+        wanted: LastReady,
         namespace: Namespace | None,
     ) -> None:
         """Looks nothing up yet."""
         super().__init__(executor, progress, deadline, keys[:0], 0, namespace, False)
-        self._all_keys, self._groups = keys, groups
-        self._after, self._position_step = start, step
-        self._lookups = most
+        self._all_keys, self._groups = keys, wanted.groups
+        self._after, self._position_step = wanted.start, wanted.step
+        self._lookups = wanted.most
         """Lookups of the storage that are left."""
-        self._stored = [(0, 0)] * len(groups)
+        self._stored = [(0, 0)] * len(wanted.groups)
         """Pages that the last lookup found, by group."""
         self._absent: list[tuple[Run, int, int, int]] = []
         """Pages that the cache lacks at a position: how they lie, the first page that their group
@@ -1039,23 +1018,18 @@ class JobExecutor(Executor):
             self.add(read_bytes=good * self.cache.page_bytes)
             if self.costs is not None:
                 self.costs.note_read(good, self._clock() - began)
-            return result, unread(result)
+            return result, why_unread(result)
 
         return self.call(job, "read", run)
 
     def write(
-        self,
-        job: Job,
-        keys: Keys,
-        buffers: Sequence[Buffer],
-        parent: Keys | None,
-        tokens: TokenRows | None,
+        self, job: Job, keys: Keys, buffers: Sequence[Buffer], parent: Keys | None
     ) -> WriteResult:
         """`Storage.write`, made by `call`."""
 
         def run(left: float) -> tuple[WriteResult, str]:
             storage = self.storage
-            result = write_to(storage, keys, buffers, timeout=left, parent=parent, tokens=tokens)
+            result = storage.write(keys, buffers, timeout=left, parent=parent)
             checked_statuses("write", result.statuses, len(keys))
             stored, evicted = result.count(WriteStatus.STORED), 0
             with contextlib.suppress(Exception):  # a write does not fail because of statistics
@@ -1063,7 +1037,7 @@ class JobExecutor(Executor):
             with self.changed:
                 self._tally["written_bytes"] += stored * self.cache.page_bytes
                 self._tally["evicted"] = max(evicted, self._tally["evicted"])
-            return result, unwritten(result)
+            return result, why_unwritten(result)
 
         return self.call(job, "write", run)
 
@@ -1138,7 +1112,7 @@ class JobExecutor(Executor):
             if not stored or what != "read":
                 return True, ""
             page = own_memory(1, self.cache.page_bytes)
-            return True, unread(self.storage.read(key, [page[0]], timeout=deadline.left))
+            return True, why_unread(self.storage.read(key, [page[0]], timeout=deadline.left))
 
         with contextlib.suppress(Stopped, StorageError):  # the breaker was told
             self.call(None, "probe", run)
@@ -1281,6 +1255,7 @@ _TALLIES = (
 __all__ = [
     "Job",
     "JobExecutor",
+    "LastReady",
     "LastReadyJob",
     "ReadJob",
     "Stopped",

@@ -7,8 +7,6 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from lightcache import _arguments
 from lightcache._arguments import parse_size
 from lightcache.errors import ConfigError, StorageError
@@ -21,7 +19,6 @@ from lightcache.storage.common import (
     check_batch,
     check_keys,
     check_parent,
-    check_tokens,
     checksum,
 )
 from lightcache.storage.protocol import (
@@ -31,7 +28,6 @@ from lightcache.storage.protocol import (
     ReadStatus,
     StorageSpec,
     StorageStats,
-    TokenRows,
     WriteResult,
     WriteStatus,
 )
@@ -43,7 +39,6 @@ _MOST = 1 << 40
 class _Page:
     data: bytes
     checksum: int
-    tokens: TokenRows | None = None
 
 
 class MemoryStorage(Owned):
@@ -60,14 +55,12 @@ class MemoryStorage(Owned):
         *,
         pages: int | None = None,
         capacity: int | str | None = None,
-        tokens: bool = False,
     ) -> None:
         """Empty.
 
         Args:
             pages: maximum number of pages; or
             capacity: maximum bytes of pages, as a number or "1GiB"; neither: no bound.
-            tokens: want token ids, and keep them for `tokens_of`.
 
         Raises:
             ConfigError: both bounds, a bad one, or one without room for a page.
@@ -84,7 +77,6 @@ class MemoryStorage(Owned):
                 )
         self.spec = spec
         self.capacity = _MOST if pages is None else _arguments.count(pages, "pages", 0, _MOST)
-        self.wants_tokens = bool(tokens)
         self._lock = threading.Lock()
         self._pages: OrderedDict[bytes, _Page] = OrderedDict()  # least recently used first
         self._counters = Counters()
@@ -92,17 +84,16 @@ class MemoryStorage(Owned):
 
     @classmethod
     def open(cls, options: Mapping[str, str], spec: StorageSpec) -> MemoryStorage:
-        """Open with the options of a URL: `memory:?capacity=1GiB`, `memory:?pages=1000&tokens=yes`.
+        """Open with the options of a URL: `memory:?capacity=1GiB`, `memory:?pages=1000`.
 
         Raises:
             ConfigError: an unknown option, a bad value, or both bounds.
         """
-        given = Options("memory", options, ("capacity", "pages", "tokens"))
+        given = Options("memory", options, ("capacity", "pages"))
         return cls(
             spec,
             pages=given.count("pages", 0, 0, _MOST) if "pages" in given else None,
             capacity=given.size("capacity"),
-            tokens=given.choice("tokens", ("no", "yes")) == "yes",
         )
 
     def contains(self, keys: Keys, *, timeout: float) -> int:
@@ -155,25 +146,21 @@ class MemoryStorage(Owned):
         *,
         timeout: float,
         parent: Keys | None = None,
-        tokens: TokenRows | None = None,
     ) -> WriteResult:
-        """See `Storage.write`, and `wants_tokens`."""
+        """See `Storage.write`."""
         check_parent(parent)  # otherwise unused: eviction is by last use
         names, views = check_batch(keys, buffers, self.spec.page_bytes, writable=False)
         deadline = Deadline(timeout)
-        rows: list[TokenRows | None] = [None] * len(names)
-        if check_tokens(tokens, len(names)) is not None and self.wants_tokens:
-            rows = [*np.array(tokens)]  # a copy
         batch = set(names)
         statuses: list[WriteStatus] = []
         reason = ""
         self._calls.check()
-        for name, view, row in zip(names, views, rows, strict=True):
+        for name, view in zip(names, views, strict=True):
             if deadline.passed:
                 statuses.append(WriteStatus.FAILED)
                 reason = reason or deadline.reason
                 continue
-            statuses.append(self._write_one(name, view, row, batch))
+            statuses.append(self._write_one(name, view, batch))
             if statuses[-1] is WriteStatus.REFUSED:
                 reason = reason or f"refused: {self.capacity} pages are the most it may have"
         with self._lock:
@@ -181,14 +168,12 @@ class MemoryStorage(Owned):
         late = WriteStatus.FAILED in statuses
         return self._counters.write(WriteResult(tuple(statuses), reason), timed_out=late)
 
-    def _write_one(
-        self, name: bytes, view: memoryview, tokens: TokenRows | None, batch: set[bytes]
-    ) -> WriteStatus:
+    def _write_one(self, name: bytes, view: memoryview, batch: set[bytes]) -> WriteStatus:
         with self._lock:
             if name in self._pages:
                 return WriteStatus.PRESENT
         data = bytes(view)
-        page = _Page(data, checksum(name, data), tokens)
+        page = _Page(data, checksum(name, data))
         with self._lock:
             self._calls.check()
             if name in self._pages:  # another thread was faster
@@ -236,17 +221,6 @@ class MemoryStorage(Owned):
         with self._lock:
             self._pages.clear()
 
-    def tokens_of(self, key: Keys) -> TokenRows | None:
-        """Token ids of a page; None: it is not stored, or was stored without them.
-
-        Args:
-            key: one key, of shape (2,) or (1, 2).
-        """
-        (name,) = check_keys(key.reshape(1, 2))
-        with self._lock:
-            page = self._pages.get(name)
-        return None if page is None or page.tokens is None else page.tokens.copy()
-
     def damage(self, key: Keys, *, length: int | None = None) -> None:
         """For tests: change the first byte of a stored page, and cut it to `length` bytes.
 
@@ -263,7 +237,7 @@ class MemoryStorage(Owned):
                 raise StorageError(f"damage: there is no page {name.hex()}; store it first")
             data = bytearray(page.data)
             data[0] ^= 1
-            self._pages[name] = _Page(bytes(data[:length]), page.checksum, page.tokens)
+            self._pages[name] = _Page(bytes(data[:length]), page.checksum)
 
     def _touch(self, names: Sequence[bytes]) -> None:
         for name in reversed(names):

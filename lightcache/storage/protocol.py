@@ -197,11 +197,6 @@ class Storage(ABC):
 
     spec: StorageSpec
     """The spec that it was opened with."""
-    wants_tokens: bool = False
-    """True if `write` takes the tokens of each page. It then has one more argument, `tokens`:
-    `TokenRows`, or None if they are unknown; the caller owns them, as it owns the buffers. Other
-    backends are never passed the argument and need not declare it. Token ids are the prompt in
-    clear: docs/storage.md states the consequences."""
 
     @abstractmethod
     def contains(self, keys: Keys, *, timeout: float) -> int:
@@ -295,7 +290,6 @@ __all__ = [
     "Storage",
     "StorageSpec",
     "StorageStats",
-    "TokenRows",
     "WriteResult",
     "WriteStatus",
 ]

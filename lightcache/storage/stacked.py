@@ -27,16 +27,14 @@ from lightcache.storage.common import (
     check_batch,
     check_keys,
     check_parent,
-    check_tokens,
     checked_contains,
     checked_statuses,
     log,
     own_memory,
     storage_breaker,
     timed_out,
-    unread,
-    unwritten,
-    write_to,
+    why_unread,
+    why_unwritten,
 )
 from lightcache.storage.executor import Call, Executor, Late
 from lightcache.storage.protocol import (
@@ -47,7 +45,6 @@ from lightcache.storage.protocol import (
     Storage,
     StorageSpec,
     StorageStats,
-    TokenRows,
     WriteResult,
     WriteStatus,
 )
@@ -172,27 +169,20 @@ class Level:
             checked_statuses("read", result.statuses, len(keys))
             return result
 
-        return self._ask("read", seconds, run, unread)
+        return self._ask("read", seconds, run, why_unread)
 
     def write(
-        self,
-        keys: Keys,
-        buffers: Sequence[Buffer],
-        parent: Keys | None,
-        seconds: float,
-        tokens: TokenRows | None = None,
+        self, keys: Keys, buffers: Sequence[Buffer], parent: Keys | None, seconds: float
     ) -> WriteResult:
         """See `Storage.write`."""
 
         def run(left: float) -> WriteResult:
             self._key = keys[:1].copy()
-            result = write_to(
-                self.storage, keys, buffers, timeout=left, parent=parent, tokens=tokens
-            )
+            result = self.storage.write(keys, buffers, timeout=left, parent=parent)
             checked_statuses("write", result.statuses, len(keys))
             return result
 
-        return self._ask("write", seconds, run, unwritten)
+        return self._ask("write", seconds, run, why_unwritten)
 
     def delete(self, keys: Keys, seconds: float) -> int:
         """See `Storage.delete`. Waits for writes in flight: see `_after_writes`."""
@@ -652,7 +642,6 @@ class Writing:
         keys: Keys,
         views: list[memoryview],
         parent: Keys | None,
-        tokens: TokenRows | None,
         deadline: Deadline,
     ) -> None:
         """Writes nothing yet."""
@@ -660,7 +649,6 @@ class Writing:
         self._keys = keys
         self._views = views
         self._parent = parent
-        self._tokens = tokens
         self._deadline = deadline
         self._statuses: list[WriteStatus | None] = [None] * len(keys)
         self._reason = ""
@@ -711,16 +699,14 @@ class Writing:
         chosen = slice(piece.start, piece.stop)
         parent = self._keys[piece.start - 1 : piece.start] if piece.start else self._parent
         views, keys = self._views[chosen], self._keys[chosen]
-        tokens = None if self._tokens is None else self._tokens[chosen]
         if not level.apart:
-            result = level.write(keys, views, parent, limit.left, tokens)
+            result = level.write(keys, views, parent, limit.left)
         else:
             pages = own_memory(len(views), len(views[0]))
             for row, view in zip(pages, views, strict=True):
                 row[:] = view
             parent = None if parent is None else parent.copy()
-            tokens = None if tokens is None else tokens.copy()
-            result = level.write(keys.copy(), list(pages), parent, limit.left, tokens)
+            result = level.write(keys.copy(), list(pages), parent, limit.left)
         self._note(piece, result.statuses)
         self._say(level.named(result.reason))
 
@@ -803,7 +789,6 @@ class StackedStorage(Owned):
         """
         _fitting(storages)
         self.spec = storages[0].spec
-        self.wants_tokens = any(storage.wants_tokens for storage in storages)
         for name, seconds in (("retry", retry), ("promote_seconds", promote_seconds)):
             if Deadline(seconds, clock, name).timeout < 0:
                 raise ConfigError(f"{name}: expected seconds, 0 or more, found {seconds!r}")
@@ -861,20 +846,18 @@ class StackedStorage(Owned):
         *,
         timeout: float,
         parent: Keys | None = None,
-        tokens: TokenRows | None = None,
     ) -> WriteResult:
         """See `Storage.write`. A page is stored if one storage has it; the last such storage says
         whether it is STORED or PRESENT. A page that neither has is FAILED if a storage that was
-        asked says so, else REFUSED. Token ids go to the storages that want them."""
+        asked says so, else REFUSED."""
         _, views = check_batch(keys, buffers, self.spec.page_bytes, writable=False)
-        check_tokens(tokens, len(keys))
         check_parent(parent)
         self._calls.check()
         deadline = Deadline(timeout)
         if deadline.passed:
             late = WriteResult((WriteStatus.FAILED,) * len(keys), deadline.reason)
             return self._counters.write(late, timed_out=True)
-        writing = Writing(self._levels, keys, views, parent, tokens, deadline)
+        writing = Writing(self._levels, keys, views, parent, deadline)
         try:
             result = writing.run()
         except StorageError:

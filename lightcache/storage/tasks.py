@@ -73,9 +73,6 @@ _ENDED = (TaskState.FINISHED, TaskState.FAILED)
 class TaskOwner(Protocol):
     """The object that executes a task, as the task sees it."""
 
-    def take(self) -> None:
-        """See `StorageTask.take`."""
-
     def cancel(self) -> None:
         """See `StorageTask.cancel`."""
 
@@ -275,18 +272,9 @@ class StorageTask:
 
     # ---- control
 
-    def take(self) -> TaskResult:
-        """Call this before the request runs. It waits as the tier's `read_policy` says, stops the
-        task as `stop` does, and returns the result so far. Pages whose read is in flight become
-        ready later."""
-        self._check_process()
-        if self.progress.owner is not None:
-            self.progress.owner.take()
-        return self.result
-
     def stop(self) -> TaskResult:
-        """Start nothing more, and return the result so far. Never waits, whatever the read policy:
-        for a scheduler's step. Pages whose read is in flight become ready later."""
+        """Start nothing more, and return the result so far. Does not wait: call it when the
+        request runs with what was read. Pages whose read is in flight become ready later."""
         self._check_process()
         if self.progress.owner is not None:
             self.progress.owner.stop()
@@ -339,8 +327,6 @@ class StorageTask:
 
 # ---- Policies, statistics
 
-ReadPolicy = Literal["wait", "best_effort", "deadline"]
-BusyPolicy = Literal["wait", "skip"]
 Unstored = Literal["failed", "refused", "absent", "gone", "unreachable", "disabled", "ended"]
 """Why pages that should have been stored were not; see `TierStats`."""
 
@@ -413,8 +399,6 @@ TAKEN = ("read_bytes", "written_bytes", "evicted", "declined", "unstored_absent"
 __all__ = [
     "COUNTS",
     "TAKEN",
-    "BusyPolicy",
-    "ReadPolicy",
     "StorageTask",
     "TaskOwner",
     "TaskProgress",

@@ -12,15 +12,13 @@ from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, TypeVar, get_args
-
-import numpy as np
+from typing import Any, Literal, TypeVar
 
 from lightcache import _arguments
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, Detached, LayoutMismatch, LightcacheError
 from lightcache.groups import Rule
-from lightcache.hashing import Tokens, pack_tokens
+from lightcache.hashing import Tokens
 from lightcache.layout import GROUPS
 from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
@@ -29,12 +27,17 @@ from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import leave
 from lightcache.storage.common import Clock, Deadline, check_keys, log, storage_breaker
 from lightcache.storage.costs import ReadCosts
-from lightcache.storage.jobs import Groups, JobExecutor, LastReadyJob, TierOptions, WriteJob
-from lightcache.storage.protocol import Keys, Storage, StorageSpec, TokenRows
+from lightcache.storage.jobs import (
+    Groups,
+    JobExecutor,
+    LastReady,
+    LastReadyJob,
+    TierOptions,
+    WriteJob,
+)
+from lightcache.storage.protocol import Keys, Storage, StorageSpec
 from lightcache.storage.tasks import (
     TAKEN,
-    BusyPolicy,
-    ReadPolicy,
     StorageTask,
     TaskProgress,
     TierStats,
@@ -51,18 +54,12 @@ class BaseTier(ABC):
     """Moves pages between a cache's pool and a storage, in the background. It never fails a
     request. Close it before the cache.
 
-    The public calls check their arguments, once. A subclass implements `_begin` and the three
-    `_start_...` that they lead to, or overrides the public calls: so these four raise
-    NotImplementedError, and are not abstract.
+    The public calls check their arguments, once. A subclass implements `_deadline_of` and the three
+    `_start_...` that they lead to.
     """
 
     cache: Cache
     _page_tokens: int | None
-
-    @property
-    def wants_tokens(self) -> bool:
-        """True if the storage wants token ids; `write` then passes them on."""
-        return False
 
     def write(
         self,
@@ -71,7 +68,6 @@ class BaseTier(ABC):
         *,
         lease: Lease | None = None,
         tokens: int | None = None,
-        token_ids: Tokens | None = None,
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> StorageTask:
@@ -87,26 +83,19 @@ class BaseTier(ABC):
                 in the queue, and no call of the storage has pages of two requests.
             lease: the caller's lease on pages of these keys; no other pages are written.
             tokens: tokens of the whole prompt, for `min_tokens`; None: those of its keys.
-            token_ids: the prompt's token ids from the first on, passed only to a storage that wants
-                them (see `wants_tokens`). None: unknown.
             timeout: seconds; None: the tier's.
 
         Raises:
-            ConfigError: bad keys, a lease of more pages than there are keys, or bad token ids:
-                fewer than the pages have, or of a cache without page_tokens.
+            ConfigError: bad keys, or a lease of more pages than there are keys.
             Detached: the tier or the cache was closed.
             NotReady: of a `StorageTier`: an operator disabled the cache. The task of a
                 `StorageClient` is FAILED.
         """
-        deadline = self._begin(timeout, namespace)
+        deadline = self._deadline_of(timeout, namespace)
         wanted = checked_write(keys, request, lease, tokens)
-        rows = None
-        if token_ids is not None:
-            wants = self.wants_tokens
-            rows = token_rows(token_ids, len(wanted), self._page_tokens, wanted=wants)
         if tokens is None:
             tokens = len(keys) * (self._page_tokens or 0)
-        return self._start_write(wanted, request, tokens, rows, namespace, deadline)
+        return self._start_write(wanted, request, tokens, namespace, deadline)
 
     def write_tokens(
         self,
@@ -128,14 +117,7 @@ class BaseTier(ABC):
             Otherwise as `write`.
         """
         keys = self.cache.hash_pages(tokens, salt=salt, lora=lora, extra=extra, namespace=namespace)
-        return self.write(
-            keys,
-            request,
-            tokens=len(tokens),
-            token_ids=tokens if self.wants_tokens else None,
-            namespace=namespace,
-            timeout=timeout,
-        )
+        return self.write(keys, request, tokens=len(tokens), namespace=namespace, timeout=timeout)
 
     def prefetch(
         self,
@@ -164,7 +146,7 @@ class BaseTier(ABC):
             ConfigError: bad keys, or a start beyond them.
             Detached: the tier or the cache was closed.
         """
-        deadline = self._begin(timeout, namespace)
+        deadline = self._deadline_of(timeout, namespace)
         _arguments.keys(keys)
         _arguments.count(start, "start", 0, len(keys))
         return self._start_read(keys, start, hold, namespace, deadline)
@@ -200,31 +182,30 @@ class BaseTier(ABC):
             ConfigError: bad keys or groups, a start beyond the keys, or a step below 1.
             Detached: the tier or the cache was closed.
         """
-        deadline = self._begin(timeout, namespace)
+        deadline = self._deadline_of(timeout, namespace)
         _arguments.keys(keys)
         _arguments.count(start, "start", 0, len(keys))
         _arguments.count(step, "step", 1, MOST_STEP)
         _arguments.count(most, "most", 0, 1 << 30)
-        return self._start_last_ready(
-            keys, checked_groups(groups), start, step, most, namespace, deadline
-        )
+        wanted = LastReady(checked_groups(groups), start, step, most)
+        return self._start_last_ready(keys, wanted, namespace, deadline)
 
-    def _begin(self, timeout: float | None, namespace: Namespace | None) -> Deadline:
+    @abstractmethod
+    def _deadline_of(self, timeout: float | None, namespace: Namespace | None) -> Deadline:
         """The deadline of a new task. Raises Detached if the tier or the cache was closed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _start_write(
         self,
         keys: Keys,
         request: object,
         tokens: int,
-        rows: TokenRows | None,
         namespace: Namespace | None,
         deadline: Deadline,
     ) -> StorageTask:
-        """See `write`: the keys are those of the lease, `rows` is a row of token ids for each."""
-        raise NotImplementedError
+        """See `write`: the keys are those of the lease."""
 
+    @abstractmethod
     def _start_read(
         self,
         keys: Keys,
@@ -234,20 +215,16 @@ class BaseTier(ABC):
         deadline: Deadline,
     ) -> StorageTask:
         """See `prefetch`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _start_last_ready(
         self,
         keys: Keys,
-        groups: Groups,
-        start: int,
-        step: int,
-        most: int,
+        wanted: LastReady,
         namespace: Namespace | None,
         deadline: Deadline,
     ) -> StorageTask:
         """See `prefetch_last_ready`."""
-        raise NotImplementedError
 
     @abstractmethod
     def stats(self) -> TierStats:
@@ -334,31 +311,6 @@ def check_cache(cache: Cache) -> None:
     cache.index.segment.check_usable()
 
 
-def token_rows(
-    token_ids: Tokens, pages: int, page_tokens: int | None, *, wanted: bool
-) -> TokenRows | None:
-    """The token ids of a `BaseTier.write` as a row for each page, copied; None: the storage does
-    not want them.
-
-    Raises:
-        ConfigError: see `BaseTier.write`; checked even if the storage does not want them.
-    """
-    if page_tokens is None:
-        raise ConfigError("token_ids: this cache was created without page_tokens")
-    found: Any = token_ids
-    count = len(found) if hasattr(found, "__len__") else 0
-    least = pages * page_tokens
-    if count < least:
-        raise ConfigError(
-            f"token_ids: expected those of the prompt, {least} or more for {pages} pages, "
-            f"found {count if hasattr(found, '__len__') else repr(found)}"
-        )
-    if not wanted:
-        return None
-    packed = np.frombuffer(pack_tokens(found), "<u4")[:least]
-    return packed.astype(np.uint32, copy=False).reshape(pages, page_tokens)
-
-
 class SeenKeys:
     """Counts how often keys were offered. Bounded: the keys unseen for longest go first."""
 
@@ -409,9 +361,6 @@ class StorageTier(BaseTier):
         min_tokens: int = 0,
         seen: int = 1,
         seen_keys: int = 1 << 16,
-        read_policy: ReadPolicy = "wait",
-        read_seconds: float = 1.0,
-        busy: BusyPolicy = "wait",
         group: int = 16,
         write_pages: int | None = None,
         timeout: float = 30.0,
@@ -431,9 +380,6 @@ class StorageTier(BaseTier):
             min_tokens: shorter prompts are not written.
             seen: a page is written when it is offered the `seen`-th time; 1: at once.
             seen_keys: number of keys to remember for `seen`.
-            read_policy: how long `StorageTask.take` waits: "wait" until the read has ended,
-                "best_effort" not at all, "deadline" until `read_seconds` after the `prefetch`.
-            busy: whether to wait for keys that others are reading or computing, or to skip them.
             group: pages in one call of the storage, all of one request, and in one reservation.
             write_pages: pages that queued writes may pin. Further pages are pinned in addition, a
                 group at a time, when their turn comes. None: a quarter of the pool; 0: nothing is
@@ -460,18 +406,11 @@ class StorageTier(BaseTier):
         """
         _writable(cache)
         _fitting(cache, storage)
-        for name, value, choices in (
-            ("read_policy", read_policy, get_args(ReadPolicy)),
-            ("busy", busy, get_args(BusyPolicy)),
-        ):
-            if value not in choices:
-                raise ConfigError(f"{name}: expected one of {choices}, found {value!r}")
         for name, seconds in (
             ("timeout", timeout),
             ("call_timeout", call_timeout),
             ("grace", grace),
             ("retry", retry),
-            ("read_seconds", read_seconds),
         ):
             if Deadline(seconds, clock, name).timeout < 0:
                 raise ConfigError(f"{name}: expected seconds, 0 or more, found {seconds!r}")
@@ -487,9 +426,6 @@ class StorageTier(BaseTier):
         self.options = TierOptions(
             threads=count(threads, "threads", 1, 256),
             group=count(group, "group", 1, 1 << 20),
-            busy=busy,
-            read_policy=read_policy,
-            read_seconds=read_seconds,
             timeout=timeout,
             call_timeout=call_timeout,
             grace=grace,
@@ -536,12 +472,7 @@ class StorageTier(BaseTier):
         tier.owns_storage = True
         return tier
 
-    @property
-    def wants_tokens(self) -> bool:
-        """See `BaseTier`."""
-        return self.storage.wants_tokens
-
-    def _begin(self, timeout: float | None, namespace: Namespace | None) -> Deadline:
+    def _deadline_of(self, timeout: float | None, namespace: Namespace | None) -> Deadline:
         if self._executor.closing:
             raise Detached("this storage tier was closed; make another one")
         self.cache.index.segment.check_usable()
@@ -554,7 +485,6 @@ class StorageTier(BaseTier):
         keys: Keys,
         request: object,
         tokens: int,
-        rows: TokenRows | None,
         namespace: Namespace | None,
         deadline: Deadline,
     ) -> StorageTask:
@@ -584,7 +514,7 @@ class StorageTier(BaseTier):
                 progress.count(skipped=len(keys) - pages)
                 progress.add_reason(reason)
             own = keys[:pages].copy()
-            job = WriteJob(executor, progress, deadline, own, lease, namespace, rows)
+            job = WriteJob(executor, progress, deadline, own, lease, namespace)
         except BaseException:
             lease.__exit__(None, None, None)
             raise
@@ -630,19 +560,16 @@ class StorageTier(BaseTier):
     def _start_last_ready(
         self,
         keys: Keys,
-        groups: Groups,
-        start: int,
-        step: int,
-        most: int,
+        wanted: LastReady,
         namespace: Namespace | None,
         deadline: Deadline,
     ) -> StorageTask:
-        executor, pages = self._executor, len(keys) - start
+        executor, pages = self._executor, len(keys) - wanted.start
         if executor.breaker.shut:
             return executor.ended_task("read", pages, executor.breaker.reason, failed=1)
         progress, own = TaskProgress("read", pages, self._page_tokens), keys.copy()
         return executor.submit_job(
-            LastReadyJob(executor, progress, deadline, own, groups, start, step, most, namespace)
+            LastReadyJob(executor, progress, deadline, own, wanted, namespace)
         )
 
     def failed_task(
@@ -739,4 +666,4 @@ def _fitting(cache: Cache, storage: Storage) -> None:
         )
 
 
-__all__ = ["BaseTier", "StorageTier", "check_cache", "checked_write", "token_rows"]
+__all__ = ["BaseTier", "StorageTier", "check_cache", "checked_write"]

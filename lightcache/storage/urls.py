@@ -26,7 +26,6 @@ from lightcache.storage import stacked
 from lightcache.storage.common import check_spec
 from lightcache.storage.memory import MemoryStorage
 from lightcache.storage.protocol import Storage, StorageSpec
-from lightcache.storage.testing.faults import FlakyStorage
 
 GROUP = "lightcache.storage"
 REMOTE = {
@@ -327,6 +326,8 @@ def _flaky_of(rest: str) -> tuple[dict[str, str], str]:
 
 
 def _open_flaky(rest: str, spec: StorageSpec) -> Storage:
+    from lightcache.storage.testing.faults import FlakyStorage  # for drills alone
+
     chosen, inner = _flaky_of(rest)
     FlakyStorage.open(chosen, MemoryStorage(spec)).close()  # check before a disk is made in vain
     backend = open_storage(inner, spec=spec)
@@ -338,6 +339,8 @@ def _open_flaky(rest: str, spec: StorageSpec) -> Storage:
 
 
 def _check_flaky(rest: str, imports: bool) -> None:
+    from lightcache.storage.testing.faults import FlakyStorage
+
     chosen, inner = _flaky_of(rest)
     FlakyStorage.open(chosen, MemoryStorage(StorageSpec(4096))).close()
     _check(inner, imports=imports)

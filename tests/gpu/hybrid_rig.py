@@ -338,7 +338,7 @@ class Rig:
 
     def _path(self, tokens: Sequence[int]) -> Path:
         prompt = Prompt(tokens)
-        space = self.manager._weights.scope_of(prompt.tenant)
+        space = self.manager.state.weights.scope_of(prompt.tenant)
         assert space is not None
         states = self.hybrid.parts.states_of(space)
         assert states is not None

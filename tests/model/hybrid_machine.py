@@ -128,7 +128,7 @@ class HybridMachine(RuleBasedStateMachine):
         """Tokens whose KV is there, and those that are usable, by trying every position."""
         assert self.world is not None
         manager = self.world.manager
-        space = manager._weights.scope_of(prompt.tenant)
+        space = manager.state.weights.scope_of(prompt.tenant)
         block, page = manager.device.block_tokens, manager.page_tokens
         device = self.flags(manager.device.index, prompt.keys(space.device_spec), space.device)
         host = self.flags(manager.host.index, prompt.keys(space.host_spec), space.host)

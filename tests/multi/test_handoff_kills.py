@@ -83,7 +83,7 @@ def engines(cache: Cache) -> Iterator[Any]:
 
 def nothing_is_left(cache: Cache, engine: Engine) -> None:
     cache.reap()
-    for request in list(engine.manager._requests):
+    for request in list(engine.manager.state.requests):
         engine.manager.release(request)
     engine.settle()
     cache.evict(1)  # collects what was doomed
@@ -114,7 +114,7 @@ def test_the_prefill_side_is_killed(
     found = receive(engine.manager, 1, LONGER, handed, timeout=60)
     assert found.done()
     assert found.tokens == tokens
-    table = engine.manager._requests[1].table
+    table = engine.manager.state.requests[1].table
     assert (engine.store.read(table, 0, tokens) == engine.stamps(PROMPT)[:tokens]).all()
     return nothing_is_left(cache, engine)
 

@@ -228,7 +228,7 @@ def test_handoff_from_one_engine_to_another_with_ranks(crew: Crew, manager: KVCa
     crew.step()
     assert found.done()
     assert found.tokens == 2 * PAGE + 3
-    table = manager._requests["b"].table
+    table = manager.state.requests["b"].table
     for each in crew.ranks:
         assert (each.device.read(table, 0, len(whole)) == each.stamps(whole.tokens)).all()
     manager.release("b")

@@ -199,10 +199,6 @@ ELSEWHERE = {
         "bad_calls": ["wrote a lease of more pages"],
         "a_task_waits_with_a_limit": ["waited for a task"],
     },
-    "unit/test_storage_tokens.py": {
-        "conformance_sees_a_backend_that_takes_anything": ["gave a backend token ids"],
-        "ids_that_are_none": ["wrote with `token_ids`"],
-    },
     "unit/test_storage_wrong_input.py": {
         "a_path_instead_of_a_url": ["opened a storage by a URL without"],
         "buffers_that_are_no_list": ["gave a storage other buffers"],

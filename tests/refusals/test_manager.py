@@ -31,7 +31,7 @@ def picture(world: World) -> Any:
         {one: plan.request for one, plan in manager.lookup._plans.items()},
         {
             one.id: (one.total, one.known, one.table.tolist(), len(one.device_chain.keys))
-            for one in manager._requests.values()
+            for one in manager.state.requests.values()
         },
     )
 

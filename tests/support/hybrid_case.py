@@ -167,7 +167,7 @@ class HybridWorld:
 
     def path(self, prompt: Prompt) -> Path:
         """The positions of a prompt."""
-        space = self.manager._weights.scope_of(prompt.tenant)
+        space = self.manager.state.weights.scope_of(prompt.tenant)
         states = self.hybrid.parts.states_of(space)
         assert states is not None
         return Path(self.hybrid.parts.keys_of(prompt, space), states)

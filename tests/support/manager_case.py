@@ -21,6 +21,7 @@ from lightcache.manager import (
 )
 from lightcache.shm.layout import SegmentHeader
 from lightcache.storage import BaseTier
+from lightcache.storage.common import Deadline
 from lightcache.storage.tasks import StorageTask, TaskProgress
 
 SECRET = b"a secret of tests"
@@ -221,6 +222,7 @@ class Shelf(BaseTier):
     def __init__(self, cache: Cache) -> None:
         """Empty."""
         self.cache = cache
+        self._page_tokens = None
         self.pages: dict[bytes, bytes] = {}
         self.tasks: list[Reading] = []
 
@@ -232,15 +234,17 @@ class Shelf(BaseTier):
             part = words[i * spec.page_tokens : (i + 1) * spec.page_tokens]
             self.pages[key.tobytes()] = part.tobytes()
 
-    def write(self, keys: Any, request: Any = None, **how: Any) -> Any:
-        """See `Writer.store`: this one is filled by the tests."""
+    def _deadline_of(self, timeout: Any, namespace: Any) -> Deadline:
+        return Deadline(60.0 if timeout is None else timeout)
+
+    def _start_write(self, keys: Any, *how: Any) -> Any:
+        # It is filled by the tests.
         progress = TaskProgress("write", len(keys), None)
         progress.count(stored=len(keys))
         progress.end(failed=False)
         return StorageTask(progress)
 
-    def prefetch_last_ready(self, keys: Any, **how: Any) -> Any:
-        """Nobody asks it for that."""
+    def _start_last_ready(self, *how: Any) -> Any:
         raise NotImplementedError
 
     def stats(self) -> Any:
@@ -258,8 +262,7 @@ class Shelf(BaseTier):
         """It has none."""
         return {}
 
-    def prefetch(self, keys: Any, start: int = 0, *, namespace: Any = None, **how: Any) -> Any:
-        """See `Planner`."""
+    def _start_read(self, keys: Any, start: int, hold: bool, namespace: Any, *how: Any) -> Any:
         self.tasks.append(Reading(self, keys, start, namespace))
         return self.tasks[-1]
 

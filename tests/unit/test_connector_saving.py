@@ -25,7 +25,6 @@ from support.refusals import refused  # noqa: E402
 from support.tiny_models import answer, assert_same, kept, prompt  # noqa: E402
 
 from lightcache import Cache, ConfigError, Detached, InUse  # noqa: E402
-from lightcache.connectors import lease_calls  # noqa: E402
 from lightcache.connectors import transformers as lct  # noqa: E402
 from lightcache.shm import Segment, read_segment  # noqa: E402
 
@@ -250,7 +249,7 @@ def test_an_error_on_the_way_leaks_nothing(
         raise MemoryError(where)
 
     with monkeypatch.context() as patch:
-        patch.setattr(lct.PrefixCache if where == "allocate" else lease_calls, where, broken)
+        patch.setattr(lct.PrefixCache if where == "allocate" else lct, where, broken)
         refused(MemoryError, where, save, connector, llama, prompt(70))
     gc.collect()
     assert held(cache) == (0, 0)

@@ -51,14 +51,14 @@ class Node:
         return found
 
     def check(self, prompt: Prompt, found: Any) -> None:
-        table = self.decode.manager._requests[2].table
+        table = self.decode.manager.state.requests[2].table
         stamps = self.decode.stamps(prompt)[: found.tokens]
         assert (self.decode.store.read(table, 0, found.tokens) == stamps).all()
 
     def settle(self) -> None:
         """Nothing of it is left."""
         for manager in (self.prefill.manager, self.decode.manager):
-            for request in list(manager._requests):
+            for request in list(manager.state.requests):
                 manager.release(request)
         self.prefill.running.clear()
         for engine in (self.prefill, self.decode):
@@ -327,7 +327,7 @@ def test_out_of_blocks_leaves_nothing(nodes: Any) -> None:
     held = node.decode.device.index.allocate(30)
     with pytest.raises(OutOfPages):
         receive(node.decode.manager, 2, longer(given), handed)
-    assert not node.decode.manager._requests
+    assert not node.decode.manager.state.requests
     assert node.cache.check().pins == 0
     held.free()
     node.settle()

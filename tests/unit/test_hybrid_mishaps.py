@@ -205,7 +205,7 @@ def test_a_reading_that_breaks(hybrids: Any, which: str) -> None:
         world.compute(longer)
     world.hybrid.plan("b", longer)
     if which == "storage":  # nobody has asked for KV, as no state was found
-        space = world.manager._weights.scope_of(longer.tenant)
+        space = world.manager.state.weights.scope_of(longer.tenant)
         plan = world.manager.lookup._plans["b"]
         plan.reading = world.manager._storage.prefetch(longer.keys(space.host_spec))
     assert world.hybrid.take("b", wait=True).usable == 0

@@ -66,7 +66,7 @@ def test_kv_cleared_alone(hybrids: Any) -> None:
 def test_a_request_of_before_clears_nothing(hybrids: Any) -> None:
     """It knows the namespace of before, beside which there is nothing any more."""
     world = hybrids(weights="v1")
-    before = world.manager._weights.scope_of("a")
+    before = world.manager.state.weights.scope_of("a")
     world.hybrid.clear_tenant("a")
     world.run("r", ONE)
     kept = states_left(world)

@@ -260,7 +260,7 @@ def test_a_copy_among_others_that_go_on(worlds: Any) -> None:
     manager.commit("b", 18)
     assert manager.in_flight() == 2
     world.backend.finish()
-    manager._transfers._all[0].moving.over = True
+    manager.state.transfers._all[0].moving.over = True
     refused(Odd, "arranged", manager.poll)
     assert manager.in_flight() == 0
     assert on_host(world, other) == 4

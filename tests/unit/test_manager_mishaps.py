@@ -73,8 +73,8 @@ def test_waiting_for_room_ends_if_the_cache_is_not_asked_any_more(worlds: Any) -
     manager = world.manager
     manager.plan("c", Prompt(tokens(24, 9)))
     manager.take("c")
-    while not manager._fail_open.disabled:
-        manager._fail_open._breaker.failure("tests")
+    while not manager.state.fail_open.disabled:
+        manager.state.fail_open._breaker.failure("tests")
     assert len(manager.allocate("c", 24, timeout=None)) == 6
     manager.release("c")
     manager.enable()

@@ -161,7 +161,7 @@ def test_closing_has_one_deadline(
     world, clock = World(segment_name, storage=lambda _: "memory:"), Clock()
     manager, waits = world.manager, list[float]()
     tier: Any = manager._own_storage
-    closing, waiting = tier.close, manager._transfers.wait
+    closing, waiting = tier.close, manager.state.transfers.wait
 
     def close(timeout: float) -> Any:
         waits.append(timeout)
@@ -173,7 +173,7 @@ def test_closing_has_one_deadline(
 
     monkeypatch.setattr("lightcache.manager.manager.time", clock)
     monkeypatch.setattr(tier, "close", close)
-    monkeypatch.setattr(manager._transfers, "wait", wait)
+    monkeypatch.setattr(manager.state.transfers, "wait", wait)
     manager.close(timeout)
     assert len(waits) == 1
     assert waits[0] == left if timeout is not None else waits[0] > left

@@ -128,7 +128,7 @@ def test_no_number_of_seconds(worlds: Any, call: str, timeout: Any) -> None:
     with pytest.raises(ConfigError, match="timeout: expected seconds, or None for no limit, found"):
         waiting(world, load, call, timeout)
     assert manager.in_flight(table).all()
-    assert (manager.gauges().running, manager._transfers.paused) == (1, False)
+    assert (manager.gauges().running, manager.state.transfers.paused) == (1, False)
     assert manager.plan("b", PROMPT).tokens == 18  # neither closed nor updated
     manager.cancel("b")
     manager.release("a")

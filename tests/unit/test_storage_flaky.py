@@ -253,7 +253,7 @@ def test_urls() -> None:
         ("tape:", r"\['disk', 'flaky', 'memory', .*'redis', .*\], found 'tape'; others"),
         ("memory", "such as 'memory:'"),
         ("memory:/somewhere", "'memory:\\?options'"),
-        ("memory:?size=3", "memory: expected capacity, pages, tokens, found size"),
+        ("memory:?size=3", "memory: expected capacity, pages, found size"),
         ("memory:?pages=many", "pages: expected a number"),
         ("memory:?pages", "name=value"),
         ("memory:?pages=1&pages=2", "each option once"),

@@ -342,10 +342,9 @@ def test_what_ends_just_when_it_is_left_is_closed_at_once(cache: Cache) -> None:
 
 def test_time_without_an_end(cache: Cache) -> None:
     storage = full(cache)
-    with StorageTier(cache, storage, timeout=math.inf, read_seconds=math.inf) as tier:
+    with StorageTier(cache, storage, timeout=math.inf) as tier:
         task = tier.prefetch(KEYS, timeout=math.inf)
         assert task.wait(math.inf).loaded == len(KEYS)
-        assert task.take().loaded == len(KEYS)
         assert tier.write(KEYS).wait(60.0).present == len(KEYS)
         assert all(thread.is_alive() for thread in threads(tier))
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from support.refusals import refused
 
 from lightcache.kernels.groups import Rule
+from lightcache.layout import GROUPS
 from lightcache.namespaces import Namespace
 from lightcache.runs import PLAIN, Run
 from lightcache.storage import TaskState
 from lightcache.storage.service.messages import (
     ANSWER_BYTES,
-    MOST_BYTES,
     MOST_KEYS,
     PART_BYTES,
     VERSION,
@@ -56,19 +56,14 @@ asks = st.builds(
         ),
         max_size=3,
     ).map(lambda groups: tuple((Rule(f"rule{i}", *of[:2]), of[2]) for i, of in enumerate(groups))),
-    token_ids=st.none() | st.lists(U32, max_size=9).map(lambda ids: np.array(ids, np.uint32)),
 )
 ASK = Ask(1.0, 2.0, make_keys(3, seed=1), Namespace("v1", "t", 7), tokens=9, request=4)
 
 
 def same(one: Ask, other: Ask) -> bool:
     """Equal, keys and all."""
-    alike = replace(one, keys=other.keys, token_ids=other.token_ids) == other
-    if one.token_ids is None or other.token_ids is None:
-        ids = one.token_ids is other.token_ids
-    else:
-        ids = np.array_equal(one.token_ids, other.token_ids)
-    return bool(alike and ids and np.array_equal(one.keys, other.keys))
+    alike = replace(one, keys=other.keys) == other
+    return bool(alike and np.array_equal(one.keys, other.keys))
 
 
 # ---------------------------------------------------------------- there and back
@@ -128,14 +123,10 @@ def test_a_reason_that_is_too_long_is_cut_off_between_characters(first: str) -> 
     assert len(reason) > ANSWER_BYTES // 3
 
 
-@pytest.mark.parametrize("ids", [None, (MOST_BYTES - 16 * MOST_KEYS - 158) // 4])
-def test_the_longest_chain_has_all_of_its_parts(ids: int | None) -> None:
-    ask = replace(
-        ASK,
-        keys=make_keys(MOST_KEYS, seed=3),
-        namespace=Namespace("w" * 47, "t" * 47, 1),
-        token_ids=None if ids is None else np.arange(ids, dtype=np.uint32),
-    )
+def test_the_longest_chain_has_all_of_its_parts() -> None:
+    keys = make_keys(MOST_KEYS, seed=3)
+    groups = tuple((Rule(f"rule{i}", 1, 0), PLAIN) for i in range(GROUPS))
+    ask = replace(ASK, keys=keys, namespace=Namespace("w" * 47, "t" * 47, 1), groups=groups)
     halves = PartBuffer()
     bodies = [halves.add(Part.unpack(each)) for each in split(Kind.WRITE, 1, 2, 3, ask.pack())]
     assert bodies[-1] is not None
@@ -155,18 +146,17 @@ def test_any_bytes_are_refused_or_understood(data: bytes) -> None:
         assert kind.unpack(made.pack()) is not None  # type: ignore[attr-defined]
 
 
-@given(st.sampled_from(["part", "ask", "told", "answer"]), st.data())
+@given(st.sampled_from(["part", "ask", "answer"]), st.data())
 def test_a_message_of_which_bytes_changed(which: str, data: Any) -> None:
     whole: bytes = {
         "part": Part(Kind.WRITE, 1, 2, 3, 0, 1, b"body").pack(),
         "ask": ASK.pack(),
-        "told": replace(ASK, token_ids=np.arange(9, dtype=np.uint32)).pack(),
         "answer": Answer(1, TaskState.RUNNING, 2, {}, ("why",)).pack(),
     }[which]
     at = data.draw(st.integers(0, len(whole) - 1))
     bad = bytearray(whole)
     bad[at] ^= data.draw(st.integers(1, 255))
-    kinds = {"part": Part, "ask": Ask, "told": Ask, "answer": Answer}
+    kinds = {"part": Part, "ask": Ask, "answer": Answer}
     unpack: Any = kinds[which]
     with contextlib.suppress(Malformed):
         unpack.unpack(bytes(bad)[: data.draw(st.integers(0, len(bad)))])
@@ -254,8 +244,7 @@ def body(**how: Any) -> bytes:
         body(keys=3),
         body(keys=MOST_KEYS + 1) + b"k" * 16 * (MOST_KEYS - 1),
         body() + b"k",
-        body() + b"idid",
-        body(has=4) + b"ids",
+        body(has=4),
         body(weights=3),
         body(weights=48),
         body(tenant=60000),

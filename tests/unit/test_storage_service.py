@@ -37,7 +37,7 @@ def test_without_a_service_tasks_fail_at_once(cache: Cache, client: Any, caplog:
             assert task.state is FAILED
             assert task.result.failed == 20
             assert f"lightcache storage {cache.name}" in task.result.reasons[0]
-            assert task.take().prefix == 0
+            assert task.stop().prefix == 0
             task.cancel()
     assert [record.levelname for record in caplog.records] == ["WARNING"]  # once
     found = client.stats()

@@ -74,7 +74,7 @@ def test_a_forked_child_waits_for_no_lock_of_the_parent(cache: Cache) -> None:
         task = client.prefetch(KEYS, timeout=60.0)
         assert recorder.arrived.acquire(timeout=60.0)
         calls: list[Callable[[], object]] = [
-            *(task.wait, task.take, task.cancel, task.stop),
+            *(task.wait, task.cancel, task.stop),
             *(client.stats, client.service, lambda: client.prefetch(KEYS)),
             *(lambda: client._push([b"x"]), service.stats),
         ]

@@ -53,22 +53,6 @@ def test_cancelling(cache: Cache, wait_until: Wait) -> None:
     assert storage.calls == [("contains", 20), ("write", 4)]
 
 
-def test_taking_what_there_is(cache: Cache, wait_until: Wait) -> None:
-    flaky = FlakyStorage(full(cache), script={"read": [None, Fault("hang", at=1)]})
-    with ServedTier(cache, flaky, group=8, read_policy="best_effort") as tier:
-        assert tier.read_policy == "best_effort"
-        task = tier.prefetch(KEYS)
-        assert flaky.wait_hanging()
-        wait_until(lambda: task.pages_done == 8, "the first group")
-        assert task.take().prefix == 8
-        wait_until(
-            lambda: next(iter(tier.serving._tier._executor.running)).stopping, "the word to stop"
-        )
-        flaky.let_go()
-        assert task.wait(60.0).prefix == 16  # the group at hand, and nothing more
-        assert task.state is FINISHED
-
-
 def test_stopping_never_waits(make_tier: Any, cache: Cache, wait_until: Wait) -> None:
     flaky = FlakyStorage(full(cache), script={"read": [None, Fault("hang", at=1)]})
     with make_tier(cache, flaky, group=8) as tier:  # whose policy is to wait
@@ -83,18 +67,6 @@ def test_stopping_never_waits(make_tier: Any, cache: Cache, wait_until: Wait) ->
         flaky.let_go()
         assert task.wait(60.0).prefix == 16  # the group in flight, and nothing more
         assert task.stop().prefix == 16
-
-
-def test_taking_behind_a_deadline(cache: Cache) -> None:
-    flaky = FlakyStorage(full(cache), script={"read": [Fault("hang", at=1)]})
-    with ServedTier(cache, flaky, read_policy="deadline", read_seconds=0.01) as tier:
-        task = tier.prefetch(KEYS)
-        assert task.take().prefix == 0
-        assert not task.ended
-        flaky.let_go()
-        task.wait(60.0)
-    with ServedTier(cache, full(cache), read_policy="deadline", read_seconds=60.0) as tier:
-        assert tier.prefetch(KEYS).take().prefix == 20
 
 
 def test_a_task_that_may_take_for_ever(cache: Cache) -> None:

@@ -64,17 +64,6 @@ def test_busy_keys_that_are_abandoned_are_read(make_tier: Any, cache: Cache, oth
         assert (result.loaded, result.present, result.prefix) == (20, 0, 20)
 
 
-def test_busy_keys_are_skipped(make_tier: Any, cache: Cache, other: Cache) -> None:
-    with make_tier(cache, full(cache), group=8, busy="skip") as tier:
-        with other.reserve(KEYS[:6], 2) as theirs:
-            result = tier.prefetch(KEYS).wait(60.0)
-            assert (result.loaded, result.busy, result.prefix) == (16, 4, 2)
-            for page, data in zip(theirs.pages.tolist(), pages_of(KEYS[2:6]), strict=True):
-                other.pool[page][:] = data
-            theirs.publish()
-        assert sound(cache, KEYS) == 20
-
-
 def test_waiting_for_others_has_a_limit(cache: Cache, other: Cache) -> None:
     now = [0.0]
     tier = StorageTier(cache, full(cache), group=8, clock=lambda: now[0])
@@ -246,40 +235,6 @@ def test_a_prefetch_that_holds_pages_does_not_wait(cache: Cache, other: Cache) -
         assert (task.state, result.prefix, result.busy) == (FINISHED, 10, 2)
         task.publish(10).wait(60.0)
         assert sound(cache, KEYS) == 10
-
-
-# ---------------------------------------------------------------- when an engine cannot wait
-
-
-def test_taking_what_there_is(cache: Cache) -> None:
-    flaky = FlakyStorage(full(cache), script={"read": [None, Fault("hang", at=1)]})
-    with StorageTier(cache, flaky, group=8, read_policy="best_effort") as tier:
-        task = tier.prefetch(KEYS)
-        assert flaky.wait_hanging()
-        assert task.take().prefix == 8
-        flaky.let_go()
-        assert task.wait(60.0).prefix == 16  # the group at hand, and nothing more
-        assert task.state is FINISHED
-        tier.prefetch(KEYS).take()
-
-
-def test_taking_behind_a_deadline(cache: Cache) -> None:
-    flaky = FlakyStorage(full(cache), script={"read": [Fault("hang", at=1)]})
-    how: Any = {"read_policy": "deadline", "group": 8}
-    with StorageTier(cache, flaky, read_seconds=0.01, **how) as tier:
-        task = tier.prefetch(KEYS)
-        assert task.take().prefix == 0
-        flaky.let_go()
-        assert task.wait(60.0).prefix <= 8
-    with StorageTier(cache, full(cache), read_seconds=60.0, **how) as tier:
-        assert tier.prefetch(KEYS).take().prefix == 20
-
-
-def test_taking_all_of_it(make_tier: Any, cache: Cache) -> None:
-    fill(cache, KEYS[:1])
-    with make_tier(cache, full(cache)) as tier:
-        assert tier.prefetch(KEYS).take().prefix == 20
-        assert tier.write(KEYS[:1]).take().prefix == 1
 
 
 # ---------------------------------------------------------------- everything at once

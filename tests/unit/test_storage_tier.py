@@ -369,15 +369,12 @@ def test_a_task_is_counted_before_it_is_over() -> None:
         {"min_tokens": -1},
         {"seen": 0},
         {"seen_keys": 0},
-        {"read_policy": "later"},
-        {"busy": "fight"},
         {"group": 0},
         {"write_pages": 97},
         {"timeout": -1.0},
         {"grace": None},
         {"retry": float("nan")},
         {"failures": 0},
-        {"read_seconds": "1"},
     ],
 )
 def test_arguments_out_of_range(make_tier: Any, cache: Cache, how: Any) -> None:

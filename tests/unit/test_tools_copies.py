@@ -26,7 +26,6 @@ from lightcache.shm import Segment, names
 from lightcache.shm import layout as shm_layout
 from lightcache.tools import check as check_module
 from lightcache.tools import cli
-from lightcache.tools.dump import dump
 from lightcache.tools.facts import state_of
 from lightcache.tools.image import read
 
@@ -233,8 +232,6 @@ def test_dump_sections(run: Run, made: str) -> None:
     assert set(load(run, made, "--pages", "--tickets")) == {"segment", "tickets", "pages", *HINTS}
     assert load(run, made, "--pages", "--limit", "0")["pages"]["shown"] == 6
     assert "--limit" in run("dump", made, "--limit", "-1", status=2).stderr
-    alone = CliRunner().invoke(dump, [made, "--lock", "--json"], prog_name="shm-dump")
-    assert json.loads(alone.stdout)["lock"]["holder"] is None
 
 
 def test_dump_of_a_plain_segment(run: Run, segment_name: str) -> None:

@@ -98,13 +98,12 @@ def test_dump_says_that_storage_is_not_used(served: Any, cache: Cache, wait_unti
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_start_use_end(served: Any, cache: Cache, where: Path, number: signal.Signals) -> None:
     url = f"disk:{where}?capacity=1MiB"
-    service = served(cache.name, "--url", url, "--batch", 4, "--read-policy", "best_effort")
+    service = served(cache.name, "--url", url, "--batch", 4)
     assert service.begun == (
         f"serving {cache.name} with {url} (pid {service.process.pid}); Ctrl-C ends it\n"
     )
     fill(cache, KEYS)
     with StorageClient(cache) as client:
-        assert client.read_policy == "best_effort"
         assert client.write(KEYS).wait(LIMIT).stored == 20
         cache.evict(96)
         assert client.prefetch(KEYS).wait(LIMIT).loaded == 20
@@ -268,7 +267,7 @@ def test_a_password_is_not_shown(served: Any, cache: Cache) -> None:
         (("--url", "disk:?capacity=1MiB"), 2, "disk"),
         (("--url", "memory:", "--threads", 0), 2, "threads"),
         (("--url", "memory:", "--threads", "two"), 2, "--threads"),
-        (("--url", "memory:", "--read-policy", "later"), 2, "--read-policy"),
+        (("--url", "memory:", "--threads", "many"), 2, "--threads"),
         (("--url", "memory:", "--batch", 0), 2, "--batch"),
         (("--url", "memory:", "--finish", -1), 2, "--finish"),
         (("--url", "memory:", "--finish", "nan"), 2, "finish: expected seconds"),

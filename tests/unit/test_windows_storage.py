@@ -342,32 +342,6 @@ def test_a_manager_that_is_closed_has_stored_what_ended(segment_name: str) -> No
     engine.close()
 
 
-def test_tokens_of_windows_are_those_of_their_pages(engines: Make) -> None:
-    rows: dict[bytes, list[int]] = {}
-
-    class Telling(MemoryStorage):
-        """Wants tokens."""
-
-        def write(self, keys: Any, buffers: Any, *, tokens: Any = None, **how: Any) -> Any:
-            rows.update(
-                {key.tobytes(): row.tolist() for key, row in zip(keys, tokens, strict=True)}
-            )
-            return super().write(keys, buffers, **how)
-
-    engine = engines(
-        storage=lambda cache: StorageTier(
-            cache, Telling(StorageSpec.of(cache), tokens=True), write_pages=cache.pages
-        )
-    )
-    engine.run(STEM, 0)
-    forget(engine)
-    assert len(rows) == 13
-    keys = keys_of(engine, STEM)
-    for run in (PLAIN, *(window.run for window in engine.windows)):
-        for part in run.keys(keys[6:7]):
-            assert rows[part.tobytes()] == STEM[48:56]
-
-
 # ---- refusals
 
 

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
@@ -34,12 +34,9 @@ from lightcache.shm.segment import free_dead_slots
 from lightcache.shm.sync import AtomicU64, RobustLock
 from lightcache.storage.jobs import TierOptions
 from lightcache.storage.service.messages import ANSWER_BYTES, PART_BYTES, VERSION
-from lightcache.storage.tasks import TAKEN, ReadPolicy, TierStats
+from lightcache.storage.tasks import TAKEN, TierStats
 
-_KEPT = (
-    *("service", "phase", "pid", "since_ns", "read_policy", "read_us", "grace_us"),
-    *("wants_tokens", "beat"),
-)
+_KEPT = ("service", "phase", "pid", "since_ns", "grace_us", "beat")
 COUNTED = ("taken", "malformed", "halves", "late", "orphans", "lost", "full")
 """A service's counters of its messages."""
 GAUGES = ("queued", "running", "stuck", "writing")
@@ -53,7 +50,6 @@ _WORDS = (
     *(f"given_{name}" for name in TAKEN),
 )
 LAYOUT = f"messages {VERSION}; {' '.join(_WORDS)}"  # other releases do not attach
-_POLICIES: tuple[ReadPolicy, ...] = get_args(ReadPolicy)
 _STATES: tuple[Any, ...] = ("closed", "open", "half-open")
 _NAME_PART = 120  # characters of the cache's name in ours; UUID and client number need the rest
 
@@ -181,13 +177,9 @@ class Board:
         self.store(**{name: each for name, each in words.items() if each != self._said.get(name)})
         self._said = words
 
-    def begin(self, options: TierOptions, *, wants_tokens: bool) -> None:
-        """Begin to serve; stores the tier's options that clients use."""
-        limits = (options.read_seconds, options.grace)
-        read_us, grace_us = (round(min(seconds, 1e9) * 1e6) for seconds in limits)
-        policy = _POLICIES.index(options.read_policy)
-        self.store(read_policy=policy, read_us=read_us, grace_us=grace_us)
-        self.store(wants_tokens=wants_tokens)
+    def begin(self, options: TierOptions) -> None:
+        """Begin to serve; stores the tier's option that clients use."""
+        self.store(grace_us=round(min(options.grace, 1e9) * 1e6))
         self.store(phase=Phase.SERVING)  # last: from here on clients use all words
 
     def end(self, phase: Phase) -> None:
@@ -204,10 +196,10 @@ class Board:
     def _ours(self) -> bool:
         return bool(self._word) and self._words["service"].load() == self._word
 
-    def policy(self) -> tuple[ReadPolicy, float, float]:
-        """Read policy, read seconds and `grace` of the current or last service's tier."""
-        chosen = _POLICIES[self._load("read_policy") % len(_POLICIES)]
-        return chosen, self._load("read_us") / 1e6, self._load("grace_us") / 1e6
+    @property
+    def grace(self) -> float:
+        """`grace` of the current or last service's tier."""
+        return self._load("grace_us") / 1e6
 
     def count_beat(self) -> None:
         """Increment the beat: the service still reads its messages."""
@@ -217,11 +209,6 @@ class Board:
     def beat(self) -> int:
         """A count that grows while the service reads its messages."""
         return self._load("beat")
-
-    @property
-    def wants_tokens(self) -> bool:
-        """True if the storage of the current or last service wants token ids."""
-        return bool(self._load("wants_tokens"))
 
     def give(self) -> Counter[str]:
         """The increase of the totals `TAKEN` since the last call by any client. A process killed in

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
-import numpy as np
-
 from lightcache.cache import Cache
 from lightcache.errors import (
     ConfigError,
@@ -27,12 +25,11 @@ from lightcache.errors import (
 from lightcache.namespaces import Namespace
 from lightcache.shm.waiting import Condition
 from lightcache.storage.common import Clock, Deadline, log
-from lightcache.storage.jobs import Groups
-from lightcache.storage.protocol import Keys, TokenRows
+from lightcache.storage.jobs import LastReady
+from lightcache.storage.protocol import Keys
 from lightcache.storage.service import board
 from lightcache.storage.service.board import Board, Service, ServiceStats, stats_of, tier_stats
 from lightcache.storage.service.messages import (
-    MOST_BYTES,
     MOST_KEYS,
     Answer,
     Ask,
@@ -42,7 +39,6 @@ from lightcache.storage.service.messages import (
     split,
 )
 from lightcache.storage.tasks import (
-    ReadPolicy,
     StorageTask,
     TaskProgress,
     TaskState,
@@ -102,19 +98,16 @@ class ClientTask:
         progress: TaskProgress,
         deadline: Deadline,
         service: Service,
-        options: tuple[ReadPolicy, float, float],
+        grace: float,
     ) -> None:
         """Pushes nothing yet.
 
         Args:
-            options: the read policy, its seconds, and the sum of the service's and the client's
-                grace.
+            grace: the sum of the service's and the client's.
         """
         self.number, self.progress, self.task = number, progress, StorageTask(progress)
         self.deadline, self.service = deadline, service
-        self._client = client
-        self._policy, seconds, self._grace = options
-        self._soft = Deadline(seconds, client.clock)
+        self._client, self._grace = client, grace
         self.end = Deadline(deadline.left + self._grace, client.clock)
         """When the task is given up if the service has not answered."""
         progress.owner = self
@@ -123,16 +116,6 @@ class ClientTask:
         """The task has advanced: a write gets its whole time again, see `WriteJob`."""
         if self.progress.kind == "write":
             self.end = Deadline(self.deadline.timeout + self._grace, self._client.clock)
-
-    def take(self) -> None:
-        """See `StorageTask.take`."""
-        if self._policy == "wait" or self.progress.kind == "write":
-            self.task.wait()
-        elif self._policy == "deadline":
-            with contextlib.suppress(WaitTimeout):
-                self.task.wait(self._soft.left)
-        if not self.task.ended:
-            self.stop()
 
     def stop(self) -> None:
         """See `StorageTask.stop`."""
@@ -158,9 +141,8 @@ class StorageClient(BaseTier):
 
     A `write` pins nothing: the service pins the pages when it takes the message out, and pages
     evicted before count as skipped. Keep a lease until the task is running if all pages should be
-    written. Token ids pass through shared memory if the service's storage wants them; a task whose
-    token ids do not fit fails. A `prefetch` with `hold` raises ConfigError: the service holds no
-    pages for its clients.
+    written. A `prefetch` with `hold` raises ConfigError: the service holds no pages for its
+    clients.
 
     Close it before the cache. It cannot be used in a forked child.
     """
@@ -226,14 +208,12 @@ class StorageClient(BaseTier):
         keys: Keys,
         request: object,
         tokens: int,
-        rows: TokenRows | None,
         namespace: Namespace | None,
         deadline: Deadline,
     ) -> StorageTask:
         how: dict[str, Any] = {
             "tokens": tokens,
             "request": None if request is None else hash(request) & 0xFFFFFFFFFFFFFFFF,
-            "token_ids": None if rows is None else rows.reshape(-1).astype(np.uint32, copy=False),
         }
         return self._ask(Kind.WRITE, keys, deadline, namespace, **how)
 
@@ -255,19 +235,15 @@ class StorageClient(BaseTier):
     def _start_last_ready(
         self,
         keys: Keys,
-        groups: Groups,
-        start: int,
-        step: int,
-        most: int,
+        wanted: LastReady,
         namespace: Namespace | None,
         deadline: Deadline,
     ) -> StorageTask:
-        how: dict[str, Any] = {"start": start, "step": step, "most": most, "groups": groups}
-        return self._ask(Kind.LAST_READY, keys, deadline, namespace, **how)
+        return self._ask(Kind.LAST_READY, keys, deadline, namespace, **vars(wanted))
 
     # ---- asking
 
-    def _begin(self, timeout: float | None, namespace: Namespace | None) -> Deadline:
+    def _deadline_of(self, timeout: float | None, namespace: Namespace | None) -> Deadline:
         self.cache.index.segment.check_usable()
         if self._closing:
             raise Detached("this storage client was closed; make another one")
@@ -293,9 +269,8 @@ class StorageClient(BaseTier):
         ask = Ask(end, deadline.timeout, keys, space, start=start, **how)
         try:
             service = self._serving()
-            policy, seconds, grace = self._board.policy()
-            options = policy, seconds, grace + self.grace
-            task = ClientTask(self, next(self._numbers), progress, deadline, service, options)
+            grace = self._board.grace + self.grace
+            task = ClientTask(self, next(self._numbers), progress, deadline, service, grace)
             parts = split(kind, self._pid, self._client, task.number, _body(ask))
         except (StorageError, Detached) as error:
             return self._refuse(progress, str(error))
@@ -493,19 +468,6 @@ class StorageClient(BaseTier):
 
     # ---- inspection, closing
 
-    @property
-    def wants_tokens(self) -> bool:
-        """Whether the storage of the current or last service wants token ids."""
-        try:
-            return self._board.wants_tokens
-        except Detached:
-            return False
-
-    @property
-    def read_policy(self) -> ReadPolicy:
-        """The read policy of the current or last service."""
-        return self._board.policy()[0]
-
     def service(self) -> ServiceStats:
         """Statistics of the service. Takes no lock and sends no message."""
         return stats_of(self._board)
@@ -556,13 +518,7 @@ def _body(ask: Ask) -> bytes:
     keys = len(ask.keys)
     if keys > MOST_KEYS:
         raise StorageError(f"{keys} keys are more than one task may have, {MOST_KEYS}")
-    body = ask.pack()
-    if len(body) > MOST_BYTES:
-        raise StorageError(
-            f"{keys} keys with their token ids are {len(body)} bytes, more than one task may have, "
-            f"{MOST_BYTES}; a StorageTier writes prompts of this length"
-        )
-    return body
+    return ask.pack()
 
 
 __all__ = ["ClientTask", "Pulse", "StorageClient"]

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
-import numpy.typing as npt
 
 from lightcache.errors import ConfigError
 from lightcache.groups import Rule
@@ -23,14 +22,14 @@ from lightcache.storage.jobs import Groups
 from lightcache.storage.protocol import Keys
 from lightcache.storage.tasks import COUNTS, TaskState
 
-VERSION = 5
+VERSION = 6
 PART_BYTES = 16 << 10
 """Maximum size of a message to the service: about a thousand keys."""
 ANSWER_BYTES = 1 << 10
-MOST_PARTS = 240
-"""Maximum parts of a task: more would not fit into the ring at once, with those of others."""
 MOST_KEYS = 1 << 16
 """Maximum keys of a task."""
+MOST_PARTS = 66
+"""Maximum parts of a task: those of `MOST_KEYS` keys, and of the rest of the body."""
 
 _MAGIC = b"lcST"
 _HEAD = struct.Struct("<4sBBHIHHQQ")
@@ -39,9 +38,7 @@ _GROUP = struct.Struct("<QQHH")
 _ANSWER = struct.Struct(f"<4sBBHQI{len(COUNTS)}I")
 _STATES = tuple(TaskState)
 _ROOM = PART_BYTES - _HEAD.size
-MOST_BYTES = MOST_PARTS * _ROOM
-"""Maximum size of a body."""
-_HAS_REQUEST, _HAS_TOKEN_IDS = 1, 4
+_HAS_REQUEST = 1
 _NO_TOKENS = -1
 
 
@@ -171,12 +168,10 @@ class Ask:
     """The same."""
     groups: Groups = ()
     """The same. The names of the rules are not sent."""
-    token_ids: npt.NDArray[np.uint32] | None = None
-    """For a write: the token ids of all pages of the keys, in order."""
 
     def pack(self) -> bytes:
         """Its bytes."""
-        space, ids = self.namespace, self.token_ids
+        space = self.namespace
         weights, tenant = space.weights.encode(), space.tenant.encode()
         head = _ASK.pack(
             self.end,
@@ -184,7 +179,7 @@ class Ask:
             _NO_TOKENS if self.tokens is None else self.tokens,
             self.request or 0,
             space.ref,
-            _HAS_REQUEST * (self.request is not None) | _HAS_TOKEN_IDS * (ids is not None),
+            _HAS_REQUEST * (self.request is not None),
             self.start,
             self.most,
             self.step,
@@ -194,10 +189,9 @@ class Ask:
             len(tenant),
         )
         keys = self.keys.astype("<u8", copy=False).tobytes()
-        tail = b"" if ids is None else ids.astype("<u4", copy=False).tobytes()
         numbers = ((rule.align, rule.back, run.group, run.parts) for rule, run in self.groups)
         groups = b"".join(_GROUP.pack(*each) for each in numbers)
-        return b"".join((head, groups, weights, tenant, keys, tail))
+        return b"".join((head, groups, weights, tenant, keys))
 
     @classmethod
     def unpack(cls, body: bytes) -> Ask:
@@ -209,10 +203,10 @@ class Ask:
         )
         names_at = _ASK.size + n * _GROUP.size
         first = names_at + weights + tenant
-        ids = len(body) - first - 16 * keys  # bytes
         bad_number = math.isnan(end) or math.isnan(timeout) or tokens < _NO_TOKENS
-        bad_length = max(weights, tenant) > NAME_BYTES or keys > MOST_KEYS or ids < 0 or ids % 4
-        bad_flags = has & ~(_HAS_REQUEST | _HAS_TOKEN_IDS) or (ids and not has & _HAS_TOKEN_IDS)
+        bad_length = max(weights, tenant) > NAME_BYTES or keys > MOST_KEYS
+        bad_length = bad_length or len(body) != first + 16 * keys
+        bad_flags = has & ~_HAS_REQUEST
         if bad_number or bad_length or bad_flags or ref > 0xFFFFFFFF:
             raise Malformed(f"head {body[: _ASK.size].hex()} of a body of {len(body)} bytes")
         try:
@@ -221,7 +215,6 @@ class Ask:
             groups = tuple((Rule(f"rule{i}", *of[:2]), Run(*of[2:])) for i, of in each)
         except (UnicodeDecodeError, ConfigError) as error:
             raise Malformed(str(error)) from None
-        token_ids = np.frombuffer(body, "<u4", ids // 4, first + 16 * keys).astype(np.uint32)
         return cls(
             end=end,
             timeout=timeout,
@@ -233,7 +226,6 @@ class Ask:
             most=most,
             step=step,
             groups=groups,
-            token_ids=token_ids if has & _HAS_TOKEN_IDS else None,
         )
 
 
@@ -273,7 +265,6 @@ class Answer:
 
 __all__ = [
     "ANSWER_BYTES",
-    "MOST_BYTES",
     "MOST_KEYS",
     "MOST_PARTS",
     "PART_BYTES",

@@ -166,7 +166,7 @@ class StorageService:
                 target=self._serve, name="lightcache-storage-service", daemon=True
             )
             # Before the thread starts, which may end at once and close the board for tasks.
-            self._board.begin(self._tier.options, wants_tokens=self._tier.wants_tokens)
+            self._board.begin(self._tier.options)
             self._thread.start()
             stack.pop_all()
 
@@ -270,8 +270,7 @@ class StorageService:
             if part.kind is Kind.WRITE:
                 # The same number from two clients means different requests.
                 request = None if ask.request is None else (part.client, ask.request)
-                how |= {"tokens": ask.tokens, "token_ids": ask.token_ids}
-                return tier.write(ask.keys, request, **how)
+                return tier.write(ask.keys, request, tokens=ask.tokens, **how)
             if part.kind is Kind.PREFETCH:
                 return tier.prefetch(ask.keys, ask.start, **how)
             how |= {"groups": ask.groups, "start": ask.start, "step": ask.step, "most": ask.most}

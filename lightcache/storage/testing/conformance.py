@@ -204,34 +204,6 @@ def _call(verb: Any, keys: Any, buffers: Any) -> Callable[[], object]:
     return lambda: verb(keys, buffers, timeout=TIMEOUT)
 
 
-def check_tokens(factory: Factory) -> None:
-    """A backend that wants token ids takes them, or None, and refuses anything but a row for each
-    page. If it has `tokens_of`, that returns the same ids."""
-    keys = make_keys(4)
-    pages, tokens = pages_of(keys), np.arange(4 * 16, dtype=np.uint32).reshape(4, 16)
-    with factory(SPEC) as storage:
-        if not storage.wants_tokens:
-            return
-        write: Any = storage.write  # has an argument that other backends lack
-        for bad in (tokens[:3], tokens.reshape(-1), tokens.astype(np.float32), tokens.tolist()):
-            call = _writing(write, keys, pages, bad)
-            _raises(ConfigError, f"write with tokens {type(bad).__name__}", call)
-        _holds(storage, keys, [ABSENT] * 4)
-        _same(_writing(write, keys[:2], pages[:2], tokens[:2].copy())().prefix, 2, "write: prefix")
-        _same(_writing(write, keys[2:], pages[2:], None)().prefix, 2, "write without: prefix")
-        _holds(storage, keys, [OK] * 4)
-        tokens_of = getattr(storage, "tokens_of", None)
-        if tokens_of is not None:
-            told = [tokens_of(key) for key in keys]
-            for i, expected in enumerate((tokens[0].tolist(), tokens[1].tolist(), None, None)):
-                found = None if told[i] is None else list(told[i])
-                _same(found, expected, f"tokens_of key {i}")
-
-
-def _writing(write: Any, keys: Keys, pages: Pages, tokens: Any) -> Callable[[], WriteResult]:
-    return lambda: write(keys, list(pages), timeout=TIMEOUT, tokens=tokens)
-
-
 def check_parent(factory: Factory) -> None:
     """Pages can be written whether or not their parent is stored."""
     keys = make_keys(6)
@@ -390,7 +362,6 @@ CHECKS: tuple[Callable[[Factory], None], ...] = (
     check_buffers,
     check_input,
     check_parent,
-    check_tokens,
     check_delete,
     check_clear,
     check_time_is_up,

@@ -23,9 +23,7 @@ from lightcache.storage.common import (
     check_batch,
     check_keys,
     check_parent,
-    check_tokens,
     timed_out,
-    write_to,
 )
 from lightcache.storage.protocol import (
     Buffer,
@@ -34,7 +32,6 @@ from lightcache.storage.protocol import (
     ReadStatus,
     Storage,
     StorageStats,
-    TokenRows,
     WriteResult,
     WriteStatus,
 )
@@ -227,7 +224,6 @@ class FlakyStorage(Owned):
             raise ConfigError(f"inner: expected a Storage, found {inner!r}; see open_storage")
         self.inner = inner
         self.spec = inner.spec
-        self.wants_tokens = inner.wants_tokens
         self._planner = Planner(rates or Rates(), seed, script)
         self._sleep = sleep
         self._clock = clock
@@ -316,11 +312,9 @@ class FlakyStorage(Owned):
         *,
         timeout: float,
         parent: Keys | None = None,
-        tokens: TokenRows | None = None,
     ) -> WriteResult:
-        """See `Storage.write`. `wants_tokens` is the other backend's."""
+        """See `Storage.write`."""
         _, views = check_batch(keys, buffers, self.spec.page_bytes, writable=False)
-        check_tokens(tokens, len(keys))
         check_parent(parent)
         self._calls.check()
         plan, deadline = self._planner.plan("write", len(keys)), Deadline(timeout, self._clock)
@@ -331,15 +325,7 @@ class FlakyStorage(Owned):
             good = [key for key in range(first, end) if key not in plan.keys]
             chosen = [views[key] for key in good]
             before = keys[first - 1 : first] if first else parent
-            rows = None if tokens is None else tokens[good]
-            done = write_to(
-                self.inner,
-                keys[good],
-                chosen,
-                timeout=_left(deadline),
-                parent=before,
-                tokens=rows,
-            )
+            done = self.inner.write(keys[good], chosen, timeout=_left(deadline), parent=before)
             reason, late = reason or done.reason, late or timed_out(done.reason)
             found = dict(zip(good, done.statuses, strict=True))
             return [found.get(key, WriteStatus.FAILED) for key in range(first, end)]
