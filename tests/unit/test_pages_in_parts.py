@@ -122,10 +122,10 @@ def places_of(case, pages, others=3):
     return order[:count].reshape(pages, case.geometry.parts), count + others
 
 
-def device_engine(case, memory, **options):
+def device_engine(case, memory, interpreted=False, **options):
     from lightcache.kernels.engine import TransferEngine
 
-    device = InlineDevice()
+    device = InlineDevice(interpreted)
     return TransferEngine(case.geometry, case.planes, memory, device=device, **options)
 
 
@@ -221,7 +221,8 @@ def test_memory_with_other_pages(size):
 @pytest.mark.parametrize("way", ["host", *WAYS])
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_there_and_back(make, way):
-    """In three parts or so, whose borders fall into rows."""
+    """In three parts or so, whose borders fall into rows; read and written directly, which is all that
+    the kernel does with parts, the kernel is interpreted."""
     if way != "host":
         pytest.importorskip("triton")
     case = make("cpu")
@@ -232,7 +233,7 @@ def test_there_and_back(make, way):
     with (
         HostEngine(case.geometry, case.planes, memory)
         if way == "host"
-        else device_engine(case, memory, **WAYS[way])
+        else device_engine(case, memory, way == "direct", **WAYS[way])
     ) as engine:
         check_parts(engine, memory, case, places, some_slots(case, 2))
 
@@ -247,7 +248,7 @@ def test_states_in_parts_of_any_size(way, part_bytes):
     with (
         HostEngine(case.geometry, case.planes, memory)
         if way == "host"
-        else device_engine(case, memory, mode=way, staging_bytes=4096)
+        else device_engine(case, memory, part_bytes == 80, mode=way, staging_bytes=4096)
     ) as engine:
         check_parts(engine, memory, case, places, some_slots(case, 3))
 
