@@ -173,7 +173,8 @@ def test_several_clients_of_one_service(sides: Any, cache: Cache, where: Path) -
     assert stored_right(cache, where, 3) > 0
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
 def test_the_service_is_killed_and_another_comes(
     sides: Any, cache: Cache, where: Path, seed: int
 ) -> None:

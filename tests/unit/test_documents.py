@@ -144,6 +144,7 @@ def test_transfers(engines: list[Any], segment_name: str) -> None:
     assert space["cache"].peek(space["others"]) == len(space["others"]) == 4
 
 
+@pytest.mark.models
 def test_readme(engines: list[Any], segment_name: str) -> None:
     space = run("README.md", segment_name)
     assert len(engines) == 3  # of transformers, of transfers, of a manager

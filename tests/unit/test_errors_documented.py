@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ CLASSES = {
 }
 
 
+@cache
 def tables() -> list[list[str]]:
     """The cells of all rows but the heads."""
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
@@ -37,10 +39,12 @@ def tables() -> list[list[str]]:
     return [row for row in cells if row[0] not in ("class", "what you did")]
 
 
+@cache
 def bad_inputs() -> list[list[str]]:
     return [row for row in tables() if len(row) == 4]
 
 
+@cache
 def proofs() -> list[tuple[str, set[str]]]:
     """How rows begin that a table or a test tries, and the errors that are raised there."""
     found = [(row.documented, {row.error.__name__}) for row in TRIED_ROWS]

@@ -32,6 +32,7 @@ from lightcache.storage.common import Deadline
 from lightcache.storage.executor import READ, Executor
 
 SCENES = [*MANAGER_SCENES, *HYBRID_SCENES, *WINDOW_SCENES]
+STRIDES = pytest.mark.parametrize("stride", [31, pytest.param(3, marks=pytest.mark.slow)])
 BY_NAME = pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
 # What is raised while a generator that an interrupt has left is closed, Python prints and drops.
 LEFT = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -40,8 +41,8 @@ LEFT = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarni
 @LEFT
 @BY_NAME
 def test_a_share_of_the_places(segment_name: str, scene: Scene) -> None:
-    """Every 41st, of each scene another."""
-    tried = try_scene(scene, segment_name, first=SCENES.index(scene) % 41, stride=41)
+    """Every 199th, of each scene others."""
+    tried = try_scene(scene, segment_name, first=37 * SCENES.index(scene) % 199, stride=199)
     assert tried.failures == []
 
 
@@ -74,8 +75,9 @@ def closed(name: str) -> bool:
     return False
 
 
+@STRIDES
 @pytest.mark.parametrize("how", [interrupt_call, interrupt], ids=["calls", "signals"])
-def test_closing_a_cache(segment_name: str, how: Any) -> None:
+def test_closing_a_cache(segment_name: str, how: Any, stride: int) -> None:
     """Once more does the rest."""
     at, more = 0, True
     while more:
@@ -84,7 +86,7 @@ def test_closing_a_cache(segment_name: str, how: Any) -> None:
         more = how(cache.close, at)
         cache.close()
         assert closed(name), f"at place {at}"
-        at += 3
+        at += stride
     assert at > 30
 
 
