@@ -94,6 +94,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Iterator[None]:
+    """Workers send three reports of each test; if it passes, without what is not read."""
+    report: Any = yield
+    if report.passed and "PYTEST_XDIST_WORKER" in os.environ:
+        report.keywords, report.sections = {}, []
+    return report  # type: ignore[return-value]  # what a wrapper returns
+
+
 class Watchdog(threading.Thread):
     """Ends a run whose test takes too long: one thread for all tests. pytest-timeout starts one for
     each, and waits for its end, which takes longer than most of them."""

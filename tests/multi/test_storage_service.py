@@ -321,6 +321,7 @@ def test_a_client_that_was_stopped_hears_what_became_of_its_task(
     assert service.end() == 0
 
 
+@pytest.mark.slow
 def test_of_services_that_come_at_once_one_serves(sides: Any, cache: Cache, where: Path) -> None:
     several = [sides("serve", cache.name, where, SLOTS) for _ in range(3)]
     pipes = {each.process.stdout: each for each in several}

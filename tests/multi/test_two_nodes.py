@@ -164,7 +164,9 @@ def test_a_machine_that_comes_when_the_other_is_gone(machine: Callable[..., Mach
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"secret": "the secret of somebody else"}, id="secret", marks=pytest.mark.slow),
+        pytest.param(
+            {"secret": "the secret of somebody else"}, id="secret", marks=pytest.mark.slow
+        ),
         pytest.param({"fingerprint": "another model"}, id="fingerprint", marks=pytest.mark.slow),
         pytest.param({"weights": "another version"}, id="weights", marks=pytest.mark.slow),
         pytest.param({"page": 8}, id="page", marks=pytest.mark.slow),

@@ -1,6 +1,6 @@
-"""What the row-copy kernel does (kernels/row_copy.py), in numpy: a hundredth of the time that Triton's
-interpreter takes. For tests of all but the kernel: test_transfer_engine.py, test_pages_in_parts.py
-and test_engine_layouts.py interpret the kernel itself."""
+"""What the row-copy kernel does (kernels/row_copy.py), in numpy: a hundredth of the time that
+Triton's interpreter takes. For tests of all but the kernel: test_transfer_engine.py,
+test_pages_in_parts.py and test_engine_layouts.py interpret the kernel itself."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ class PlainLaunch:
         shape, strides = self._shape, self._strides
         word, heads, row = shape["WORD"], shape["HEADS"], shape["ROW"]
         unit, head, byte = (
-            axis.reshape(-1)
-            for axis in np.indices((shape["UNITS"], heads, row // word))
+            axis.reshape(-1) for axis in np.indices((shape["UNITS"], heads, row // word))
         )
         byte, token = byte * word, unit * shape["UNIT_TOKENS"]
         within = unit * shape["PAGE_UNIT"] + head * row + byte

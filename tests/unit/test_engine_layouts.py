@@ -1,5 +1,5 @@
-"""The device engine in every layout that we describe: in each way with its kernel interpreted, in one
-of them with the same in numpy as well, which takes little time."""
+"""The device engine in every layout that we describe: in each way with its kernel interpreted, in
+one of them with the same in numpy as well, which takes little time."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def inline(
 
 
 def each_one_way() -> Iterator[Any]:
-    """All cases in all ways, interpreted. `make test` has each case in one of them, the ways in turn,
-    and interprets every seventh."""
+    """All cases in all ways, interpreted. `make test` has each case in one of them, the ways in
+    turn, and interprets every seventh."""
     ways = [way for way in WAYS if way != "copies"]
     for number, (name, make) in enumerate(CASES.items()):
         first = ways[number % len(ways)]

@@ -222,7 +222,7 @@ def test_memory_with_other_pages(size):
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_there_and_back(make, way):
     """In three parts or so, whose borders fall into rows; read and written directly, which is all that
-    the kernel does with parts, the kernel is interpreted."""
+    the kernel does with parts, it is interpreted, for every second case."""
     if way != "host":
         pytest.importorskip("triton")
     case = make("cpu")
@@ -233,7 +233,9 @@ def test_there_and_back(make, way):
     with (
         HostEngine(case.geometry, case.planes, memory)
         if way == "host"
-        else device_engine(case, memory, way == "direct", **WAYS[way])
+        else device_engine(
+            case, memory, way == "direct" and CASES.index(make) % 2 == 0, **WAYS[way]
+        )
     ) as engine:
         check_parts(engine, memory, case, places, some_slots(case, 2))
 
