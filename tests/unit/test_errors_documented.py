@@ -8,7 +8,6 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
 from refusals.elsewhere import ELSEWHERE
 from support.refusals import refusals
 

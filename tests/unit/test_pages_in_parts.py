@@ -155,7 +155,7 @@ def test_parts_that_are_left_out(way):
     with (
         HostEngine(case.geometry, case.planes, memory)
         if way == "host"
-        else device_engine(case, memory, **WAYS[way])
+        else device_engine(case, memory, way == "direct", **WAYS[way])
     ) as engine:
         engine.offload(Move(move.ravel(), [5, 2, 7])).wait(60)
         np.testing.assert_array_equal(memory.array, expected)
@@ -221,21 +221,20 @@ def test_memory_with_other_pages(size):
 @pytest.mark.parametrize("way", ["host", *WAYS])
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_there_and_back(make, way):
-    """In three parts or so, whose borders fall into rows; read and written directly, which is all that
-    the kernel does with parts, it is interpreted, for every second case."""
+    """In three parts or so, whose borders fall into rows. The kernel meets parts when it reads and
+    writes directly: there it is interpreted, for every second case."""
     if way != "host":
         pytest.importorskip("triton")
     case = make("cpu")
     case = in_parts(case, case.geometry.used_bytes // 3 // 16 * 16 + 16)
     assert case.geometry.parts == 3
+    interpreted = way == "direct" and CASES.index(make) % 2 == 0
     places, host_pages = places_of(case, 2)
     memory = stamped(case, host_pages)
     with (
         HostEngine(case.geometry, case.planes, memory)
         if way == "host"
-        else device_engine(
-            case, memory, way == "direct" and CASES.index(make) % 2 == 0, **WAYS[way]
-        )
+        else device_engine(case, memory, interpreted, **WAYS[way])
     ) as engine:
         check_parts(engine, memory, case, places, some_slots(case, 2))
 
@@ -355,7 +354,7 @@ def test_what_is_left_out_stays(make, way):
     with (
         HostEngine(case.geometry, case.planes, memory)
         if way == "host"
-        else device_engine(case, memory, **WAYS[way])
+        else device_engine(case, memory, way == "direct", **WAYS[way])
     ) as engine:
         engine.offload(move).wait(60)
     np.testing.assert_array_equal(memory.array, expected)
