@@ -360,6 +360,25 @@ def test_what_is_left_out_stays(make, way):
     np.testing.assert_array_equal(memory.array, expected)
 
 
+@pytest.mark.parametrize("way", ["host", "staged", "direct"])
+def test_a_page_ends_where_its_slots_end(way):
+    """Three tokens, and after their slots those of another request."""
+    pytest.importorskip("triton")
+    case = flat("cpu")
+    memory = stamped(case, 6)
+    expected = memory.array.copy()
+    short = np.isin(_rows_of(case.geometry), [0, 1, 2])
+    expected[2] = np.where(short, case.page(np.r_[0:3, np.full(13, 0)]), expected[2])
+    expected[4] = case.page(np.arange(32, 48))
+    with (
+        HostEngine(case.geometry, case.planes, memory)
+        if way == "host"
+        else device_engine(case, memory, True, **WAYS[way])
+    ) as engine:
+        engine.offload([Move([2], np.arange(3)), Move([4], np.arange(32, 48))]).wait(60)
+    np.testing.assert_array_equal(memory.array, expected)
+
+
 def _rows_of(geometry):
     """The token of each byte of a page, -1: padding."""
     tokens = np.full(geometry.page_bytes, -1)
