@@ -143,12 +143,14 @@ soak: install pause
 	done
 
 # Every operation, killed behind every instruction, under every compiler and level that is here; which
-# lines of the core that were; and a cache's life, killed around every system call.
+# lines of the core that were; a cache's life, killed around every system call; and calls of managers,
+# interrupted at every place.
 crash-test: install
 	cd tests && $(bin)/python crash/run.py $(ARGS)
 	cd tests && $(bin)/python crash/covered.py
 	cd tests && LIGHTCACHE_STEP_BUILDS=all $(bin)/python -m pytest -q crash/test_structures.py
 	cd tests && LIGHTCACHE_LIFE_STRIDE=1 $(bin)/python -m pytest -q crash/test_life_cycle.py
+	cd tests && LIGHTCACHE_INTERRUPT_STRIDE=1 $(bin)/python -m pytest -q unit/test_interrupts.py
 
 # Damaged segments, on every processor: a million cases take minutes on 16. ARGS=--sanitize, --first N.
 fuzz: install

@@ -11,6 +11,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_timeout
 
 # Fixtures of storages and their servers. What a test's module defines itself comes before them.
 pytest_plugins = [
@@ -90,6 +92,53 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (kept if is_rest == (part == "rest") else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Iterator[None]:
+    """Workers send three reports of each test; if it passes, without what is not read."""
+    report: Any = yield
+    if report.passed and "PYTEST_XDIST_WORKER" in os.environ:
+        report.keywords, report.sections = {}, []
+    return report  # type: ignore[return-value]  # what a wrapper returns
+
+
+class Watchdog(threading.Thread):
+    """Ends a run whose test takes too long: one thread for all tests. pytest-timeout starts one for
+    each, and waits for its end, which takes longer than most of them."""
+
+    def __init__(self) -> None:
+        super().__init__(name="watchdog", daemon=True)
+        self.watched: tuple[float, Callable[[], None]] | None = None
+        """When a test must be over, and what is called then."""
+
+    def run(self, now: Callable[[], float] = time.monotonic) -> None:
+        never = threading.Event()
+        while not never.wait(1.0):
+            watched = self.watched
+            if watched and now() > watched[0]:
+                watched[1]()
+
+    def watch(self, end: float, late: Callable[[], None]) -> None:
+        self.watched = end, late
+        if not self.is_alive():
+            self.start()
+
+
+_WATCHDOG = Watchdog()
+
+
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
+    """In place of a thread for each test."""
+    if settings.method != "thread":
+        return None
+    end = time.monotonic() + settings.timeout
+    _WATCHDOG.watch(end, lambda: pytest_timeout.timeout_timer(item, settings))
+    return True
+
+
+def pytest_timeout_cancel_timer(item: pytest.Item) -> None:
+    _WATCHDOG.watched = None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,6 +1,6 @@
 """Creating, attaching, replacing, growing, leaving, unlinking: killed around every system call.
 
-LIGHTCACHE_LIFE_STRIDE: kill at every 17th stop only; 1 kills at all of them.
+LIGHTCACHE_LIFE_STRIDE: kill at every 41st stop only; 1 kills at all of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from crash.life_scenes import SCENES
 
 TESTS = Path(__file__).parent.parent
-STRIDE = int(os.environ.get("LIGHTCACHE_LIFE_STRIDE", "17"))
+STRIDE = int(os.environ.get("LIGHTCACHE_LIFE_STRIDE", "41"))
 
 
 @pytest.mark.crash

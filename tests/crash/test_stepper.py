@@ -2,7 +2,7 @@
 
 `stepper.c` says what is asked at each step, `run.py` how it is built and run, `scenes/` what is
 stepped. `make crash-test` looks at every change under every compiler and level; here the scenes
-take turns with these, and every few changes are looked at. `make test` steps a few of the scenes.
+take turns with three of these, and every few changes are looked at.
 
 LIGHTCACHE_STEP_STRIDE: look after every so many changes of the segment.
 """
@@ -20,35 +20,31 @@ from support.packages import need
 STRIDE = int(os.environ.get("LIGHTCACHE_STEP_STRIDE", "11"))
 EFFORT = run.Effort(stride=STRIDE, kills=2, seconds=1, dumps=7)
 SCENES = run.scenes()
-# Those in `make test`, a second or less each, all under the same build, so that one is made.
-FIRST = ("abandon_shards", "free_dead_slot", "leave", "name_behind", "reap_tickets")
-FIRST += ("reserve_of_others", "reserve_rolled_back", "team_publish")
+BUILDS = ("gcc-O0", "gcc-lto", "clang-O3")  # a build takes as long as ten scenes
+
+pytestmark = [pytest.mark.crash, pytest.mark.slow]
 
 BuiltOnce = Callable[[str, Callable[[Path], object]], Path]
 
 
 @pytest.fixture(scope="module")
 def builds() -> list[run.Build]:
-    """All builds of this machine."""
+    """Those of this machine."""
     found = run.builds()
     if not found:
         need("gcc")
         pytest.skip("stepping needs x86-64")
     if len(found) < len(run.COMPILERS) * len(run.LEVELS):
         assert os.environ.get("CI") != "true", "gcc or clang is missing"
-    return found
+    return [build for build in found if build.name in BUILDS] or found[:1]
 
 
-@pytest.mark.crash
 @pytest.mark.timeout(900)  # the first waits for its build
-@pytest.mark.parametrize(
-    "scene",
-    [pytest.param(one, marks=[] if one in FIRST else pytest.mark.slow) for one in SCENES],
-)
+@pytest.mark.parametrize("scene", SCENES)
 def test_death_after_every_instruction(
     scene: str, builds: list[run.Build], built_once: BuiltOnce
 ) -> None:
-    build = builds[0 if scene in FIRST else SCENES.index(scene) % len(builds)]
+    build = builds[SCENES.index(scene) % len(builds)]
     stepper = built_once("stepper", run.make_stepper) / "stepper"
     victim = built_once(build.name, lambda folder: run.make_victim(folder, build)) / build.name
     outcome = run.run_scene(stepper, victim, scene, EFFORT, 110)

@@ -2,7 +2,7 @@
 
 `hostile.c` does the work, `fuzz.py` runs many of it; here a share of it runs with every test.
 
-LIGHTCACHE_HOSTILE_CASES: cases of the plain harness (20,000), a tenth of it under sanitizers.
+LIGHTCACHE_HOSTILE_CASES: cases of the plain harness (10,000), a tenth of it under sanitizers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from support.packages import need
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-CASES = int(os.environ.get("LIGHTCACHE_HOSTILE_CASES", "20000"))
+CASES = int(os.environ.get("LIGHTCACHE_HOSTILE_CASES", "10000"))
 WORKERS = min(2, os.cpu_count() or 1)
 # Another part of all seeds in every round of the soak.
 FIRST = int(os.environ.get("LIGHTCACHE_TEST_SEED", "0")) * 1_000_000_000

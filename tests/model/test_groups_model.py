@@ -28,8 +28,8 @@ from multi.pausing import BUILD
 
 from lightcache import layout
 
-EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "300"))
-SHARE = 15  # of them in `make test`
+EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "120"))
+SHARE = 8  # of them in `make test`
 
 pytestmark = pytest.mark.skipif(
     not (BUILD / "_index.so").exists(), reason="no libraries with pause points; run `make test`"

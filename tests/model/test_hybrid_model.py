@@ -1,6 +1,6 @@
 """A hybrid manager against an oracle, with random calls and tiny capacities.
 
-LIGHTCACHE_TEST_EXAMPLES chooses how many runs of up to 100 calls; a sixth of them here.
+LIGHTCACHE_TEST_EXAMPLES chooses how many runs of up to 100 calls; a quarter of them here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 from model.hybrid_machine import HybridMachine
 
-EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "300")) // 6
+EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "120")) // 4
 SHARE = 8  # of them in `make test`
 
 

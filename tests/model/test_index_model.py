@@ -13,8 +13,8 @@ from hypothesis.stateful import run_state_machine_as_test
 from model.holding import HoldingMachine
 from model.machine import IndexMachine
 
-EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "300"))
-SHARE = 25  # of them in `make test`
+EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "120"))
+SHARE = 12  # of them in `make test`
 
 
 @pytest.mark.timeout(60 + 2 * EXAMPLES)  # a tenth of a second each when alone

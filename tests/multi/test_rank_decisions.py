@@ -273,7 +273,7 @@ def doom(scheduler: Scheduler, victim: int, kind: str) -> list[int]:
     [
         ("load", "adopted"),
         ("offload", "copying"),
-        ("load", "verdict"),
+        pytest.param("load", "verdict", marks=pytest.mark.slow),
         pytest.param("load", "copying", marks=pytest.mark.slow),
         pytest.param("offload", "adopted", marks=pytest.mark.slow),
         pytest.param("offload", "verdict", marks=pytest.mark.slow),

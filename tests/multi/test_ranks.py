@@ -55,12 +55,25 @@ class Worker:
                 self.process.kill()
 
 
+class Pool:
+    """Eight ranks that write, then four that read; each is started when it is needed."""
+
+    def __init__(self) -> None:
+        self.made: dict[int, Worker] = {}
+
+    def __getitem__(self, which: slice) -> list[Worker]:
+        numbers = range(12)[which]
+        for number in numbers:
+            if number not in self.made:
+                self.made[number] = Worker()
+        return [self.made[number] for number in numbers]
+
+
 @pytest.fixture(scope="module")
-def pool() -> Iterator[list[Worker]]:
-    """Eight ranks that write, then four that read."""
-    made = [Worker() for _ in range(12)]
+def pool() -> Iterator[Pool]:
+    made = Pool()
     yield made
-    for worker in made:
+    for worker in made.made.values():
         worker.end()
 
 
@@ -152,7 +165,7 @@ def read_back(scheduler: Scheduler, readers: list[Worker], ranks: int, pages: in
     indirect=["scheduler"],
 )
 def test_written_by_eight_read_by_fewer(
-    scheduler: Scheduler, read_at: list[int], pool: list[Worker]
+    scheduler: Scheduler, read_at: list[int], pool: Pool
 ) -> None:
     writers, readers = pool[:8], pool[8:]
     clients = together(
@@ -178,8 +191,9 @@ def test_written_by_eight_read_by_fewer(
     assert scheduler.pins() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", ["stages"], indirect=True)
-def test_tensor_by_pipeline(scheduler: Scheduler, pool: list[Worker]) -> None:
+def test_tensor_by_pipeline(scheduler: Scheduler, pool: Pool) -> None:
     """Two stages of two ranks each write four shards."""
     writers = pool[:4]
     clients = together(
@@ -203,7 +217,7 @@ def test_tensor_by_pipeline(scheduler: Scheduler, pool: list[Worker]) -> None:
 @pytest.mark.parametrize("device", [False, True])
 @pytest.mark.parametrize("scheduler", ["heads"], indirect=True)
 def test_a_killed_rank_dooms_its_pages(
-    scheduler: Scheduler, pool: list[Worker], device: bool, wait_until: Any
+    scheduler: Scheduler, pool: Pool, device: bool, wait_until: Any
 ) -> None:
     """Killed between adopting and publishing; one rank has published before, two come after."""
     victim = Worker()
@@ -234,17 +248,18 @@ def test_a_killed_rank_dooms_its_pages(
 
 
 @pytest.mark.parametrize("scheduler", ["heads"], indirect=True)
-def test_a_rank_outside_its_group(scheduler: Scheduler, pool: list[Worker]) -> None:
+def test_a_rank_outside_its_group(scheduler: Scheduler, pool: Pool) -> None:
     order = {"name": scheduler.cache.name, "geometry": "heads"}
+    (worker,) = pool[:1]
     for rank, ranks in ((8, 8), (-1, 8), (0, 3), (0, 0)):
-        told = pool[0]("join", **order, rank=rank, ranks=ranks)
+        told = worker("join", **order, rank=rank, ranks=ranks)
         assert told["error"] == "ConfigError", told
         refused(ConfigError, "", scheduler.geometry.share, rank, ranks)
-    client = scheduler.join(pool[0], 0, 1, writing=True)
+    client = scheduler.join(worker, 0, 1, writing=True)
     with scheduler.cache.reserve(prompt(NAME, 2), shards=1) as new, new.ticket([client]) as ticket:
         data, slots = bytes(ticket).hex(), scheduler.slots(2, 0)
-        assert pool[0]("adopt", ticket=data, shard=1)["error"] == "ConfigError"
-        pool[0]("adopt", ticket=data, shard=0)
-        assert pool[0]("offload", slots=slots, positions=[0, 1])[0] is True
-    pool[0]("leave")
+        assert worker("adopt", ticket=data, shard=1)["error"] == "ConfigError"
+        worker("adopt", ticket=data, shard=0)
+        assert worker("offload", slots=slots, positions=[0, 1])[0] is True
+    worker("leave")
     assert scheduler.pins() == 0

@@ -42,7 +42,7 @@ def need(*command: str) -> None:
 def test_always_one_inode(segment_name: str) -> None:
     seed = os.environ.get("LIGHTCACHE_TEST_SEED", "1")
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(RACE), segment_name, "50", "20", seed],
+        [sys.executable, "-W", "error", str(RACE), segment_name, "25", "20", seed],
         capture_output=True,
         text=True,
         timeout=110,

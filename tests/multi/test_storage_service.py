@@ -173,7 +173,8 @@ def test_several_clients_of_one_service(sides: Any, cache: Cache, where: Path) -
     assert stored_right(cache, where, 3) > 0
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
 def test_the_service_is_killed_and_another_comes(
     sides: Any, cache: Cache, where: Path, seed: int
 ) -> None:
@@ -320,6 +321,7 @@ def test_a_client_that_was_stopped_hears_what_became_of_its_task(
     assert service.end() == 0
 
 
+@pytest.mark.slow
 def test_of_services_that_come_at_once_one_serves(sides: Any, cache: Cache, where: Path) -> None:
     several = [sides("serve", cache.name, where, SLOTS) for _ in range(3)]
     pipes = {each.process.stdout: each for each in several}

@@ -1,6 +1,6 @@
 """Storms: eight processes in two PID namespaces, killed or stopped at random; see storm.py.
 
-LIGHTCACHE_STORM_SECONDS: how long the storms of kills rage, over all sizes (60; a soak: 600); those
+LIGHTCACHE_STORM_SECONDS: how long the storms of kills rage, over all sizes (30; a soak: 600); those
 of stops take a sixth of that. LIGHTCACHE_KILLS_INSIDE: how many must have died inside a critical
 section (20; a soak: 1,000). LIGHTCACHE_TEST_SEED: other chances.
 """
@@ -19,7 +19,7 @@ import pytest
 from multi import pausing
 from multi.stress_worker import TALLY
 
-SECONDS = float(os.environ.get("LIGHTCACHE_STORM_SECONDS", "60"))
+SECONDS = float(os.environ.get("LIGHTCACHE_STORM_SECONDS", "30"))
 INSIDE = int(os.environ.get("LIGHTCACHE_KILLS_INSIDE", "20"))
 SEED = int(os.environ.get("LIGHTCACHE_TEST_SEED", "1"))
 CAPACITIES = (4, 16, 64, 20_000)

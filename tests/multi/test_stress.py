@@ -1,6 +1,6 @@
 """Eight processes do everything at random for a while; somebody would see any page that is wrong.
 
-LIGHTCACHE_STRESS_SECONDS: how long, over all sizes (60). LIGHTCACHE_TEST_SEED: other chances.
+LIGHTCACHE_STRESS_SECONDS: how long, over all sizes (30). LIGHTCACHE_TEST_SEED: other chances.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from multi.stress_worker import Board, Orders
 
 from lightcache import Cache
 
-SECONDS = float(os.environ.get("LIGHTCACHE_STRESS_SECONDS", "60"))
+SECONDS = float(os.environ.get("LIGHTCACHE_STRESS_SECONDS", "30"))
 SEED = int(os.environ.get("LIGHTCACHE_TEST_SEED", "1"))
 WORKERS = 8
 ROUNDS = 3

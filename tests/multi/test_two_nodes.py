@@ -161,13 +161,14 @@ def test_a_machine_that_comes_when_the_other_is_gone(machine: Callable[..., Mach
 # ---- whose is whose
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"secret": "the secret of somebody else"}, id="secret"),
-        pytest.param({"fingerprint": "another model"}, id="fingerprint", marks=pytest.mark.slow),
-        pytest.param({"weights": "another version"}, id="weights", marks=pytest.mark.slow),
-        pytest.param({"page": 8}, id="page", marks=pytest.mark.slow),
+        pytest.param({"secret": "the secret of another machine"}, id="secret"),
+        pytest.param({"fingerprint": "another model"}, id="fingerprint"),
+        pytest.param({"weights": "another version"}, id="weights"),
+        pytest.param({"page": 8}, id="page"),
     ],
 )
 def test_a_machine_of_another_kind_finds_nothing(

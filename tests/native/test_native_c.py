@@ -17,7 +17,7 @@ Build = Callable[..., Path]
 HERE = Path(__file__).parent
 SEED = int(os.environ.get("LIGHTCACHE_TEST_SEED", "1"))
 LIMIT = 600  # seconds for a build or a run: a hundred times what any takes on an idle machine
-pytestmark = pytest.mark.timeout(2 * LIMIT)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LIMIT)]
 
 
 def run(*command: object) -> str:
@@ -46,22 +46,17 @@ def build(built_once: BuiltOnce) -> Build:
     return make
 
 
-@pytest.mark.parametrize(
-    "variant", ["quick", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gcc", "clang"))]
-)
+@pytest.mark.parametrize("variant", ["gcc", "clang"])
 def test_plain(variant: str, build: Build) -> None:
-    """`quick` is compiled in half the time: gcc without optimisation."""
-    need("make", "gcc" if variant == "quick" else variant)
+    need("make", variant)
     print(run(build(variant) / "core_tests"))
 
 
-@pytest.mark.slow
 def test_addresses_and_undefined_behaviour(build: Build) -> None:
     need("make", "gcc")
     print(run(build("asan") / "core_tests"))
 
 
-@pytest.mark.slow
 @pytest.mark.stress
 def test_races_of_threads(build: Build) -> None:
     need("make", "gcc")
@@ -70,13 +65,11 @@ def test_races_of_threads(build: Build) -> None:
         print(run(stress, 3000, seed))
 
 
-@pytest.mark.slow
 def test_undefined_behaviour_as_clang_sees_it(build: Build) -> None:
     need("make", "clang")
     print(run(build("ubsan") / "core_tests"))
 
 
-@pytest.mark.slow
 def test_aarch64(build: Build) -> None:
     """Builds, lays everything out as here, and works; on an emulator, which runs on this machine's
     own memory: nothing is said about the orders that the hardware would allow."""
@@ -86,7 +79,6 @@ def test_aarch64(build: Build) -> None:
     print(run("qemu-aarch64", there))
 
 
-@pytest.mark.slow
 def test_aarch64_spins_with_isb(build: Build) -> None:
     """The processor waits a little in each round, as x86-64 does with `pause`."""
     need("make", "aarch64-linux-gnu-gcc", "aarch64-linux-gnu-objdump")

@@ -1,4 +1,4 @@
-"""A device that does everything at once in host memory, with the kernels interpreted.
+"""A device that does everything at once in host memory.
 
 Streams and events keep a log, so that tests see what waits for what.
 """
@@ -7,6 +7,7 @@ import contextlib
 
 import numpy as np
 import torch
+from support.plain_rows import PlainLauncher
 
 from lightcache.kernels.launch import InterpretedLauncher
 from lightcache.kernels.rows import HostCopier
@@ -58,14 +59,14 @@ class Copier(HostCopier):
         super().__call__(targets, sources, sizes, stream)
 
 
-class Launcher(InterpretedLauncher):
+class Launcher:
     """Launches that are logged."""
 
-    def __init__(self, device):
-        self.device = device
+    def __init__(self, device, inner):
+        self.device, self.inner = device, inner
 
     def bind(self, each, table, packed, to_page):
-        launch = super().bind(each, table, packed, to_page)
+        launch = self.inner.bind(each, table, packed, to_page)
 
         def logged(*numbers):
             self.device.hook("launch")
@@ -99,13 +100,18 @@ def covered(log, marks):
 
 
 class InlineDevice:
-    """Give it to TransferEngine as `device`. Needs TRITON_INTERPRET=1 before triton is imported."""
+    """Give it to TransferEngine as `device`. Needs TRITON_INTERPRET=1 before triton is imported.
+
+    Args:
+        interpreted: run the kernel itself, interpreted, instead of the same in numpy.
+    """
 
     registered = False
     name = "cpu"
     processors = 2
 
-    def __init__(self):
+    def __init__(self, interpreted=False):
+        self.rows = InterpretedLauncher() if interpreted else PlainLauncher()
         self.log = []
         self.running = True
         """False: events are never over."""
@@ -157,4 +163,4 @@ class InlineDevice:
         return Copier(self)
 
     def launcher(self):
-        return Launcher(self)
+        return Launcher(self, self.rows)

@@ -1,4 +1,4 @@
-"""A device whose streams are threads, with the kernels interpreted: copies are under way for as
+"""A device whose streams are threads, with rows copied by numpy: copies are under way for as
 long as they like, and whatever does not wait for an event does come too early.
 
 Give it to TransferEngine as `device`, with planes that say they are on `name`. Needs
@@ -15,15 +15,14 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-
-from lightcache.kernels.launch import InterpretedLauncher
+from support.plain_rows import PlainLauncher
 
 DEADLINE = 60.0
-_INTERPRETER = threading.Lock()  # it patches triton's language as it runs
 _CURRENT = threading.local()
 _HANDLES = itertools.count(1)
 
@@ -141,7 +140,7 @@ class Launcher:
     """Launches in the thread of the stream that a handle names."""
 
     def __init__(self, device: ThreadedDevice) -> None:
-        self._device, self._inner = device, InterpretedLauncher()
+        self._device, self._inner = device, PlainLauncher()
 
     def bind(self, *what: Any) -> Callable[..., None]:
         """See `lightcache.kernels.launch.Launcher.bind`."""
@@ -150,11 +149,7 @@ class Launcher:
         def later(*arguments: Any) -> None:
             self._device.check_current()
 
-            def run() -> None:
-                with _INTERPRETER:
-                    launch(*arguments)
-
-            self._device.streams[arguments[-1]].put(run)
+            self._device.streams[arguments[-1]].put(partial(launch, *arguments))
 
         return later
 
@@ -225,7 +220,7 @@ class ThreadedDevice:
         return Copier()
 
     def launcher(self) -> Launcher:
-        """Interprets."""
+        """For the streams of this device."""
         return Launcher(self)
 
     def close(self) -> None:

@@ -209,6 +209,7 @@ def as_device(monkeypatch: pytest.MonkeyPatch, plain_engine: type[PlainEngine]) 
         yield made
 
 
+@pytest.mark.slow
 def test_beside_product(as_device: Bench) -> None:
     rows = {row.name: row for row in _gpu_beside.beside_product(as_device)}
     assert len(rows) == 8
@@ -220,6 +221,7 @@ def test_beside_product(as_device: Bench) -> None:
         assert rows[f"product beside copy engine, {name}"].target is None
 
 
+@pytest.mark.slow
 def test_beside_decode(as_device: Bench) -> None:
     rows = {row.name: row for row in _gpu_beside.beside_decode(as_device)}
     assert Graph.replays > 0
@@ -265,6 +267,7 @@ def test_decode_reads_everything() -> None:
             weight.copy_(saved)
 
 
+@pytest.mark.slow
 def test_alternatives(as_device: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_gpu_alternatives, "PROGRAMS", (8,))
     monkeypatch.setattr(_gpu_rates, "LARGE", _gpu_beside.LARGE)

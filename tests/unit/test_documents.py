@@ -150,6 +150,7 @@ def test_transfers(engines: list[Any], segment_name: str) -> None:
     assert space["cache"].peek(space["others"]) == len(space["others"]) == 4
 
 
+@pytest.mark.models
 def test_readme(engines: list[Any], segment_name: str) -> None:
     instead = {"LlamaConfig(": f'LlamaConfig(name_or_path="{segment_name}", '}
     space = run("README.md", segment_name, instead=instead)

@@ -123,7 +123,9 @@ def device_engine(
 ) -> Iterator[TransferEngine]:
     """In any mode, by any thresholds, through a ring of any size, on either device of tests."""
     threads = rng.random() < 0.3
-    device: Any = ThreadedDevice(seed=rng.randrange(1000)) if threads else InlineDevice()
+    device: Any = (
+        ThreadedDevice(seed=rng.randrange(1000)) if threads else InlineDevice(interpreted=True)
+    )
     thresholds = Thresholds(
         direct_page=rng.choice([0, 200, 1 << 20]),
         direct_total=rng.choice([0, 400, 1 << 20]),

@@ -37,6 +37,12 @@ def sources() -> dict[str, str]:
     return found
 
 
+@cache
+def trees() -> dict[str, ast.Module]:
+    """The same, parsed."""
+    return {name: ast.parse(text) for name, text in sources().items()}
+
+
 def imports(name: str, tree: ast.AST) -> set[str]:
     """The modules of ours that a module imports anywhere."""
     known, found = sources(), set()
@@ -70,7 +76,7 @@ def circles(graph: dict[str, set[str]]) -> list[set[str]]:
 
 
 def test_modules_do_not_import_each_other_in_circles() -> None:
-    graph = {name: imports(name, ast.parse(text)) for name, text in sources().items()}
+    graph = {name: imports(name, tree) for name, tree in trees().items()}
     assert sorted(map(sorted, circles(graph))) == sorted(map(sorted, CYCLES))
 
 
@@ -81,8 +87,8 @@ def test_circles_are_found() -> None:
 def test_no_module_reads_private_members_of_other_objects() -> None:
     found = [
         node
-        for text in sources().values()
-        for node in ast.walk(ast.parse(text))
+        for tree in trees().values()
+        for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
         and node.attr.startswith("_")
         and not node.attr.startswith("__")

@@ -17,7 +17,7 @@ from support.refusals import refused
 from lightcache.errors import ConfigError
 from lightcache.hybrid.saving import Drafts, Grid, RequestSlots, Rest, Saved, decode_saves
 
-EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "150"))
+EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "50"))
 WORKING, FIRST, SECOND = 10, 11, 12
 
 Stamp = tuple[int, ...]

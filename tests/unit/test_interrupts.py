@@ -1,13 +1,16 @@
 """An interrupt at any place of any call: nothing is lost by it, and nothing is left.
 
 The scenes are in `support.interrupted`, `support.interrupted_hybrid` and
-`support.interrupted_windows`. `make test` tries a share of their places, `make test-all` every one.
+`support.interrupted_windows`.
+
+LIGHTCACHE_INTERRUPT_STRIDE: at every third place only, of signals at every 21st; 1 tries all.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import sys
 import threading
 import weakref
@@ -32,6 +35,8 @@ from lightcache.storage.common import Deadline
 from lightcache.storage.executor import READ, Executor
 
 SCENES = [*MANAGER_SCENES, *HYBRID_SCENES, *WINDOW_SCENES]
+STRIDE = int(os.environ.get("LIGHTCACHE_INTERRUPT_STRIDE", "3"))
+STRIDES = pytest.mark.parametrize("stride", [31, pytest.param(STRIDE, marks=pytest.mark.slow)])
 BY_NAME = pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
 # What is raised while a generator that an interrupt has left is closed, Python prints and drops.
 LEFT = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -40,8 +45,8 @@ LEFT = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarni
 @LEFT
 @BY_NAME
 def test_a_share_of_the_places(segment_name: str, scene: Scene) -> None:
-    """Every 41st, of each scene another."""
-    tried = try_scene(scene, segment_name, first=SCENES.index(scene) % 41, stride=41)
+    """Every 199th, of each scene others."""
+    tried = try_scene(scene, segment_name, first=37 * SCENES.index(scene) % 199, stride=199)
     assert tried.failures == []
 
 
@@ -49,11 +54,11 @@ def test_a_share_of_the_places(segment_name: str, scene: Scene) -> None:
 @pytest.mark.timeout(900)
 @LEFT
 @BY_NAME
-def test_every_place(segment_name: str, scene: Scene) -> None:
+def test_places(segment_name: str, scene: Scene) -> None:
     """Where a function of ours is entered, and where a C function that one has called returns."""
-    tried = try_scene(scene, segment_name)
+    tried = try_scene(scene, segment_name, first=SCENES.index(scene) % STRIDE, stride=STRIDE)
     assert tried.failures == []
-    assert tried.places > 5
+    assert tried.places > 5 // STRIDE
 
 
 @pytest.mark.slow
@@ -61,8 +66,11 @@ def test_every_place(segment_name: str, scene: Scene) -> None:
 @LEFT
 @BY_NAME
 def test_where_python_looks_for_signals(segment_name: str, scene: Scene) -> None:
-    """Behind every call, of the core too, and at the end of every turn of a loop: every seventh."""
-    tried = try_scene(scene, segment_name, first=SCENES.index(scene) % 7, stride=7, signals=True)
+    """After every call, of the core too, and at the end of every turn of a loop: every seventh of
+    those that the stride leaves."""
+    stride = 7 * STRIDE
+    first = SCENES.index(scene) % stride
+    tried = try_scene(scene, segment_name, first=first, stride=stride, signals=True)
     assert tried.failures == []
 
 
@@ -74,8 +82,9 @@ def closed(name: str) -> bool:
     return False
 
 
+@STRIDES
 @pytest.mark.parametrize("how", [interrupt_call, interrupt], ids=["calls", "signals"])
-def test_closing_a_cache(segment_name: str, how: Any) -> None:
+def test_closing_a_cache(segment_name: str, how: Any, stride: int) -> None:
     """Once more does the rest."""
     at, more = 0, True
     while more:
@@ -84,7 +93,7 @@ def test_closing_a_cache(segment_name: str, how: Any) -> None:
         more = how(cache.close, at)
         cache.close()
         assert closed(name), f"at place {at}"
-        at += 3
+        at += stride
     assert at > 30
 
 

@@ -18,7 +18,7 @@ from lightcache.groups import Group, GroupSet, Rule
 from lightcache.manager import Prompt
 from lightcache.prompt import MultimodalItem
 
-EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "150"))
+EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "50"))
 PREFIX, POINT, WINDOW, CHUNK = Rule.prefix(), Rule.point(), Rule.window(40), Rule.chunk(64)
 SPEC = KeySpec("model", 16, secret=bytes(16))
 IDS = np.arange(200)

@@ -23,7 +23,7 @@ from lightcache.storage.testing.conformance import make_keys, pages_of
 PAGE_BYTES = 2 * 4096 + 512  # of several blocks, the last of them filled up
 SPEC = StorageSpec(PAGE_BYTES, "stops")
 SLOTS, SECTOR = 6, 512
-ROUNDS = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "40"))
+ROUNDS = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "16"))
 KEYS = make_keys(20, seed=8)
 PAGES = pages_of(KEYS, PAGE_BYTES)
 
