@@ -252,7 +252,7 @@ class HybridWorld:
         hybrid = self.hybrid
         slots = hybrid._request(request).slots
         self.check_state(request, slots.working)  # which the layers begin with
-        table = hybrid.allocate(request, end)
+        table = hybrid.allocate(request, end)["prefix"]
         self.world.store.write(table, begin, stamps[begin:end])
         saved = False
         if position is not None and position < end:

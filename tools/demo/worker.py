@@ -215,8 +215,9 @@ class HybridWorker(Worker):
                 **options,
             )
         )
-        assert self.states.kv is not None
-        return self.states.kv
+        kv: EngineKV | None = self.states.kv
+        assert kv is not None
+        return kv
 
     def tiers(self, match: Any) -> dict[str, int]:
         host, storage = match.host_tokens, match.storage_tokens
