@@ -5,8 +5,7 @@ from lightcache.hybrid.checkpoints import Checkpoints, CheckpointStats
 from lightcache.hybrid.copiers import StatePart, gated_delta_parts, state_groups
 from lightcache.hybrid.manager import HybridGauges, HybridManager
 from lightcache.hybrid.opening import open_hybrid, open_states
-from lightcache.hybrid.planning import HybridMatch
-from lightcache.hybrid.requests import HybridLoadHandle
+from lightcache.hybrid.requests import HybridLoadHandle, HybridMatch
 from lightcache.hybrid.saving import Drafts, Features, Grid, HybridConfig, RequestSlots, SavePolicy
 from lightcache.hybrid.tables import state_block_tables
 from lightcache.hybrid.window_blocks import WindowBlocks

@@ -12,6 +12,7 @@ import numpy as np
 from lightcache._arguments import Pages
 from lightcache.errors import LightcacheError
 from lightcache.hybrid.checkpoints import Copied, Path
+from lightcache.hybrid.planning import HybridParts
 from lightcache.hybrid.requests import HybridRequest
 from lightcache.hybrid.saving import RequestSlots, Rest, Saved
 from lightcache.leases import Allocation
@@ -20,7 +21,6 @@ from lightcache.manager.transfers import OnEnd, State
 
 if TYPE_CHECKING:
     from lightcache.hybrid.copiers import StateCopier
-    from lightcache.hybrid.manager import HybridManager
 
 # ---- Tail eviction: KV after the last checkpoint of a path
 
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
 class TailEviction:
     """Evicts KV of ended requests after the last position from which a request could continue."""
 
-    def __init__(self, owner: HybridManager) -> None:
+    def __init__(self, parts: HybridParts) -> None:
         """Notes no request yet."""
-        self._owner = owner
+        self._parts = parts
         self._waiting: list[tuple[Request, Path]] = []
 
     def note(self, request: HybridRequest) -> None:
         """Note a request that ends, before the KV manager releases it."""
-        owner, running = self._owner, self._owner.inner.requests.get(request.inner.id)
-        if not owner.config.drop_tails or request.states is None or running is None:
+        parts, running = self._parts, self._parts.inner.requests.get(request.inner.id)
+        if request.states is None or running is None:
             return
         if running.space is not None:
-            chain = running.device_chain if owner.parts.by_blocks else running.host_chain
-            path = Path(owner.parts.strided(chain.keys), request.states)
+            chain = running.device_chain if parts.by_blocks else running.host_chain
+            path = Path(parts.strided(chain.keys), request.states)
             self._waiting.append((running, path))
 
     def poll(self) -> None:
         """Evict tails that no copy uses any more."""
         still = []
         for running, path in self._waiting:
-            if self._owner.manager.has_ended(running):
+            if self._parts.manager.has_ended(running):
                 with contextlib.suppress(LightcacheError):  # then eviction takes it in its order
                     self._drop(running, path)
             else:
@@ -55,15 +55,15 @@ class TailEviction:
         self._waiting = still
 
     def _drop(self, request: Request, path: Path) -> None:
-        owner, space = self._owner, request.space
-        if space is None or not owner.inner.weights.is_valid(space):
+        parts, space = self._parts, request.space
+        if space is None or not parts.inner.weights.is_valid(space):
             return
-        last_ready = owner.checkpoints.last_ready(path)
-        begin = 0 if last_ready is None else last_ready[1] * owner.parts.step
-        dropped = owner.manager.drop_keys(
+        last_ready = parts.checkpoints.last_ready(path)
+        begin = 0 if last_ready is None else last_ready[1] * parts.step
+        dropped = parts.manager.drop_keys(
             space, request.host_chain.keys, request.device_chain.keys, begin
         )
-        owner.checkpoints.counts.add(dropped_tokens=sum(dropped.values()))
+        parts.checkpoints.counts.add(dropped_tokens=sum(dropped.values()))
 
 
 # ---- Promotion: saved states become checkpoints, and slots of ended requests are given back
@@ -73,16 +73,20 @@ class Donor:
     """Saves and ends of requests for one `HybridManager`, which holds its lock around every
     call."""
 
-    def __init__(self, owner: HybridManager) -> None:
-        """No request saves yet."""
-        self._owner = owner
+    def __init__(self, parts: HybridParts, drop_tails: bool) -> None:
+        """No request saves yet.
+
+        Args:
+            drop_tails: see `HybridConfig`.
+        """
+        self._parts = parts
         self.ending: list[HybridRequest] = []
         """Ended requests that still hold slots, or blocks of windows."""
-        self._tails = TailEviction(owner)
+        self._tails = TailEviction(parts) if drop_tails else None
 
     @property
     def _copier(self) -> StateCopier:
-        copier = self._owner.checkpoints.copier
+        copier = self._parts.checkpoints.copier
         assert copier is not None  # a manager with states was made with one
         return copier
 
@@ -91,7 +95,7 @@ class Donor:
     def copy(self, pairs: list[tuple[HybridRequest, int, int]], stream: Any) -> tuple[Pages, Pages]:
         """Copy from slot to slot of each request, in one launch. Takes over checkpoints that are
         being restored. Returns the sources and targets."""
-        owner, leases = self._owner, []
+        parts, leases = self._parts, []
         sources, targets = (
             slot_array([pair[1] for pair in pairs]),
             slot_array([pair[2] for pair in pairs]),
@@ -101,7 +105,7 @@ class Donor:
             taken, request.found = request.found, None
             if taken is not None:
                 leases.append(taken[1])
-        copied = owner.checkpoints.traffic.copied(copying, targets, leases)
+        copied = parts.checkpoints.traffic.copied(copying, targets, leases)
         for request, _, _ in pairs:
             request.copies.append(copied)
         return sources, targets
@@ -111,7 +115,7 @@ class Donor:
         slots = slot_array([request.own_slots.working for request in running])
         if running:
             copying = self._copier.zero(slots, stream)
-            copied = self._owner.checkpoints.traffic.copied(copying, slots, [])
+            copied = self._parts.checkpoints.traffic.copied(copying, slots, [])
             for request in running:
                 request.copies.append(copied)
         return slots
@@ -119,7 +123,7 @@ class Donor:
     def exchange(self, request: HybridRequest, slots: RequestSlots) -> list[int]:
         """Turn saved states of the prompt into checkpoints, if a replacement slot is free for each;
         first the state to keep. Returns the positions of the new checkpoints."""
-        checkpoints = self._owner.checkpoints
+        checkpoints = self._parts.checkpoints
         waiting = [state for state in slots.confirmed if state.position <= request.match.tokens]
         if checkpoints.slots is None or not waiting or not request.sound():
             return []
@@ -157,31 +161,31 @@ class Donor:
 
     def _give(self, request: HybridRequest, state: Saved, on_end: OnEnd | None = None) -> bool:
         """Turn a slot into a checkpoint. The request no longer owns it."""
-        owner = self._owner
+        parts = self._parts
         path = self._path(request, state.position)
         if path is None:
-            owner.checkpoints.give_back([state.slot])
+            parts.checkpoints.give_back([state.slot])
             return False
-        transfer = owner.checkpoints.donate(
+        transfer = parts.checkpoints.donate(
             state.slot,
             path,
-            state.position // owner.parts.step,
+            state.position // parts.step,
             host="host" in request.inner.options.tiers,
             fork=state.position == request.match.branching,
             of=request.transfers,
             on_end=on_end,
         )
-        return owner.checkpoints.slots is not None or transfer is not None
+        return parts.checkpoints.slots is not None or transfer is not None
 
     def _path(self, request: HybridRequest, position: int) -> Path | None:
         """None: the request may not save, or its keys are unknown since its tokens were not
         reported."""
-        owner, running = self._owner, self._owner.inner.requests.get(request.inner.id)
+        parts, running = self._parts, self._parts.inner.requests.get(request.inner.id)
         if request.states is None or running is None or running.space is None:
             return None
-        every = running.device_chain if owner.parts.by_blocks else running.host_chain
-        keys = owner.parts.strided(every.keys)
-        return Path(keys, request.states) if len(keys) >= position // owner.parts.step else None
+        every = running.device_chain if parts.by_blocks else running.host_chain
+        keys = parts.strided(every.keys)
+        return Path(keys, request.states) if len(keys) >= position // parts.step else None
 
     # ---- when a request ends
 
@@ -204,12 +208,12 @@ class Donor:
                 positions.append(self._donate_last(request, limit, position) if publish else 0)
         finally:
             self._leave(running)
-            for request in running:
+            for request in running if self._tails is not None else ():
                 self._tails.note(request)
         return positions
 
     def _donate_last(self, request: HybridRequest, kept: int | None, at: int | None) -> int:
-        with self._owner.checkpoints.lock:  # while slots are loose
+        with self._parts.checkpoints.lock:  # while slots are loose
             states = self._last(request, kept, at)
             return max((each.position for each in states if self._give(request, each)), default=0)
 
@@ -227,7 +231,7 @@ class Donor:
     def _mark(self, busy: Pages, stream: Any) -> list[Copied]:
         """Note when all work launched before has been executed. Empty if the device failed: then
         it writes nothing more."""
-        nothing, traffic = np.zeros(0, np.int32), self._owner.checkpoints.traffic
+        nothing, traffic = np.zeros(0, np.int32), self._parts.checkpoints.traffic
         try:
             mark = self._copier.copy(nothing, nothing, stream)
         except Exception as error:
@@ -237,7 +241,7 @@ class Donor:
 
     def _last(self, request: HybridRequest, kept: int | None, position: int | None) -> list[Saved]:
         """The saved states to donate: the newest, preceded by the one to keep."""
-        running, slots = self._owner.inner.requests.get(request.inner.id), request.slots
+        running, slots = self._parts.inner.requests.get(request.inner.id), request.slots
         if slots is None or running is None or request.states is None or not request.sound():
             return []
         limit = running.publishable()
@@ -246,7 +250,7 @@ class Donor:
         # At the checkpoint itself nothing was computed, and its copy may still be in flight.
         fits = (
             position is not None
-            and position % self._owner.parts.step == 0
+            and position % self._parts.step == 0
             and position > request.match.usable
         )
         newest = slots.donate(limit, working_at=position if fits else None)
@@ -254,7 +258,7 @@ class Donor:
 
     def poll(self) -> None:
         """Give back slots and blocks that no copy uses."""
-        still, checkpoints, windows = [], self._owner.checkpoints, self._owner.parts.windows
+        still, checkpoints, windows = [], self._parts.checkpoints, self._parts.windows
         for request in self.ending:
             self._leave([request])
             windows.leave(request)
@@ -265,7 +269,8 @@ class Donor:
             if request.leaving:
                 checkpoints.give_back(request.leaving)
         self.ending = still
-        self._tails.poll()
+        if self._tails is not None:
+            self._tails.poll()
 
     @property
     def going(self) -> int:
@@ -275,7 +280,7 @@ class Donor:
     @property
     def slots_alone(self) -> int:
         """Of these, those whose KV has been given back already."""
-        has_ended = self._owner.manager.has_ended
+        has_ended = self._parts.manager.has_ended
         return sum([has_ended(request.inner) for request in self.ending])
 
 

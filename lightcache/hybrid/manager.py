@@ -14,8 +14,15 @@ from lightcache.errors import ConfigError, LeaseLost, LightcacheError, OutOfPage
 from lightcache.hashing import Tokens
 from lightcache.hybrid.checkpoints import Checkpoints, CheckpointStats, Counts, Tier
 from lightcache.hybrid.donating import Donor, slot_array, taking_over
-from lightcache.hybrid.planning import HybridMatch, HybridParts, HybridPlan, HybridPlanner
-from lightcache.hybrid.requests import HybridLoadHandle, HybridRequest, Restored, Taken
+from lightcache.hybrid.planning import HybridParts, HybridPlan, HybridPlanner
+from lightcache.hybrid.requests import (
+    PREFIX,
+    HybridLoadHandle,
+    HybridMatch,
+    HybridRequest,
+    Restored,
+    Taken,
+)
 from lightcache.hybrid.saving import (
     Grid,
     HybridConfig,
@@ -27,7 +34,7 @@ from lightcache.hybrid.saving import (
     check_features,
 )
 from lightcache.hybrid.window_blocks import WindowBlocks
-from lightcache.hybrid.windows import PREFIX, WindowGroups, WindowStats
+from lightcache.hybrid.windows import WindowGroups, WindowStats
 from lightcache.leases import Allocation, Lease
 from lightcache.manager.limits import nothing, seconds_of
 from lightcache.manager.lookup import LookupBatch, LookupRequest, begin_when_read
@@ -161,7 +168,7 @@ class HybridManager:
         """The state shared by the parts of the KV manager."""
         self._lock = self.inner.lock
         self._planner = HybridPlanner(self.parts)
-        self._donor = Donor(self)
+        self._donor = Donor(self.parts, self.config.drop_tails)
         # A separate guard: the KV manager's calls within these succeed while states fail, and would
         # tell a shared guard that the cache works.
         self._fail_open = self.inner.new_fail_open(self._planner.let_go, "HybridManager")
@@ -184,6 +191,11 @@ class HybridManager:
             raise ConfigError(
                 "checkpoints: expected a host cache and a storage, as the manager has a storage: "
                 "stored KV without its states is of no use"
+            )
+        if storage is not None and unit > self.manager.page_tokens:
+            raise ConfigError(
+                f"storage: with windows and states, expected blocks no larger than host pages, "
+                f"which have {self.manager.page_tokens} tokens, found {unit}"
             )
 
     # ---- lookup
@@ -323,7 +335,7 @@ class HybridManager:
                 )
                 complete = checkpoint is not None
             if plan is not None and plan.chosen and complete:
-                take = partial(self.parts.windows.take, request, plan)
+                take = partial(self.parts.windows.take, request, plan.chosen, position)
                 found = self._fail_open.run(take, nothing)
                 complete, leases = found is not None, found or {}
                 if not (complete or again):

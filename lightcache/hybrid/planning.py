@@ -14,7 +14,8 @@ import numpy as np
 from lightcache._arguments import Keys
 from lightcache.errors import LightcacheError
 from lightcache.hybrid.checkpoints import Path, StateSpace, Tier, last_ready
-from lightcache.hybrid.windows import POINT, PREFIX, Side, WindowGroups
+from lightcache.hybrid.requests import POINT, PREFIX, HybridMatch
+from lightcache.hybrid.windows import Side, WindowGroups
 from lightcache.manager.limits import Foreign
 from lightcache.manager.lookup import Arguments, LookupBatch, LookupRequest, peeked
 from lightcache.manager.request import NO_KEYS, CacheScope, PrefixMatch, Prompt, RequestOptions
@@ -84,63 +85,6 @@ class HybridParts:
         """Of all keys of a sequence, those at which checkpoints are looked up."""
         ratio = self.step // self.grid.fine
         return every if ratio == 1 else np.ascontiguousarray(every[ratio - 1 :: ratio])
-
-
-# ---- Matches
-
-
-@dataclass(frozen=True)
-class HybridMatch:
-    """The part of a prompt that need not be computed: as far as KV and all other groups reach. All
-    numbers are tokens."""
-
-    kv: PrefixMatch
-    """KV up to the position. Only this is pinned and loaded."""
-    kv_tokens: int = 0
-    """All cached KV of the prompt that could be used. Advisory: KV after the position is not
-    pinned."""
-    usable: int = 0
-    """Tokens that need not be computed: the position that all groups accept, or 0."""
-    tiers: Mapping[str, Tier] = field(default_factory=dict)
-    """The tier that has what a group needs, by the name of its rule: "point" for the checkpoint.
-    Without groups that need nothing here."""
-    limit: str | None = None
-    """The name of the rule that has no deeper position, "prefix" for KV; None: none limits it."""
-    branching: int | None = None
-    """The position at which the coming prefill should save. KV reaches further than the other
-    groups, so other prompts share this prefix, and the next one will hit."""
-    pending: bool = False
-    """Storage is still being read: planning again may find more."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the prompt."""
-        return self.kv.tokens
-
-    @property
-    def tier(self) -> Tier | None:
-        """The tier that has the checkpoint; None: there is none."""
-        return self.tiers.get(POINT)
-
-    @property
-    def unusable(self) -> int:
-        """Tokens with KV that must still be computed, since another group lacks them."""
-        return max(0, self.kv_tokens - self.usable)
-
-    @property
-    def device_tokens(self) -> int:
-        """Usable tokens whose KV is in device blocks."""
-        return min(self.kv.device, self.usable)
-
-    @property
-    def host_tokens(self) -> int:
-        """Usable tokens whose KV is loaded from host pages."""
-        return min(self.usable - self.device_tokens, self.kv.host)
-
-    @property
-    def storage_tokens(self) -> int:
-        """Host tokens whose KV was read from storage for this request."""
-        return self.usable - self.device_tokens - self.host_tokens
 
 
 # ---- Storage lookup: once for each request
@@ -682,7 +626,8 @@ class HybridPlanner:
             lookup.prompt.keys(space.host_spec)[: most // page],
             groups=groups,
             start=position // page,
-            step=step // page,
+            # States are at fewer positions: where one is not stored, no other group is looked up.
+            step=self._parts.windows.unit // page,
             namespace=space.host,
         )
         self._parts.inner.tasks.add(task)
@@ -753,7 +698,7 @@ class HybridPlanner:
 
 
 __all__ = [
-    "HybridMatch",
+    "HybridParts",
     "HybridPlan",
     "HybridPlanner",
     "Stored",

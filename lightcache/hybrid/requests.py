@@ -1,4 +1,4 @@
-"""Requests of a `HybridManager`: what each has, and handles for what is copied for it."""
+"""Requests of a `HybridManager`: what each finds and has, and what is copied for it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,77 @@ from typing import TYPE_CHECKING, Any
 from lightcache._arguments import Pages
 from lightcache.errors import ConfigError, TransferFailed
 from lightcache.hybrid.checkpoints import Copied, Counts, StateSpace, Tier
+from lightcache.kernels.groups import Rule
 from lightcache.leases import Lease
 from lightcache.manager.load import LoadHandle, wait_on
-from lightcache.manager.request import Owed, Request
+from lightcache.manager.request import Owed, PrefixMatch, Request
 from lightcache.manager.transfers import BlockTransfer, State
 
 if TYPE_CHECKING:
-    from lightcache.hybrid.planning import HybridMatch
     from lightcache.hybrid.saving import RequestSlots
     from lightcache.hybrid.window_blocks import WindowTable
+
+PREFIX = Rule.prefix().name
+"""Full attention, among the names of rules."""
+POINT = Rule.point().name
+"""States, among them."""
+
+# ---- Matches
+
+
+@dataclass(frozen=True)
+class HybridMatch:
+    """The part of a prompt that need not be computed: as far as KV and all other groups reach. All
+    numbers are tokens."""
+
+    kv: PrefixMatch
+    """KV up to the position. Only this is pinned and loaded."""
+    kv_tokens: int = 0
+    """All cached KV of the prompt that could be used. Advisory: KV after the position is not
+    pinned."""
+    usable: int = 0
+    """Tokens that need not be computed: the position that all groups accept, or 0."""
+    tiers: Mapping[str, Tier] = field(default_factory=dict)
+    """The tier that has what a group needs, by the name of its rule: "point" for the checkpoint.
+    Without groups that need nothing here."""
+    limit: str | None = None
+    """The name of the rule that has no deeper position, "prefix" for KV; None: none limits it."""
+    branching: int | None = None
+    """The position at which the coming prefill should save. KV reaches further than the other
+    groups, so other prompts share this prefix, and the next one will hit."""
+    pending: bool = False
+    """Storage is still being read: planning again may find more."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prompt."""
+        return self.kv.tokens
+
+    @property
+    def tier(self) -> Tier | None:
+        """The tier that has the checkpoint; None: there is none."""
+        return self.tiers.get(POINT)
+
+    @property
+    def unusable(self) -> int:
+        """Tokens with KV that must still be computed, since another group lacks them."""
+        return max(0, self.kv_tokens - self.usable)
+
+    @property
+    def device_tokens(self) -> int:
+        """Usable tokens whose KV is in device blocks."""
+        return min(self.kv.device, self.usable)
+
+    @property
+    def host_tokens(self) -> int:
+        """Usable tokens whose KV is loaded from host pages."""
+        return min(self.usable - self.device_tokens, self.kv.host)
+
+    @property
+    def storage_tokens(self) -> int:
+        """Host tokens whose KV was read from storage for this request."""
+        return self.usable - self.device_tokens - self.host_tokens
+
 
 # ---- A running request
 
@@ -211,4 +273,12 @@ class HybridLoadHandle:
             wait_on(load, stream)
 
 
-__all__ = ["HybridLoadHandle", "HybridRequest", "Restored", "Taken"]
+__all__ = [
+    "POINT",
+    "PREFIX",
+    "HybridLoadHandle",
+    "HybridMatch",
+    "HybridRequest",
+    "Restored",
+    "Taken",
+]

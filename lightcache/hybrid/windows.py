@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -27,7 +27,7 @@ from lightcache.group_index import GroupIndex
 from lightcache.groups import Group, GroupSet, Rule
 from lightcache.hashing import KeySpec
 from lightcache.hybrid.checkpoints import Tier
-from lightcache.hybrid.requests import HybridRequest
+from lightcache.hybrid.requests import POINT, PREFIX, HybridMatch, HybridRequest
 from lightcache.hybrid.window_blocks import WindowBlocks, WindowTable
 from lightcache.leases import Allocation, Lease, NamingResult
 from lightcache.manager.blocks import NONE, ManagedBlocks
@@ -39,13 +39,6 @@ from lightcache.prompt import TokenIds
 from lightcache.runs import PLAIN
 from lightcache.shm.locking import Hurried
 
-if TYPE_CHECKING:
-    from lightcache.hybrid.planning import HybridMatch, HybridPlan
-
-PREFIX = Rule.prefix().name
-"""Full attention, among the names of rules."""
-POINT = Rule.point().name
-"""States, among them."""
 EVERY = 4096
 """Default distance of saved positions, in tokens."""
 
@@ -323,12 +316,14 @@ class WindowGroups:
             if index not in kept:
                 index.cancel(request)
 
-    def take(self, request: Hashable, plan: HybridPlan) -> dict[str, Lease] | None:
-        """The pages that were pinned, by rule. None: some have gone, and none is taken."""
+    def take(
+        self, request: Hashable, chosen: Mapping[str, Side], position: int
+    ) -> dict[str, Lease] | None:
+        """The pages that were pinned for a position, by rule. None: some have gone, and none is
+        taken."""
         leases: dict[str, Lease] = {}
-        for rule, side in plan.chosen.items():
-            begin = self.start(side.window.rule, plan.position)
-            lease = side.take(request, plan.position - begin)
+        for rule, side in chosen.items():
+            lease = side.take(request, position - self.start(side.window.rule, position))
             if lease is None:
                 for each in leases.values():
                     each.close()
@@ -612,8 +607,6 @@ class WindowGroups:
 
 __all__ = [
     "EVERY",
-    "POINT",
-    "PREFIX",
     "GroupHits",
     "Side",
     "WindowGroups",

@@ -18,8 +18,8 @@ from lightcache import Cache
 from lightcache.errors import Abandoned, OutOfPages, TransferFailed, WaitTimeout
 from lightcache.groups import Rule
 from lightcache.hybrid import HybridManager, HybridMatch
+from lightcache.hybrid.requests import PREFIX
 from lightcache.hybrid.window_blocks import WindowBlocks
-from lightcache.hybrid.windows import PREFIX
 from lightcache.kernels import KVGroup, PageGeometry, Shard, layouts
 from lightcache.manager import EngineBackend, KVCacheManager, ManagedBlocks, Prompt, RequestOptions
 from lightcache.runs import Run

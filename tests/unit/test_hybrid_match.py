@@ -13,7 +13,7 @@ from support.refusals import refused
 from lightcache.errors import ConfigError, LeaseLost
 from lightcache.hybrid.checkpoints import Checkpoints, Tier
 from lightcache.hybrid.manager import HybridManager
-from lightcache.hybrid.planning import HybridMatch
+from lightcache.hybrid.requests import HybridMatch
 from lightcache.hybrid.saving import Grid
 from lightcache.manager import MultimodalItem, PrefixMatch, Prompt, RequestOptions
 
