@@ -389,26 +389,25 @@ class HybridManager:
         states = None
         if inner.space is not None and inner.options.write and "device" in inner.options.tiers:
             states = self.parts.states_of(inner.space)
-        running = HybridRequest(inner, match, states, checkpoint)
+        counted = Counts(requests=1, usable_tokens=usable, unusable_tokens=match.unusable)
+        running = HybridRequest(inner, match, states, checkpoint, counted)
         inner.sound = running.sound
-        running.counted = Counts(
-            requests=1, usable_tokens=match.usable, unusable_tokens=match.unusable
-        )
         if checkpoint is not None and plan is not None:
             tier = checkpoint[0]
-            running.counted[f"{tier.value}_hits"] = 1
+            counted[f"{tier.value}_hits"] = 1
             brought = plan.stored.brought * (self.parts.step if plan.stored.there is None else page)
-            running.counted["storage_hits"] = int(brought == usable and tier is Tier.HOST)
-        ours: list[Lease] = []
-        if self.windows:
-            stored = plan is not None and plan.stored.reached(usable, page)
-            running.counted_windows = windows.counted(match, stored)
-            ours = windows.begin(running, match, leases)
+            counted["storage_hits"] = int(brought == usable and tier is Tier.HOST)
+        self.checkpoints.counts.update(counted)
+        if not self.windows:
+            self._requests[request] = running
+            return match
+        stored = plan is not None and plan.stored.reached(usable, page)
+        running.counted_windows = windows.counted(match, stored)
+        ours = windows.begin(running, match, leases)
         together(
             partial(self._requests.__setitem__, request, running),
             *(partial(setattr, lease, "ended", True) for lease in ours),
         )
-        self.checkpoints.counts.update(running.counted)
         windows.begun(running.counted_windows)
         return match
 
@@ -1008,7 +1007,8 @@ class HybridManager:
             if request in self.inner.requests:
                 raise LeaseLost(f"{request!r} was taken from the KV manager, not from here")
             raise LeaseLost(f"there is no running request {request!r}; plan and take it first")
-        running.settle()
+        if running.tables:
+            running.settle()
         return running
 
     def _check_states(self, call: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -101,6 +100,10 @@ class HybridRequest:
     """None: it saves no checkpoints."""
     found: Taken | None
     """Until it is restored."""
+    counted: Counts
+    """Its counts in the statistics."""
+    counted_windows: Mapping[str, int] = field(default_factory=dict)
+    """Its counts in the statistics of windows."""
     slots: RequestSlots | None = None
     """Its slots, from `restore` on."""
     loading: BlockTransfer | None = None
@@ -126,11 +129,6 @@ class HybridRequest:
     """Full blocks for which windows have all that a commit does."""
     owed: dict[str, Owed] = field(default_factory=dict)
     """Blocks that the caller has to exchange, by rule."""
-
-    counted: Counts = field(default_factory=Counts)
-    """Its counts in the statistics."""
-    counted_windows: Counter[str] = field(default_factory=Counter)
-    """Its counts in the statistics of windows."""
 
     @property
     def saved(self) -> int:
