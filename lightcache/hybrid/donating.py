@@ -208,8 +208,9 @@ class Donor:
                 positions.append(self._donate_last(request, limit, position) if publish else 0)
         finally:
             self._leave(running)
-            for request in running if self._tails is not None else ():
-                self._tails.note(request)
+            if self._tails is not None:
+                for request in running:
+                    self._tails.note(request)
         return positions
 
     def _donate_last(self, request: HybridRequest, kept: int | None, at: int | None) -> int:

@@ -300,8 +300,8 @@ class HybridPlanner:
         step, where, plans = self._parts.step, self._parts.where, []
         wheres = {tenant: where(tenant) for tenant in {prompt.tenant for prompt in prompts}}
         for i, (kv, prompt) in enumerate(zip(every, prompts, strict=True)):
-            within, limit = options[i].within(self._parts.manager.tiers), limits and limits[i]
-            lookup = LookupRequest(prompt, within, limit)
+            within = options[i].within(self._parts.manager.tiers)
+            lookup = LookupRequest(prompt, within, None if limits is None else limits[i])
             tokens = None if device_tokens is None else device_tokens[i]
             plan = self._new(lookup, tokens, wheres[prompt.tenant])
             plan.kv = kv
