@@ -219,6 +219,28 @@ def test_the_position_is_the_deepest_that_all_accept(engines: Make) -> None:
     engine.manage.cancel("a")
 
 
+def test_a_position_is_found_before_kv_is_planned(
+    engines: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each position that a window refuses would cost a plan of KV."""
+    engine = engines(every=NEVER)
+    engine.run(STEM, 0)
+    engine.settle()
+    space = engine.manager.state.weights.open_space("")
+    keys = Prompt(STEM).keys(space.host_spec)
+    for page in (5, 6):  # all that the host has of the window
+        GroupIndex(engine.host.index, engine.windows[0].run).drop(
+            keys[page : page + 1], namespace=space.host
+        )
+    assert engine.windows[0].index is not None
+    engine.windows[0].index.evict(64)
+    plans, plan = [], engine.manager.lookup.plan
+    monkeypatch.setattr(engine.manager.lookup, "plan", lambda *a: plans.append(a) or plan(*a))
+    match = engine.manage.plan("a", Prompt(STEM))
+    assert (match.usable, match.kv_tokens, len(plans)) == (0, 56, 1)
+    engine.manage.cancel("a")
+
+
 def test_a_router_finds_what_a_plan_finds(engines: Make) -> None:
     engine = engines(WINDOW, CHUNK, page=4, every=NEVER)
     engine.run(STEM, 0)
