@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, LightcacheError, NotInstalled
+from lightcache.kernels.groups import Rule
 from lightcache.manager.blocks import DeviceTier
 from lightcache.manager.stats import ManagerStats
 from lightcache.page_index import PageIndex
@@ -39,7 +40,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:  # only hybrid models need these modules
     from lightcache.hybrid.checkpoints import Checkpoints
-    from lightcache.hybrid.windows import WindowManager
+    from lightcache.hybrid.manager import HybridManager
     from lightcache.manager.manager import KVCacheManager
 
 _K = TypeVar("_K", bound=tuple[str, ...])
@@ -431,13 +432,14 @@ class CheckpointMetrics(_GroupedMetrics):
 
 
 class WindowMetrics(_GroupedMetrics):
-    """A collector for the counters of a `WindowManager`, also by group: what each had, and how much
-    was computed since it had no more. The counters belong to this process: each that has a manager
-    serves its own. A scrape takes the manager's lock. The manager may be closed."""
+    """A collector for the counters of the windows of a `HybridManager`, also by group: what each
+    had, and how much was computed since it had no more. The counters belong to this process: each
+    that has a manager serves its own. A scrape takes the manager's lock. The manager may be
+    closed."""
 
     word, help = "window", _WINDOWS_HELP
 
-    def __init__(self, windows: WindowManager, labels: Mapping[str, str] | None = None) -> None:
+    def __init__(self, hybrid: HybridManager, labels: Mapping[str, str] | None = None) -> None:
         """Reads nothing yet.
 
         Args:
@@ -446,11 +448,13 @@ class WindowMetrics(_GroupedMetrics):
         Raises:
             ConfigError: a label that the metrics define themselves.
         """
-        host = windows.manager.host
-        super().__init__(host.name, labels, windows.stats)
+        host = hybrid.manager.host
+        super().__init__(host.name, labels, hybrid.window_stats)
         names = names_of(host.index.segment.config)
-        numbers = {each.rule.name: each.run.group for each in windows.windows}
-        rules = [rule for rule in windows.stats().groups if rule not in numbers or numbers[rule]]
+        numbers = {each.rule.name: each.run.group for each in hybrid.windows}
+        numbers[Rule.point().name] = hybrid.checkpoints.run.group
+        groups = hybrid.window_stats().groups
+        rules = [rule for rule in groups if rule not in numbers or numbers[rule]]
         self._names = {rule: names[n] for rule in rules if (n := numbers.get(rule, 0)) < len(names)}
         """Those of the cache's groups, as in the metrics of `CacheMetrics`."""
 

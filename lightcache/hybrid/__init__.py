@@ -1,16 +1,15 @@
-"""Models whose layers do not all keep every token: checkpoints of recurrent state beside the KV of
-full attention (`HybridManager`), and windows and chunks (`WindowManager`). docs/hybrid.md has
-pictures, and a scheduler's loop."""
+"""Models whose layers do not all keep every token: recurrent states, windows and chunks beside the
+KV of full attention (`HybridManager`). docs/hybrid.md has pictures, and a scheduler's loop."""
 
 from lightcache.hybrid.checkpoints import Checkpoints, CheckpointStats
 from lightcache.hybrid.copiers import StatePart, gated_delta_parts, state_groups
-from lightcache.hybrid.manager import HybridGauges, HybridLoadHandle, HybridManager
+from lightcache.hybrid.manager import HybridGauges, HybridManager
 from lightcache.hybrid.opening import open_hybrid, open_states
-from lightcache.hybrid.planning import HybridMatch
+from lightcache.hybrid.requests import HybridLoadHandle, HybridMatch
 from lightcache.hybrid.saving import Drafts, Features, Grid, HybridConfig, RequestSlots, SavePolicy
 from lightcache.hybrid.tables import state_block_tables
 from lightcache.hybrid.window_blocks import WindowBlocks
-from lightcache.hybrid.windows import WindowManager, WindowMatch, WindowStats
+from lightcache.hybrid.windows import WindowStats
 
 __all__ = [
     "CheckpointStats",
@@ -27,8 +26,6 @@ __all__ = [
     "SavePolicy",
     "StatePart",
     "WindowBlocks",
-    "WindowManager",
-    "WindowMatch",
     "WindowStats",
     "gated_delta_parts",
     "open_hybrid",

@@ -675,7 +675,7 @@ class Checkpoints:
             slots: an independent index whose pages are the device's slots, for checkpoints and for
                 running requests; None: the engine has and numbers slots for running requests only.
             host: an independent cache whose pages are states, or with `run` the cache of KV; None:
-                none.
+                none. Without slots and host there are no checkpoints.
             backend: moves bytes between slots and host pages; a page holds one token, the slot.
             copier: copies from slot to slot.
             write: THROUGH: write a checkpoint to the host immediately; BACK: when the device needs
@@ -707,8 +707,6 @@ class Checkpoints:
                     "else "
                     "the last checkpoints would be evicted first"
                 )
-        if slots is None and host is None:
-            raise ConfigError("checkpoints: expected slots, a host cache or both, found neither")
         if host is not None and backend is None:
             raise ConfigError("checkpoints: a host cache needs a transfer backend; give backend=")
         if write not in (WritePolicy.THROUGH, WritePolicy.BACK):

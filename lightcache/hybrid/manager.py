@@ -1,491 +1,65 @@
-"""HybridManager: KV and recurrent states as one prefix cache, for a scheduler."""
+"""HybridManager: KV and the other groups of a model as one prefix cache, for a scheduler."""
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Concatenate,
-    Literal,
-    ParamSpec,
-    Protocol,
-    TypeVar,
-    overload,
-)
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
-import numpy as np
-
-from lightcache._arguments import Pages
+from lightcache._arguments import Pages, count
 from lightcache._together import together
-from lightcache.errors import ConfigError, LeaseLost, LightcacheError, OutOfPages, TransferFailed
-from lightcache.hybrid.checkpoints import (
-    Checkpoints,
-    CheckpointStats,
-    Copied,
-    Counts,
-    Path,
-    StateSpace,
-    Tier,
+from lightcache.errors import ConfigError, LeaseLost, LightcacheError, OutOfPages
+from lightcache.hashing import Tokens
+from lightcache.hybrid.checkpoints import Checkpoints, CheckpointStats, Counts, Tier
+from lightcache.hybrid.donating import Donor, slot_array, taking_over
+from lightcache.hybrid.planning import HybridParts, HybridPlan, HybridPlanner
+from lightcache.hybrid.requests import (
+    PREFIX,
+    HybridLoadHandle,
+    HybridMatch,
+    HybridRequest,
+    Restored,
+    Taken,
 )
-from lightcache.hybrid.planning import HybridMatch, HybridParts, HybridPlan, HybridPlanner
 from lightcache.hybrid.saving import (
     Grid,
     HybridConfig,
     RequestSlots,
-    Rest,
     Saved,
     SavePlan,
     SavePolicy,
     Stretch,
     check_features,
 )
+from lightcache.hybrid.window_blocks import WindowBlocks
+from lightcache.hybrid.windows import WindowGroups, WindowStats
 from lightcache.leases import Allocation, Lease
-from lightcache.manager.limits import seconds_of
-from lightcache.manager.load import LoadHandle, wait_on
+from lightcache.manager.limits import nothing, seconds_of
 from lightcache.manager.lookup import LookupBatch, LookupRequest, begin_when_read
 from lightcache.manager.manager import KVCacheManager
 from lightcache.manager.request import (
     ANY,
+    Delivery,
     PrefixMatch,
     Prompt,
-    Request,
     RequestOptions,
     check_hashable,
 )
 from lightcache.manager.stats import TierCapacity, TierGauges
-from lightcache.manager.transfers import BlockTransfer, OnEnd, State
 from lightcache.manager.weights import WeightsState
 from lightcache.plans import TIMEOUT
 
 if TYPE_CHECKING:
     from lightcache.storage.tasks import StorageTask
 
-# ---- A running request
-
-Taken = tuple[Tier, Lease]
-"""A checkpoint in use: where it is, and its pin."""
-
-
-@dataclass(eq=False)
-class HybridRequest:
-    """One request, from `take` until no copy uses its slots any more."""
-
-    inner: Request
-    """Its request in the KV manager."""
-    match: HybridMatch
-    states: StateSpace | None
-    """None: it saves no checkpoints."""
-    found: Taken | None
-    """Until it is restored."""
-    slots: RequestSlots | None = None
-    """Its slots, from `restore` on."""
-    loading: BlockTransfer | None = None
-    """The load of its state from the host."""
-    transfers: list[BlockTransfer] = field(default_factory=list)
-    """Copies between its slots and the host, including `loading`."""
-    copies: list[Copied] = field(default_factory=list)
-    """Launches that write its slots."""
-    ended: tuple[bool, Any] = (False, None)
-    """At its end: whether no step of it is in flight, and the stream of its last one."""
-    leaving: list[int] | None = None
-    """After its end: slots to give back. None: not known yet."""
-
-    counted: Counts = field(default_factory=Counts)
-    """Its counts in the statistics."""
-
-    @property
-    def own_slots(self) -> RequestSlots:
-        """Its slots.
-
-        Raises:
-            ConfigError: it was not restored.
-        """
-        if self.slots is None:
-            raise ConfigError(f"the request {self.inner.id!r} has no slots; restore it first")
-        return self.slots
-
-    @property
-    def busy(self) -> bool:
-        """Whether a copy used its slots at the last look."""
-        self.transfers = [transfer for transfer in self.transfers if not transfer.finished]
-        self.copies = [copy for copy in self.copies if not copy.finished]
-        return bool(self.transfers or self.copies)
-
-    def sound(self) -> bool:
-        """Whether both of its loads have finished and succeeded. Until then no other request may
-        find what it computes after them. Does not block."""
-        return loaded_well(self.inner, [] if self.loading is None else [self.loading])
-
-    def let_go(self) -> None:
-        """Release a checkpoint that was not restored."""
-        taken, self.found = self.found, None
-        if taken is not None:
-            taken[1].release()
-
-
-def loaded_well(inner: Request, loads: Sequence[BlockTransfer]) -> bool:
-    """Whether the load of a request's KV and these others have finished and succeeded."""
-    if inner.match.load > 0 and inner.loading is None:
-        return False  # not loaded yet, or the manager had disabled itself
-    return all(map(_went_well, loads if inner.loading is None else [*loads, inner.loading]))
-
-
-def _went_well(load: BlockTransfer) -> bool:
-    if not load.finished:
-        with contextlib.suppress(TransferFailed):
-            load.done()
-    return load.state is State.DONE
-
-
-# ---- Restore: a request's initial state in its working slot
-
-
-@dataclass(frozen=True)
-class Restored:
-    """Loads and copies that `restore` launched."""
-
-    working: Pages
-    """The working slot of each, int32."""
-    sources: Pages
-    """Slots of checkpoints that one launch copies to `targets`."""
-    targets: Pages
-    """Working slots."""
-    zeroed: Pages
-    """Working slots without a match."""
-    loads: dict[Hashable, BlockTransfer]
-    """Loads of states from the host, by request."""
-
-    def wait_on(self, stream: Any = None) -> None:
-        """Let a device stream (None: the current one) wait for the loads. Copies need no wait: they
-        are launched on the computing stream.
-
-        Raises:
-            TransferFailed: a load has failed already; `HybridLoadHandle.failed` tells whose.
-        """
-        for transfer in self.loads.values():
-            wait_on(transfer, stream)
-
-
-class HybridLoadHandle:
-    """The loads of one request: of its KV, and of its state or windows. If one fails, the whole
-    match is unusable: call `restart`."""
-
-    def __init__(self, usable: int, kv: LoadHandle, others: Sequence[BlockTransfer]) -> None:
-        """For `HybridManager.load` and `WindowManager.load`."""
-        self._usable, self._kv, self._others = usable, kv, others
-        self._loads: list[BlockTransfer | LoadHandle] = [kv, *others]
-
-    @property
-    def tokens(self) -> int:
-        """Leading tokens that need not be computed, as known now: all usable ones, or 0."""
-        return 0 if self.failed else self._usable
-
-    @property
-    def failed(self) -> bool:
-        """Whether one has failed."""
-        lost = any(load.state in (State.FAILED, State.CANCELLED) for load in self._others)
-        return lost or self._kv.tokens < self._usable
-
-    def done(self) -> bool:
-        """Whether all have finished. Does not block.
-
-        Raises:
-            TransferFailed: one failed.
-        """
-        finished = [load.done() for load in self._loads]
-        return all(finished)
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Block until all have finished.
-
-        Raises:
-            WaitTimeout: they are still in flight.
-            TransferFailed: as `done`.
-        """
-        end = None if timeout is None else time.monotonic() + timeout
-        for load in self._loads:
-            load.wait(None if end is None else max(0.0, end - time.monotonic()))
-
-    def wait_on(self, stream: Any = None) -> None:
-        """Let a device stream (None: the current one) wait for all, instead of this thread.
-
-        Raises:
-            TransferFailed: one has failed already.
-        """
-        self._kv.wait_on(stream)
-        for load in self._others:
-            wait_on(load, stream)
-
-
-# ---- Tail eviction: KV after the last checkpoint of a path
-
-
-class TailEviction:
-    """Evicts KV of ended requests after the last position from which a request could continue."""
-
-    def __init__(self, owner: HybridManager) -> None:
-        """Notes no request yet."""
-        self._owner = owner
-        self._waiting: list[tuple[Request, Path]] = []
-
-    def note(self, request: HybridRequest) -> None:
-        """Note a request that ends, before the KV manager releases it."""
-        owner, running = self._owner, self._owner.inner.requests.get(request.inner.id)
-        if not owner.config.drop_tails or request.states is None or running is None:
-            return
-        if running.space is not None:
-            chain = running.device_chain if owner.parts.by_blocks else running.host_chain
-            path = Path(owner.parts.strided(chain.keys), request.states)
-            self._waiting.append((running, path))
-
-    def poll(self) -> None:
-        """Evict tails that no copy uses any more."""
-        still = []
-        for running, path in self._waiting:
-            if self._owner.manager.has_ended(running):
-                with contextlib.suppress(LightcacheError):  # then eviction takes it in its order
-                    self._drop(running, path)
-            else:
-                still.append((running, path))
-        self._waiting = still
-
-    def _drop(self, request: Request, path: Path) -> None:
-        owner, space = self._owner, request.space
-        if space is None or not owner.inner.weights.is_valid(space):
-            return
-        last_ready = owner.checkpoints.last_ready(path)
-        begin = 0 if last_ready is None else last_ready[1] * owner.parts.step
-        dropped = owner.manager.drop_keys(
-            space, request.host_chain.keys, request.device_chain.keys, begin
-        )
-        owner.checkpoints.counts.add(dropped_tokens=sum(dropped.values()))
-
-
-# ---- Promotion: saved states become checkpoints, and slots of ended requests are given back
-
-
-class Donor:
-    """Saves and ends of requests for one `HybridManager`, which holds its lock around every
-    call."""
-
-    def __init__(self, owner: HybridManager) -> None:
-        """No request saves yet."""
-        self._owner = owner
-        self.ending: list[HybridRequest] = []
-        """Ended requests that still hold slots."""
-        self._tails = TailEviction(owner)
-
-    # ---- while a request runs
-
-    def copy(self, pairs: list[tuple[HybridRequest, int, int]], stream: Any) -> tuple[Pages, Pages]:
-        """Copy from slot to slot of each request, in one launch. Takes over checkpoints that are
-        being restored. Returns the sources and targets."""
-        owner, leases = self._owner, []
-        sources, targets = _slots([pair[1] for pair in pairs]), _slots([pair[2] for pair in pairs])
-        copying = owner.copier.copy(sources, targets, stream)
-        for request, _, _ in pairs:
-            taken, request.found = request.found, None
-            if taken is not None:
-                leases.append(taken[1])
-        copied = owner.checkpoints.traffic.copied(copying, targets, leases)
-        for request, _, _ in pairs:
-            request.copies.append(copied)
-        return sources, targets
-
-    def zero(self, running: list[HybridRequest], stream: Any) -> Pages:
-        """Set the working slots of these requests to zero. Returns them."""
-        slots = _slots([request.own_slots.working for request in running])
-        if running:
-            copying = self._owner.copier.zero(slots, stream)
-            copied = self._owner.checkpoints.traffic.copied(copying, slots, [])
-            for request in running:
-                request.copies.append(copied)
-        return slots
-
-    def exchange(self, request: HybridRequest, slots: RequestSlots) -> list[int]:
-        """Turn saved states of the prompt into checkpoints, if a replacement slot is free for each;
-        first the state to keep. Returns the positions of the new checkpoints."""
-        checkpoints = self._owner.checkpoints
-        waiting = [state for state in slots.confirmed if state.position <= request.match.tokens]
-        if checkpoints.slots is None or not waiting or not request.sound():
-            return []
-        donated = []
-        for state in sorted(waiting, key=lambda each: each.position != slots.keep):
-            if self._path(request, state.position) is None:
-                continue
-            with checkpoints.lock:  # while a slot is loose
-                try:
-                    replacement = checkpoints.acquire(1)
-                except LightcacheError:
-                    break
-                with replacement:
-                    (slot,) = replacement.pages.tolist()
-                    slots.exchange(slot, state.position, _taking_over(replacement))
-                if self._give(request, state):
-                    donated.append(state.position)
-        return donated
-
-    def lend(self, request: HybridRequest, slots: RequestSlots, newest: Saved) -> bool:
-        """Without device slots for checkpoints: the host gets a copy, the request keeps the
-        slot."""
-        if not request.sound():
-            return False
-        slots.begin_read(newest.slot)  # before the copy begins, which reports its end
-        known = len(request.transfers)
-        try:
-            donated = self._give(request, newest, lambda _: slots.end_read(newest.slot))
-        finally:
-            if len(request.transfers) == known:
-                slots.end_read(newest.slot)
-        if donated and newest.position == slots.keep:
-            slots.keep = None
-        return donated
-
-    def _give(self, request: HybridRequest, state: Saved, on_end: OnEnd | None = None) -> bool:
-        """Turn a slot into a checkpoint. The request no longer owns it."""
-        owner = self._owner
-        path = self._path(request, state.position)
-        if path is None:
-            owner.checkpoints.give_back([state.slot])
-            return False
-        transfer = owner.checkpoints.donate(
-            state.slot,
-            path,
-            state.position // owner.parts.step,
-            host="host" in request.inner.options.tiers,
-            fork=state.position == request.match.branching,
-            of=request.transfers,
-            on_end=on_end,
-        )
-        return owner.checkpoints.slots is not None or transfer is not None
-
-    def _path(self, request: HybridRequest, position: int) -> Path | None:
-        """None: the request may not save, or its keys are unknown since its tokens were not
-        reported."""
-        owner, running = self._owner, self._owner.inner.requests.get(request.inner.id)
-        if request.states is None or running is None or running.space is None:
-            return None
-        every = running.device_chain if owner.parts.by_blocks else running.host_chain
-        keys = owner.parts.strided(every.keys)
-        return Path(keys, request.states) if len(keys) >= position // owner.parts.step else None
-
-    # ---- when a request ends
-
-    def end(
-        self,
-        running: list[HybridRequest],
-        kept: Sequence[int | None],
-        at: Sequence[int | None],
-        publish: bool,
-    ) -> list[int]:
-        """See `HybridManager.release_many`. The requests are in `ending` already: slots are given
-        back also after an exception. Returns the position of the last state that each donated."""
-        positions = []
-        try:
-            for request in running:
-                request.let_go()
-                if request.loading is not None and request.loading.state is State.QUEUED:
-                    request.loading.cancel()
-            for request, limit, position in zip(running, kept, at, strict=True):
-                positions.append(self._donate_last(request, limit, position) if publish else 0)
-        finally:
-            self._leave(running)
-            for request in running:
-                self._tails.note(request)
-        return positions
-
-    def _donate_last(self, request: HybridRequest, kept: int | None, at: int | None) -> int:
-        with self._owner.checkpoints.lock:  # while slots are loose
-            states = self._last(request, kept, at)
-            return max((each.position for each in states if self._give(request, each)), default=0)
-
-    def _leave(self, running: list[HybridRequest]) -> None:
-        """Note the remaining slots of requests whose last steps were on one stream: they go back
-        once no copy uses them. May be repeated after an interrupt: `leaving` is set last."""
-        rests = [(request, _rest(request)) for request in running if request.leaving is None]
-        busy = [slot for _, rest in rests for slot in rest.busy]  # a launched step may write them
-        mark = self._mark(_slots(busy), running[0].ended[1]) if busy else []
-        for request, rest in rests:
-            if rest.busy:
-                request.copies += mark
-            request.leaving = [*rest.free, *rest.busy]
-
-    def _mark(self, busy: Pages, stream: Any) -> list[Copied]:
-        """Note when all work launched before has been executed. Empty if the device failed: then
-        it writes nothing more."""
-        nothing, traffic = np.zeros(0, np.int32), self._owner.checkpoints.traffic
-        try:
-            mark = self._owner.copier.copy(nothing, nothing, stream)
-        except Exception as error:
-            traffic.moves.foreign.note(error)
-            return []
-        return [traffic.copied(mark, busy, [])]
-
-    def _last(self, request: HybridRequest, kept: int | None, position: int | None) -> list[Saved]:
-        """The saved states to donate: the newest, preceded by the one to keep."""
-        running, slots = self._owner.inner.requests.get(request.inner.id), request.slots
-        if slots is None or running is None or request.states is None or not request.sound():
-            return []
-        limit = running.publishable()
-        if kept is not None:
-            limit = min(limit, kept)
-        # At the checkpoint itself nothing was computed, and its copy may still be in flight.
-        fits = (
-            position is not None
-            and position % self._owner.parts.step == 0
-            and position > request.match.checkpoint
-        )
-        newest = slots.donate(limit, working_at=position if fits else None)
-        return [state for state in (slots.donate_kept(limit), newest) if state is not None]
-
-    def poll(self) -> None:
-        """Give back slots that no copy uses."""
-        still, checkpoints = [], self._owner.checkpoints
-        for request in self.ending:
-            self._leave([request])
-            if request.busy:
-                still.append(request)
-            elif request.leaving:
-                checkpoints.give_back(request.leaving)
-        self.ending = still
-        self._tails.poll()
-
-    @property
-    def going(self) -> int:
-        """Number of ended requests that still hold slots."""
-        return len(self.ending)
-
-    @property
-    def slots_alone(self) -> int:
-        """Of these, those whose KV has been given back already."""
-        has_ended = self._owner.manager.has_ended
-        return sum([has_ended(request.inner) for request in self.ending])
-
-
-def _slots(numbers: list[int]) -> Pages:
-    return np.array(numbers, np.int32)
-
-
-def _taking_over(slots: Allocation) -> partial[None]:
-    """For `together`: the slots are no longer those of the object that took them."""
-    return partial(setattr, slots, "ended", True)
-
-
-def _rest(request: HybridRequest) -> Rest:
-    return Rest((), ()) if request.slots is None else request.slots.rest(idle=request.ended[0])
-
-
 # ---- The manager
 
 
 @dataclass(frozen=True)
 class HybridGauges(TierGauges):
-    """Current room of KV and of states; requests and transfers of both together. `device` and
+    """Current room of KV and of other groups; requests and transfers of all together. `device` and
     `host` are KV's. A request is leaving while a copy touches its blocks or its slots; `transfers`
     also counts launches from slot to slot that have not finished."""
 
@@ -493,25 +67,21 @@ class HybridGauges(TierGauges):
     """Slots, in states; all 0 if the engine has its own."""
     host_states: TierCapacity
     """Host pages, in states."""
+    windows: Mapping[str, TierCapacity] = field(default_factory=dict)
+    """Blocks of the device, by the name of a window's rule."""
 
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Joined(Protocol):
-    """A manager that joins KV with other groups."""
-
-    manager: KVCacheManager
-
-
 def of_kv(
     method: Callable[Concatenate[KVCacheManager, P], R],
-) -> Callable[Concatenate[Joined, P], R]:
-    """A method of a manager of several groups that is the KV manager's method of that name."""
+) -> Callable[Concatenate[HybridManager, P], R]:
+    """A method that is the KV manager's of that name."""
 
     @wraps(method)
-    def call(self: Joined, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: HybridManager, /, *args: P.args, **kwargs: P.kwargs) -> R:
         result: R = getattr(self.manager, method.__name__)(*args, **kwargs)
         return result
 
@@ -519,61 +89,114 @@ def of_kv(
 
 
 class HybridManager:
-    """Joins a `KVCacheManager` and `Checkpoints` for the scheduler of a hybrid model.
+    """Joins a `KVCacheManager`, which has the KV of full attention, with the other groups of a
+    model: `Checkpoints` of recurrent states, `WindowBlocks` of layers that see a window or a chunk,
+    or both.
 
     A request makes the same calls as a dense one, on this object: `plan`, `take`, `allocate`,
-    `restore` and `load`, `commit`, `release`. A hit is as long as both the prompt's KV and a
-    checkpoint reach. Calls share the manager's lock; none waits for bytes unless documented.
+    `restore` if there are states, `load`, `commit`, `release`; `poll` each step. It has a block
+    table for each rule. A hit is as long as KV and all groups reach. Calls share the manager's
+    lock; none waits for bytes unless documented.
 
-    Methods with the docstring of `KVCacheManager` are its own: `commit`, `demote` and those of
-    blocks. They leave checkpoints and slots as they are; see `Checkpoints.demote`,
+    Methods with the docstring of `KVCacheManager` are its own: `demote` and others of blocks. They
+    leave checkpoints, slots and windows as they are; see `Checkpoints.demote`,
     `Checkpoints.in_flight` and `gauges` for these. What a request commits is found by others once
-    its loads have succeeded; a later commit, or its release, makes up for that.
+    its loads have succeeded; a later commit, or its release, makes up for that. Requests that do
+    not write to the device save neither states nor windows.
     """
 
     def __init__(
         self,
         manager: KVCacheManager,
-        checkpoints: Checkpoints,
-        grid: Grid,
+        checkpoints: Checkpoints | None = None,
+        grid: Grid | None = None,
         *,
+        windows: Sequence[WindowBlocks] = (),
+        every: int | None = None,
         config: HybridConfig | None = None,
     ) -> None:
-        """The caller closes both, after this object.
+        """The caller closes the parts, after this object: checkpoints and manager, then windows.
 
         Args:
-            checkpoints: with a copier.
-            grid: positions at which states are saved, made for the manager's blocks and pages.
+            checkpoints: with a copier. None: the model has no states.
+            grid: with checkpoints: positions at which states are saved, made for the manager's
+                blocks and pages. Windows are saved there as well.
+            windows: one for each rule.
+            every: without states, windows are saved at multiples of so many tokens, rounded up to
+                whole blocks and pages; also where a prompt and a request end, and where prompts
+                part. A window of n tokens takes n / every of the host bytes that all KV of its
+                layers would take. None: 4,096.
+            config: of states.
 
         Raises:
-            ConfigError: a grid of other blocks or pages, no copier, or conflicting settings, all in
-                one message.
+            ConfigError: neither states nor windows; a grid of other blocks or pages, no copier, or
+                conflicting settings, all in one message. Of windows: two of one rule or of one
+                group of the host cache, other block sizes, blocks that the engine owns, a backend
+                without a host cache, a storage and a window without a backend, or states that have
+                a cache or a storage of their own.
         """
-        sizes = manager.device.block_tokens, manager.page_tokens
-        if (grid.block_tokens, grid.page_tokens) != sizes:
+        block, page = manager.device.block_tokens, manager.page_tokens
+        if (checkpoints is None) != (grid is None) or (grid is None and not windows):
             raise ConfigError(
-                f"grid: expected one for blocks of {sizes[0]} tokens and pages of {sizes[1]}, "
-                f"found {grid}"
+                "hybrid: expected checkpoints with their grid, windows=, or both, found "
+                f"checkpoints {checkpoints}, grid {grid} and {len(windows)} windows"
             )
-        if checkpoints.copier is None:
-            raise ConfigError("checkpoints: expected a copier, found none; give copier=")
-        self.manager, self.checkpoints, self.grid = manager, checkpoints, grid
         self.config = config or HybridConfig()
-        check_features(self.config, checkpoints, grid)
-        self.copier = checkpoints.copier
+        states = checkpoints is not None
+        if grid is None:
+            grid = Grid(block, page, 1)
+        if checkpoints is None:
+            checkpoints = Checkpoints(None, None)
+        elif (grid.block_tokens, grid.page_tokens) != (block, page):
+            raise ConfigError(
+                f"grid: expected one for blocks of {block} tokens and pages of {page}, found {grid}"
+            )
+        elif checkpoints.copier is None:
+            raise ConfigError("checkpoints: expected a copier, found none; give copier=")
+        else:
+            check_features(self.config, checkpoints, grid)
+        self.windows = tuple(windows)
+        self.manager, self.checkpoints, self.grid = manager, checkpoints, grid
         step = grid.fine if self.config.tail else grid.grid
-        self.parts = HybridParts(manager, checkpoints, grid, step)
+        groups = WindowGroups(manager, windows, every=every, states=states)
+        if windows and states:
+            self._check_joined(step, groups.unit)
+        self.parts = HybridParts(manager, checkpoints, groups, grid, step, states)
         """Shared by its parts."""
         self._policy = SavePolicy(grid, self.config.saves, self.config.tail, self.config.between)
         self.inner = manager.state
         """The state shared by the parts of the KV manager."""
         self._lock = self.inner.lock
         self._planner = HybridPlanner(self.parts)
-        self._donor = Donor(self)
+        self._donor = Donor(self.parts, self.config.drop_tails)
         # A separate guard: the KV manager's calls within these succeed while states fail, and would
         # tell a shared guard that the cache works.
         self._fail_open = self.inner.new_fail_open(self._planner.let_go, "HybridManager")
         self._requests: dict[Hashable, HybridRequest] = {}
+
+    def _check_joined(self, step: int, unit: int) -> None:
+        """Raises ConfigError: states and windows that cannot be found together."""
+        checkpoints, storage = self.checkpoints, self.manager.state.storage
+        if step % unit:
+            raise ConfigError(
+                f"tail: windows are found at multiples of {unit} tokens, states of {step}; "
+                "turn it off, or use blocks and pages of one size"
+            )
+        if checkpoints.host is not None and checkpoints.host is not self.manager.host:
+            raise ConfigError(
+                "checkpoints: beside windows, expected states in the host cache of KV (run=), "
+                "found a cache of their own"
+            )
+        if storage is not None and (checkpoints.host is None or checkpoints.storage is None):
+            raise ConfigError(
+                "checkpoints: expected a host cache and a storage, as the manager has a storage: "
+                "stored KV without its states is of no use"
+            )
+        if storage is not None and unit > self.manager.page_tokens:
+            raise ConfigError(
+                f"storage: with windows and states, expected blocks no larger than host pages, "
+                f"which have {self.manager.page_tokens} tokens, found {unit}"
+            )
 
     # ---- lookup
 
@@ -586,8 +209,9 @@ class HybridManager:
         limit: int | None = None,
         device_tokens: int | None = None,
     ) -> HybridMatch:
-        """Find the last position that both KV and a checkpoint reach, over all tiers, and pin both
-        tentatively up to it. Otherwise as `KVCacheManager.plan`: cheap when repeated."""
+        """Find the last position that KV and all groups accept, over all tiers, and pin what it
+        needs tentatively. Otherwise as `KVCacheManager.plan`: cheap when repeated, unless a window
+        lacks pages."""
         with self._lock:
             return self._planned(
                 self.manager.lookup.batch_of_one(request, prompt, options, limit, device_tokens)
@@ -624,7 +248,7 @@ class HybridManager:
         limits: Sequence[int | None] | None = None,
         device_tokens: Sequence[int] | None = None,
     ) -> list[HybridMatch]:
-        """What `plan_many` would find on the device and the host now, KV and checkpoint both.
+        """What `plan_many` would find on the device and the host now, of all groups.
         Nothing is pinned, counted as used, or asked of storage, so a later plan may find less.
         Arguments and errors as `KVCacheManager.peek_many`."""
         with self._lock:
@@ -633,8 +257,8 @@ class HybridManager:
             )
             options = [ANY] * len(prompts) if options is None else options
             return self._fail_open.run(
-                lambda: self._planner.peek(every, prompts, options, device_tokens),
-                lambda: [HybridMatch(PrefixMatch(len(prompt))) for prompt in prompts],
+                lambda: self._planner.peek(every, prompts, options, limits, device_tokens),
+                lambda: [HybridMatch(PrefixMatch(len(prompt)), limit=PREFIX) for prompt in prompts],
             )
 
     def _missed(self, request: Hashable, lookup: LookupRequest) -> HybridMatch:
@@ -642,13 +266,14 @@ class HybridManager:
         self._planner.forget(request)
         with contextlib.suppress(LightcacheError):  # else its plan expires
             self.checkpoints.cancel(request)
-        return HybridMatch(
-            self.manager.plan(request, lookup.prompt, options=lookup.options, limit=0)
-        )
+            self.parts.windows.unpin(request)
+        kv = self.manager.plan(request, lookup.prompt, options=lookup.options, limit=0)
+        return HybridMatch(kv, limit=PREFIX)
 
     def cancel(self, request: Hashable) -> None:
         """Drop a plan. Harmless if there is none."""
         with self._lock:
+            check_hashable([request], "cancel")
             self._planner.cancel(request)
 
     @overload
@@ -659,7 +284,7 @@ class HybridManager:
 
     def take(self, request: Hashable, *, wait: bool = False) -> HybridMatch | None:
         """Begin a request, which takes over its plan. Returns None, as `KVCacheManager.take` does,
-        while its KV or checkpoint is being read from storage: call again in the next step.
+        while what it needs is being read from storage: call again in the next step.
 
         Args:
             wait: block until reading has finished or timed out.
@@ -682,42 +307,58 @@ class HybridManager:
         released, look for them once more."""
         plan = self._planner.taken(request)
         try:
-            match = self._taken(request, plan)
+            return self._taken(request, plan)
         except LeaseLost:
             if plan is None:
                 raise
-            options = plan.asked.options
-            longer = replace(options, ttl=max(options.ttl or 0.0, TIMEOUT))
-            lookup = plan.asked.prompt, longer, plan.asked.limit
-            tokens = None if plan.given is None else (plan.given,)
-            self._planned(LookupBatch(((request, lookup),), tokens))
-            match = self._taken(request, self._planner.taken(request))
-        self._requests[request] = match
-        return match.match
+        options = plan.asked.options
+        longer = replace(options, ttl=max(options.ttl or 0.0, TIMEOUT))
+        lookup = plan.asked.prompt, longer, plan.asked.limit
+        tokens = None if plan.given is None else (plan.given,)
+        self._planned(LookupBatch(((request, lookup),), tokens))
+        return self._taken(request, self._planner.taken(request), again=True)
 
-    def _taken(self, request: Hashable, plan: HybridPlan | None) -> HybridRequest:
-        """Take the checkpoint first: without it no KV is taken."""
-        manager, checkpoint = self.manager, None
-        position = 0 if plan is None else self._planner.position(plan)
+    def _taken(
+        self, request: Hashable, plan: HybridPlan | None, *, again: bool = False
+    ) -> HybridMatch:
+        """Take the other groups first: without them no KV is taken.
+
+        Args:
+            again: False: raises LeaseLost if pages of windows have gone.
+        """
+        manager, checkpoint, leases = self.manager, None, {}
+        position, complete = 0 if plan is None else plan.position, plan is not None
         try:
-            if position:
+            if plan is not None and plan.found is not None:
                 checkpoint = self._fail_open.run(
                     lambda: self.checkpoints.take(request), lambda: None
                 )
-            if checkpoint is None and plan is not None and position:  # cleared meanwhile
+                complete = checkpoint is not None
+            if plan is not None and plan.chosen and complete:
+                take = partial(self.parts.windows.take, request, plan.chosen, position)
+                found = self._fail_open.run(take, nothing)
+                complete, leases = found is not None, found or {}
+                if not (complete or again):
+                    raise LeaseLost(f"take: the pins of {request!r} have expired")
+            if position and not complete and plan is not None:  # cleared meanwhile
                 manager.plan(request, plan.asked.prompt, options=plan.asked.options, limit=0)
-            kv = self.manager.begin(request)
-            if kv.usable and (checkpoint is None or kv.usable != position):
+            kv = manager.begin(request)
+            if kv.usable and not (complete and kv.usable == position):
                 kv = self._take_nothing(request)
-            if checkpoint is not None and not kv.usable:
-                checkpoint[1].release()
-                checkpoint = None
+            if not kv.usable:
+                for lease in leases.values():
+                    lease.close()
+                if checkpoint is not None:
+                    checkpoint[1].release()
+                checkpoint, leases = None, {}
+            return self._made(request, plan, kv, checkpoint, leases)
         except BaseException:
-            if checkpoint is not None:
-                checkpoint[1].release()
+            for lease in leases.values():
+                lease.close()
+            if checkpoint is not None and request not in self._requests:
+                checkpoint[1].close()
             self._planner.cancel(request)
             raise
-        return self._made(request, plan, kv, checkpoint)
 
     def _take_nothing(self, request: Hashable) -> PrefixMatch:
         """A taken request restarts from its first token."""
@@ -726,37 +367,136 @@ class HybridManager:
         return self.manager.begin(request)
 
     def _made(
-        self, request: Hashable, plan: HybridPlan | None, kv: PrefixMatch, checkpoint: Taken | None
-    ) -> HybridRequest:
-        tier = None if checkpoint is None else checkpoint[0]
-        deep = kv.usable if plan is None else max(plan.kv.usable, kv.usable)
+        self,
+        request: Hashable,
+        plan: HybridPlan | None,
+        kv: PrefixMatch,
+        checkpoint: Taken | None,
+        leases: Mapping[str, Lease],
+    ) -> HybridMatch:
+        """A running request. It takes over all pins in the instant in which it is known."""
+        windows, usable, page = self.parts.windows, kv.usable, self.manager.page_tokens
+        deep, limit, tiers = usable, None, {}
         if plan is not None:
-            kv = plan.stored.attributed(kv, self.manager.page_tokens)
-        match = HybridMatch(kv, deep, kv.usable, tier, self.grid.branching(deep, kv.usable))
+            deep = max(plan.kv.usable, usable)
+            kv = plan.stored.attributed(kv, usable, page)
+            limit = self._planner.limit(plan, deep, usable)
+            tiers = self._planner.tiers(plan) if usable else {}
+        branching = self.grid.branching(deep, usable)
+        match = HybridMatch(kv, deep, usable, tiers, limit, branching)
         inner = self.inner.requests.get(request)
         assert inner is not None
         states = None
         if inner.space is not None and inner.options.write and "device" in inner.options.tiers:
             states = self.parts.states_of(inner.space)
-        running = HybridRequest(inner, match, states, checkpoint)
+        counted = Counts(requests=1, usable_tokens=usable, unusable_tokens=match.unusable)
+        running = HybridRequest(inner, match, states, checkpoint, counted)
         inner.sound = running.sound
-        running.counted = Counts(
-            requests=1, usable_tokens=match.usable, unusable_tokens=match.unusable
+        if checkpoint is not None and plan is not None:
+            tier = checkpoint[0]
+            counted[f"{tier.value}_hits"] = 1
+            brought = plan.stored.brought * (self.parts.step if plan.stored.there is None else page)
+            counted["storage_hits"] = int(brought == usable and tier is Tier.HOST)
+        self.checkpoints.counts.update(counted)
+        if not self.windows:
+            self._requests[request] = running
+            return match
+        stored = plan is not None and plan.stored.reached(usable, page)
+        running.counted_windows = windows.counted(match, stored)
+        ours = windows.begin(running, match, leases)
+        together(
+            partial(self._requests.__setitem__, request, running),
+            *(partial(setattr, lease, "ended", True) for lease in ours),
         )
-        if tier is not None:
-            running.counted[f"{tier.value}_hits"] = 1
-        if plan is not None and match.usable:
-            from_storage = plan.stored.brought * self.parts.step == match.usable
-            running.counted["storage_hits"] = int(from_storage and tier is Tier.HOST)
-        self.checkpoints.counts.update(running.counted)
-        return running
+        windows.begun(running.counted_windows)
+        return match
 
     # ---- running
 
-    allocate = of_kv(KVCacheManager.allocate)
+    def allocate(
+        self, request: Hashable, tokens: int, *, timeout: float | None = 0.0
+    ) -> dict[str, Pages]:
+        """Grow the request's tables to `tokens` tokens. With windows: those of the pass that comes,
+        and no more, for blocks before a window are given back by `commit` only. Returns the table
+        of each rule by its name, "prefix" for full attention: int32, -1 for blocks before a window.
+
+        Raises:
+            OutOfPages: not enough blocks of some rule. Blocks that were added to the tables of
+                others stay the request's: call again, or release it.
+            ConfigError, LeaseLost: as `KVCacheManager.allocate`.
+        """
+        tables = {}
+        if self.windows:
+            with self._lock:
+                running, windows = self._request(request), self.parts.windows
+                wanted = count(tokens, "tokens", 0, 1 << 62)
+                try:
+                    windows.grow(running, wanted)
+                except OutOfPages:  # unless finished copies still pin blocks
+                    self.inner.transfers.poll()
+                    self._donor.poll()
+                    windows.grow(running, wanted)
+                tables = {table.window.rule.name: table.blocks for table in running.tables}
+        return {PREFIX: self.manager.allocate(request, tokens, timeout=timeout), **tables}
+
     can_allocate = of_kv(KVCacheManager.can_allocate)
-    commit = of_kv(KVCacheManager.commit)
-    commit_many = of_kv(KVCacheManager.commit_many)
+
+    def commit(
+        self,
+        request: Hashable,
+        total: int,
+        *,
+        new_tokens: Tokens | None = None,
+        table: Pages | None = None,
+    ) -> Mapping[str, Mapping[int, int]]:
+        """As `KVCacheManager.commit`; also saves windows where that is due, and gives back the
+        blocks that no later token sees. Returns the blocks to exchange, position -> block, of each
+        rule that has any.
+
+        Raises:
+            ConfigError, LeaseLost: as `KVCacheManager.commit`; nothing was changed.
+        """
+        fresh = None if new_tokens is None else [new_tokens]
+        return self.commit_many([request], [total], fresh, None if table is None else [table])[0]
+
+    def commit_many(
+        self,
+        requests: Sequence[Hashable],
+        totals: Sequence[int],
+        new_tokens: Sequence[Tokens | None] | None = None,
+        tables: Sequence[Pages] | None = None,
+    ) -> list[Mapping[str, Mapping[int, int]]]:
+        """`commit` for a batch of different requests. A refused call changes nothing.
+
+        Raises:
+            ConfigError, LeaseLost: as `KVCacheManager.commit_many`.
+        """
+        delivery = Delivery()
+        with self._lock:
+            check_hashable(requests, "commit")
+            batch = [self._request(request) for request in requests]
+            changed = self.manager.commit_many(requests, totals, new_tokens, tables)
+            for running, blocks in zip(batch, changed, strict=True):
+                running.owe(PREFIX, blocks)
+            if self.windows:
+                self._publish(batch)
+            result: list[Mapping[str, Mapping[int, int]]] = [
+                {rule: owed.by(delivery) for rule, owed in running.owed.items() if not owed.told}
+                if running.owed
+                else {}
+                for running in batch
+            ]
+        delivery.done = True
+        return result
+
+    def _publish(self, batch: Sequence[HybridRequest]) -> None:
+        """Name and save windows, and give back their blocks, where that is due."""
+        block, windows = self.manager.device.block_tokens, self.parts.windows
+        for running in batch:
+            if running.inner.total // block != running.published:
+                self._fail_open.run(partial(windows.publish, running), nothing)
+                windows.trim(running)
+
     wait_blocks = of_kv(KVCacheManager.wait_blocks)
     evicted = of_kv(KVCacheManager.evicted)
     evicting = of_kv(KVCacheManager.evicting)
@@ -786,6 +526,7 @@ class HybridManager:
         """
         with self._lock:
             running = [self._request(name) for name in requests]
+            self._check_states("restore")
             for request in running:
                 if request.slots is not None:
                     raise ConfigError(
@@ -797,7 +538,7 @@ class HybridManager:
             elif running:
                 with self._acquired(len(running)) as acquired:
                     numbers = acquired.pages.reshape(len(running), -1).tolist()
-                    self._give_slots(running, numbers, _taking_over(acquired))
+                    self._give_slots(running, numbers, taking_over(acquired))
             return self._launch(running, stream)
 
     def _give_slots(
@@ -844,34 +585,47 @@ class HybridManager:
                 request.loading = loads[request.inner.id] = traffic.load(
                     lease, slots.working, request.transfers
                 )
-        working = _slots([slots.working for slots in slots_of])
+        working = slot_array([slots.working for slots in slots_of])
         zeroed = self._donor.zero(empty, stream)
-        sources = targets = _slots([])
+        sources = targets = slot_array([])
         if pairs:
             sources, targets = self._donor.copy(pairs, stream)
             self.checkpoints.counts.add(copies=len(pairs))
         return Restored(working, sources, targets, zeroed, loads)
 
     def load(self, request: Hashable, table: Pages | None = None) -> HybridLoadHandle:
-        """Load KV found on the host to the device; see `KVCacheManager.load`. The result covers the
-        state's load as well, so call `restore` first.
+        """Begin to load what was found on the host to the device, KV and windows, after `allocate`
+        of `match.usable` tokens; see `KVCacheManager.load`. The result covers the state's load as
+        well, so call `restore` first. Copies nothing if the device has all of it.
 
         Raises:
-            ConfigError: it was not restored.
+            ConfigError: it was not restored, or a table is shorter than the match.
+            LeaseLost, Detached: as `KVCacheManager.load`.
         """
         with self._lock:
-            running = self._request(request)
-            if running.slots is None:
+            running, usable = self._request(request), 0
+            if self.parts.states and running.slots is None:
                 raise ConfigError(
                     f"load {request!r}: restore it first, or `skip_load` what it found"
                 )
-            states = [] if running.loading is None else [running.loading]
+            usable = running.match.usable
+            for windows_table in running.tables:
+                have = len(windows_table.blocks) * windows_table.window.block_tokens
+                if have < usable:
+                    raise ConfigError(
+                        f"load {request!r}: expected blocks for {usable} tokens, found "
+                        f"{windows_table.window.rule.name!r} for {have}; allocate them first"
+                    )
             kv = self.manager.load(request, table)
-            return HybridLoadHandle(running.match.usable, kv, states)
+            for windows_table in running.tables:
+                if windows_table.host is not None:
+                    self.parts.windows.load(running, windows_table, windows_table.host)
+            states = [] if running.loading is None else [running.loading]
+            return HybridLoadHandle(usable, kv, [*states, *running.loads])
 
     def skip_load(self, request: Hashable) -> HybridMatch:
         """Call instead of `restore` and `load` if there is no room for the KV to load: takes the
-        last checkpoint within the KV on the device instead. Returns the new match.
+        last position within the KV on the device instead, with empty tables. Returns the new match.
 
         Raises:
             ConfigError: the request was restored already.
@@ -891,24 +645,26 @@ class HybridManager:
 
         Raises:
             ConfigError: it was not restored, or its state's load is in flight; wait for it.
+            LeaseLost: no such request.
         """
         with self._lock:
             running = self._request(request)
-            if running.slots is None or (
-                running.loading is not None and not running.loading.finished
-            ):
+            slots, loading = running.slots, running.loading
+            unfinished = loading is not None and not loading.finished
+            if self.parts.states and (slots is None or unfinished):
                 raise ConfigError(f"restart {request!r}: restore it, and wait for its loads first")
-            slots = running.slots
             self._begin_anew(running, 0)
             restarted = self._request(request)
-            restarted.copies, restarted.transfers = running.copies, running.transfers
-            together(
-                partial(self._donor.ending.remove, running),
-                partial(setattr, restarted, "slots", slots),
-            )
-            slots.reject(0)
-            slots.keep = restarted.match.branching
-            self._donor.zero([restarted], stream)
+            if slots is not None:
+                restarted.copies, restarted.transfers = running.copies, running.transfers
+                together(
+                    partial(setattr, running, "slots", None),
+                    partial(setattr, restarted, "slots", slots),
+                )
+                slots.reject(0)
+                slots.keep = restarted.match.branching
+                self._donor.zero([restarted], stream)
+            self._donor.poll()  # blocks of windows go back
             return restarted.match
 
     def _begin_anew(self, running: HybridRequest, limit: int) -> None:
@@ -918,6 +674,7 @@ class HybridManager:
         together(partial(self._donor.ending.append, running), partial(self._requests.pop, inner.id))
         running.let_go()
         self.checkpoints.counts.subtract(running.counted)
+        self.parts.windows.begun(running.counted_windows, -1)
         self.manager.untake(inner.id)
         self.plan(inner.id, inner.prompt, options=inner.options, limit=limit)
         self._begin(inner.id)
@@ -938,7 +695,7 @@ class HybridManager:
                 begin,
                 end,
                 running.match.tokens,
-                running.match.checkpoint,
+                running.match.usable,
                 running.match.branching,
             )
             if running.states is None:
@@ -981,6 +738,7 @@ class HybridManager:
             )
         if running.states is None:
             return None
+        running.due.add(position)
         # states that found no replacement slot, or waited for a load
         self._donor.exchange(running, slots)
         return slots
@@ -1096,6 +854,8 @@ class HybridManager:
             running, positions = [self._requests[requests[row]] for row in rows], [0] * n
             for row, each in zip(rows, running, strict=True):
                 each.ended = at[row] is not None, stream
+                if self.windows and publish:
+                    self._publish_last(each, at[row])
             together(
                 partial(self._donor.ending.extend, running),
                 *(partial(self._requests.pop, requests[row]) for row in rows),
@@ -1113,9 +873,17 @@ class HybridManager:
                     self._donor.poll()
             return positions
 
+    def _publish_last(self, running: HybridRequest, at: int | None) -> None:
+        """Save the last windows of a request that ends."""
+        running.settle()
+        if at is not None and at % self.parts.step == 0:
+            running.due.add(at)
+        last = partial(self.parts.windows.publish, running, last=True)
+        self._fail_open.run(last, nothing)
+
     def poll(self) -> int:
-        """Call in each step: `KVCacheManager.poll` for KV and states. Returns the number of copies
-        in flight."""
+        """Call in each step: `KVCacheManager.poll` for KV, states and windows. Returns the number
+        of copies in flight."""
         with self._lock:
             try:
                 going = self.manager.poll()
@@ -1124,6 +892,7 @@ class HybridManager:
                     states = self.checkpoints.poll()
                 finally:
                     self._donor.poll()
+                    self.parts.windows.free()
             return going + states
 
     # ---- blocks of the device
@@ -1138,11 +907,11 @@ class HybridManager:
 
     @property
     def leaving(self) -> int:
-        """Number of ended requests whose slots a copy still uses."""
+        """Number of ended requests whose slots, or blocks of windows, a copy still uses."""
         return self._donor.going
 
     def close(self, timeout: float | None = 10.0) -> None:
-        """End running requests, wait for copies of states.
+        """End running requests and plans, wait for copies of states and windows.
 
         Raises:
             WaitTimeout: a copy is still in flight; call again.
@@ -1151,8 +920,12 @@ class HybridManager:
         with self._lock:
             self._planner.close()
             self.release_many(list(self._requests), publish=False)
+        if self.windows:  # their copies are the KV manager's
+            self.manager.resume()
         try:
             self.checkpoints.close(timeout)
+            if self.windows:
+                self.manager.wait_blocks(None, timeout)
         finally:  # slots with finished copies go back, whatever the others do
             self.poll()
 
@@ -1197,15 +970,19 @@ class HybridManager:
             return {**tokens, "checkpoints": count}
 
     def prefetch(self, prompt: Prompt) -> list[StorageTask]:
-        """Begin to read a prompt's KV and its last stored checkpoint from storage to the host,
-        before a request needs them. Returns the tasks: one for each that has a storage. Does not
-        block.
+        """Begin to read a prompt's KV and its last stored checkpoint, or the last position that
+        storage has of KV and windows, to the host before a request needs them. Returns the tasks:
+        one for each that has a storage and a position. Does not block.
 
         Raises:
             ConfigError: neither KV nor the checkpoints have a storage.
             Abandoned, Detached: as `KVCacheManager.prefetch`.
         """
         with self._lock:
+            if self.windows:
+                scope = self.manager.scope_to_prefetch(prompt)
+                task = self._planner.prefetch(LookupRequest(prompt), scope, 0)
+                return [] if task is None else [task]
             storage, tasks = self.checkpoints.storage, []
             if self.inner.storage is not None or storage is None:
                 tasks.append(self.manager.prefetch(prompt))
@@ -1227,8 +1004,16 @@ class HybridManager:
     def _request(self, request: Hashable) -> HybridRequest:
         running = self._requests.get(request)
         if running is None:
+            if request in self.inner.requests:
+                raise LeaseLost(f"{request!r} was taken from the KV manager, not from here")
             raise LeaseLost(f"there is no running request {request!r}; plan and take it first")
+        if running.tables:
+            running.settle()
         return running
+
+    def _check_states(self, call: str) -> None:
+        if not self.parts.states:
+            raise ConfigError(f"{call}: the model has no states; leave the call out")
 
     # ---- transfers and weights
 
@@ -1292,11 +1077,16 @@ class HybridManager:
         self._fail_open.enable()
 
     def stats(self) -> CheckpointStats:
-        """This process's figures of checkpoints; `KVCacheManager` has those of KV."""
+        """This process's figures of requests and checkpoints; `KVCacheManager` has those of KV."""
         return self.checkpoints.stats()
 
+    def window_stats(self) -> WindowStats:
+        """This process's figures of windows."""
+        with self._lock:
+            return self.parts.windows.stats()
+
     def gauges(self) -> HybridGauges:
-        """Current room in each tier, requests and transfers, of KV and states. Does not block.
+        """Current room in each tier, requests and transfers, of all groups. Does not block.
 
         Raises:
             Detached: a cache of KV or states is closed.
@@ -1314,16 +1104,8 @@ class HybridManager:
                 offloads=kv.offloads,
                 device_states=states["device"],
                 host_states=states["host"],
+                windows={window.rule.name: window.room() for window in self.windows},
             )
 
 
-__all__ = [
-    "Donor",
-    "HybridGauges",
-    "HybridLoadHandle",
-    "HybridManager",
-    "HybridRequest",
-    "Restored",
-    "TailEviction",
-    "Taken",
-]
+__all__ = ["HybridGauges", "HybridManager"]

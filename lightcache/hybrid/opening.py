@@ -13,8 +13,9 @@ from lightcache._arguments import count
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError
 from lightcache.hybrid.checkpoints import Checkpoints
+from lightcache.hybrid.manager import HybridManager
+from lightcache.hybrid.saving import Grid, HybridConfig
 from lightcache.hybrid.window_blocks import WindowBlocks, is_window
-from lightcache.hybrid.windows import APART, EVERY, WindowManager
 from lightcache.kernels import layouts
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane, waste_of
 from lightcache.kernels.groups import Rule
@@ -269,26 +270,39 @@ def open_states(
 
 class Windows:
     """An engine's KV of full attention, and of layers that see a window or a chunk, in one host
-    cache. As a context manager: leaving closes all of it, managers first."""
+    cache; perhaps states as well. As a context manager: leaving closes all of it, managers
+    first."""
 
-    def __init__(self, kv: EngineKV, windows: Mapping[Rule, EngineKV]) -> None:
+    def __init__(
+        self, kv: EngineKV, windows: Mapping[Rule, EngineKV], states: States | None = None
+    ) -> None:
         """For `open_hybrid`."""
-        self.kv, self.windows = kv, dict(windows)
+        self.kv, self.windows, self.states = kv, dict(windows), states
         self._closing = contextlib.ExitStack()
-        for each in (kv, *windows.values()):
+        for each in (kv if states is None else states, *windows.values()):
             self._closing.callback(each.close)
 
-    def manager(self, index: str, *, every: int = EVERY, **how: Any) -> WindowManager:
-        """A manager of all blocks of these tensors. `close` closes it, if it is still open.
+    def manager(
+        self,
+        index: str,
+        *,
+        every: int | None = None,
+        grid: Grid | None = None,
+        config: HybridConfig | None = None,
+        checkpoints: Checkpoints | None = None,
+        **how: Any,
+    ) -> HybridManager:
+        """A manager of all groups of these tensors. `close` closes it, if it is still open.
 
         Args:
             index: name of the index of this device's blocks of full attention; those of others are
                 "INDEX-RULE". One for each engine or data-parallel rank of the node.
-            every: see `WindowManager`.
+            every, grid, config: see `HybridManager`; the grid and config for states.
+            checkpoints: made from `states`, closed here; None: with their defaults.
             how: as for `EngineKV.manager`.
 
         Raises:
-            ConfigError: as `EngineKV.manager`.
+            ConfigError: as `EngineKV.manager` and `HybridManager`.
             InUse: another live process has an index of one of these names.
         """
         with contextlib.ExitStack() as stack:
@@ -296,7 +310,7 @@ class Windows:
             stack.callback(manager.device.close)
             stack.callback(manager.close)
             tokens, blocks = manager.device.block_tokens, []
-            for number, (rule, each) in enumerate(self.windows.items(), 1):
+            for number, (rule, each) in enumerate(self.windows.items(), self._first):
                 blocks.append(
                     WindowBlocks(
                         f"{index}-{rule.name}",
@@ -308,10 +322,21 @@ class Windows:
                     )
                 )
                 stack.callback(blocks[-1].close)
-            windows = WindowManager(manager, blocks, every=every)
-            stack.callback(windows.close)
+            if self.states is not None and checkpoints is None:
+                checkpoints = self.states.checkpoints(storage=manager.state.storage)
+            if checkpoints is not None:
+                stack.callback(checkpoints.close)
+            hybrid = HybridManager(
+                manager, checkpoints, grid, windows=blocks, every=every, config=config
+            )
+            stack.callback(hybrid.close)
             self._closing.push(stack.pop_all())
-        return windows
+        return hybrid
+
+    @property
+    def _first(self) -> int:
+        """The number of the first window among the groups of the cache."""
+        return 1 if self.states is None else STATES + 1
 
     def close(self) -> None:
         """Close managers, wait for copies, leave the cache. The tensors stay.
@@ -337,6 +362,7 @@ def open_hybrid(
 @overload
 def open_hybrid(
     tensors: layouts.Tensors,
+    parts: Parts | None = None,
     *,
     windows: Mapping[Rule, layouts.Tensors],
     model: str,
@@ -376,6 +402,8 @@ def open_hybrid(
                          model="gemma-3-27b@005ad34", axes="kbnhc", size="64GiB") as opened:
             manager = opened.manager("gemma-3-gpu0")
 
+    or both: then the manager takes a `grid` as well.
+
     Nothing divides the memory: a state, or a page of a window, lies in as many pages as it needs,
     and what was unused for longest makes room. `minimums` leaves a group some of it, whatever the
     others need.
@@ -392,7 +420,7 @@ def open_hybrid(
         model, name, options: see `open_kv`.
 
     Raises:
-        ConfigError: as `open_kv` and `state_layout`; neither states nor windows, or both; a minimum
+        ConfigError: as `open_kv` and `state_layout`; neither states nor windows; a minimum
             of a group that there is not; minimums that the pool cannot have together.
         LayoutMismatch: a cache of the given name exists for another model, or other groups.
         InUse: another process lives in an index of that name.
@@ -402,30 +430,31 @@ def open_hybrid(
     kv = describe(tensors, axes, page_tokens, value_dim)
     part_bytes = kv[0].page_bytes
     with contextlib.ExitStack() as stack:
+        named: list[tuple[str, PageGeometry]] = []
+        layout, dtypes, device = None, "", None
         if parts is not None:
             layout = state_layout(parts, layers=layers, part_bytes=part_bytes)
-            limit = layout.slots if slots is None else count(slots, "slots", 1, layout.slots)
-            copier, device = StateCopier(layout.geometry, layout.planes), None
+            dtypes, limit = f"{layout.dtypes} ", layout.slots
+            limit = limit if slots is None else count(slots, "slots", 1, limit)
             if index is not None:
                 device = create_slots(index, limit)
                 stack.callback(device.close)
-            named = [(NAMES[STATES], layout.geometry)]
-            opened = _open_kv(
-                stack, name, f"{layout.dtypes} ", model, kv, named, options, minimums or {}
-            )
-            made: States | Windows = States(layout, copier, device, opened.cache, opened)
-        else:
-            others = {
-                rule: describe(own, axes, page_tokens, value_dim, rule=rule, part_bytes=part_bytes)
-                for rule, own in (windows or {}).items()
-            }
-            named = [(rule.name, geometry) for rule, (geometry, _) in others.items()]
-            opened = _open_kv(stack, name, "", model, kv, named, options, minimums or {})
-            engines = {}
-            for rule, each in others.items():
-                engines[rule] = EngineKV(opened.cache, *each, beside=opened)
-                stack.callback(engines[rule].close)
-            made = Windows(opened, engines)
+            named.append((NAMES[STATES], layout.geometry))
+        others = {
+            rule: describe(own, axes, page_tokens, value_dim, rule=rule, part_bytes=part_bytes)
+            for rule, own in (windows or {}).items()
+        }
+        named += [(rule.name, geometry) for rule, (geometry, _) in others.items()]
+        opened = _open_kv(stack, name, dtypes, model, kv, named, options, minimums or {})
+        states, engines = None, {}
+        if layout is not None:
+            copier = StateCopier(layout.geometry, layout.planes)
+            states = States(layout, copier, device, opened.cache, opened)
+            stack.callback(states.close)
+        for rule, each in others.items():
+            engines[rule] = EngineKV(opened.cache, *each, beside=opened)
+            stack.callback(engines[rule].close)
+        made = Windows(opened, engines, states) if states is None or engines else states
         stack.pop_all()
     return made
 
@@ -494,8 +523,6 @@ def _check_kinds(
     parts: Parts | None, windows: Mapping[Rule, layouts.Tensors] | None, *of_states: object
 ) -> None:
     """Raises ConfigError: not one kind of groups beside KV, or none of a manager's."""
-    if parts is not None and windows:
-        raise ConfigError(f"open_hybrid: expected states or windows, found both; {APART}")
     if parts is None and not windows:
         raise ConfigError(
             "open_hybrid: expected tensors of states, or windows={rule: tensors}, found neither; a "
@@ -507,7 +534,7 @@ def _check_kinds(
             "open_hybrid: windows: expected Rule.window(tokens) or Rule.chunk(tokens), found "
             f"{wrong}"
         )
-    if windows and any(each is not None for each in of_states):
+    if parts is None and any(each is not None for each in of_states):
         raise ConfigError("open_hybrid: index, slots and layers are of states; leave them out")
 
 

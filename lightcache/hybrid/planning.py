@@ -1,10 +1,10 @@
-"""Lookup for hybrid models: the last position that both KV and a checkpoint reach."""
+"""Lookup for hybrid models: the last position that KV and all other groups accept."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,8 @@ import numpy as np
 from lightcache._arguments import Keys
 from lightcache.errors import LightcacheError
 from lightcache.hybrid.checkpoints import Path, StateSpace, Tier, last_ready
+from lightcache.hybrid.requests import POINT, PREFIX, HybridMatch
+from lightcache.hybrid.windows import Side, WindowGroups
 from lightcache.manager.limits import Foreign
 from lightcache.manager.lookup import Arguments, LookupBatch, LookupRequest, peeked
 from lightcache.manager.request import NO_KEYS, CacheScope, PrefixMatch, Prompt, RequestOptions
@@ -34,13 +36,17 @@ Where = tuple[CacheScope | None, "StateSpace | None"]
 
 @dataclass(frozen=True)
 class HybridParts:
-    """The manager of KV, the checkpoints, and the grid of one hybrid model."""
+    """The manager of KV, the other groups, and the grid of one hybrid model."""
 
     manager: KVCacheManager
     checkpoints: Checkpoints
+    """Without tiers if the model has no states."""
+    windows: WindowGroups
     grid: Grid
     step: int
-    """Checkpoints are looked up at its multiples, in tokens."""
+    """Every position is a multiple of it, in tokens."""
+    states: bool
+    """Whether the model has states."""
 
     @property
     def inner(self) -> ManagerState:
@@ -81,73 +87,23 @@ class HybridParts:
         return every if ratio == 1 else np.ascontiguousarray(every[ratio - 1 :: ratio])
 
 
-# ---- Matches
-
-
-@dataclass(frozen=True)
-class HybridMatch:
-    """The part of a prompt that need not be computed: as far as both KV and a checkpoint reach. All
-    numbers are tokens."""
-
-    kv: PrefixMatch
-    """KV up to the checkpoint. Only this is pinned and loaded."""
-    kv_tokens: int = 0
-    """All cached KV of the prompt that could be used. Advisory: KV after the checkpoint is not
-    pinned."""
-    checkpoint: int = 0
-    """Position of the checkpoint, in tokens; 0: none."""
-    tier: Tier | None = None
-    """The tier that has it."""
-    branching: int | None = None
-    """The position at which the coming prefill should save a state. KV reaches further than any
-    checkpoint, so other prompts share this prefix, and the next one will hit."""
-    pending: bool = False
-    """Storage is still being read: planning again may find more."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the prompt."""
-        return self.kv.tokens
-
-    @property
-    def usable(self) -> int:
-        """Tokens that need not be computed: 0, or the checkpoint's position."""
-        return self.checkpoint
-
-    @property
-    def unusable(self) -> int:
-        """Tokens with KV that must still be computed, since no state covers them."""
-        return max(0, self.kv_tokens - self.checkpoint)
-
-    @property
-    def device_tokens(self) -> int:
-        """Usable tokens whose KV is in device blocks."""
-        return min(self.kv.device, self.usable)
-
-    @property
-    def host_tokens(self) -> int:
-        """Usable tokens whose KV is loaded from host pages."""
-        return min(self.usable - self.device_tokens, self.kv.host)
-
-    @property
-    def storage_tokens(self) -> int:
-        """Host tokens whose KV was read from storage for this request."""
-        return self.usable - self.device_tokens - self.host_tokens
-
-
-# ---- Storage lookup: checkpoints that only storage has, and KV up to them
+# ---- Storage lookup: once for each request
 
 
 @dataclass(eq=False)
 class Stored:
-    """Storage reads for a waiting request."""
+    """Storage reads for a waiting request: of the last position that storage has whole, or, where
+    states have a storage of their own, of its state and then of KV up to it."""
 
     state: StorageTask | None = None
-    """Reads the last stored checkpoint to the host."""
+    """Reads the last stored checkpoint, or the whole position, to the host."""
     kv: StorageTask | None = None
     """Reads KV up to that checkpoint."""
+    there: int | None = None
+    """Tokens of KV that were there before a whole position was read. None: states are read
+    alone."""
     seen: bool = False
-    """Whether the checkpoint's arrival was noticed."""
+    """Whether the arrival of `state` was noticed."""
 
     @property
     def running(self) -> list[StorageTask]:
@@ -157,12 +113,12 @@ class Stored:
 
     @property
     def news(self) -> bool:
-        """Whether the checkpoint has arrived since the last lookup."""
+        """Whether `state` has arrived since the last lookup."""
         return self.state is not None and self.state.ended and not self.seen
 
     @property
     def brought(self) -> int:
-        """Positions up to the checkpoint that was read; 0: none."""
+        """Positions up to the checkpoint that was read, or pages; 0: none."""
         if self.state is None or not self.state.ended:
             return 0
         return self.state.pages_done
@@ -172,9 +128,20 @@ class Stored:
         """Host pages of KV that were read."""
         return 0 if self.kv is None else self.kv.pages_done
 
-    def attributed(self, kv: PrefixMatch, page_tokens: int) -> PrefixMatch:
+    def reached(self, position: int, page_tokens: int) -> bool:
+        """Whether what this position lacked was read, with all of its groups."""
+        if self.state is None or self.there is None or not self.state.ended:
+            return False
+        return 0 < position <= self.brought * page_tokens and self.state.result.loaded > 0
+
+    def attributed(self, kv: PrefixMatch, usable: int, page_tokens: int) -> PrefixMatch:
         """A match of KV that counts these pages as read from storage."""
-        tokens = 0 if self.kv is None else min(kv.host, self.kv_pages * page_tokens)
+        if self.state is None:
+            return kv
+        tokens = self.kv_pages * page_tokens
+        if self.there is not None:
+            tokens = max(0, usable - self.there) if self.reached(usable, page_tokens) else 0
+        tokens = min(kv.host, tokens)
         if not tokens:
             return kv
         return replace(kv, host=kv.host - tokens, storage=kv.storage + tokens)
@@ -210,7 +177,7 @@ class HybridPlan:
     path: Path | None
     """None: nothing is looked up."""
     kv: PrefixMatch = _NONE
-    """All cached KV, also after the checkpoint."""
+    """All cached KV, also after the position."""
     ends: bool = False
     """Whether the device had no KV after the checkpoint when that was chosen."""
     looked: bool = False
@@ -219,8 +186,14 @@ class HybridPlan:
     """Made by the first such check."""
     found: Found | None = None
     """The pinned checkpoint."""
+    position: int = 0
+    """What all groups accept, in tokens; 0: none."""
+    chosen: Mapping[str, Side] = field(default_factory=dict)
+    """By name of a window's rule: where its pages are pinned."""
+    limit: str | None = None
+    """The rule that has made the position less than the first look: looks again each time."""
     planned: PrefixMatch = _NONE
-    """The manager's plan of KV up to the checkpoint."""
+    """The manager's plan of KV up to the position."""
     match: HybridMatch | None = None
     of: Any = None
     """The inputs that `match` was made of."""
@@ -306,7 +279,8 @@ class HybridPlanner:
 
     def _new(self, lookup: LookupRequest, device_tokens: int | None, where: Where) -> HybridPlan:
         path, (space, states) = None, where
-        if space is not None and states is not None and lookup.options.read:
+        wanted = self._parts.states and lookup.options.read
+        if wanted and space is not None and states is not None:
             path = Path(self._parts.keys_of(lookup.prompt, space), states)
         return HybridPlan(lookup, lookup.most, device_tokens, space, states, path)
 
@@ -315,6 +289,7 @@ class HybridPlanner:
         every: list[PrefixMatch],
         prompts: Sequence[Prompt],
         options: Sequence[RequestOptions],
+        limits: Sequence[int | None] | None,
         device_tokens: Sequence[int] | None,
     ) -> list[HybridMatch]:
         """See `HybridManager.peek_many`.
@@ -325,7 +300,8 @@ class HybridPlanner:
         step, where, plans = self._parts.step, self._parts.where, []
         wheres = {tenant: where(tenant) for tenant in {prompt.tenant for prompt in prompts}}
         for i, (kv, prompt) in enumerate(zip(every, prompts, strict=True)):
-            lookup = LookupRequest(prompt, options[i].within(self._parts.manager.tiers))
+            within = options[i].within(self._parts.manager.tiers)
+            lookup = LookupRequest(prompt, within, None if limits is None else limits[i])
             tokens = None if device_tokens is None else device_tokens[i]
             plan = self._new(lookup, tokens, wheres[prompt.tenant])
             plan.kv = kv
@@ -350,33 +326,76 @@ class HybridPlanner:
         self._read(plan)
 
     def _agree(self, request: Hashable, plan: HybridPlan, *, pin: bool = True) -> None:
-        """Pin the checkpoint, and plan KV up to it. If KV is shorter now, or the checkpoint is
-        gone, try the checkpoint before it; each turn tries an earlier one.
+        """Pin what each group needs at the plan's position, and plan KV up to it. If KV is shorter
+        now, or a group lacks something, try an earlier position.
 
         Args:
             pin: False: only look.
         """
         parts, ttl = self._parts, plan.asked.options.ttl or self._parts.manager.config.plan_ttl
+        sides: list[list[Side]] | None = None
+        if parts.windows.blocks:
+            sides = parts.windows.sides_of(plan.space, plan.asked.options)
+        plan.limit = None
         while True:
-            while pin and plan.found is not None and plan.path is not None:
-                if parts.checkpoints.plan(request, plan.path, plan.found, ttl):
-                    break
-                self._choose(plan, plan.found[1] - 1)
-            else:
-                if pin:
-                    parts.checkpoints.cancel(request)
-            position = self.position(plan)
+            if sides is not None:
+                self._lower(plan, sides)
+            if plan.found is not None and plan.path is not None:
+                if pin and not parts.checkpoints.plan(request, plan.path, plan.found, ttl):
+                    self._choose(plan, plan.found[1] - 1)
+                    continue
+            elif pin:
+                parts.checkpoints.cancel(request)
+            position = plan.position
             lookup = plan.asked.up_to(position)
             tokens = None if plan.given is None else (plan.given,)
             kv = kv_up_to(parts.manager, request, lookup, tokens, plan.space, pin=pin)
             plan.planned = kv
-            if plan.found is None or kv.usable >= position:
+            if kv.usable < position:
+                plan.limit = PREFIX
+                self._choose(plan, kv.usable // parts.step)
+                continue
+            if sides is None:
                 return
-            self._choose(plan, min(plan.found[1] - 1, kv.usable // parts.step))
+            chosen = parts.windows.pinned(request, lookup, sides, position, ttl if pin else None)
+            if not isinstance(chosen, str):
+                plan.chosen, plan.match = chosen, None
+                if pin:
+                    parts.windows.unpin(request, chosen)
+                return
+            plan.limit = chosen
+            self._choose(plan, position // parts.step - 1)
 
-    def position(self, plan: HybridPlan) -> int:
-        """Position of its checkpoint, in tokens."""
-        return 0 if plan.found is None else plan.found[1] * self._parts.step
+    def _lower(self, plan: HybridPlan, sides: list[list[Side]]) -> None:
+        """Lower the position to one that every window accepts."""
+        parts, prompt = self._parts, plan.asked.prompt
+        while plan.position:
+            position, limit = parts.windows.deepest(prompt, sides, plan.position, parts.step)
+            if position == plan.position:
+                return
+            plan.limit = limit
+            self._choose(plan, position // parts.step)
+            if plan.position == position:
+                return
+
+    def limit(self, plan: HybridPlan, kv: int, position: int) -> str | None:
+        """The rule that has no deeper position than this one.
+
+        Args:
+            kv: tokens of KV that there are.
+        """
+        if position + self._parts.step > plan.asked.most:
+            return None
+        if plan.limit is not None:
+            return plan.limit
+        return POINT if self._parts.states and kv - position >= self._parts.step else PREFIX
+
+    def tiers(self, plan: HybridPlan) -> dict[str, Tier]:
+        """See `HybridMatch.tiers`."""
+        tiers = {rule: side.tier for rule, side in plan.chosen.items()} if plan.chosen else {}
+        if plan.found is not None:
+            tiers[POINT] = plan.found[0]
+        return tiers
 
     def _match(self, plan: HybridPlan) -> HybridMatch:
         known, stored = plan.match, plan.stored
@@ -385,13 +404,13 @@ class HybridPlanner:
         if known is not None and plan.of == of:
             return known
         plan.of = of
-        position = self.position(plan)
-        deep = max(plan.kv.usable, plan.planned.usable)
+        position, deep = plan.position, max(plan.kv.usable, plan.planned.usable)
         plan.match = HybridMatch(
-            stored.attributed(plan.planned, self._parts.manager.page_tokens),
+            stored.attributed(plan.planned, position, self._parts.manager.page_tokens),
             deep,
             position,
-            None if plan.found is None else plan.found[0],
+            self.tiers(plan),
+            self.limit(plan, deep, position),
             self._parts.grid.branching(deep, position),
             plan.planned.pending or bool(stored.running),
         )
@@ -408,7 +427,7 @@ class HybridPlanner:
         the last checkpoint within it is chosen.
         """
         parts, device_tokens, plan.ends = self._parts, plan.given, False
-        if device_tokens is None and parts.manager.device.owned:
+        if parts.states and device_tokens is None and parts.manager.device.owned:
             self._choose(plan, plan.most // parts.step)
             if plan.found is None or self._stands(plan):
                 return False
@@ -435,12 +454,17 @@ class HybridPlanner:
         plan.looked, plan.edge = believed and plan.space is not None, None
 
     def _choose(self, plan: HybridPlan, most: int) -> None:
-        """Choose the last checkpoint among the first `most` positions."""
-        plan.found = None
-        if plan.path is not None and most:
+        """Choose the last checkpoint among the first `most` positions; without states, the last
+        of these."""
+        plan.found, plan.position = None, 0
+        if not self._parts.states:
+            plan.position = most * self._parts.step
+        elif plan.path is not None and most:
             plan.found = self._parts.checkpoints.last_ready(
                 plan.path, most, tiers=plan.asked.options.tiers
             )
+            if plan.found is not None:
+                plan.position = plan.found[1] * self._parts.step
 
     def _stands(self, plan: HybridPlan) -> bool:
         """Whether the KV key that ends with the checkpoint is present; also notes whether the
@@ -448,7 +472,7 @@ class HybridPlanner:
         manager, space, lookup = self._parts.manager, plan.space, plan.asked
         if space is None or plan.found is None:
             return False
-        position, block = plan.found[1] * self._parts.step, manager.device.block_tokens
+        position, block = plan.position, manager.device.block_tokens
         for tier, index, where, spec, tokens in (
             ("device", manager.device.index, space.device, space.device_spec, block),
             ("host", manager.host.index, space.host, space.host_spec, manager.page_tokens),
@@ -471,7 +495,7 @@ class HybridPlanner:
         position, space, index = plan.planned.device, plan.space, self._parts.manager.host.index
         if not plan.ends or space is None or position != plan.planned.usable:
             return False
-        if plan.found is None or position != plan.found[1] * self._parts.step:
+        if plan.found is None or position != plan.position:
             return False
         tokens = self._parts.manager.page_tokens
         page = position // tokens
@@ -485,8 +509,8 @@ class HybridPlanner:
 
     def _changed(self, plans: list[HybridPlan]) -> list[bool]:
         """For each plan, whether its KV ends elsewhere than before, its checkpoint is gone, or a
-        later one exists."""
-        changed = [not plan.looked or plan.stored.news for plan in plans]
+        later one exists. Where a window limits it, nothing less than looking again tells."""
+        changed = [not plan.looked or plan.limit is not None or plan.stored.news for plan in plans]
         if not all(changed):
             self._other_kv(plans, changed)
             self._other_checkpoints(plans, changed)
@@ -548,10 +572,14 @@ class HybridPlanner:
             plan.edge = device, host, min(blocks, 1), min(pages, 1)
         return plan.edge
 
-    # ---- storage: checkpoints that only it has, and KV up to them; read once for each request
+    # ---- storage: positions that only it has; read once for each request
 
     def _read(self, plan: HybridPlan) -> None:
-        """Request a checkpoint after the plan's from storage; once it has arrived, KV up to it."""
+        """Request a position after the plan's from storage. If states have their own: a checkpoint,
+        and once it has arrived KV up to it."""
+        if self._parts.windows.blocks:
+            self._read_position(plan)
+            return
         tier = self._parts.checkpoints.storage
         if tier is None or plan.path is None or not {"host", "storage"} <= plan.asked.options.tiers:
             return
@@ -569,6 +597,41 @@ class HybridPlanner:
         elif stored.news:
             stored.seen = True
             self._read_kv(plan, stored.brought * self._parts.step)
+
+    def _read_position(self, plan: HybridPlan) -> None:
+        """Request all that a position after the plan's needs, if storage has it."""
+        stored, options = plan.stored, plan.asked.options
+        stored.seen = stored.state is not None and stored.state.ended
+        if stored.state is not None or plan.space is None or not options.read:
+            return
+        if {"host", "storage"} <= options.tiers:
+            stored.state = self.prefetch(plan.asked, plan.space, plan.position)
+            stored.there = plan.kv.usable
+
+    def prefetch(
+        self, lookup: LookupRequest, space: CacheScope, position: int
+    ) -> StorageTask | None:
+        """Begin to read the last position after this one. None: there is no storage, or no
+        position."""
+        storage, step = self._parts.inner.storage, self._parts.step
+        most, page = lookup.most // step * step, self._parts.manager.page_tokens
+        while (cut := lookup.prompt.cut_item(most)) is not None:
+            most = cut.start // step * step
+        if storage is None or most <= position:
+            return None
+        groups = self._parts.windows.groups
+        if self._parts.states:
+            groups = [*groups, *self._parts.checkpoints.groups]
+        task = storage.prefetch_last_ready(
+            lookup.prompt.keys(space.host_spec)[: most // page],
+            groups=groups,
+            start=position // page,
+            # States are at fewer positions: where one is not stored, no other group is looked up.
+            step=self._parts.windows.unit // page,
+            namespace=space.host,
+        )
+        self._parts.inner.tasks.add(task)
+        return task
 
     def _read_kv(self, plan: HybridPlan, position: int) -> None:
         manager, space, tier = self._parts.manager, plan.space, self._parts.inner.storage
@@ -597,7 +660,7 @@ class HybridPlanner:
         if task is None:
             return None
         if plan.read_until is None:
-            plan.read_until = now + self._parts.inner.pace.seconds(plan.most - self.position(plan))
+            plan.read_until = now + self._parts.inner.pace.seconds(plan.most - plan.position)
         return None if now >= plan.read_until else (task, plan.read_until - now)
 
     def taken(self, request: Hashable) -> HybridPlan | None:
@@ -607,23 +670,26 @@ class HybridPlanner:
 
     def forget(self, request: Hashable) -> HybridPlan | None:
         """Remove and return the plan, without releasing its pins; None: there was none."""
-        plan = self._plans.pop(request, None)
+        plan = self._plans.get(request)
         if plan is not None:
             plan.stored.cancel(self._parts.checkpoints.traffic.moves.foreign)
-        return plan
+        return self._plans.pop(request, None)  # last: an interrupt before this repeats all
 
     def cancel(self, request: Hashable) -> None:
         """Cancel a plan."""
         self.forget(request)
         self._parts.checkpoints.cancel(request)
+        self._parts.windows.unpin(request)
         self._parts.manager.cancel(request)
 
     def let_go(self) -> None:
-        """Release the pinned checkpoints of waiting requests after the cache is disabled."""
+        """Release what other groups have pinned for waiting requests after the cache is
+        disabled."""
         for request, plan in self._plans.items():
             plan.looked = False
             with contextlib.suppress(LightcacheError):
                 self._parts.checkpoints.cancel(request)
+                self._parts.windows.unpin(request)
 
     def close(self) -> None:
         """Drop all plans."""
@@ -632,7 +698,7 @@ class HybridPlanner:
 
 
 __all__ = [
-    "HybridMatch",
+    "HybridParts",
     "HybridPlan",
     "HybridPlanner",
     "Stored",

@@ -32,7 +32,7 @@ def is_window(rule: object) -> bool:
 
 
 class WindowBlocks(ManagedBlocks):
-    """Device blocks of the layers with one rule, a window or a chunk, which a `WindowManager`
+    """Device blocks of the layers with one rule, a window or a chunk, which a `HybridManager`
     allocates. Full ones are found by the keys of their tokens, and evicted by last use alone."""
 
     independent = True

@@ -252,7 +252,7 @@ class Rig:
         one, model = self.running[request], self.model
         slots = self.hybrid._request(request).slots
         assert slots is not None
-        table = self.hybrid.allocate(request, end).tolist()
+        table = self.hybrid.allocate(request, end)["prefix"].tolist()
         inside = position is not None and position < end
         target = self.hybrid.saving(request, position) if inside and position else None
         begin, every, working = one.at, one.every, slots.working

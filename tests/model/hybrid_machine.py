@@ -360,7 +360,7 @@ class HybridMachine(RuleBasedStateMachine):
         assert self.world is not None
         hybrid, store = self.hybrid, self.world.store.slots
         try:
-            table = hybrid.allocate(request, end)
+            table = hybrid.allocate(request, end)["prefix"]
         except OutOfPages:
             return
         stamps = self.stamps(one.every)

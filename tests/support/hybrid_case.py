@@ -23,7 +23,7 @@ from lightcache.hybrid.checkpoints import Checkpoints, Path, Tier
 from lightcache.hybrid.copiers import ArrayCopier
 from lightcache.hybrid.manager import HybridManager
 from lightcache.hybrid.opening import create_slots
-from lightcache.hybrid.planning import HybridMatch
+from lightcache.hybrid.requests import HybridMatch
 from lightcache.hybrid.saving import Grid, HybridConfig
 from lightcache.manager import Prompt
 from lightcache.runs import PLAIN, Run
@@ -252,7 +252,7 @@ class HybridWorld:
         hybrid = self.hybrid
         slots = hybrid._request(request).slots
         self.check_state(request, slots.working)  # which the layers begin with
-        table = hybrid.allocate(request, end)
+        table = hybrid.allocate(request, end)["prefix"]
         self.world.store.write(table, begin, stamps[begin:end])
         saved = False
         if position is not None and position < end:

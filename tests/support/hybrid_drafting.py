@@ -58,7 +58,7 @@ class Drafting:
         drafted tokens were accepted."""
         engine, drafts, parents = self.engine, self.drafts, self.parents
         store, begin = engine.store, one.at
-        table = engine.hybrid.allocate(request, begin + max(self.depth) + 1).copy()
+        table = engine.hybrid.allocate(request, begin + max(self.depth) + 1)["prefix"].copy()
         reads = drafts.reads([self.row], parents, [one.slot])[0]
         writes = drafts.writes([self.row])[0]
         kv, found = [], []

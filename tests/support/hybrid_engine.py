@@ -205,7 +205,7 @@ class HybridEngine:
             end = begin + 1
             due = decode_saves(self.grid, [begin], [end]).positions.tolist()
             position = due[0] if due and save else None
-        step, table = Step(end, None), hybrid.allocate(request, end).copy()
+        step, table = Step(end, None), hybrid.allocate(request, end)["prefix"].copy()
         pieces = [(begin, end, one.slot)]
         if position is not None and position < end:
             slot = hybrid.saving(request, position)

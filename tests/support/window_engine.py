@@ -1,6 +1,6 @@
-"""An engine as small as it can be: a scheduler, a WindowManager, and a toy model on a device of
-arrays, whose next token depends on every row that its layers see. So a wrong block is a wrong
-answer."""
+"""An engine as small as it can be: a scheduler, a HybridManager of windows, and a toy model on a
+device of arrays, whose next token depends on every row that its layers see. So a wrong block is a
+wrong answer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ import numpy as np
 from lightcache import Cache
 from lightcache.errors import Abandoned, OutOfPages, TransferFailed, WaitTimeout
 from lightcache.groups import Rule
+from lightcache.hybrid import HybridManager, HybridMatch
+from lightcache.hybrid.requests import PREFIX
 from lightcache.hybrid.window_blocks import WindowBlocks
-from lightcache.hybrid.windows import PREFIX, WindowManager, WindowMatch
 from lightcache.kernels import KVGroup, PageGeometry, Shard, layouts
 from lightcache.manager import EngineBackend, KVCacheManager, ManagedBlocks, Prompt, RequestOptions
 from lightcache.runs import Run
@@ -137,7 +138,7 @@ class Sequence:
     """The prompt, and what was generated."""
     more: int
     """Tokens to generate."""
-    match: WindowMatch
+    match: HybridMatch
     weights: int = 0
     """The version that it began with."""
     computed: int = -1
@@ -215,7 +216,7 @@ class WindowEngine:
                 run=Run(number, geometry.parts),
             )
             self.windows.append(window)
-        self.manage = WindowManager(self.manager, self.windows, every=every)
+        self.manage = HybridManager(self.manager, windows=self.windows, every=every)
         self.weights = 0
         """Counts the changes of weights."""
         self.running: dict[int, Sequence] = {}

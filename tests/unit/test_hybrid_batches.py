@@ -38,7 +38,7 @@ def test_a_batch_is_committed_in_one_call(hybrids: Any) -> None:
     ids, fresh = ["a", "b"], np.array([5, 6, 7], np.uint32)
     for request, prompt in zip(ids, PROMPTS, strict=False):
         world.begin(request, prompt)
-        table = world.hybrid.allocate(request, 45)
+        table = world.hybrid.allocate(request, 45)["prefix"]
         world.world.store.write(table, 0, stamps_of([*prompt.tokens, *fresh]))
     hybrid = world.hybrid
     assert hybrid.commit_many(ids, [42, 45], [None, fresh]) == [{}, {}]
@@ -58,7 +58,7 @@ def test_a_batch_behind_a_load_publishes_nothing_until_it_went_well(hybrids: Any
     longer = Prompt([*PROMPTS[0].tokens, *tokens(12, 9)])
     world.backend.at_once = False
     world.begin("a", longer, wait=False)
-    table = world.hybrid.allocate("a", 54)
+    table = world.hybrid.allocate("a", 54)["prefix"]
     world.world.store.write(table, 40, stamps_of(longer.tokens)[40:])
     world.hybrid.commit_many(["a"], [54])
     assert world.manager.peek_many([longer])[0].found == 40

@@ -12,7 +12,7 @@ from support.hybrid_case import tokens
 
 import lightcache.hybrid
 from lightcache.errors import CacheCorrupted
-from lightcache.hybrid.planning import HybridMatch
+from lightcache.hybrid.requests import HybridMatch
 from lightcache.manager import Prompt, RequestOptions
 
 OPTIONS = (

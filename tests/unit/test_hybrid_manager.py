@@ -329,7 +329,8 @@ def test_what_is_computed_behind_a_load_is_nobodys_until_it_went_well(
 ) -> None:
     world = hybrids()
     longer = halfway(world, load)
-    table, stamps = world.hybrid.allocate("a", 62), stamps_of(longer.tokens)
+    table = world.hybrid.allocate("a", 62)["prefix"]
+    stamps = stamps_of(longer.tokens)
     world.world.store.write(table, 40, stamps[40:])
     slot = world.hybrid.saving("a", 60)
     world.store.slots[slot] = stamps[59] if well else 13  # computed from whatever was there

@@ -13,7 +13,7 @@ from support.refusals import refused
 from lightcache.errors import ConfigError, LeaseLost
 from lightcache.hybrid.checkpoints import Checkpoints, Tier
 from lightcache.hybrid.manager import HybridManager
-from lightcache.hybrid.planning import HybridMatch
+from lightcache.hybrid.requests import HybridMatch
 from lightcache.hybrid.saving import Grid
 from lightcache.manager import MultimodalItem, PrefixMatch, Prompt, RequestOptions
 
@@ -23,10 +23,10 @@ def test_usable_is_where_both_end(hybrids: Any) -> None:
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     match = world.look(prompt)
-    assert (match.usable, match.kv_tokens, match.checkpoint, match.tier) == (0, 40, 0, None)
+    assert (match.usable, match.kv_tokens, match.tier) == (0, 40, None)
     world.save(prompt, 8, 24)
     match = world.look(prompt)
-    assert (match.usable, match.kv_tokens, match.checkpoint) == (24, 40, 24)
+    assert (match.usable, match.kv_tokens) == (24, 40)
     assert match.tier is Tier.DEVICE
     assert match.kv.usable == match.kv.device == 24
     assert match.unusable == 16
@@ -160,7 +160,7 @@ def test_what_is_not_worth_loading_so_far_is_not_usable(hybrids: Any) -> None:
 
 def test_figures_of_the_tiers_do_not_overlap() -> None:
     kv = PrefixMatch(100, device=24, host=16, storage=10, usable=50)
-    match = HybridMatch(kv, 60, 50, Tier.HOST)
+    match = HybridMatch(kv, 60, 50, {"point": Tier.HOST})
     assert (match.device_tokens, match.host_tokens, match.storage_tokens) == (24, 16, 10)
     match = HybridMatch(PrefixMatch(100, device=24, host=16), 40)
     assert (match.device_tokens, match.host_tokens, match.storage_tokens) == (0, 0, 0)
@@ -335,5 +335,9 @@ def test_peeking_takes_no_references(hybrids: Any) -> None:
         assert not index.plans.requests
 
 
-def test_checkpoints_need_a_tier() -> None:
-    refused(ConfigError, "found neither", Checkpoints, None, None)
+def test_checkpoints_need_a_tier(hybrids: Any) -> None:
+    world, nothing = hybrids(), Checkpoints(None, None)
+    assert (nothing.tiers, nothing.poll()) == ([], 0)
+    nothing.copier = world.copier
+    refused(ConfigError, "no host to take it", HybridManager, world.manager, nothing, world.grid)
+    nothing.close()

@@ -74,7 +74,7 @@ def test_a_load_that_two_threads_see_to_be_over(hybrids: Any) -> None:
     world.run("a", PROMPT)
     world.slots.evict(16)
     world.hybrid.plan("b", PROMPT)
-    assert world.hybrid.take("b").checkpoint == 40
+    assert world.hybrid.take("b").usable == 40
     world.hybrid.allocate("b", 42)
     looked = Looked(lambda: world.checkpoints.in_flight([0]))
 

@@ -381,7 +381,7 @@ def test_every_figure_of_windows_is_served(windows):
     names += [f"chunk24:{field.name}" for field in fields(GroupHits)]
     for name in names:
         before = Values(registry, windows.host).samples
-        windows.manage._counts[name] += 1
+        windows.manage.parts.windows._counts[name] += 1
         after = Values(registry, windows.host)
         assert {key for key in after.samples if before[key] != after.samples[key]}, name
     for family in after.families.values():
@@ -394,7 +394,7 @@ def test_figures_of_windows(windows):
     """By the names of the cache's groups."""
     registry = CollectorRegistry(auto_describe=True)
     registry.register(WindowMetrics(windows.manage))
-    counts = windows.manage._counts
+    counts = windows.manage.parts.windows._counts
     counts.update({"host_hits": 5, "storage_hits": 2, "device_hits": 1})
     counts.update(
         {"prefix:device_tokens": 64, "prefix:host_tokens": 48, "prefix:storage_tokens": 8}

@@ -82,7 +82,7 @@ def test_a_scheduler(segment_name: str, sizes: tuple[int, int]) -> None:
     engine.host.index.evict(1000)
     found = engine.run(STEM, 9)
     assert (found.match.usable, found.match.kv.storage) == (position, position)
-    stats = engine.manage.stats()
+    stats = engine.manage.window_stats()
     assert stats.groups[OVERLAP.name].storage_tokens == position - needed(position) // block * block
     engine.settle()
     engine.nothing_left()

@@ -1,4 +1,4 @@
-"""WindowManager: what is found, saved, shared and given back of layers that see a window or a
+"""HybridManager: what is found, saved, shared and given back of layers that see a window or a
 chunk, by a toy model whose every answer depends on every row that it sees."""
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from support.window_engine import AtOnce, LateBackend, WindowEngine, uncached
 
-from lightcache import Cache, Router
+from lightcache import Router
 from lightcache.errors import ConfigError, LeaseLost, NotReady, OutOfPages
 from lightcache.group_index import GroupIndex
 from lightcache.groups import GroupSet, Rule
-from lightcache.hybrid import Checkpoints, WindowBlocks, WindowManager
+from lightcache.hybrid import HybridManager, WindowBlocks
 from lightcache.hybrid.checkpoints import Tier
 from lightcache.hybrid.windows import GroupHits
 from lightcache.manager import (
@@ -95,7 +95,7 @@ def test_host_pages_of_a_window_are_saved_and_loaded_and_no_others(engines: Make
     assert set(again.match.tiers.values()) == {Tier.HOST}
     assert (kv.loaded, window.loaded, chunk.loaded) == (7, 4, 2)
     assert again.tokens[:60] == first.tokens[:60]
-    stats = engine.manage.stats()
+    stats = engine.manage.window_stats()
     assert (stats.requests, stats.host_hits, stats.loads, stats.usable_tokens) == (2, 2, 2, 56)
 
 
@@ -139,7 +139,7 @@ def test_a_conversation_continues_where_the_answer_ended(engines: Make) -> None:
 
 def test_positions_between_are_saved_every_so_many_tokens(engines: Make) -> None:
     engine = engines(every=20)
-    assert engine.manage.every == 24  # whole blocks and pages
+    assert engine.manage.parts.windows.every == 24  # whole blocks and pages
     engine.run(STEM, 0)
     engine.settle()
     engine.forget_device()
@@ -158,7 +158,7 @@ def test_the_third_prompt_down_a_prefix_hits(engines: Make) -> None:
     assert [match.branching for match in matches] == [None, 40, None]
     assert [match.limit for match in matches] == ["prefix", "window11", "prefix"]
     assert (matches[1].kv_tokens, matches[1].unusable) == (40, 40)
-    assert engine.manage.stats().unusable_tokens == 40
+    assert engine.manage.window_stats().unusable_tokens == 40
 
 
 def test_kv_beyond_the_windows_is_not_pinned_or_loaded(engines: Make) -> None:
@@ -187,7 +187,7 @@ def test_windows_of_the_device_are_taken_before_those_of_the_host(engines: Make)
     match = engine.run(STEM, 1).match
     assert (match.usable, match.tiers) == (56, {"window11": Tier.DEVICE, "chunk24": Tier.HOST})
     assert [backend.loaded for backend in engine.backends] == [0, 0, 2]
-    assert engine.manage.stats().device_hits == 3
+    assert engine.manage.window_stats().device_hits == 3
 
 
 def test_a_device_shares_windows_at_every_block(engines: Make) -> None:
@@ -214,7 +214,30 @@ def test_the_position_is_the_deepest_that_all_accept(engines: Make) -> None:
     assert engine.manage.plan("a", Prompt(STEM)).usable == 40  # what it found stays
     engine.manage.cancel("a")
     engine.host.index.evict(1000)
-    assert (engine.manage.plan("a", Prompt(STEM)).usable, engine.manage.stats().requests) == (0, 1)
+    assert engine.manage.plan("a", Prompt(STEM)).usable == 0
+    assert engine.manage.window_stats().requests == 1
+    engine.manage.cancel("a")
+
+
+def test_a_position_is_found_before_kv_is_planned(
+    engines: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each position that a window refuses would cost a plan of KV."""
+    engine = engines(every=NEVER)
+    engine.run(STEM, 0)
+    engine.settle()
+    space = engine.manager.state.weights.open_space("")
+    keys = Prompt(STEM).keys(space.host_spec)
+    for page in (5, 6):  # all that the host has of the window
+        GroupIndex(engine.host.index, engine.windows[0].run).drop(
+            keys[page : page + 1], namespace=space.host
+        )
+    assert engine.windows[0].index is not None
+    engine.windows[0].index.evict(64)
+    plans, plan = [], engine.manager.lookup.plan
+    monkeypatch.setattr(engine.manager.lookup, "plan", lambda *a: plans.append(a) or plan(*a))
+    match = engine.manage.plan("a", Prompt(STEM))
+    assert (match.usable, match.kv_tokens, len(plans)) == (0, 56, 1)
     engine.manage.cancel("a")
 
 
@@ -240,7 +263,7 @@ def test_hits_are_counted_by_group(engines: Make) -> None:
     engine.settle()
     engine.run(STEM, 0)  # 56 of the device; the window has 40 to 56, the chunk 48 to 56
     engine.settle()
-    groups = engine.manage.stats().groups
+    groups = engine.manage.window_stats().groups
     assert groups["prefix"] == GroupHits(56, 0, 0, 1, 60)
     assert groups["window11"] == GroupHits(16)
     assert groups["chunk24"] == GroupHits(8)
@@ -249,12 +272,12 @@ def test_hits_are_counted_by_group(engines: Make) -> None:
     engine.settle()
     engine.forget_device()
     request = engine.begin(STEM, 0)  # all of the host, then anew with nothing
-    assert engine.manage.stats().groups["prefix"].host_tokens == 56
+    assert engine.manage.window_stats().groups["prefix"].host_tokens == 56
     assert engine.manage.restart(request).limit is None  # nothing was asked for
-    groups = engine.manage.stats().groups
+    groups = engine.manage.window_stats().groups
     assert groups["prefix"] == GroupHits(56, 0, 0, 1, 60)
     assert groups["window11"] == GroupHits(16, 0, 0, 1, 40)
-    assert engine.manage.stats().unusable_tokens == 40
+    assert engine.manage.window_stats().unusable_tokens == 40
 
 
 def test_a_peek_finds_what_a_plan_finds_and_pins_nothing(engines: Make) -> None:
@@ -272,7 +295,7 @@ def test_a_peek_finds_what_a_plan_finds_and_pins_nothing(engines: Make) -> None:
         engine.forget_device()
     device = RequestOptions(tiers=frozenset({"device"}))
     (nothing_found,) = engine.manage.peek_many([Prompt(STEM)], options=[device])
-    assert (nothing_found.usable, engine.manage.stats().requests) == (0, 1)
+    assert (nothing_found.usable, engine.manage.window_stats().requests) == (0, 1)
     with refuse("limits: expected one for each of 1 requests, found 2"):
         engine.manage.peek_many([Prompt(STEM)], limits=[1, 2])
     with pytest.MonkeyPatch.context() as patch:
@@ -293,7 +316,7 @@ def test_blocks_before_the_window_are_given_back_while_it_runs(engines: Make) ->
         table = engine.running[request].tables["window11"]
         assert (table >= 0).sum() <= 7
         assert len(table) * 4 >= engine.running[request].computed
-    assert engine.manage.stats().freed_blocks >= 50
+    assert engine.manage.window_stats().freed_blocks >= 50
     engine.end(request)
 
 
@@ -332,9 +355,9 @@ def test_a_request_begins_anew_without_room_to_load(engines: Make) -> None:
     request = engine.begin(STEM, 2)
     match = engine.running[request].match
     assert (match.usable, match.kv.device) == (56, 40)
-    match = engine.manage.restart(request, limit=match.kv.device)
+    match = engine.manage.skip_load(request)
     assert (match.usable, match.kv.load, match.tiers) == (40, 0, {"window11": Tier.HOST})
-    stats = engine.manage.stats()
+    stats = engine.manage.window_stats()
     assert (stats.requests, stats.usable_tokens, stats.host_hits) == (2, 40, 1)
     engine.running[request].match = match
     while engine.step(request):
@@ -565,7 +588,7 @@ def test_weights_that_go_while_a_window_is_saved(
 
     monkeypatch.setattr(GroupIndex, "reserve", late)
     one.run(STEM, 2)
-    stats = one.manage.stats()
+    stats = one.manage.window_stats()
     assert (stats.unsaved, stats.offloads, one.manager.stats().errors) == (4, 0, 0)
 
 
@@ -577,7 +600,8 @@ def test_a_failed_save_leaves_the_position_to_the_next(engines: Make) -> None:
     engine.settle()
     engine.end(request)
     engine.settle()
-    assert (engine.manage.stats().failed_offloads, engine.manage.stats().offloads) == (1, 0)
+    stats = engine.manage.window_stats()
+    assert (stats.failed_offloads, stats.offloads) == (1, 0)
     engine.forget_device()
     matches = []
     for _ in range(2):
@@ -597,7 +621,7 @@ def test_no_room_on_the_host_is_counted(engines: Make) -> None:
     with engine.host.reserve(Prompt(range(900, 956)).keys(engine.host.key_spec())):
         engine.host.index.evict(8)
         engine.run(list(range(100, 160)), 0)
-        assert engine.manage.stats().no_room
+        assert engine.manage.window_stats().no_room
     engine.settle()
 
 
@@ -653,7 +677,7 @@ def test_a_device_alone(segment_name: str) -> None:
     window = WindowBlocks(f"{segment_name}.window", rule=WINDOW, block_tokens=4, blocks=32)
     device = ManagedBlocks(f"{segment_name}.device", block_tokens=4, blocks=32)
     manager = KVCacheManager(None, device)
-    windows = WindowManager(manager, [window])
+    windows = HybridManager(manager, windows=[window])
     for usable in (0, 56):
         assert windows.plan("a", Prompt(STEM)).usable == usable
         windows.take("a")
@@ -662,7 +686,7 @@ def test_a_device_alone(segment_name: str) -> None:
         assert windows.load("a").done()
         windows.commit("a", 60)
         windows.release("a")
-    assert windows.stats().offloads == 0
+    assert windows.window_stats().offloads == 0
     for closeable in (windows, manager, window, device):
         closeable.close()
 
@@ -698,36 +722,31 @@ def test_blocks_refuse(segment_name: str) -> None:
 def test_a_manager_refuses(segment_name: str, engines: Make) -> None:
     engine = engines(WINDOW, CHUNK)
     manager, (window, chunk) = engine.manager, engine.windows
-    with refuse(r"windows: expected one or more, .*found rules \[\]"):
-        WindowManager(manager, [])
+    with refuse("hybrid: expected checkpoints with their grid, windows=, or both, found"):
+        HybridManager(manager, windows=[])
     with refuse("each with its own rule and its own group of the host cache, found rules"):
-        WindowManager(manager, [window, window])
+        HybridManager(manager, windows=[window, window])
     with refuse("windows: expected WindowBlocks, found"):
-        WindowManager(manager, [engine.device])  # type: ignore[list-item]
-    how: dict[str, Any] = {"page_bytes": 8, "fingerprint": "states", "independent": True}
-    with Cache.create(f"{segment_name}.states", pages=2, **how) as states:
-        checkpoints = Checkpoints(None, states, NullBackend())
-        with refuse("found states; no manager joins them: give the layers with a window to full"):
-            WindowManager(manager, [window, checkpoints])  # type: ignore[list-item]
+        HybridManager(manager, windows=[engine.device])  # type: ignore[list-item]
     with refuse("every: expected"):
-        WindowManager(manager, [window], every=0)
+        HybridManager(manager, windows=[window], every=0)
     how: dict[str, Any] = {"rule": Rule.window(3), "blocks": 8}
     other = WindowBlocks(f"{segment_name}.a", block_tokens=8, **how)
     with refuse("windows: expected blocks of 4 tokens, as the manager's are, found 8 in"):
-        WindowManager(manager, [other])
+        HybridManager(manager, windows=[other])
     same = WindowBlocks(
         f"{segment_name}.b", block_tokens=4, backend=NullBackend(), run=chunk.run, **how
     )
     with refuse(r"found rules \['chunk24', 'window3'\] and groups \[2, 2\]"):
-        WindowManager(manager, [chunk, same])
+        HybridManager(manager, windows=[chunk, same])
     device = ManagedBlocks(f"{segment_name}.c", block_tokens=4, blocks=8)
     with KVCacheManager(None, device) as alone:
         with refuse("has a backend, and the manager no host cache"):
-            WindowManager(alone, [window])
+            HybridManager(alone, windows=[window])
     mirror = MirroredBlocks(f"{segment_name}.d", block_tokens=4, blocks=8)
     with KVCacheManager(engine.host, mirror, NullBackend()) as mirrored:
         with refuse("manager: expected ManagedBlocks, found MirroredBlocks"):
-            WindowManager(mirrored, [window])
+            HybridManager(mirrored, windows=[window])
     for closeable in (other, same, device, mirror):
         closeable.close()
 
@@ -741,7 +760,7 @@ def test_requests_refuse(engines: Make) -> None:
         manage.plan("a", Prompt(STEM), limit=-1)
     with refuse("hashable"):
         manage.cancel([])  # type: ignore[arg-type]
-    with pytest.raises(LeaseLost, match="take: there is no plan of 'a'; plan it first"):
+    with pytest.raises(LeaseLost, match="take: the request 'a' was not planned; plan it first"):
         manage.take("a")
     manage.plan("a", Prompt(STEM))
     manage.take("a")
@@ -751,8 +770,6 @@ def test_requests_refuse(engines: Make) -> None:
         manage.commit("a", 61)
     with refuse("tokens: expected"):
         manage.allocate("a", -1)
-    with refuse("limit: expected"):
-        manage.restart("a", limit=-1)
     manage.release("a")
     manage.release("a")
     with pytest.raises(LeaseLost, match="no running request 'a'"):

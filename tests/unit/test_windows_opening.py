@@ -56,7 +56,10 @@ def test_the_bytes_of_all_groups_come_back(segment_name: str) -> None:
         assert [group.name for group in groups] == ["kv", "window5", "chunk16"]
         assert [group.minimum_pages for group in groups] == [0, 2, 0]
         manager = opened.manager(f"{segment_name}-gpu", every=8)
-        assert (manager.every, [each.blocks for each in manager.windows]) == (8, [14, 15])
+        assert (manager.parts.windows.every, [each.blocks for each in manager.windows]) == (
+            8,
+            [14, 15],
+        )
         manager.plan("a", PROMPT)
         manager.take("a")
         for end in (20, 42):
@@ -110,9 +113,6 @@ def test_a_manager_that_cannot_be_made_leaves_nothing(segment_name: str) -> None
 
 
 def test_what_is_refused(segment_name: str) -> None:
-    both: dict[str, Any] = {"parts": STATES, "windows": {WINDOW: layers(1)}}
-    message = "expected states or windows, found both; no manager joins them"
-    refused(ConfigError, message, open_, segment_name, **both)
     refused(ConfigError, "found neither; a model of full attention alone", open_, segment_name, {})
     for rule in (Rule.prefix(), Rule.point(), "window"):
         wrong = {rule: layers(1)}

@@ -15,7 +15,7 @@ from lightcache import Cache
 from lightcache.errors import ConfigError, StorageError
 from lightcache.group_index import GroupIndex
 from lightcache.groups import Rule
-from lightcache.hybrid import WindowBlocks, WindowManager
+from lightcache.hybrid import HybridManager, WindowBlocks
 from lightcache.hybrid.checkpoints import Tier
 from lightcache.manager import (
     KVCacheManager,
@@ -109,7 +109,7 @@ def test_a_position_comes_back_from_storage(
     assert set(again.match.tiers.values()) == {Tier.HOST}
     assert (again.match.kv.host, again.match.kv.storage) == (0, position)
     assert again.tokens[:60] == first.tokens[:60]
-    stats = engine.manage.stats()
+    stats = engine.manage.window_stats()
     assert stats.storage_hits == stats.host_hits == len(again.match.tiers)
     for name, hits in stats.groups.items():
         assert hits.device_tokens == 0
@@ -307,13 +307,12 @@ def test_a_prompt_is_read_ahead_of_its_request(engines: Make) -> None:
     engine = engines()
     engine.run(STEM, 0)
     forget(engine)
-    task = engine.manage.prefetch(Prompt(STEM))
-    assert task is not None
+    (task,) = engine.manage.prefetch(Prompt(STEM))
     assert task.wait(60.0).loaded == 7 + 4 + 2
     assert engine.manage.plan("a", Prompt(STEM)).usable == 56
     engine.manage.cancel("a")
-    assert engine.manage.prefetch(Prompt(STEM[:5])) is None
-    assert engine.manage.prefetch(Prompt(STEM)).wait(60.0).loaded == 0
+    assert engine.manage.prefetch(Prompt(STEM[:5])) == []
+    assert engine.manage.prefetch(Prompt(STEM))[0].wait(60.0).loaded == 0
 
 
 def test_what_is_read_is_counted(engines: Make) -> None:
@@ -351,7 +350,7 @@ def test_windows_without_a_host_have_no_storage(segment_name: str, engines: Make
     device = ManagedBlocks(f"{segment_name}.d", block_tokens=4, blocks=8)
     with KVCacheManager(engine.host, device, NullBackend(), storage=engine.tier) as manager:
         with pytest.raises(ConfigError, match="windows: expected a backend and a run for each"):
-            WindowManager(manager, [alone])
+            HybridManager(manager, windows=[alone])
     for closeable in (alone, device):
         closeable.close()
 

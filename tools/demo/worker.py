@@ -109,7 +109,7 @@ class Worker:
         match = self.manager.take(request.number, wait=True)  # waits for storage alone
         # Blocks for the answer, too. An engine with a queue allocates them step by step.
         total = len(request.prompt) + request.answer_tokens
-        table = self.manager.allocate(request.number, total)
+        table = self.of_kv(self.manager.allocate(request.number, total))
         sequence, computed = self.load(request, match, table)
         reused = self.tiers(match)
         if computed < sum(reused.values()):  # a load has failed: what is missing is computed
@@ -152,10 +152,14 @@ class Worker:
         """Tell the manager what has been computed: it names full blocks and begins to offload them.
         A block that another request has computed as well is shared instead."""
         number, computed = running.request.number, running.computed
-        replaced = self.manager.commit(number, computed, new_tokens=new_tokens)
+        replaced = self.of_kv(self.manager.commit(number, computed, new_tokens=new_tokens))
         for position, block in replaced.items():
             running.table[position] = block
             running.sequence.replace_block(position, block)
+
+    def of_kv(self, what: Any) -> Any:
+        """The table or the exchanged blocks of full attention."""
+        return what
 
     def finish(self, running: Running) -> None:
         self.manager.release(running.request.number)
@@ -215,8 +219,12 @@ class HybridWorker(Worker):
                 **options,
             )
         )
-        assert self.states.kv is not None
-        return self.states.kv
+        kv: EngineKV | None = self.states.kv
+        assert kv is not None
+        return kv
+
+    def of_kv(self, what: Any) -> Any:
+        return what.get("prefix", {})  # by the name of a group's rule
 
     def tiers(self, match: Any) -> dict[str, int]:
         host, storage = match.host_tokens, match.storage_tokens
@@ -230,7 +238,8 @@ class HybridWorker(Worker):
             self.manager.load(request.number).wait()
         except TransferFailed:
             self.manager.restart(request.number)
-            table[:] = self.manager.allocate(request.number, len(table) * self.config.page_tokens)
+            tokens = len(table) * self.config.page_tokens
+            table[:] = self.of_kv(self.manager.allocate(request.number, tokens))
             computed = 0
         return self.memory.sequence(table, computed, slot), computed
 
