@@ -12,7 +12,7 @@ from lightcache.errors import ConfigError
 from lightcache.tools.output import Command, cell, console, emit, fail, json_option, table
 
 TAKES = {
-    "trace": ("policy", "manager", "hybrid"),
+    "trace": ("policy", "manager", "hybrid", "vllm"),
     "only": ("transfer", "serve"),
     "path": ("storage", "serve"),
     "url": ("storage",),
@@ -30,7 +30,7 @@ TAKES = {
 @click.option(
     "--trace",
     type=click.Path(exists=True, dir_okay=False),
-    help="A request trace, for `policy`, `manager` and `hybrid`.",
+    help="A request trace, for `policy`, `manager`, `hybrid` and `vllm`.",
 )
 @click.option(
     "--path",
