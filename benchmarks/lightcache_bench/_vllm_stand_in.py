@@ -39,6 +39,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prompt_tokens or len(self.all_token_ids)
+        self.prompt_token_ids = self.all_token_ids[: self.num_prompt_tokens]
 
     @property
     def num_tokens(self) -> int:
@@ -87,7 +88,9 @@ class Scheduler:
         self.cache = open_cache(place, options, role="")
         self.cache.pool.prefault()
         self.block_tokens = block_tokens or page_tokens
-        self.half = SchedulerHalf(options, self.block_tokens, name)
+        self.now = 0.0
+        """Its clock: a step of this bench takes less time than one of a model."""
+        self.half = SchedulerHalf(options, self.block_tokens, name, lambda: self.now)
         segment = self.cache.index.segment.uuid
         self.half.connect([Hello(0, place, "", segment, os.getpid(), HOST)])
         self.saver = Saver(self.cache)

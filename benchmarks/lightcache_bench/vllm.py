@@ -3,7 +3,7 @@
 The scheduler's half alone, with stand-ins of vLLM's requests in vLLM's order of calls: vLLM is not
 needed. Where it can be imported, its own CPUOffloadingManager is asked for the same prompt block by
 block, in turns. Times are processor time of the calling thread, so other work on the machine counts
-little; of a figure that is to be small the median and the best quarter are given. With a trace
+little; the median is judged, and the best turn is given beside it. With a trace
 (`--trace FILE`) it is replayed: each request runs alone, on one of four engines at random, its
 device empty. On a GPU the worker's half is measured as well.
 """
@@ -32,6 +32,8 @@ RUNNING = WAITING = 64
 CHUNK = 1024
 """Tokens that a prefill computes in a step."""
 LENGTH = 4 * CHUNK
+STEP = 0.02
+"""Seconds of a model's step, by the clock that the scheduler's half is given."""
 ENGINES = 4
 POOLS = {12_000: ">= 2.2", 40_000: ">= 2.2", 120_000: ">= 1.9"}
 """Blocks in all, and what one pool is to find against a pool each."""
@@ -69,6 +71,8 @@ def long_prompt(quick: bool) -> Iterator[Row]:
         numbers = itertools.count()
 
         def look(_: int) -> None:
+            one.now += 1.0  # it is looked up, as the last answer is too old
+            one.step({}, {})
             found, _later = one.half.look(again, 0)
             assert found == PROMPT
 
@@ -100,7 +104,7 @@ def long_prompt(quick: bool) -> Iterator[Row]:
     base = times.get("vLLM")
     for name, target in (("first", "<= 1"), ("again", "<= 1"), ("with hashing", "<= 3")):
         value = median(times[name]) / 1e3
-        shown = {**params, "best_ms": _best(times[name]) / 1e3, **spread(times[name] / 1e3)}
+        shown = {**params, "best_ms": _best(times[name] / 1e3), **spread(times[name] / 1e3)}
         row = f"matched tokens, {name}"
         yield Row(row, shown, value, "ms", target=f"{target} ms", met=meets(value, target))
     if base is not None:
@@ -183,6 +187,7 @@ class Load:
     def step(self, _: int) -> float:
         """One step; microseconds of processor time in the scheduler's calls."""
         half, running = self.one.half, self._running
+        self.one.now += STEP
         counts = {
             identity: min(CHUNK, max(1, request.num_tokens - request.num_computed_tokens))
             for identity, request in running.items()
@@ -249,8 +254,8 @@ def steps(quick: bool) -> Iterator[Row]:
                 load.step(turn)
             times = np.asarray([load.step(turn) for turn in range(count)]) / 1e3
         params = {"prompt_tokens": LENGTH, "prefills": 2, "mean_ms": round(float(times.mean()), 4)}
-        params |= {"best_ms": _best(times), **spread(times)}
-        value = median(times)
+        params |= {"best_turn_mean_ms": _best(times.reshape(-1, 50).mean(axis=1)), **spread(times)}
+        value = median(times) if hits else float(times.mean())
         yield Row(name, params, value, "ms", target=f"{target} ms", met=meets(value, target))
         p99 = tails(times)[1]
         limit = "<= 3" if hits else None
@@ -259,8 +264,8 @@ def steps(quick: bool) -> Iterator[Row]:
 
 
 def _best(samples: Any) -> float:
-    """The lower quartile: what it takes where nothing else runs."""
-    return round(float(np.percentile(samples, 25)), 4)
+    """The least: on a machine that others use too it is nearest to what it takes."""
+    return round(float(np.min(samples)), 4)
 
 
 # ---- pools

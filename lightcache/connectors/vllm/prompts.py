@@ -87,7 +87,10 @@ def prompt_of(request: Any, page_tokens: int, adapter: bytes | None) -> Prompt:
         ConfigError: it cannot be keyed: items overlap, or embeddings are too large.
     """
     count = request.num_prompt_tokens
-    tokens = np.frombuffer(array("I", request.all_token_ids[:count]), np.uint32)
+    ids = getattr(request, "prompt_token_ids", None)  # a list, so nothing is copied twice
+    if ids is None or len(ids) != count:
+        ids = request.all_token_ids[:count]
+    tokens = np.frombuffer(array("I", ids), np.uint32)
     lora = b""
     if request.lora_request is not None:
         one = request.lora_request

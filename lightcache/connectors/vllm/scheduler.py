@@ -50,6 +50,12 @@ RESET = 5.0
 """Seconds that a reset waits for saves under way."""
 MOST_WAIT = 10.0
 """Seconds that a request waits for a storage at most."""
+ASK = 0.05
+"""Seconds for which an answer about a waiting request stands: its pages are pinned meanwhile."""
+RENEWALS = 16
+"""Of such answers in a step; the requests at the head of vLLM's queue are asked first."""
+OLDEST = 20.0
+"""Seconds after which an answer is renewed in any case: plans end after a minute."""
 RESET_NAMES = re.compile(r"vllm-([0-9a-f]{8})-[0-9a-f]{16}")
 
 
@@ -100,7 +106,11 @@ class _Request:
     """Pages that were offered to be saved, or are there."""
     device: int = 0
     """Tokens that the device had at the last look."""
+    due: float = 0.0
+    """Computed tokens with which there are more pages to offer."""
     planned: bool = False
+    answer: _Answer | None = None
+    """Of the last look, while its plan stands."""
     lease: Lease | None = None
     """Of a load under way."""
     started: bool = False
@@ -117,6 +127,17 @@ class _Request:
     """When it no longer waits for the storage."""
     host: int = 0
     """Pages that were in memory before the storage was asked."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What `look` has said of a request, and of what."""
+
+    opened: Opened
+    tokens: tuple[int, int]
+    """Computed, and all."""
+    until: float
+    found: int
 
 
 @dataclass
@@ -147,12 +168,14 @@ class SchedulerHalf:
         self._role = ""
         self._link: Link[Opened] | None = None
         self._segments: dict[int, str] = {}
+        self._agreed = ""
+        """The segment that all ranks have open; empty: they differ."""
         self._adapters = Adapters()
         self._requests: dict[str, _Request] = {}
         self._jobs: dict[int, _Job] = {}
         self._writing: set[bytes] = set()
         self._orders = Orders()
-        self._number = self._resets = 0
+        self._number = self._resets = self._renewed = 0
         self._weights = options.weights
         self._rest_until = 0.0
         self._speed = _Speed(clock, options.prefill_tokens_per_s)
@@ -175,7 +198,7 @@ class SchedulerHalf:
         place = self._place = ranks[0].place
         assert place is not None
         self._page, self._blocks = place.page_tokens, place.page_tokens // self._block
-        self._segments = {hello.rank: hello.segment for hello in ranks}
+        self._note_segments({hello.rank: hello.segment for hello in ranks})
         own = any(hello.process == os.getpid() for hello in ranks)
         # In one process they share a client: what is left at its default is the first one's.
         self._role = "" if own else role_of(self.launch, "scheduler")
@@ -205,6 +228,11 @@ class SchedulerHalf:
             if found and found[1] not in roles | {self.launch}:
                 cache.clear(space)
 
+    def _note_segments(self, segments: Mapping[int, str]) -> None:
+        self._segments |= segments
+        first, *others = {*self._segments.values()}
+        self._agreed = "" if others else first
+
     def _usable(self) -> Opened | None:
         """What is open, if all ranks have the same open and nothing speaks against a call."""
         link = self._link
@@ -215,9 +243,7 @@ class SchedulerHalf:
             self.voice.trouble("use the cache", LeaseLost("it was removed, or replaced"))
             link.lose(opened)
             return None
-        if any(segment != opened.segment for segment in self._segments.values()):
-            return None
-        return opened
+        return opened if opened.segment == self._agreed else None
 
     def trouble(self, what: str, error: BaseException) -> None:
         """An error of a call: say it once, and learn from it."""
@@ -290,7 +316,15 @@ class SchedulerHalf:
         if request.skip_reading_prefix_cache or state.barred or state.stale:
             return 0, False
         opened = self._usable()
-        if opened is None or not self._keyed(state, opened):
+        if opened is None:
+            return 0, False
+        counts, last = (computed, request.num_tokens), state.answer
+        if last is not None and last.opened is opened and last.tokens == counts:
+            now = self._clock()
+            if now < last.until or (self._renewed >= RENEWALS and now < last.until + OLDEST):
+                return last.found, last.found > 0
+            self._renewed += 1
+        if not self._keyed(state, opened):
             return 0, False
         limit = min((request.num_tokens - 1) // self._page, len(state.keys))
         if limit * self._page <= computed:
@@ -303,13 +337,14 @@ class SchedulerHalf:
         self.voice.well()
         if found < limit and opened.tier is not None and self._reading(state, opened, found, limit):
             return None, False
-        tokens = found * self._page - computed
-        if tokens <= 0:
+        tokens = max(0, found * self._page - computed)
+        if not tokens:
             self._cancel(state, opened)
-            return 0, False
-        return tokens, True
+        state.answer = _Answer(opened, counts, self._clock() + ASK, tokens)
+        return tokens, tokens > 0
 
     def _cancel(self, state: _Request, opened: Opened | None) -> None:
+        state.answer = None
         if state.planned:
             state.planned = False
             if opened is not None:
@@ -352,7 +387,7 @@ class SchedulerHalf:
         if opened is None:
             raise LeaseLost("the cache has gone since the request was planned")
         identity, pages = state.request.request_id, -(-end // self._page)
-        state.planned = False
+        state.planned, state.answer = False, None
         lease = opened.cache.take(identity, pages=pages)
         if len(lease) < pages:
             lease.release()
@@ -386,6 +421,7 @@ class SchedulerHalf:
         """Of this step. `blocks_of` returns the blocks of a request."""
         self._speed.note(sum(output.num_scheduled_tokens.values()))
         orders, self._orders = self._orders, Orders()
+        self._renewed = 0
         try:
             self._settle(orders, output.preempted_req_ids or ())
             opened = self._usable()
@@ -397,7 +433,8 @@ class SchedulerHalf:
                 if opened is not None and not (state.stale or state.barred):
                     drafts = len(output.scheduled_spec_decode_tokens.get(identity, ()))
                     computed = state.request.num_computed_tokens + tokens - drafts
-                    self._offer(orders, opened, state, computed, blocks_of)
+                    if computed >= state.due:
+                        self._offer(orders, opened, state, computed, blocks_of)
         except Exception as error:
             self.trouble("save what was computed", error)
         return orders
@@ -407,7 +444,7 @@ class SchedulerHalf:
             state = self._requests.get(identity)
             if state is not None:
                 orders.settle += state.jobs
-                state.offered = 0
+                state.offered, state.due = 0, 0.0
 
     def _offer(
         self,
@@ -420,9 +457,13 @@ class SchedulerHalf:
         request = state.request
         known = request.num_tokens if self.options.save_decode else request.num_prompt_tokens
         upto = min(computed, known) // self._page
-        if upto <= state.offered or len(self._jobs) >= MOST_JOBS:
+        if upto > state.offered and (
+            len(self._jobs) >= MOST_JOBS or not self._keyed(state, opened)
+        ):
             return
-        if not self._keyed(state, opened):
+        due = (upto + 1) * self._page
+        state.due = due if self.options.save_decode or due <= known else math.inf
+        if upto <= state.offered:
             return
         if upto > len(state.keys):
             self._extend(state)
@@ -435,7 +476,7 @@ class SchedulerHalf:
             return
         self._number += 1
         job = self._number
-        new = [key.tobytes() for key in keys[start:]]
+        new: list[bytes] = keys[start:].view("V16").ravel().tolist()
         self._jobs[job] = _Job(request.request_id, len(self._segments), new)
         self._writing.update(new)
         state.jobs.add(job)
@@ -462,7 +503,8 @@ class SchedulerHalf:
         """What the workers say of a step. Returns the requests whose blocks vLLM may free now."""
         free: set[str] = set()
         if report is not None:
-            self._segments |= report.segments
+            if report.segments:
+                self._note_segments(report.segments)
             for identity in report.failed:
                 self.figures["failed_loads"] += 1
                 if (state := self._requests.get(identity)) is not None:
