@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from lightcache.connectors.vllm.messages import Report
-from lightcache_bench import Row, meets
+from lightcache.errors import ConfigError
+from lightcache_bench import Row, _gpu_device, _vllm_rates, meets
 from lightcache_bench._timing import clocked_cpu, interleaved, median, spread, tails
 from lightcache_bench._vllm_stand_in import Output, Request, Scheduler, schedulers
 from lightcache_bench.policy import read
@@ -34,6 +35,7 @@ CHUNK = 1024
 LENGTH = 4 * CHUNK
 STEP = 0.02
 """Seconds of a model's step, by the clock that the scheduler's half is given."""
+PARTS = (1, 2, 3, 4, 5)
 ENGINES = 4
 POOLS = {12_000: ">= 2.2", 40_000: ">= 2.2", 120_000: ">= 1.9"}
 """Blocks in all, and what one pool is to find against a pool each."""
@@ -41,20 +43,50 @@ TRACE_TOKENS = 512
 """Of a block of the public traces; here two tokens stand for them, as hashing is not measured."""
 
 
-def rows(quick: bool, trace: str | Path | None = None) -> Iterator[Row]:
-    """See `Benchmark.rows`. Takes a minute, and two more with a trace.
+def rows(quick: bool, trace: str | Path | None = None, only: str | None = None) -> Iterator[Row]:
+    """See `Benchmark.rows`. Takes a minute, two more with a trace, and two more on a GPU.
 
     Args:
         quick: few repetitions; of a trace 1,000 requests and the least pools.
         trace: JSONL with `hash_ids`; None: pools are not compared.
+        only: numbers of parts, such as "1,2": 1 a long prompt, 2 steps, 3 the trace, 4 rates of a
+            device, 5 the same beside a matrix product; None: those of them that can be run.
 
     Raises:
-        ConfigError: the trace cannot be read.
+        ConfigError: the trace cannot be read, there is no such part, or it needs what there is not.
     """
-    yield from long_prompt(quick)
-    yield from steps(quick)
-    if trace is not None:
+    wanted = _wanted(only)
+    if 1 in wanted:
+        yield from long_prompt(quick)
+    if 2 in wanted:
+        yield from steps(quick)
+    if 3 in wanted and (trace is not None or only is not None):
+        if trace is None:
+            raise ConfigError("vllm: part 3 needs a trace; give --trace FILE (JSONL with hash_ids)")
         yield from pools(read(Path(trace))[: 1000 if quick else None], quick)
+    if 4 in wanted or 5 in wanted:
+        try:
+            gpu = _gpu_device.find()
+        except ConfigError:  # no torch: the scheduler's half needs none
+            if only is None:
+                return
+            raise
+        if only is None and not gpu.cuda:
+            return
+        yield Row("device", gpu.facts(), float(_gpu_device.devices()), "devices")
+        if 4 in wanted:
+            yield from _vllm_rates.rates(gpu, quick)
+        if 5 in wanted:
+            yield from _vllm_rates.beside(gpu, quick)
+
+
+def _wanted(only: str | None) -> set[int]:
+    if only is None:
+        return set(PARTS)
+    chosen = only.split(",")
+    if not all(part.isdigit() and int(part) in PARTS for part in chosen):
+        raise ConfigError(f"vllm: expected parts such as 1,2 of 1 to {len(PARTS)}, found {only!r}")
+    return set(map(int, chosen))
 
 
 # ---- one long prompt
