@@ -27,7 +27,6 @@ a layer together, with heads before tokens or after them, or all layers of a blo
 LOGICAL = "lbhnc"
 TIMEOUT = 60.0
 PATIENCE = 5e-5
-_engines = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class Engine:
         """
         self.gpu, self.model, self.name = gpu, model, name
         self.tensor, layers = _tensors(gpu, model, blocks, layout)
-        identity = identity or f"engine {os.getpid()} {next(_engines)}"
+        identity = identity or f"engine {os.getpid()}"
         options = Options(size=model.page_bytes * pages, name=name, idle_limit=None)
         form = self.format = _format(gpu, model, name, layout, layers)
         self.scheduler = SchedulerHalf(options, model.block, identity)
@@ -194,7 +193,7 @@ class Engine:
 
     def stamp(self, request: Request, value: int) -> None:
         """What a model would compute: this byte, in all blocks of the request."""
-        self.tensor[:, self._indices(request.blocks)] = value
+        self.tensor.index_fill_(1, self.indices(request.blocks), value)
 
     def check(self, request: Request, tokens: int, value: int) -> None:
         """The blocks of the first tokens have this byte, and no other.
@@ -202,7 +201,7 @@ class Engine:
         Raises:
             TransferFailed: they differ.
         """
-        held = self.tensor[:, self._indices(request.blocks[: tokens // self.model.block])]
+        held = self.tensor[:, self.indices(request.blocks[: tokens // self.model.block])]
         wrong = int((held != value).any(0).flatten(1).any(1).sum())
         if wrong:
             raise TransferFailed(
@@ -210,8 +209,9 @@ class Engine:
                 f"blocks, found others in {wrong}"
             )
 
-    def _indices(self, blocks: list[int]) -> Any:
-        return self.gpu.torch.as_tensor(blocks, device=self.gpu.device)
+    def indices(self, blocks: list[int]) -> Any:
+        """Of blocks, on the device. May wait for the current stream."""
+        return self.gpu.torch.as_tensor(blocks, dtype=self.gpu.torch.int64, device=self.gpu.device)
 
 
 def _rest(end: float, what: str) -> None:
