@@ -34,7 +34,8 @@ def main() -> None:
             "kv_role": "kv_both",
             "kv_connector_extra_config": extra,
         }
-    tiny_llama.save("model")
+    if not os.path.exists("model"):  # its files' times are in the fingerprint
+        tiny_llama.save("model")
     engine = LLM(
         model="model",
         skip_tokenizer_init=True,
@@ -85,7 +86,9 @@ class Told:
         if reset:
             self.engine.reset_prefix_cache()
         how = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        given = [{"prompt_token_ids": ids} | ({"cache_salt": salt} if salt else {}) for ids in prompts]
+        given = [
+            {"prompt_token_ids": ids} | ({"cache_salt": salt} if salt else {}) for ids in prompts
+        ]
         begun = time.monotonic()
         outputs = self.engine.generate(given, how, use_tqdm=False)
         return {

@@ -593,7 +593,9 @@ class _Speed:
         return tokens / rate if rate else math.inf
 
 
-def open_cache(place: Place, options: Options, *, role: str, device: bool = False) -> Cache:
+def open_cache(
+    place: Place, options: Options, *, role: str, device: bool = False, shared: bool = True
+) -> Cache:
     """The cache of a place. Parts of one process share a client."""
     return Cache.open(
         place.name,
@@ -609,7 +611,7 @@ def open_cache(place: Place, options: Options, *, role: str, device: bool = Fals
         pool_path=options.pool_path,
         role=role,
         device=device,
-        shared=True,
+        shared=shared,
     )
 
 
