@@ -35,7 +35,7 @@ def main() -> None:
             "kv_connector_extra_config": extra,
         }
     if not os.path.exists("model"):  # its files' times are in the fingerprint
-        tiny_llama.save("model")
+        tiny_llama.save("model", kv_heads=2)
     engine = LLM(
         model="model",
         skip_tokenizer_init=True,
@@ -98,9 +98,15 @@ class Told:
         }
 
     def idle(self) -> bool:
-        """Make steps until nothing is saved any more."""
+        """Make steps until nothing is saved any more, and all is stored."""
         while self.scheduler.has_requests():
             self.engine.llm_engine.step()
+        tier = self.scheduler.connector.of_scheduler._link.current.tier
+        while tier is not None:
+            stats = tier.stats()
+            if not stats.queued + stats.running + stats.writing:
+                break
+            time.sleep(0.01)
         return True
 
     def errors(self) -> int:

@@ -70,6 +70,11 @@ def role_of(launch: str, part: str) -> str:
     return f"vllm {launch} {part}"
 
 
+def part_of(rank: int) -> str:
+    """A worker, in its role."""
+    return f"rank {rank}"
+
+
 @dataclass
 class Opened:
     """What the scheduler's half has open."""
@@ -144,7 +149,7 @@ class SchedulerHalf:
         self._block, self._clock = block_tokens, clock
         self._page = self._blocks = 0
         self._place: Place | None = None
-        self._role = ""
+        self._part, self._device = "scheduler", False
         self._link: Link[Opened] | None = None
         self._segments: dict[int, str] = {}
         self._adapters = Adapters()
@@ -176,15 +181,17 @@ class SchedulerHalf:
         assert place is not None
         self._page, self._blocks = place.page_tokens, place.page_tokens // self._block
         self._segments = {hello.rank: hello.segment for hello in ranks}
-        own = any(hello.process == os.getpid() for hello in ranks)
-        # In one process they share a client: what is left at its default is the first one's.
-        self._role = "" if own else role_of(self.launch, "scheduler")
+        self._part, self._device = "scheduler", False
+        for hello in ranks:
+            if hello.process == os.getpid():  # they share a client, so it must be the same
+                self._part, self._device = part_of(hello.rank), hello.device
         self._link = Link(self.voice, self._open, Opened.close)
         self._link.start(START)
 
     def _open(self) -> Opened:
         assert self._place is not None
-        cache = open_cache(self._place, self.options, role=self._role)
+        role = role_of(self.launch, self._part)
+        cache = open_cache(self._place, self.options, role=role, device=self._device)
         try:
             if self._resets:
                 self._clear_gone(cache)
@@ -615,4 +622,4 @@ def open_cache(
     )
 
 
-__all__ = ["Opened", "SchedulerHalf", "launch_of", "open_cache", "role_of", "team_of"]
+__all__ = ["Opened", "SchedulerHalf", "launch_of", "open_cache", "part_of", "role_of", "team_of"]
