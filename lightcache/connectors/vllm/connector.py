@@ -191,8 +191,8 @@ class LightcacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 self._vllm_config, self._kv_cache_config, kv_caches, worker.rank, self._options
             )
         except Exception as error:
-            worker.refuse(str(error))
-            raise
+            worker.refuse(str(error))  # the scheduler's half says it, once for all ranks
+            return
         worker.register(found)
 
     @guarded(_nothing)
