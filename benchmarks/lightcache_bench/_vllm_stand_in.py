@@ -14,7 +14,13 @@ import numpy as np
 from lightcache import Cache
 from lightcache.connectors.vllm.messages import Hello, Orders, Place, Report, SaveOrder
 from lightcache.connectors.vllm.options import Options
-from lightcache.connectors.vllm.scheduler import SchedulerHalf, open_cache
+from lightcache.connectors.vllm.scheduler import (
+    SchedulerHalf,
+    launch_of,
+    open_cache,
+    part_of,
+    role_of,
+)
 from lightcache.namespaces import Namespace
 from lightcache.shm import Segment
 
@@ -85,7 +91,7 @@ class Scheduler:
         self._name = name
         place = Place(name, "bench", "bench", 64, page_tokens)
         options = Options(size=64 * pages, idle_limit=None)
-        self.cache = open_cache(place, options, role="")
+        self.cache = open_cache(place, options, role=role_of(launch_of(name), part_of(0)))
         self.cache.pool.prefault()
         self.block_tokens = block_tokens or page_tokens
         self.now = 0.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from typing import Any
 
@@ -33,7 +34,8 @@ def main() -> None:
             "kv_role": "kv_both",
             "kv_connector_extra_config": extra,
         }
-    tiny_llama.save("model")
+    if not os.path.exists("model"):  # its files' times are in the fingerprint
+        tiny_llama.save("model", kv_heads=2)
     engine = LLM(
         model="model",
         skip_tokenizer_init=True,
@@ -84,7 +86,9 @@ class Told:
         if reset:
             self.engine.reset_prefix_cache()
         how = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        given = [{"prompt_token_ids": ids} | ({"cache_salt": salt} if salt else {}) for ids in prompts]
+        given = [
+            {"prompt_token_ids": ids} | ({"cache_salt": salt} if salt else {}) for ids in prompts
+        ]
         begun = time.monotonic()
         outputs = self.engine.generate(given, how, use_tqdm=False)
         return {
@@ -94,19 +98,108 @@ class Told:
         }
 
     def idle(self) -> bool:
-        """Make steps until nothing is saved any more."""
+        """Make steps until nothing is saved any more, and all is stored."""
         while self.scheduler.has_requests():
             self.engine.llm_engine.step()
+        tier = self.scheduler.connector.of_scheduler._link.current.tier
+        while tier is not None:
+            stats = tier.stats()
+            if not stats.queued + stats.running + stats.writing:
+                break
+            time.sleep(0.01)
         return True
 
-    def figures(self) -> dict[str, Any]:
-        """Of the connector, since it was asked last."""
+    def errors(self) -> int:
+        """Of both halves, since the start."""
         both = [self.scheduler.connector.of_scheduler, self.worker]
-        return {"errors": sum(half.voice.count for half in both)}
+        return sum(half.voice.count for half in both)
 
-    def call(self, name: str, arguments: list[Any]) -> Any:
-        """A method of the engine."""
-        return repr(getattr(self.engine, name)(*arguments))
+    def forget(self, everything: bool) -> bool:
+        """Empty the device's index; with `everything`, tell the connector, as new weights do."""
+        return bool(self.engine.reset_prefix_cache(reset_connector=everything))
+
+    def pause(self, prompt: list[int] | None) -> list[str]:
+        """Pause and resume, as sleep does; with a prompt while its load is under way."""
+        from vllm import SamplingParams
+
+        engine, said = self.engine.llm_engine, []
+        core = engine.engine_core.engine_core
+        if prompt is not None:
+            self.engine.reset_prefix_cache()
+            self.hold()
+            engine.add_request("paused", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=4))
+            engine.step()
+            said += [str(each.status) for each in self.scheduler.requests.values()]
+        try:
+            core.pause_scheduler(mode="abort")
+        except RuntimeError as error:
+            said.append(str(error))
+        if prompt is not None:
+            engine.abort_request(["paused"])
+            self.release()
+        core.resume_scheduler()
+        while self.scheduler.requests:
+            engine.step()
+        return said
+
+    def hold(self) -> bool:
+        """From now on copies begin only after `release`."""
+        self.gate = Gate()
+        self.usual = self.worker._events
+        self.worker._events = lambda: [self.gate]
+        return True
+
+    def release(self) -> bool:
+        """Copies run again."""
+        self.worker._events = self.usual
+        self.gate.open.set()
+        return True
+
+    def fail_loads(self, count: int) -> bool:
+        """The next loads of the worker fail."""
+        usual, left = self.worker._begin_load, [count]
+
+        def begin(order: Any) -> Any:
+            if left[0] == 0:
+                return usual(order)
+            left[0] -= 1
+            raise RuntimeError("a load that fails")
+
+        self.worker._begin_load = begin
+        return True
+
+    def abort_while_loading(self, prompt: list[int]) -> list[Any]:
+        """The request's states before it is aborted, after, and when its load has ended."""
+        from vllm import SamplingParams
+
+        self.engine.reset_prefix_cache()
+        self.hold()
+        engine, seen = self.engine.llm_engine, []
+        engine.add_request("aborted", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=4))
+        for _ in range(3):
+            engine.step()
+        seen.append([str(each.status) for each in self.scheduler.requests.values()])
+        engine.abort_request(["aborted"])
+        for _ in range(3):
+            engine.step()
+        seen.append(len(self.scheduler.requests))
+        self.release()
+        while self.scheduler.requests:
+            engine.step()
+        seen.append(len(self.scheduler.connector.of_scheduler._requests))
+        return seen
+
+
+class Gate:
+    """An event that copies wait for."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+
+    def wait(self) -> None:
+        if not self.open.is_set():
+            print("HELD", flush=True)
+        self.open.wait()
 
 
 if __name__ == "__main__":

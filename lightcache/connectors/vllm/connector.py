@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from lightcache.connectors.vllm.messages import Hello, Orders, Report
 from lightcache.connectors.vllm.model import check_served, describe
@@ -28,7 +28,7 @@ except ImportError as error:
         "the environment of vLLM with: pip install 'lightcache[vllm]'"
     ) from error
 
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 FIGURES = (
     "loaded_tokens",
     "loaded_bytes",
@@ -72,7 +72,7 @@ class LightcacheStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Begin anew."""
-        self.data = {}
+        self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> LightcacheStats:
         """Those of both."""
@@ -112,19 +112,19 @@ class LightcacheMetrics(KVConnectorPromMetrics):
                 self._counters[name][engine_idx].inc(value)
 
 
-def guarded(default: Callable[[], R]) -> Callable[[Callable[..., R]], Callable[..., R]]:
+def guarded(default: Callable[[], object]) -> Callable[[F], F]:
     """An error of the method is said once, and `default()` is its answer."""
 
-    def wrap(method: Callable[..., R]) -> Callable[..., R]:
+    def wrap(method: F) -> F:
         @functools.wraps(method)
-        def call(self: LightcacheConnector, *arguments: Any, **named: Any) -> R:
+        def call(self: LightcacheConnector, *arguments: Any, **named: Any) -> Any:
             try:
                 return method(self, *arguments, **named)
             except Exception as error:
                 self.half.trouble(method.__name__, error)
                 return default()
 
-        return call
+        return cast(F, call)
 
     return wrap
 
@@ -191,8 +191,8 @@ class LightcacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 self._vllm_config, self._kv_cache_config, kv_caches, worker.rank, self._options
             )
         except Exception as error:
-            worker.refuse(str(error))
-            raise
+            worker.refuse(str(error))  # the scheduler's half says it, once for all ranks
+            return
         worker.register(found)
 
     @guarded(_nothing)

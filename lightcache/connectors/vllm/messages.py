@@ -31,6 +31,8 @@ class Hello:
     """UUID of the segment that the rank has open; empty: none."""
     process: int
     host: str
+    device: bool = False
+    """Whether its tensors are on a device."""
 
 
 @dataclass(frozen=True)

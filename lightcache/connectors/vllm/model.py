@@ -166,7 +166,7 @@ def model_name(vllm_config: Any) -> str:
 def model_facts(vllm_config: Any) -> list[str]:
     """Words of the fingerprint: model, revision, quantisation, dtypes, drafts."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    config = getattr(model, "hf_config", None)
+    config: Any = getattr(model, "hf_config", None)
     folder = Path(str(model.model))
     version = getattr(config, "_commit_hash", None) or getattr(model, "revision", None)
     if folder.is_dir():

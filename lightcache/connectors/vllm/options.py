@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightcache._arguments import count, parse_size
 from lightcache.errors import ConfigError
 from lightcache.hashing import load_or_create_secret
+from lightcache.namespaces import NAME_BYTES
 from lightcache.pool import Numa, check_numa
 
 LoadFailure = Literal["recompute", "fail"]
@@ -58,29 +59,31 @@ class Options:
     it is measured while the engine works."""
 
     def __post_init__(self) -> None:
+        given = asdict(self)  # of any type: an operator wrote it
         if parse_size(self.size, "size") < 1:
             raise ConfigError(f"size: expected at least a page, found {self.size!r}")
         if self.blocks_per_page is not None:
             count(self.blocks_per_page, "blocks_per_page", 1, 1 << 16)
         for name, choices in (("load_failure", LoadFailure), ("on_reset", OnReset)):
-            if getattr(self, name) not in get_args(choices):
+            if given[name] not in get_args(choices):
                 raise ConfigError(
-                    f"{name}: expected one of {get_args(choices)}, found {getattr(self, name)!r}"
+                    f"{name}: expected one of {get_args(choices)}, found {given[name]!r}"
                 )
         for name in ("name", "secret_file", "pool_path"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, str) and value):
-                raise ConfigError(f"{name}: expected text, found {value!r}")
-        if not isinstance(self.weights, str) or len(self.weights.encode()) > 47:
-            raise ConfigError(f"weights: expected text of 47 bytes at most, found {self.weights!r}")
-        if type(self.save_decode) is not bool:
+            if given[name] is not None and not (isinstance(given[name], str) and given[name]):
+                raise ConfigError(f"{name}: expected text, found {given[name]!r}")
+        weights = given["weights"]
+        if not isinstance(weights, str) or len(weights.encode()) > NAME_BYTES:
+            raise ConfigError(
+                f"weights: expected text of {NAME_BYTES} bytes at most, found {weights!r}"
+            )
+        if type(given["save_decode"]) is not bool:
             raise ConfigError(f"save_decode: expected true or false, found {self.save_decode!r}")
         for name in ("idle_limit", "prefill_tokens_per_s"):
-            value = getattr(self, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if value is not None and not (number and value > 0):
-                raise ConfigError(f"{name}: expected a number above 0, found {value!r}")
-        if not all(isinstance(url, str) and url for url in self.storage):
+            number = isinstance(given[name], (int, float)) and not isinstance(given[name], bool)
+            if given[name] is not None and not (number and given[name] > 0):
+                raise ConfigError(f"{name}: expected a number above 0, found {given[name]!r}")
+        if not all(isinstance(url, str) and url for url in given["storage"]):
             raise ConfigError(f"storage: expected URLs, found {self.storage!r}")
         check_numa(self.numa)
 

@@ -76,6 +76,11 @@ def role_of(launch: str, part: str) -> str:
     return f"vllm {launch} {part}"
 
 
+def part_of(rank: int) -> str:
+    """A worker, in its role."""
+    return f"rank {rank}"
+
+
 @dataclass
 class Opened:
     """What the scheduler's half has open."""
@@ -165,7 +170,7 @@ class SchedulerHalf:
         self._block, self._clock = block_tokens, clock
         self._page = self._blocks = 0
         self._place: Place | None = None
-        self._role = ""
+        self._part, self._device = "scheduler", False
         self._link: Link[Opened] | None = None
         self._segments: dict[int, str] = {}
         self._agreed = ""
@@ -199,15 +204,17 @@ class SchedulerHalf:
         assert place is not None
         self._page, self._blocks = place.page_tokens, place.page_tokens // self._block
         self._note_segments({hello.rank: hello.segment for hello in ranks})
-        own = any(hello.process == os.getpid() for hello in ranks)
-        # In one process they share a client: what is left at its default is the first one's.
-        self._role = "" if own else role_of(self.launch, "scheduler")
+        self._part, self._device = "scheduler", False
+        for hello in ranks:
+            if hello.process == os.getpid():  # they share a client, so it must be the same
+                self._part, self._device = part_of(hello.rank), hello.device
         self._link = Link(self.voice, self._open, Opened.close)
         self._link.start(START)
 
     def _open(self) -> Opened:
         assert self._place is not None
-        cache = open_cache(self._place, self.options, role=self._role)
+        role = role_of(self.launch, self._part)
+        cache = open_cache(self._place, self.options, role=role, device=self._device)
         try:
             if self._resets:
                 self._clear_gone(cache)
@@ -635,7 +642,9 @@ class _Speed:
         return tokens / rate if rate else math.inf
 
 
-def open_cache(place: Place, options: Options, *, role: str, device: bool = False) -> Cache:
+def open_cache(
+    place: Place, options: Options, *, role: str, device: bool = False, shared: bool = True
+) -> Cache:
     """The cache of a place. Parts of one process share a client."""
     return Cache.open(
         place.name,
@@ -651,8 +660,8 @@ def open_cache(place: Place, options: Options, *, role: str, device: bool = Fals
         pool_path=options.pool_path,
         role=role,
         device=device,
-        shared=True,
+        shared=shared,
     )
 
 
-__all__ = ["Opened", "SchedulerHalf", "launch_of", "open_cache", "role_of", "team_of"]
+__all__ = ["Opened", "SchedulerHalf", "launch_of", "open_cache", "part_of", "role_of", "team_of"]

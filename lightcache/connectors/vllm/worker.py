@@ -26,7 +26,7 @@ from lightcache.connectors.vllm.link import Link, Voice
 from lightcache.connectors.vllm.messages import Hello, LoadOrder, Orders, Report, SaveOrder
 from lightcache.connectors.vllm.model import Format
 from lightcache.connectors.vllm.options import Options
-from lightcache.connectors.vllm.scheduler import START, open_cache, role_of
+from lightcache.connectors.vllm.scheduler import START, open_cache, part_of, role_of
 from lightcache.errors import LeaseLost, LightcacheError, LockTimeout
 from lightcache.kernels.moves import Engine
 from lightcache.namespaces import Namespace
@@ -124,7 +124,7 @@ class WorkerHalf:
         of = self._format
         assert of is not None
         device = of.planes.device != "cpu"
-        role = role_of(self.launch, f"rank {self.rank}")
+        role = role_of(self.launch, part_of(self.rank))
         cache = open_cache(of.place, self.options, role=role, device=device)
         try:
             memory = cache.pin(device=of.planes.device) if device else None
@@ -148,7 +148,8 @@ class WorkerHalf:
         self._told = self._segment()
         place = None if self._format is None else self._format.place
         host = f"{socket.gethostname()} {_boot()}"
-        return Hello(self.rank, place, self._why, self._told, os.getpid(), host)
+        device = self._format is not None and self._format.planes.device != "cpu"
+        return Hello(self.rank, place, self._why, self._told, os.getpid(), host, device)
 
     def _segment(self) -> str:
         link = self._link
