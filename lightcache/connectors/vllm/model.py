@@ -86,7 +86,7 @@ def describe(
         )
     number = dtype.itemsize
     bytes_of_block = len(layers) * all_heads * tokens * width * number
-    most = options.blocks_per_page or _blocks_per_page(bytes_of_block)
+    most = options.blocks_per_page or blocks_per_page(bytes_of_block)
     attention = KVGroup.attention(
         GROUP,
         layers=len(layers),
@@ -121,7 +121,7 @@ def describe(
     return Format(place, geometry, shard, planes, tokens, ranks)
 
 
-def _blocks_per_page(bytes_of_block: int) -> int:
+def blocks_per_page(bytes_of_block: int) -> int:
     """The least power of two with which a page of all ranks is large enough. It depends on the
     model alone, so engines of any tensor parallelism agree."""
     blocks = 1
@@ -269,4 +269,4 @@ def measure(contexts: Mapping[str, Any], layers: Mapping[str, Any], tokens: int)
     return found.pop()
 
 
-__all__ = ["Format", "check_served", "describe", "measure", "model_facts", "model_name"]
+__all__ = ["Format", "blocks_per_page", "check_served", "describe", "measure", "model_facts", "model_name"]
