@@ -41,7 +41,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.all_token_ids)
-        self.blocks: list[int] = []
+        self.end = 0
 
     @property
     def num_tokens(self) -> int:
@@ -78,7 +78,7 @@ class Engine:
         self.workers, self.tensors = [], []
         for rank in range(ranks):
             mine = Shard(geometry, rank, ranks)
-            shape = (BLOCKS, HEADS // ranks, BLOCK, WIDTH)
+            shape = (BLOCKS, max(1, HEADS // ranks), BLOCK, WIDTH)
             tensors = {layer: np.zeros(shape, np.uint8) for layer in range(LAYERS)}
             planes = layouts.vllm(mine, GROUP, tensors, axes="bhnc")
             worker = WorkerHalf(given, launch_of(identity), team_of(identity), rank)
@@ -156,8 +156,11 @@ class Engine:
             if request.request_id in received:
                 return failed
 
-    def compute(self, request: Request, preempted: tuple[Request, ...] = ()) -> None:
-        """The step that computes the rest of the prompt."""
+    def compute(
+        self, request: Request, end: int | None = None, preempted: tuple[Request, ...] = ()
+    ) -> None:
+        """The step that computes the prompt up to `end`; None: the rest."""
+        request.end = end or request.num_tokens
         self.step({request.request_id: request}, preempted)
 
     def end(self, request: Request) -> None:
@@ -187,9 +190,7 @@ class Engine:
         self, requests: dict[str, Request], preempted: tuple[Request, ...] = ()
     ) -> tuple[set[str], set[int]]:
         """One step. Returns the requests whose load has ended, and blocks that were not loaded."""
-        scheduled = {
-            name: each.num_tokens - each.num_computed_tokens for name, each in requests.items()
-        }
+        scheduled = {name: each.end - each.num_computed_tokens for name, each in requests.items()}
         output = SimpleNamespace(
             num_scheduled_tokens=scheduled,
             scheduled_spec_decode_tokens={},
@@ -212,8 +213,8 @@ class Engine:
         for worker in self.workers:
             worker.settle(orders)
         for request in requests.values():
-            self.write(request, request.num_computed_tokens, request.num_tokens)
-            request.num_computed_tokens = request.num_tokens
+            self.write(request, request.num_computed_tokens, request.end)
+            request.num_computed_tokens = request.end
         for worker in self.workers:
             worker.load(orders)
             worker.save(orders)
@@ -240,8 +241,9 @@ class Engine:
                 row[:] = values[:, place]
 
     def of_rank(self, request: Request, rank: int, layer: int) -> Any:
-        heads = HEADS // len(self.workers)
-        return computed(request.all_token_ids, layer)[rank * heads : (rank + 1) * heads]
+        ranks = len(self.workers)
+        first = rank * HEADS // ranks
+        return computed(request.all_token_ids, layer)[first : first + max(1, HEADS // ranks)]
 
     def check(self, request: Request) -> None:
         """What the device has of a request is what its tokens have."""

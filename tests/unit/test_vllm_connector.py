@@ -23,6 +23,7 @@ from lightcache.connectors.vllm.prompts import Adapters, adapter_bytes, files_di
 from lightcache.errors import ConfigError
 from lightcache.prompt import MultimodalItem, Prompt
 
+
 @pytest.fixture
 def connector(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module, over empty classes in the place of vLLM's."""

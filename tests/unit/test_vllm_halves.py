@@ -77,7 +77,7 @@ def test_salts_are_apart(segment_name: str) -> None:
         assert engine.ask(PROMPT, cache_salt="a") == 48
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 2), (2, 2), (4, 1), (1, 4)])
 def test_ranks_of_another_number_read(segment_name: str, writers: int, readers: int) -> None:
     with Engine(segment_name, "a", ranks=writers) as first:
         assert first.ask(PROMPT) == 0
@@ -100,6 +100,60 @@ def test_blocks_are_kept_while_a_save_reads_them(segment_name: str) -> None:
         engine.idle()
         assert not engine.kept
         assert engine.ask(PROMPT) == 48
+
+
+def test_blocks_are_kept_until_all_chunks_are_saved(segment_name: str) -> None:
+    with Engine(segment_name) as engine:
+        gates = [Gate(), Gate()]
+        request = Request(PROMPT)
+        engine.admit(request)
+        for gate, end in zip(gates, (20, None), strict=True):
+            engine.workers[0]._events = lambda gate=gate: [gate]
+            engine.compute(request, end)
+        engine.end(request)
+        gates[0].open.set()
+        while len(engine.scheduler._jobs) > 1:
+            engine.step({})
+        assert request.request_id in engine.kept
+        gates[1].open.set()
+        engine.idle()
+        assert not engine.kept
+        engine.workers[0]._events = list
+        assert engine.ask(PROMPT) == 48
+
+
+def test_pages_that_another_engine_is_writing_are_left_to_it(segment_name: str) -> None:
+    with Engine(segment_name, "a") as slow, Engine(segment_name, "b") as engine:
+        gate = Gate()
+        slow.workers[0]._events = lambda: [gate]
+        begun = Request(PROMPT[:16])
+        slow.admit(begun)
+        slow.compute(begun)
+        with Cache.attach(segment_name, readonly=True) as cache:
+            while cache.stats().writing < 2:
+                pass
+            assert engine.ask(PROMPT) == 0
+            assert (cache.stats().writing, cache.stats().ready) == (2, 4)
+        gate.open.set()
+        slow.end(begun)
+        slow.idle()
+        assert engine.ask(PROMPT) == 48
+
+
+def test_one_prefix_is_saved_once(segment_name: str) -> None:
+    with Engine(segment_name) as engine:
+        gate = Gate()
+        engine.workers[0]._events = lambda: [gate]
+        both = [Request(PROMPT), Request([*PROMPT, *range(100, 108)])]
+        for request in both:
+            engine.admit(request)
+            engine.compute(request)
+            engine.end(request)
+        assert engine.scheduler.take_figures()["offered_pages"] == 6 + 1
+        gate.open.set()
+        engine.idle()
+        engine.workers[0]._events = list
+        assert engine.ask([*PROMPT, *range(100, 108)]) == 56
 
 
 def test_a_save_whose_blocks_were_freed_is_given_up(
@@ -182,8 +236,9 @@ def test_a_reset_is_of_this_launch_alone(segment_name: str) -> None:
         one.ask(PROMPT)
         running = Request(list(range(300, 340)))
         one.admit(running)
-        one.compute(running)
+        one.compute(running, BLOCK)  # with the old weights, and the rest with the new ones
         assert one.scheduler.reset()
+        one.compute(running)
         assert one.ask(PROMPT) == 0  # saved again, with the new weights
         assert one.ask(PROMPT) == 48
         assert other.ask(PROMPT) == 48  # with the old ones

@@ -36,7 +36,9 @@ FIGURES = (
     "offered_pages",
     "absent_pages",
     "given_up_saves",
+    "lost_saves",
     "failed_loads",
+    "without_keys",
     "errors",
 )
 

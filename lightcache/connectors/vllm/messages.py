@@ -70,7 +70,7 @@ class Orders:
 
     loads: list[LoadOrder] = field(default_factory=list)
     lost: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
-    """Requests that wait for a load that cannot be: they are reported as failed, with these blocks."""
+    """Requests that wait for a load that cannot be, and its blocks: they are reported as failed."""
     saves: list[SaveOrder] = field(default_factory=list)
     settle: list[int] = field(default_factory=list)
     """Jobs whose blocks were freed: they must have read them, or be given up, before the step."""

@@ -6,6 +6,7 @@ or another process, but `reset`, which may.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import math
@@ -266,7 +267,8 @@ class SchedulerHalf:
         """Leave the cache. What loads and saves is the workers'."""
         for state in self._requests.values():
             if state.lease is not None:
-                state.lease.release()
+                with contextlib.suppress(LightcacheError):
+                    state.lease.release()
         self._requests.clear()
         self._adapters.close()
         if self._link is not None:
@@ -341,7 +343,9 @@ class SchedulerHalf:
             request.request_id, state.keys, limit=limit, namespace=opened.space, frozen=True
         )
         state.planned = True
-        self.voice.well()
+        if self._rest_until:
+            self._rest_until = 0.0
+            self.voice.well()
         if found < limit and opened.tier is not None and self._reading(state, opened, found, limit):
             return None, False
         tokens = max(0, found * self._page - computed)
@@ -524,7 +528,8 @@ class SchedulerHalf:
                 continue
             if state.lease is not None:
                 lease, state.lease = state.lease, None
-                lease.release()
+                with contextlib.suppress(LightcacheError):  # of a cache that has gone
+                    lease.release()
             if state.ended:
                 self._forget(identity, state)
         return free

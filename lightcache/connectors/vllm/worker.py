@@ -27,7 +27,7 @@ from lightcache.connectors.vllm.messages import Hello, LoadOrder, Orders, Report
 from lightcache.connectors.vllm.model import Format
 from lightcache.connectors.vllm.options import Options
 from lightcache.connectors.vllm.scheduler import START, open_cache, part_of, role_of
-from lightcache.errors import LeaseLost, LightcacheError, LockTimeout
+from lightcache.errors import Abandoned, LeaseLost, LightcacheError, LockTimeout
 from lightcache.kernels.moves import Engine
 from lightcache.namespaces import Namespace
 
@@ -35,6 +35,8 @@ SETTLE = 2.0
 """Seconds that a step waits for copies of blocks that were freed; then they are given up."""
 LOCK = 5.0
 """Seconds that the thread of saves waits for the index's lock."""
+JOIN = 15.0
+"""Seconds that a save waits for a rank that does not begin it."""
 _NAP = 1e-3
 
 
@@ -312,7 +314,7 @@ class WorkerHalf:
         if not order.root:
             keys, how["after"] = keys[1:], keys[:1]
         if of.ranks > 1:
-            how |= {"shards": of.ranks, "shard": self.rank, "team": self.team}
+            how |= {"shards": of.ranks, "shard": self.rank, "team": self.team, "join_timeout": JOIN}
         held = opened.cache.reserve(keys, **how)
         self.figures["absent_pages"] += len(held.missing)
         if not len(held.new):
@@ -342,6 +344,8 @@ class WorkerHalf:
             self.figures["saved_bytes"] += save.offload.nbytes
         except LockTimeout:
             return False  # it is asked again
+        except Abandoned:
+            self.figures["lost_saves"] += 1  # by another rank, or cleared
         except Exception as error:
             if not save.given_up:
                 self.trouble("save", error)
