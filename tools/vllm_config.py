@@ -1,4 +1,4 @@
-"""`lightcache vllm-config`: the line that switches the cache on for vLLM, and what speaks against it."""
+"""`lightcache vllm-config`: the line that switches the cache on for vLLM, and what does not fit."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ REFUSED = (
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True unless sleep mode is enabled"
 )
 NOT_SERVED = (
-    "the connector says so once and vLLM runs as without it for: sliding windows, recurrent states, "
-    "pipeline and context parallelism, ranks on other nodes"
+    "the connector says so once and vLLM runs as without it for: sliding windows, recurrent "
+    "states, pipeline and context parallelism, ranks on other nodes"
 )
 
 
@@ -75,6 +75,7 @@ class Page:
 @click.pass_context
 def vllm_config(
     ctx: click.Context,
+    /,
     model: str,
     block_size: int,
     kv_cache_dtype: str,
@@ -140,7 +141,9 @@ def read_config(model: str) -> Mapping[str, Any] | None:
             try:
                 config = json.loads(path.read_text())
             except (OSError, ValueError) as error:
-                raise ConfigError(f"{path}: expected the configuration of a model: {error}") from error
+                raise ConfigError(
+                    f"{path}: expected the configuration of a model: {error}"
+                ) from error
             if not isinstance(config, dict):
                 raise ConfigError(f"{path}: expected the configuration of a model, found a list")
             return config
@@ -182,7 +185,7 @@ def of_model(config: Mapping[str, Any] | None) -> Iterator[str]:
         return
     text = text_config(config)
     if config.get("is_encoder_decoder"):
-        yield "not with a connector: vLLM refuses encoder-decoder models with any; leave the line out"
+        yield "not with a connector: vLLM refuses encoder-decoder models with any; leave it out"
     kinds = set(text.get("layer_types") or ()) - {"full_attention", "attention"}
     if text.get("sliding_window") and text.get("use_sliding_window") is not False:
         kinds.add("sliding_window")
@@ -207,16 +210,17 @@ def of_page(model: str, config: Mapping[str, Any] | None, page: Page | None) -> 
     """What it holds, and what is lost."""
     if config is None:
         yield (
-            f"{model} is not on this machine: whether it is served, and how large a page is, is not "
-            "known here; vLLM's log says it at the start"
+            f"{model} is not on this machine: whether it is served, and how large a page is, is "
+            "not known here; vLLM's log says it at the start"
         )
     elif page is None:
         yield "config.json does not say layers and heads in the usual words: no page is computed"
     else:
         yield (
-            f"a page has {page.tokens} tokens, {page.blocks} of vLLM's blocks, {format_size(page.bytes)} over "
-            f"all ranks; room for {page.pages * page.tokens:,} tokens. The end of a prompt after its "
-            f"last whole page is not saved: {page.tokens // 2} tokens on average"
+            f"a page has {page.tokens} tokens, {page.blocks} of vLLM's blocks, "
+            f"{format_size(page.bytes)} over all ranks; room for {page.pages * page.tokens:,} "
+            "tokens. The end of a prompt after its last whole page is not saved: "
+            f"{page.tokens // 2} tokens on average"
         )
 
 

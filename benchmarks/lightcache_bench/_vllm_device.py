@@ -1,4 +1,4 @@
-"""Both halves of the connector for vLLM over tensors of a device in vLLM's layouts, called in vLLM's
+"""Both halves of the connector for vLLM over tensors of a device in vLLM's layouts, called in its
 order: vLLM itself is not needed. Contents are stamps: each prompt has a byte of its own, and so
 have all blocks that hold its KV."""
 

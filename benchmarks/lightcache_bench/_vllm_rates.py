@@ -1,4 +1,4 @@
-"""A page's way between a device in vLLM's layouts and the pool, through both halves of the connector,
+"""A page's way between a device in vLLM's layouts and the pool, through the connector's halves,
 against one copy of the same bytes; and beside a matrix product."""
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from lightcache_bench._gpu_beside import product_rows
 from lightcache_bench._gpu_device import DIRECTIONS, Gpu
 from lightcache_bench._gpu_rates import rate_row
 from lightcache_bench._gpu_steps import Product
-from lightcache_bench._gpu_window import Feed, windows
+from lightcache_bench._gpu_window import Feed, Window, windows
 from lightcache_bench._timing import Case, interleaved
-from lightcache_bench._vllm_device import LAYOUTS, PAGES, TIMEOUT, Engine
+from lightcache_bench._vllm_device import LAYOUTS, PAGES, Engine
 from lightcache_bench._vllm_stand_in import Request
 
 TARGETS = {"256 KiB": ">= 0.85", "2 MiB": ">= 0.97", "8 MiB": ">= 0.97"}
@@ -219,7 +219,7 @@ def beside(gpu: Gpu, quick: bool) -> Iterator[Row]:
         feeds["load"] = Feed(load, piece)
         feeds["offload"] = Feed(offload, piece)
         rounds, count = (2, 10) if quick else (6, 80)
-        found = {"alone": [], "load": [], "offload": []}
+        found: dict[str, list[Window]] = {"alone": [], "load": [], "offload": []}
         # Loads first: what offloads save evicts what is loaded.
         for name in ("load", "offload"):
             both = windows(gpu, step, {"alone": None, name: feeds[name]}, rounds, count)

@@ -145,7 +145,7 @@ def schedulers(
 ) -> Iterator[list[Scheduler]]:
     """So many engines: with one pool among them, or one each, of the same pages in all."""
     with contextlib.ExitStack() as stack:
-        made = []
+        made: list[Scheduler] = []
         for _ in range(pools):
             name = f"bench-vllm-{os.getpid()}-{len(made)}"
             one = Scheduler(name, pages // pools, page_tokens, block_tokens)

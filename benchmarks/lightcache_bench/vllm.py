@@ -28,7 +28,7 @@ from lightcache_bench.policy import read
 
 PROMPT = 131_072
 BLOCK = 16
-"""Tokens of a block of vLLM, and of a page here: with an 8B model it has 2 MiB, so one is a page."""
+"""Tokens of a block of vLLM, and of a page here: of an 8B model it has 2 MiB, so it is a page."""
 RUNNING = WAITING = 64
 CHUNK = 1024
 """Tokens that a prefill computes in a step."""
@@ -144,9 +144,7 @@ def long_prompt(quick: bool) -> Iterator[Row]:
         ratio = theirs_ms / value
         shown = {**params, "theirs_ms": round(theirs_ms, 3)}
         name = "vLLM's CPUOffloadingManager.lookup for each block"
-        yield Row(
-            "matched tokens", shown, value, "ms", name, ratio, ">= 50", meets(ratio, ">= 50")
-        )
+        yield Row("matched tokens", shown, value, "ms", name, ratio, ">= 50", meets(ratio, ">= 50"))
 
 
 def vllms_manager(blocks: int) -> Callable[[int], None] | None:
@@ -194,7 +192,9 @@ class Load:
             request = self._start()
             if number >= 2:
                 self._finish_prompt(request)
-        self._waiting = [self._new(self._known[n] if hits else self._tokens()) for n in range(waiting)]
+        self._waiting = [
+            self._new(self._known[n] if hits else self._tokens()) for n in range(waiting)
+        ]
         for request in self._waiting:
             one.half.begin(request)
 
@@ -257,7 +257,9 @@ class Load:
     def _turnover(self) -> int:
         """A request whose prompt is computed takes the place of the oldest, which ends."""
         took = 0
-        prefills = [r for r in self._running.values() if r.num_computed_tokens < r.num_prompt_tokens]
+        prefills = [
+            r for r in self._running.values() if r.num_computed_tokens < r.num_prompt_tokens
+        ]
         while len(prefills) < 2:
             ended = self._running.pop(next(iter(self._running)))
             begun = self._new(self._tokens())
@@ -324,7 +326,9 @@ def pools(requests: list[list[int]], quick: bool) -> Iterator[Row]:
         }
         against = f"a pool each: {100 * each / total:.1f} %"
         value = 100 * one / total
-        yield Row("trace, one pool", params, value, "%", against, ratio, target, meets(ratio, target))
+        yield Row(
+            "trace, one pool", params, value, "%", against, ratio, target, meets(ratio, target)
+        )
 
 
 def replay(requests: list[list[int]], routes: Any, count: int, blocks: int) -> int:

@@ -6,6 +6,7 @@ import os
 import sys
 
 from gpu.vllm_case import PAGES_OF_PROMPT, PROMPTS, engine
+
 from lightcache_bench._gpu_device import Gpu
 
 

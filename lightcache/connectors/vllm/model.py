@@ -269,4 +269,12 @@ def measure(contexts: Mapping[str, Any], layers: Mapping[str, Any], tokens: int)
     return found.pop()
 
 
-__all__ = ["Format", "blocks_per_page", "check_served", "describe", "measure", "model_facts", "model_name"]
+__all__ = [
+    "Format",
+    "blocks_per_page",
+    "check_served",
+    "describe",
+    "measure",
+    "model_facts",
+    "model_name",
+]
