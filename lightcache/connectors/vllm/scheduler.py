@@ -339,6 +339,7 @@ class SchedulerHalf:
         if limit * self._page <= computed:
             self._cancel(state, opened)
             return 0, False
+        ended = state.read is not None and state.read.ended  # before the plan, which finds it then
         found = opened.cache.index.plan(
             request.request_id, state.keys, limit=limit, namespace=opened.space, frozen=True
         )
@@ -346,8 +347,9 @@ class SchedulerHalf:
         if self._rest_until:
             self._rest_until = 0.0
             self.voice.well()
-        if found < limit and opened.tier is not None and self._reading(state, opened, found, limit):
-            return None, False
+        if found < limit and opened.tier is not None and not ended:
+            if self._reading(state, opened, found, limit):
+                return None, False
         tokens = max(0, found * self._page - computed)
         if not tokens:
             self._cancel(state, opened)
@@ -369,8 +371,8 @@ class SchedulerHalf:
             state.host = found
             state.read = opened.tier.prefetch(state.keys[:limit], found, namespace=opened.space)
             state.until = now + min(MOST_WAIT, self._speed.seconds((limit - found) * self._page))
-        if state.read.ended:
-            return False
+            if state.read.ended:
+                return False  # there is nothing to read
         if now < state.until:
             return True
         state.read.stop()
