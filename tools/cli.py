@@ -20,6 +20,7 @@ COMMANDS = {
     "disable": ("maintenance", "Make every lookup and reservation fail, immediately."),
     "enable": ("maintenance", "Undo `disable`."),
     "sweep": ("maintenance", "Remove unused segments and pools."),
+    "vllm-config": ("vllm_config", "Print the line that switches the cache on for vLLM."),
     "storage": ("storage_service", "Serve a cache with a storage, for all of its processes."),
     "doctor": ("doctor", "Examine this machine, and recommend changes."),
     "demo": ("demo", "A router and model workers share one cache."),
@@ -39,7 +40,7 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"lightcache.tools.{COMMANDS[cmd_name][0]}")
-        command = getattr(module, cmd_name)
+        command = getattr(module, cmd_name.replace("-", "_"))
         assert isinstance(command, click.Command)
         return command
 

@@ -12,8 +12,8 @@ from lightcache.errors import ConfigError
 from lightcache.tools.output import Command, cell, console, emit, fail, json_option, table
 
 TAKES = {
-    "trace": ("policy", "manager", "hybrid"),
-    "only": ("transfer", "serve"),
+    "trace": ("policy", "manager", "hybrid", "vllm"),
+    "only": ("transfer", "serve", "vllm"),
     "path": ("storage", "serve"),
     "url": ("storage",),
     **dict.fromkeys(
@@ -30,7 +30,7 @@ TAKES = {
 @click.option(
     "--trace",
     type=click.Path(exists=True, dir_okay=False),
-    help="A request trace, for `policy`, `manager` and `hybrid`.",
+    help="A request trace, for `policy`, `manager`, `hybrid` and `vllm`.",
 )
 @click.option(
     "--path",
@@ -39,7 +39,7 @@ TAKES = {
 )
 @click.option("--url", help="For `storage`: one to measure instead, such as redis://host:6379/0.")
 @click.option("--storage", metavar="URL", help="For `serve`: a storage to measure, not a disk.")
-@click.option("--only", help="Parts to run, such as 2,3, for `transfer` and `serve`.")
+@click.option("--only", help="Parts to run, such as 2,3, for `transfer`, `serve` and `vllm`.")
 @click.option("--model", help="For `serve`: small, medium, 8b, or a folder with a checkpoint.")
 @click.option("--device", help="For `serve`: cpu, cuda, or names with commas between.")
 @click.option("--workers", type=click.IntRange(1, 16), help="For `serve`: model workers.")

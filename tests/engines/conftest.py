@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,19 +27,27 @@ SETTINGS = {
 }
 
 
+def command(program: str, *arguments: str) -> list[str]:
+    return [os.environ["LIGHTCACHE_ENGINE_PYTHON"], str(HERE / program), *arguments]
+
+
+def environment(engine: str, home: Path) -> dict[str, str]:
+    folders = [os.environ["LIGHTCACHE_ENGINE_PATH"], str(HERE / engine), str(HERE)]
+    return {**os.environ, **SETTINGS, "PYTHONPATH": ":".join(folders), "HOME": str(home)}
+
+
 @pytest.fixture
 def in_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., str]:
     """`in_engine(program, argument...)`: what a file of this folder prints there."""
     engine = request.path.stem.removeprefix("test_")
     if os.environ.get("LIGHTCACHE_ENGINE") != engine:
         pytest.skip(f"runs in an environment of its own: .ci/engines {engine}")
-    folders = [os.environ["LIGHTCACHE_ENGINE_PATH"], str(HERE / engine), str(HERE)]
 
     def run(program: str, *arguments: str) -> str:
         process = subprocess.Popen(
-            [os.environ["LIGHTCACHE_ENGINE_PYTHON"], str(HERE / program), *arguments],
+            command(program, *arguments),
             cwd=tmp_path,
-            env={**os.environ, **SETTINGS, "PYTHONPATH": ":".join(folders), "HOME": str(tmp_path)},
+            env=environment(engine, tmp_path),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -53,3 +63,70 @@ def in_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., s
         return out
 
     return run
+
+
+class Told:
+    """A program that does what lines of JSON say, and answers each with a line."""
+
+    def __init__(self, engine: str, home: Path, *arguments: str) -> None:
+        self._errors = (home / "errors").open("a+")
+        self._process = subprocess.Popen(
+            command(f"{engine}_engine.py", *arguments),
+            cwd=home,
+            env=environment(engine, home),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            start_new_session=True,
+        )
+
+    def until(self, word: str) -> str:
+        """The rest of the next line that begins so."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(word):
+                return line.removeprefix(word)
+        self._errors.seek(0)
+        raise AssertionError(f"it ended before {word}: {self._errors.read()[-8000:]}")
+
+    def begin(self, do: str, **how: Any) -> None:
+        """Ask, and do not wait."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **how}) + "\n")
+        self._process.stdin.flush()
+
+    def __call__(self, do: str, **how: Any) -> Any:
+        """Ask, and wait for the answer."""
+        self.begin(do, **how)
+        return json.loads(self.until("OUT"))
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # engines leave children
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def end(self) -> None:
+        """Let it leave."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        assert self._process.wait(120) == 0
+
+
+@pytest.fixture(scope="module")
+def start(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Told]]:
+    """`start(argument...)`: a `Told` engine. All have one folder."""
+    engine = request.path.stem.removeprefix("test_")
+    if os.environ.get("LIGHTCACHE_ENGINE") != engine:
+        pytest.skip(f"runs in an environment of its own: .ci/engines {engine}")
+    home, started = tmp_path_factory.mktemp(engine), []
+
+    def begin(*arguments: str) -> Told:
+        started.append(Told(engine, home, *arguments))
+        return started[-1]
+
+    yield begin
+    for one in started:
+        one.kill()

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from engines import contracts
+
+from lightcache import Cache
+from lightcache.shm import Segment
+from lightcache.tools.maintenance import _switch
 
 pytestmark = pytest.mark.engines
 
@@ -20,3 +27,201 @@ def test_it_starts_and_answers(in_engine: Callable[..., str], segment_name: str)
     assert said["cached"] == [0, 288]
     assert said["contract"] == contracts.VLLM
     assert said["where"].startswith(os.environ["LIGHTCACHE_ENGINE_PATH"])
+
+
+NAME = f"engines-{os.getpid()}"
+Answer = dict[str, Any]
+
+
+def prompts(seed: int, count: int) -> list[list[int]]:
+    """Some that have prefixes in common."""
+    chance = random.Random(seed)
+
+    def some(least: int, most: int) -> list[int]:
+        return [chance.randrange(500) for _ in range(chance.randrange(least, most))]
+
+    bases = [some(300, 600) for _ in range(6)]
+    return [bases[chance.randrange(6)] + some(1, 120) for _ in range(count)]
+
+
+MANY = prompts(1, 80)
+ONE = prompts(2, 1)
+
+
+class Engines:
+    """Two that share a cache, and what one without it has answered."""
+
+    def __init__(self, start: Callable[..., Any], storage: str) -> None:
+        self._start = start
+        how = {"name": NAME, "size": "64MiB", "blocks_per_page": 1, "storage": storage}
+        self._how = json.dumps(how)
+        plain = self.start("null")
+        self.plain: Answer = plain("ask", prompts=MANY)
+        self.one: Answer = plain("ask", prompts=ONE)
+        plain.end()
+        self.first, self.second = self.start(), self.start()
+
+    def start(self, how: str | None = None, ranks: int = 1) -> Any:
+        engine = self._start(how or self._how, str(ranks))
+        engine.until("READY")
+        return engine
+
+
+@pytest.fixture(scope="module")
+def engines(
+    start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engines]:
+    yield Engines(start, f"disk:{tmp_path_factory.mktemp('storage')}?capacity=1GiB")
+    Segment.unlink(NAME, force=True)
+
+
+def check_clean(pins: int = 0) -> None:
+    """All invariants hold, and no process pins anything, after the next call of one."""
+    with Cache.attach(NAME) as cache:
+        cache.reap()
+        report = cache.check()
+        report.raise_if_broken()
+        assert f"{pins} pins" in report.message
+
+
+def test_all_is_found_and_equal_after_a_reset_and_by_another_process(engines: Engines) -> None:
+    total = sum(map(len, MANY))
+    first = engines.first("ask", prompts=MANY)
+    engines.first("idle")
+    again, second = (each("ask", prompts=MANY) for each in (engines.first, engines.second))
+    for answer in (first, again, second):
+        assert answer["answers"] == engines.plain["answers"]
+    assert min(sum(again["cached"]), sum(second["cached"])) > 0.93 * total
+    assert sum(engines.plain["cached"]) < 0.9 * total
+    assert engines.first("errors") == engines.second("errors") == 0
+    check_clean()
+
+
+def test_two_at_once(engines: Engines) -> None:
+    both = (engines.first, engines.second)
+    some = prompts(3, 24)
+    for engine in both:
+        engine.begin("ask", prompts=some)
+    one, other = (json.loads(engine.until("OUT")) for engine in both)
+    assert one["answers"] == other["answers"]
+    for engine in both:
+        engine("idle")
+    check_clean()
+
+
+def test_salts_are_apart(engines: Engines) -> None:
+    ask = {"prompts": ONE}
+    engines.first("ask", **ask, salt="a")
+    engines.first("idle")
+    found = [engines.second("ask", **ask, salt=salt) for salt in ("a", "b", None)]
+    assert [answer["cached"][0] > 0 for answer in found] == [True, False, False]
+    assert all(answer["answers"] == engines.one["answers"] for answer in found)
+
+
+def test_a_load_that_fails_is_computed(engines: Engines) -> None:
+    engines.first("fail_loads", count=3)
+    answer = engines.first("ask", prompts=MANY[:10])
+    assert answer["answers"] == engines.plain["answers"][:10]
+    assert engines.first("errors") == 3
+    check_clean()
+
+
+def test_an_abort_while_loading(engines: Engines) -> None:
+    assert engines.first("abort_while_loading", prompt=MANY[0]) == [
+        ["WAITING_FOR_REMOTE_KVS"],
+        1,
+        0,
+    ]
+    check_clean()
+
+
+def test_disabled_filled_and_removed(engines: Engines) -> None:
+    def asked() -> int:
+        answer = engines.first("ask", prompts=MANY[:1])
+        assert answer["answers"] == engines.plain["answers"][:1]
+        engines.first("idle")
+        return int(answer["cached"][0])
+
+    _switch(NAME, None, 1)
+    assert asked() == 0
+    _switch(NAME, None, 0)
+    until(asked)
+    with Cache.attach(NAME) as cache, cache.index.allocate(cache.pages):
+        assert engines.first("ask", prompts=prompts(4, 2))["cached"] == [0, 0]
+    Segment.unlink(NAME, force=True)
+    assert asked() == 0
+    until(asked)
+    check_clean()
+
+
+def until(asked: Callable[[], int]) -> None:
+    """Until the engine uses the cache again."""
+    end = time.monotonic() + 60
+    while not asked():
+        assert time.monotonic() < end
+
+
+def test_a_reset_is_of_one_engine(engines: Engines) -> None:
+    engines.second("ask", prompts=MANY[:2])
+    engines.second("idle")
+    assert engines.second("forget", everything=True)
+    assert engines.second("ask", prompts=MANY[:1])["cached"] == [0]
+    assert engines.first("ask", prompts=MANY[:1])["cached"][0] > 0
+    said = engines.second("pause", prompt=MANY[0])  # vLLM refuses it, with any connector
+    assert said[0] == "WAITING_FOR_REMOTE_KVS"
+    assert "waiting for remote KV transfer" in said[1]
+    assert engines.second("pause", prompt=None) == []
+    answer = engines.second("ask", prompts=MANY[:3])
+    assert answer["answers"] == engines.plain["answers"][:3]
+
+
+def test_killed_in_a_save_and_in_a_load(engines: Engines) -> None:
+    engines.second("hold")
+    engines.second("ask", prompts=prompts(5, 2))
+    with Cache.attach(NAME, readonly=True) as cache:
+        assert cache.stats().writing
+    engines.second.kill()
+    answer = engines.first("ask", prompts=MANY[:10])
+    assert answer["answers"] == engines.plain["answers"][:10]
+    engines.first("idle")
+    check_clean()
+
+    engines.second = engines.start()
+    warm = engines.first("ask", prompts=MANY[:10])
+    restarted = engines.second("ask", prompts=MANY[:10])
+    assert restarted["cached"] == warm["cached"]
+    assert restarted["answers"] == engines.plain["answers"][:10]
+    engines.second("hold")
+    engines.second.begin("ask", prompts=MANY[:1])
+    engines.second.until("HELD")
+    engines.second.kill()
+    assert engines.first("ask", prompts=MANY[:10])["answers"] == engines.plain["answers"][:10]
+    engines.first("idle")
+    check_clean()
+
+
+def test_what_is_stored_outlives_all(engines: Engines) -> None:
+    engines.first.kill()
+    Segment.unlink(NAME)
+    engines.first = engines.start()
+    answer = engines.first("ask", prompts=MANY[:10])
+    assert answer["answers"] == engines.plain["answers"][:10]
+    assert min(answer["cached"]) > 0
+    engines.first.end()
+
+
+def test_one_rank_reads_what_two_have_written(engines: Engines) -> None:
+    Segment.unlink(NAME)
+    how = json.dumps({"name": NAME, "size": "64MiB"})  # with pages of several blocks
+    two = engines.start(how, ranks=2)
+    some = MANY[:10]
+    until(lambda: max(two("ask", prompts=some)["cached"][:1]))
+    answer = two("ask", prompts=some)
+    assert answer["answers"] == engines.plain["answers"][:10]
+    two.kill()
+    one = engines.start(how)
+    found = one("ask", prompts=some)
+    assert found["cached"] == answer["cached"]
+    assert found["answers"] == engines.plain["answers"][:10]
+    one.end()
+    check_clean()

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 VOCABULARY = 512
 
 
-def save(folder: str) -> None:
+def save(folder: str, kv_heads: int = 1) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -16,7 +16,7 @@ def save(folder: str) -> None:
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=kv_heads,
         head_dim=64,
         max_position_embeddings=2048,
         initializer_range=0.2,

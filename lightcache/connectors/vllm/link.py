@@ -1,0 +1,120 @@
+"""A half's way to the cache: opened, closed and opened again in a thread of its own, so that the
+engine's thread never waits for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from lightcache.errors import CacheCorrupted, Detached
+
+T = TypeVar("T")
+_log = logging.getLogger("lightcache.connectors")
+FIRST, MOST = 1.0, 60.0
+"""Seconds between two tries to open the cache: the first pause, and the longest."""
+
+
+class Voice:
+    """Says each kind of trouble once, until all is well again."""
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+        self._said: set[str] = set()
+        self.count = 0
+        """Of errors, said or not."""
+
+    def trouble(self, what: str, error: object) -> None:
+        """Warn, unless such an error was warned of."""
+        self.count += 1
+        kind = type(error).__name__ if isinstance(error, BaseException) else str(error)
+        if kind not in self._said:
+            self._said.add(kind)
+            _log.warning("%s: %s: %s; the engine computes instead", self._who, what, error)
+
+    def well(self) -> None:
+        """The cache helps again."""
+        if self._said:
+            self._said.clear()
+            _log.warning("%s: the cache is used again", self._who)
+
+
+class Link(Generic[T]):
+    """Holds what `opens` returns, and replaces it when it was lost."""
+
+    def __init__(self, voice: Voice, opens: Callable[[], T], closes: Callable[[T], object]) -> None:
+        """Opens nothing yet.
+
+        Args:
+            opens: called in the thread, again after each failure, ever less often.
+            closes: called in the thread with what was lost.
+        """
+        self._voice, self._opens, self._closes = voice, opens, closes
+        self._current: T | None = None
+        self._lost: deque[T] = deque()
+        self._wake, self._tried = threading.Event(), threading.Event()
+        self._ended = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def current(self) -> T | None:
+        """What is open now. One load: the engine's thread asks in each call."""
+        return self._current
+
+    def start(self, timeout: float) -> None:
+        """Begin, and wait for the first try."""
+        self._thread = threading.Thread(target=self._run, name="lightcache-link", daemon=True)
+        self._thread.start()
+        self._tried.wait(timeout)
+
+    def lose(self, side: T) -> None:
+        """This one is of no use any more: close it, and open another."""
+        if side is self._current:
+            self._current = None
+            self._lost.append(side)
+            self._wake.set()
+
+    def judge(self, side: T, error: BaseException) -> None:
+        """Lose it if an error of a call on it says so."""
+        if isinstance(error, (Detached, CacheCorrupted)):
+            self.lose(side)
+
+    def close(self, timeout: float) -> None:
+        """End the thread, and close what is open."""
+        self._ended = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout)
+        if (side := self._current) is not None:
+            self._current = None
+            self._lost.append(side)
+        self._close_lost()
+
+    def _run(self) -> None:
+        pause = 0.0
+        while not self._ended:
+            self._close_lost()
+            if self._current is None:
+                try:
+                    self._current = self._opens()
+                    pause = 0.0
+                    self._voice.well()
+                except Exception as error:
+                    pause = min(MOST, max(FIRST, 2 * pause))
+                    self._voice.trouble("open the cache", error)
+                self._tried.set()
+            self._wake.wait(pause or None)
+            self._wake.clear()
+
+    def _close_lost(self) -> None:
+        while self._lost:
+            side = self._lost.popleft()
+            try:
+                self._closes(side)
+            except Exception as error:
+                _log.info("lightcache: what was lost could not be closed: %s", error)
+
+
+__all__ = ["Link", "Voice"]

@@ -1,0 +1,102 @@
+"""What the scheduler's half and the workers' halves of the connector tell each other. It travels in
+vLLM's own messages: with the handshake at the start, with each step, and with each step's output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Place:
+    """The cache that all halves of an engine open, as a worker has found it out from its tensors.
+    Two engines share pages exactly if theirs are equal."""
+
+    name: str
+    family: str
+    fingerprint: str
+    page_bytes: int
+    page_tokens: int
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Of a rank, at the start."""
+
+    rank: int
+    place: Place | None
+    """None: this engine has no use of the cache, for the reason in `why`."""
+    why: str
+    segment: str
+    """UUID of the segment that the rank has open; empty: none."""
+    process: int
+    host: str
+    device: bool = False
+    """Whether its tensors are on a device."""
+
+
+@dataclass(frozen=True)
+class LoadOrder:
+    """Pages that the scheduler pins, to be copied to blocks. The worker pins them for itself."""
+
+    request: str
+    segment: str
+    pages: bytes
+    """int32 each."""
+    generations: bytes
+    """uint32 each."""
+    first: int
+    """Tokens of the first page that the device has already."""
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SaveOrder:
+    """Whole pages of a prompt that lie in blocks, to be copied to the host. Each rank reserves the
+    keys and joins the others."""
+
+    job: int
+    segment: str
+    weights: str
+    keys: bytes
+    """16 bytes each; the first one is that of the page before, unless `root`."""
+    root: bool
+    blocks: tuple[int, ...]
+
+
+@dataclass
+class Orders:
+    """Of a step, from the scheduler to each worker."""
+
+    loads: list[LoadOrder] = field(default_factory=list)
+    lost: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    """Requests that wait for a load that cannot be, and its blocks: they are reported as failed."""
+    saves: list[SaveOrder] = field(default_factory=list)
+    settle: list[int] = field(default_factory=list)
+    """Jobs whose blocks were freed: they must have read them, or be given up, before the step."""
+
+
+@dataclass
+class Report:
+    """Of a step's output, from the workers to the scheduler; of several ranks together."""
+
+    saved: dict[int, int] = field(default_factory=dict)
+    """For each job that has ended, well or not, in how many ranks."""
+    failed: set[str] = field(default_factory=set)
+    """Requests whose load failed in a rank."""
+    segments: dict[int, str] = field(default_factory=dict)
+    """UUID of the segment that a rank has open now, if it is another one than before."""
+
+    def add(self, other: Report) -> Report:
+        """Those of both."""
+        for job, ranks in other.saved.items():
+            self.saved[job] = self.saved.get(job, 0) + ranks
+        self.failed |= other.failed
+        self.segments |= other.segments
+        return self
+
+    def __bool__(self) -> bool:
+        return bool(self.saved or self.failed or self.segments)
+
+
+__all__ = ["Hello", "LoadOrder", "Orders", "Place", "Report", "SaveOrder"]

@@ -1,0 +1,121 @@
+"""Keys of vLLM's requests, from their token ids and what else decides the KV. They depend neither
+on vLLM's own hashes nor on its release; a router computes the same ones from a `Prompt`."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from array import array
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from lightcache.errors import ConfigError
+from lightcache.prompt import MultimodalItem, Prompt
+
+_MOST_EMBEDS = 64 << 20
+"""Bytes of prompt embeddings that are hashed on the engine's thread."""
+
+
+def adapter_bytes(name: str, path: str, files: bytes) -> bytes:
+    """What stands for a LoRA adapter in keys, as a `Prompt`'s `lora`."""
+    parts = [name.encode(), path.encode(), files]
+    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+
+
+def files_digest(path: str) -> bytes:
+    """Of names, sizes and times of an adapter's files; of one that is no folder here, empty."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return b""
+    digest = hashlib.blake2b(digest_size=16, person=b"lightcache lora")
+    for file in sorted(folder.iterdir()):
+        stat = file.stat()
+        digest.update(f"{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
+    return digest.digest()
+
+
+class Adapters:
+    """Digests of adapters' files, found out in a thread: the engine's own never waits for a file.
+    Looked at anew for each request, so that an adapter whose files were replaced is another one."""
+
+    def __init__(self) -> None:
+        """Its thread starts with the first adapter."""
+        self._asked: SimpleQueue[tuple[str, str] | None] = SimpleQueue()
+        self._found: dict[str, bytes] = {}
+        self._thread: threading.Thread | None = None
+
+    def ask(self, request: str, path: str) -> None:
+        """Begin to look at the files of a request's adapter."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="lightcache-lora", daemon=True)
+            self._thread.start()
+        self._asked.put((request, path))
+
+    def take(self, request: str) -> bytes | None:
+        """What was found; None: not yet."""
+        return self._found.get(request)
+
+    def forget(self, request: str) -> None:
+        """The request has its prompt, or has ended."""
+        self._found.pop(request, None)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._asked.put(None)
+
+    def _run(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            request, path = asked
+            try:
+                self._found[request] = files_digest(path)
+            except OSError:
+                continue  # it stays unknown: the request is neither found nor saved
+
+
+def prompt_of(request: Any, page_tokens: int, adapter: bytes | None) -> Prompt:
+    """The prompt of a request.
+
+    Args:
+        adapter: digest of its adapter's files, if it has one.
+
+    Raises:
+        ConfigError: it cannot be keyed: items overlap, or embeddings are too large.
+    """
+    count = request.num_prompt_tokens
+    ids = getattr(request, "prompt_token_ids", None)  # a list, so nothing is copied twice
+    if ids is None or len(ids) != count:
+        ids = request.all_token_ids[:count]
+    tokens = np.frombuffer(array("I", ids), np.uint32)
+    lora = b""
+    if request.lora_request is not None:
+        one = request.lora_request
+        lora = adapter_bytes(one.lora_name, one.lora_path, adapter or b"")
+    items = [
+        MultimodalItem(
+            feature.mm_position.offset,
+            feature.mm_position.offset + feature.mm_position.length,
+            str(feature.identifier).encode(),
+        )
+        for feature in request.mm_features
+    ]
+    if request.prompt_embeds is not None:
+        items += _embedded(request.prompt_embeds, count, page_tokens)
+    return Prompt(tokens, salt=request.cache_salt or "", lora=lora, items=items)
+
+
+def _embedded(embeds: Any, count: int, page_tokens: int) -> Iterator[MultimodalItem]:
+    if embeds.nbytes > _MOST_EMBEDS:
+        raise ConfigError(f"prompt_embeds: expected {_MOST_EMBEDS} bytes, found {embeds.nbytes}")
+    uint8 = import_module("torch").uint8
+    for start in range(0, count, page_tokens):
+        end = min(count, start + page_tokens)
+        data = embeds[start:end].contiguous().cpu().view(uint8).numpy().tobytes()
+        yield MultimodalItem(start, end, hashlib.sha256(data).digest())
+
+
+__all__ = ["Adapters", "adapter_bytes", "files_digest", "prompt_of"]

@@ -1,0 +1,674 @@
+"""The scheduler's half: what a request finds, loads and saves. docs/design/vllm.md has the states.
+
+It reads vLLM's requests and outputs and imports nothing of vLLM. No method waits for a lock, a file
+or another process, but `reset`, which may.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import math
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from lightcache import Cache
+from lightcache._arguments import Keys
+from lightcache.connectors.vllm.link import Link, Voice
+from lightcache.connectors.vllm.messages import (
+    Hello,
+    LoadOrder,
+    Orders,
+    Place,
+    Report,
+    SaveOrder,
+)
+from lightcache.connectors.vllm.options import Options
+from lightcache.connectors.vllm.prompts import Adapters, prompt_of
+from lightcache.errors import ConfigError, LeaseLost, LightcacheError, NotReady, OutOfPages
+from lightcache.hashing import KeySpec, PageHasher
+from lightcache.leases import Lease
+from lightcache.namespaces import Namespace
+from lightcache.storage.tasks import StorageTask
+from lightcache.storage.tier import StorageTier
+
+_log = logging.getLogger("lightcache.connectors")
+MOST_JOBS = 256
+"""Saves under way; what comes then is offered in a later step."""
+REST = 1.0
+"""Seconds without a call after an operator has disabled the cache."""
+START = 15.0
+"""Seconds that the start of the engine waits for the cache."""
+RESET = 5.0
+"""Seconds that a reset waits for saves under way."""
+MOST_WAIT = 10.0
+"""Seconds that a request waits for a storage at most."""
+ASK = 0.05
+"""Seconds for which an answer about a waiting request stands: its pages are pinned meanwhile."""
+RENEWALS = 16
+"""Of such answers in a step; the requests at the head of vLLM's queue are asked first."""
+OLDEST = 20.0
+"""Seconds after which an answer is renewed in any case: plans end after a minute."""
+RESET_NAMES = re.compile(r"vllm-([0-9a-f]{8})-[0-9a-f]{16}")
+
+
+def launch_of(engine_id: str) -> str:
+    """Names one start of an engine, the same in all its data-parallel ranks: 8 hex digits."""
+    whole = re.sub(r"_dp\d+$", "", engine_id)
+    return hashlib.blake2b(whole.encode(), digest_size=4, person=b"lightcache run").hexdigest()
+
+
+def team_of(engine_id: str) -> int:
+    """What the tensor-parallel ranks of an engine join each other's reservations by."""
+    digest = hashlib.blake2b(engine_id.encode(), digest_size=8, person=b"lightcache team").digest()
+    return int.from_bytes(digest, "little") or 1
+
+
+def role_of(launch: str, part: str) -> str:
+    """How `lightcache ls` and `dump` show a client of an engine."""
+    return f"vllm {launch} {part}"
+
+
+def part_of(rank: int) -> str:
+    """A worker, in its role."""
+    return f"rank {rank}"
+
+
+@dataclass
+class Opened:
+    """What the scheduler's half has open."""
+
+    cache: Cache
+    space: Namespace
+    tier: StorageTier | None
+    segment: str
+
+    def close(self) -> None:
+        """Leave: the storage first."""
+        if self.tier is not None:
+            self.tier.close()
+        self.cache.close()
+
+
+@dataclass
+class _Request:
+    """A request that vLLM has not forgotten yet."""
+
+    request: Any
+    adapter: bytes | None = None
+    spec: KeySpec | None = None
+    """Of `keys`; None: there are none yet."""
+    keys: Keys = field(default_factory=lambda: np.empty((0, 2), np.uint64))
+    hasher: PageHasher | None = None
+    offered: int = 0
+    """Pages that were offered to be saved, or are there."""
+    device: int = 0
+    """Tokens that the device had at the last look."""
+    due: float = 0.0
+    """Computed tokens with which there are more pages to offer."""
+    planned: bool = False
+    answer: _Answer | None = None
+    """Of the last look, while its plan stands."""
+    lease: Lease | None = None
+    """Of a load under way."""
+    started: bool = False
+    barred: bool = False
+    """A load of it has failed, or it cannot be keyed: it is offered nothing."""
+    stale: bool = False
+    """It has KV of weights before a reset: it saves nothing."""
+    jobs: set[int] = field(default_factory=set)
+    ended: bool = False
+    kept: bool = False
+    """vLLM keeps its blocks until it is told."""
+    read: StorageTask | None = None
+    until: float = math.inf
+    """When it no longer waits for the storage."""
+    host: int = 0
+    """Pages that were in memory before the storage was asked."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What `look` has said of a request, and of what."""
+
+    opened: Opened
+    tokens: tuple[int, int]
+    """Computed, and all."""
+    until: float
+    found: int
+
+
+@dataclass
+class _Job:
+    request: str
+    left: int
+    keys: list[bytes]
+
+
+class SchedulerHalf:
+    """See the module."""
+
+    def __init__(
+        self,
+        options: Options,
+        block_tokens: int,
+        engine_id: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Opens nothing: the ranks say where the cache is; see `connect`."""
+        self.options, self.voice = options, Voice("lightcache, scheduler")
+        self.launch = launch_of(engine_id)
+        self.figures: Counter[str] = Counter()
+        """Since they were taken last."""
+        self._block, self._clock = block_tokens, clock
+        self._page = self._blocks = 0
+        self._place: Place | None = None
+        self._part, self._device = "scheduler", False
+        self._link: Link[Opened] | None = None
+        self._segments: dict[int, str] = {}
+        self._agreed = ""
+        """The segment that all ranks have open; empty: they differ."""
+        self._adapters = Adapters()
+        self._requests: dict[str, _Request] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._writing: set[bytes] = set()
+        self._orders = Orders()
+        self._number = self._resets = self._renewed = 0
+        self._weights = options.weights
+        self._rest_until = 0.0
+        self._speed = _Speed(clock, options.prefill_tokens_per_s)
+
+    # ---- the cache
+
+    def connect(self, hellos: Iterable[Hello]) -> None:
+        """What the ranks have said: open the cache where they have it."""
+        ranks = sorted(hellos, key=lambda hello: hello.rank)
+        reasons = {hello.why for hello in ranks if hello.place is None}
+        if not ranks or reasons:
+            self.voice.trouble("not used", "; ".join(sorted(reasons)) or "no rank has said hello")
+            return
+        if len({hello.place for hello in ranks}) > 1:
+            self.voice.trouble("not used", "the ranks describe different pages")
+            return
+        if len({hello.host for hello in ranks}) > 1:
+            self.voice.trouble("not used", "ranks on other nodes")
+            return
+        place = self._place = ranks[0].place
+        assert place is not None
+        self._page, self._blocks = place.page_tokens, place.page_tokens // self._block
+        self._note_segments({hello.rank: hello.segment for hello in ranks})
+        self._part, self._device = "scheduler", False
+        for hello in ranks:
+            if hello.process == os.getpid():  # they share a client, so it must be the same
+                self._part, self._device = part_of(hello.rank), hello.device
+        self._link = Link(self.voice, self._open, Opened.close)
+        self._link.start(START)
+
+    def _open(self) -> Opened:
+        assert self._place is not None
+        role = role_of(self.launch, self._part)
+        cache = open_cache(self._place, self.options, role=role, device=self._device)
+        try:
+            if self._resets:
+                self._clear_gone(cache)
+            space = cache.namespace(self._weights)
+            tier = None
+            if self.options.storage:
+                tier = StorageTier.open(cache, self.options.storage)
+        except BaseException:
+            cache.close()
+            raise
+        return Opened(cache, space, tier, cache.index.segment.uuid)
+
+    def _clear_gone(self, cache: Cache) -> None:
+        """Clear the namespaces of launches that have ended: there are 256."""
+        roles = {client.role.split()[1] for client in cache.clients() if client.role[:5] == "vllm "}
+        for space in cache.index.namespaces():
+            found = RESET_NAMES.fullmatch(space.weights)
+            if found and found[1] not in roles | {self.launch}:
+                cache.clear(space)
+
+    def _note_segments(self, segments: Mapping[int, str]) -> None:
+        self._segments |= segments
+        first, *others = {*self._segments.values()}
+        self._agreed = "" if others else first
+
+    def _usable(self) -> Opened | None:
+        """What is open, if all ranks have the same open and nothing speaks against a call."""
+        link = self._link
+        opened = None if link is None else link.current
+        if link is None or opened is None or self._clock() < self._rest_until:
+            return None
+        if opened.cache.index.segment.retired:
+            self.voice.trouble("use the cache", LeaseLost("it was removed, or replaced"))
+            link.lose(opened)
+            return None
+        return opened if opened.segment == self._agreed else None
+
+    def trouble(self, what: str, error: BaseException) -> None:
+        """An error of a call: say it once, and learn from it."""
+        self.figures["errors"] += 1
+        self.voice.trouble(what, error)
+        if isinstance(error, NotReady):
+            self._rest_until = self._clock() + REST
+        opened = None if self._link is None else self._link.current
+        if self._link is not None and opened is not None:
+            self._link.judge(opened, error)
+
+    def close(self) -> None:
+        """Leave the cache. What loads and saves is the workers'."""
+        for state in self._requests.values():
+            if state.lease is not None:
+                with contextlib.suppress(LightcacheError):
+                    state.lease.release()
+        self._requests.clear()
+        self._adapters.close()
+        if self._link is not None:
+            self._link.close(START)
+
+    # ---- requests
+
+    def begin(self, request: Any) -> None:
+        """A new request: hash its prompt, if the cache is there."""
+        state = self._state(request)
+        if request.lora_request is not None:
+            self._adapters.ask(request.request_id, request.lora_request.lora_path)
+        opened = self._usable()
+        if opened is not None:
+            self._keyed(state, opened)
+
+    def _state(self, request: Any) -> _Request:
+        state = self._requests.get(request.request_id)
+        if state is None:
+            barred = bool(getattr(request, "resumable", False))
+            state = self._requests[request.request_id] = _Request(request, barred=barred)
+        return state
+
+    def _keyed(self, state: _Request, opened: Opened) -> bool:
+        """Whether the request has keys now."""
+        spec = opened.cache.key_spec(namespace=opened.space)
+        if state.spec is spec:
+            return True
+        if state.barred:
+            return False
+        request = state.request
+        if request.lora_request is not None and state.adapter is None:
+            state.adapter = self._adapters.take(request.request_id)
+            if state.adapter is None:
+                return False
+            self._adapters.forget(request.request_id)
+        try:
+            prompt = prompt_of(request, self._page, state.adapter)
+        except ConfigError as error:
+            state.barred = True
+            self.figures["without_keys"] += 1
+            _log.info("lightcache: a request has no keys: %s", error)
+            return False
+        state.keys = prompt.keys(spec)
+        state.hasher = prompt.hasher(spec) if self.options.save_decode else None
+        state.spec = spec
+        return True
+
+    def look(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """Tokens that can be loaded after the `computed` ones that the device has, and whether they
+        are; None: ask again in the next step."""
+        state = self._state(request)
+        state.device = computed
+        if request.skip_reading_prefix_cache or state.barred or state.stale:
+            return 0, False
+        opened = self._usable()
+        if opened is None:
+            return 0, False
+        counts, last = (computed, request.num_tokens), state.answer
+        if last is not None and last.opened is opened and last.tokens == counts:
+            now = self._clock()
+            if now < last.until or (self._renewed >= RENEWALS and now < last.until + OLDEST):
+                return last.found, last.found > 0
+            self._renewed += 1
+        if not self._keyed(state, opened):
+            return 0, False
+        limit = min((request.num_tokens - 1) // self._page, len(state.keys))
+        if limit * self._page <= computed:
+            self._cancel(state, opened)
+            return 0, False
+        ended = state.read is not None and state.read.ended  # before the plan, which finds it then
+        found = opened.cache.index.plan(
+            request.request_id, state.keys, limit=limit, namespace=opened.space, frozen=True
+        )
+        state.planned = True
+        if self._rest_until:
+            self._rest_until = 0.0
+            self.voice.well()
+        if found < limit and opened.tier is not None and not ended:
+            if self._reading(state, opened, found, limit):
+                return None, False
+        tokens = max(0, found * self._page - computed)
+        if not tokens:
+            self._cancel(state, opened)
+        state.answer = _Answer(opened, counts, self._clock() + ASK, tokens)
+        return tokens, tokens > 0
+
+    def _cancel(self, state: _Request, opened: Opened | None) -> None:
+        state.answer = None
+        if state.planned:
+            state.planned = False
+            if opened is not None:
+                opened.cache.cancel(state.request.request_id)
+
+    def _reading(self, state: _Request, opened: Opened, found: int, limit: int) -> bool:
+        """Whether the request waits for the storage to read what the host lacks."""
+        assert opened.tier is not None
+        now = self._clock()
+        if state.read is None:
+            state.host = found
+            state.read = opened.tier.prefetch(state.keys[:limit], found, namespace=opened.space)
+            state.until = now + min(MOST_WAIT, self._speed.seconds((limit - found) * self._page))
+            if state.read.ended:
+                return False  # there is nothing to read
+        if now < state.until:
+            return True
+        state.read.stop()
+        return False
+
+    def allocated(self, request: Any, blocks: list[int], external: int) -> None:
+        """vLLM has given the request blocks, and waits for a load of `external` tokens if they are
+        more than none. Then it is loaded, or told to be lost: nothing else ends its wait."""
+        if external <= 0:
+            return
+        state = self._state(request)
+        begin, end = state.device, state.device + external
+        mine = tuple(blocks[begin // self._block : end // self._block])
+        try:
+            order = self._load(state, mine, begin, end)
+        except Exception as error:
+            state.barred = True
+            self._orders.lost.append((request.request_id, mine))
+            self.trouble("begin a load", error)
+            return
+        self._orders.loads.append(order)
+
+    def _load(self, state: _Request, blocks: tuple[int, ...], begin: int, end: int) -> LoadOrder:
+        opened = self._usable()
+        if opened is None:
+            raise LeaseLost("the cache has gone since the request was planned")
+        identity, pages = state.request.request_id, -(-end // self._page)
+        state.planned, state.answer = False, None
+        lease = opened.cache.take(identity, pages=pages)
+        if len(lease) < pages:
+            lease.release()
+            raise LeaseLost(f"expected {pages} pages, found {len(lease)}: the others have gone")
+        first = begin // self._page
+        numbers = np.ascontiguousarray(lease.pages[first:], np.int32)
+        generations = opened.cache.index.generations(numbers)
+        state.lease = lease
+        state.offered = max(state.offered, pages)
+        self.figures["loaded_tokens"] += end - begin
+        return LoadOrder(
+            identity,
+            opened.segment,
+            numbers.tobytes(),
+            generations.tobytes(),
+            begin - first * self._page,
+            blocks,
+        )
+
+    def sources(self, request: Any, external: int) -> tuple[int, int]:
+        """Of the tokens that a load brings, how many were in memory, and how many in a storage."""
+        state = self._requests.get(request.request_id)
+        if state is None or state.read is None:
+            return external, 0
+        host = max(0, min(external, state.host * self._page - state.device))
+        return host, external - host
+
+    # ---- a step
+
+    def orders(self, output: Any, blocks_of: Callable[[str], list[int]]) -> Orders:
+        """Of this step. `blocks_of` returns the blocks of a request."""
+        self._speed.note(sum(output.num_scheduled_tokens.values()))
+        orders, self._orders = self._orders, Orders()
+        self._renewed = 0
+        try:
+            self._settle(orders, output.preempted_req_ids or ())
+            opened = self._usable()
+            for identity, tokens in output.num_scheduled_tokens.items():
+                state = self._requests.get(identity)
+                if state is None:
+                    continue
+                state.started = True
+                if opened is not None and not (state.stale or state.barred):
+                    drafts = len(output.scheduled_spec_decode_tokens.get(identity, ()))
+                    computed = state.request.num_computed_tokens + tokens - drafts
+                    if computed >= state.due:
+                        self._offer(orders, opened, state, computed, blocks_of)
+        except Exception as error:
+            self.trouble("save what was computed", error)
+        return orders
+
+    def _settle(self, orders: Orders, preempted: Iterable[str]) -> None:
+        for identity in preempted:
+            state = self._requests.get(identity)
+            if state is not None:
+                orders.settle += state.jobs
+                state.offered, state.due = 0, 0.0
+
+    def _offer(
+        self,
+        orders: Orders,
+        opened: Opened,
+        state: _Request,
+        computed: int,
+        blocks_of: Callable[[str], list[int]],
+    ) -> None:
+        request = state.request
+        known = request.num_tokens if self.options.save_decode else request.num_prompt_tokens
+        upto = min(computed, known) // self._page
+        if upto > state.offered and (
+            len(self._jobs) >= MOST_JOBS or not self._keyed(state, opened)
+        ):
+            return
+        due = (upto + 1) * self._page
+        state.due = due if self.options.save_decode or due <= known else math.inf
+        if upto <= state.offered:
+            return
+        if upto > len(state.keys):
+            self._extend(state)
+        keys = state.keys[:upto]
+        start = max(state.offered, opened.cache.peek(keys, namespace=opened.space))
+        while start < len(keys) and keys[start].tobytes() in self._writing:
+            start += 1  # by another request of this engine
+        state.offered = upto
+        if start >= len(keys):
+            return
+        self._number += 1
+        job = self._number
+        new: list[bytes] = keys[start:].view("V16").ravel().tolist()
+        self._jobs[job] = _Job(request.request_id, len(self._segments), new)
+        self._writing.update(new)
+        state.jobs.add(job)
+        blocks = blocks_of(request.request_id)
+        orders.saves.append(
+            SaveOrder(
+                job,
+                opened.segment,
+                opened.space.weights,
+                keys[max(0, start - 1) :].tobytes(),
+                start == 0,
+                tuple(blocks[start * self._blocks : upto * self._blocks]),
+            )
+        )
+        self.figures["offered_pages"] += len(new)
+
+    def _extend(self, state: _Request) -> None:
+        """Hash what was decoded since."""
+        if state.hasher is not None:
+            new = list(state.request.all_token_ids[state.hasher.tokens :])
+            state.keys = np.concatenate((state.keys, state.hasher.update(new)))
+
+    def report(self, report: Report | None, received: Iterable[str]) -> set[str]:
+        """What the workers say of a step. Returns the requests whose blocks vLLM may free now."""
+        free: set[str] = set()
+        if report is not None:
+            if report.segments:
+                self._note_segments(report.segments)
+            for identity in report.failed:
+                self.figures["failed_loads"] += 1
+                if (state := self._requests.get(identity)) is not None:
+                    state.barred = True
+            for job, ranks in report.saved.items():
+                self._saved(job, ranks, free)
+        for identity in received:
+            state = self._requests.get(identity)
+            if state is None:
+                continue
+            if state.lease is not None:
+                lease, state.lease = state.lease, None
+                with contextlib.suppress(LightcacheError):  # of a cache that has gone
+                    lease.release()
+            if state.ended:
+                self._forget(identity, state)
+        return free
+
+    def _saved(self, number: int, ranks: int, free: set[str]) -> None:
+        job = self._jobs.get(number)
+        if job is None:
+            return
+        job.left -= ranks
+        if job.left > 0:
+            return
+        del self._jobs[number]
+        self._writing.difference_update(job.keys)
+        state = self._requests.get(job.request)
+        if state is None:
+            return
+        state.jobs.discard(number)
+        if state.ended and not state.jobs:
+            if state.kept:
+                free.add(job.request)
+            if state.lease is None:
+                self._forget(job.request, state)
+
+    def finish(self, request: Any) -> bool:
+        """The request has ended. True: keep its blocks until `report` names it."""
+        identity = request.request_id
+        state = self._requests.get(identity)
+        if state is None:
+            return False
+        state.ended = True
+        opened = None if self._link is None else self._link.current
+        self._cancel(state, opened)
+        if state.read is not None:
+            state.read.stop()
+        if state.lease is not None:
+            return False  # vLLM keeps the blocks of a load by itself
+        state.kept = bool(state.jobs)
+        if not state.jobs:
+            self._forget(identity, state)
+        return state.kept
+
+    def _forget(self, identity: str, state: _Request) -> None:
+        """All of it is done: what was computed may go to the storage."""
+        del self._requests[identity]
+        self._adapters.forget(identity)
+        opened = self._usable()
+        if opened is None or opened.tier is None or state.stale or not state.offered:
+            return
+        spec = opened.cache.key_spec(namespace=opened.space)
+        if spec is state.spec:
+            opened.tier.write(state.keys[: state.offered], identity, namespace=opened.space)
+
+    @property
+    def pending(self) -> bool:
+        """Whether the engine is to make steps though it has no request: saves are under way."""
+        return bool(self._jobs)
+
+    def reset(self) -> bool:
+        """vLLM has dropped its own index: the weights may be others now. Pages saved before are not
+        found by this launch any more; those of others stay. Waits for the saves under way."""
+        if self.options.on_reset == "keep":
+            return True
+        self._resets += 1
+        facts = f"{self.options.weights}\0{self.launch}\0{self._resets}".encode()
+        digest = hashlib.blake2b(facts, digest_size=8, person=b"lightcache set").hexdigest()
+        self._weights = f"vllm-{self.launch}-{digest}"
+        link = self._link
+        opened = None if link is None else link.current
+        for state in self._requests.values():
+            state.stale = state.stale or state.started
+            self._cancel(state, opened)
+        if link is None or opened is None:
+            return True
+        try:
+            writing = b"".join(self._writing)
+            keys = np.frombuffer(writing, np.uint64).reshape(-1, 2)
+            if len(keys):
+                opened.cache.wait(keys, timeout=RESET, namespace=opened.space)
+        except LightcacheError as error:
+            self.trouble("wait for saves", error)
+        try:
+            self._clear_gone(opened.cache)
+            opened.space = opened.cache.namespace(self._weights)
+        except (LightcacheError, OutOfPages) as error:
+            self.trouble("forget the old weights", error)
+            link.lose(opened)  # it is opened again, with the new ones
+        return True
+
+    def take_figures(self) -> Mapping[str, int]:
+        """The figures since the last call."""
+        taken, self.figures = self.figures, Counter()
+        return taken
+
+
+class _Speed:
+    """Tokens that the engine computes in a second, to compare with a storage."""
+
+    def __init__(self, clock: Callable[[], float], given: float | None) -> None:
+        """`given` is never changed."""
+        self._clock, self._given = clock, given
+        self._rate = 0.0
+        self._last: tuple[float, int] | None = None
+
+    def note(self, tokens: int) -> None:
+        """A step begins, of so many tokens."""
+        now = self._clock()
+        if self._last is not None and self._last[1] and now > self._last[0]:
+            rate = self._last[1] / (now - self._last[0])
+            self._rate = max(rate, 0.9 * self._rate)  # of prefills: decode steps have few tokens
+        self._last = now, tokens
+
+    def seconds(self, tokens: int) -> float:
+        """How long so many take; without a figure, long."""
+        rate = self._given or self._rate
+        return tokens / rate if rate else math.inf
+
+
+def open_cache(
+    place: Place, options: Options, *, role: str, device: bool = False, shared: bool = True
+) -> Cache:
+    """The cache of a place. Parts of one process share a client."""
+    return Cache.open(
+        place.name,
+        size=options.size,
+        page_bytes=place.page_bytes,
+        page_tokens=place.page_tokens,
+        fingerprint=place.fingerprint,
+        family=place.family,
+        secret=options.secret(),
+        lifetime="persistent" if options.idle_limit is None else None,
+        idle_limit=options.idle_limit,
+        numa=options.numa,
+        pool_path=options.pool_path,
+        role=role,
+        device=device,
+        shared=shared,
+    )
+
+
+__all__ = ["Opened", "SchedulerHalf", "launch_of", "open_cache", "part_of", "role_of", "team_of"]

@@ -1,0 +1,380 @@
+"""A worker's half: it copies what the scheduler's half says, and reports. docs/design/vllm.md.
+
+The engine's thread pins and begins loads, which takes no lock. Saves are reserved, begun and
+published by a thread of ours; the engine's own waits for it in one place, `settle`: before blocks
+that a save reads are overwritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from lightcache import Cache, Load, Offload
+from lightcache.connectors.vllm.link import Link, Voice
+from lightcache.connectors.vllm.messages import Hello, LoadOrder, Orders, Report, SaveOrder
+from lightcache.connectors.vllm.model import Format
+from lightcache.connectors.vllm.options import Options
+from lightcache.connectors.vllm.scheduler import START, open_cache, part_of, role_of
+from lightcache.errors import Abandoned, LeaseLost, LightcacheError, LockTimeout
+from lightcache.kernels.moves import Engine
+from lightcache.namespaces import Namespace
+
+SETTLE = 2.0
+"""Seconds that a step waits for copies of blocks that were freed; then they are given up."""
+LOCK = 5.0
+"""Seconds that the thread of saves waits for the index's lock."""
+JOIN = 15.0
+"""Seconds that a save waits for a rank that does not begin it."""
+_NAP = 1e-3
+
+
+@dataclass
+class Opened:
+    """What a rank has open."""
+
+    cache: Cache
+    reader: Engine
+    writer: Engine
+    """Another one than `reader` only where ranks hold the same heads: each writes a part."""
+    segment: str
+    spaces: dict[str, Namespace] = field(default_factory=dict)
+
+    def space(self, weights: str) -> Namespace:
+        """The namespace of a version of the weights. May take the lock the first time."""
+        if weights not in self.spaces:
+            self.spaces[weights] = self.cache.namespace(weights)
+        return self.spaces[weights]
+
+    def close(self) -> None:
+        """Wait for copies, and leave."""
+        self.reader.close()
+        if self.writer is not self.reader:
+            self.writer.close()
+        self.cache.close()
+
+
+class _Save:
+    """A job: waiting, copying, or over."""
+
+    def __init__(self, order: SaveOrder, after: list[Any]) -> None:
+        self.order, self.after = order, after
+        self.over = threading.Event()
+        self.lock = threading.Lock()
+        self.given_up = False
+        self.offload: Offload | None = None
+
+    def give_up(self) -> None:
+        """Nothing of it is published after this returns; its copy may still read."""
+        with self.lock:
+            self.given_up = True
+            if self.offload is not None:
+                with contextlib.suppress(LockTimeout):  # it is given up, and abandoned later
+                    self.offload.abort()
+
+
+class WorkerHalf:
+    """See the module."""
+
+    def __init__(self, options: Options, launch: str, team: int, rank: int) -> None:
+        """Opens nothing; see `register`."""
+        self.options, self.voice = options, Voice(f"lightcache, rank {rank}")
+        self.launch, self.team, self.rank = launch, team, rank
+        self.figures: Counter[str] = Counter()
+        self._format: Format | None = None
+        self._why = "no tensors were registered"
+        self._link: Link[Opened] | None = None
+        self._told = ""
+        self._loading: dict[str, tuple[Load, tuple[int, ...]]] = {}
+        self._received: set[str] = set()
+        self._bad: set[int] = set()
+        self._report = Report()
+        self._saves: dict[int, _Save] = {}
+        self._queue: queue.SimpleQueue[_Save | None] = queue.SimpleQueue()
+        self._over: deque[_Save] = deque()
+        self._thread: threading.Thread | None = None
+        self._events = _no_events
+
+    # ---- the cache
+
+    def register(self, found: Format) -> None:
+        """The engine's tensors: open the cache for them."""
+        self._format, self._why = found, ""
+        if found.planes.device != "cpu":
+            self._events = _event_now
+        self._link = Link(self.voice, self._open, Opened.close)
+        self._link.start(START)
+        self._thread = threading.Thread(target=self._run, name="lightcache-saves", daemon=True)
+        self._thread.start()
+
+    def refuse(self, why: str) -> None:
+        """The cache is of no use for this engine."""
+        self._why = why
+
+    def _open(self) -> Opened:
+        of = self._format
+        assert of is not None
+        device = of.planes.device != "cpu"
+        role = role_of(self.launch, part_of(self.rank))
+        cache = open_cache(of.place, self.options, role=role, device=device)
+        try:
+            memory = cache.pin(device=of.planes.device) if device else None
+            how: dict[str, Any] = {} if device else {"threads": 1}
+            whole, part = of.shard.share(), of.shard.share(writing=True)
+            reader = cache.transfer_engine(
+                of.geometry, of.planes, share=whole, memory=memory, **how
+            )
+            writer = reader
+            if part.cells != whole.cells:
+                writer = cache.transfer_engine(
+                    of.geometry, of.planes, share=part, memory=memory, **how
+                )
+        except BaseException:
+            cache.close()
+            raise
+        return Opened(cache, reader, writer, cache.index.segment.uuid)
+
+    def hello(self) -> Hello:
+        """For the scheduler's half, once."""
+        self._told = self._segment()
+        place = None if self._format is None else self._format.place
+        host = f"{socket.gethostname()} {_boot()}"
+        device = self._format is not None and self._format.planes.device != "cpu"
+        return Hello(self.rank, place, self._why, self._told, os.getpid(), host, device)
+
+    def _segment(self) -> str:
+        link = self._link
+        opened = None if link is None else link.current
+        if link is None or opened is None:
+            return ""
+        if opened.cache.index.segment.retired:
+            link.lose(opened)
+            return ""
+        return opened.segment
+
+    def _right(self, segment: str) -> Opened:
+        opened = None if self._link is None else self._link.current
+        if opened is None or opened.segment != segment:
+            raise LeaseLost("the cache was removed or replaced since the scheduler has looked")
+        return opened
+
+    def trouble(self, what: str, error: BaseException) -> None:
+        """An error of a call: say it once, and learn from it."""
+        self.figures["errors"] += 1
+        self.voice.trouble(what, error)
+        opened = None if self._link is None else self._link.current
+        if self._link is not None and opened is not None:
+            self._link.judge(opened, error)
+
+    def close(self) -> None:
+        """Finish the saves under way, and leave the cache."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(START)
+        for load, _ in self._loading.values():
+            with contextlib.suppress(LightcacheError):
+                load.wait(START)
+        if self._link is not None:
+            self._link.close(START)
+
+    # ---- a step
+
+    def settle(self, orders: Orders) -> None:
+        """Blocks of these jobs are overwritten in this step: wait for them, or give them up."""
+        saves = [save for job in orders.settle if (save := self._saves.get(job)) is not None]
+        end = time.monotonic() + SETTLE
+        for save in saves:
+            if not save.over.wait(max(0.0, end - time.monotonic())):
+                save.give_up()
+                self.figures["given_up_saves"] += 1
+
+    def load(self, orders: Orders) -> None:
+        """Begin the step's loads."""
+        for identity, blocks in orders.lost:
+            self._fail(identity, blocks)
+        for order in orders.loads:
+            try:
+                self._loading[order.request] = self._begin_load(order), order.blocks
+            except Exception as error:
+                self._fail(order.request, order.blocks)
+                self.trouble("load", error)
+
+    def _begin_load(self, order: LoadOrder) -> Load:
+        opened = self._right(order.segment)
+        pages = np.frombuffer(order.pages, np.int32)
+        lease = opened.cache.index.pin(pages, np.frombuffer(order.generations, np.uint32))
+        return Load(
+            opened.reader,
+            lease,
+            self._slots(order.blocks),
+            first=order.first,
+            after=self._events(),
+        )
+
+    def _fail(self, identity: str, blocks: tuple[int, ...]) -> None:
+        self._received.add(identity)
+        self._bad.update(blocks)
+        self._report.failed.add(identity)
+
+    def _slots(self, blocks: tuple[int, ...]) -> Any:
+        assert self._format is not None
+        tokens = self._format.block_tokens
+        return (np.asarray(blocks, np.int64)[:, None] * tokens + np.arange(tokens)).ravel()
+
+    def save(self, orders: Orders) -> None:
+        """Begin the step's saves: what they read was computed by work that is queued by now."""
+        after = self._events() if orders.saves else []
+        for order in orders.saves:
+            save = self._saves[order.job] = _Save(order, after)
+            if self._thread is None:
+                self._end(save)
+            else:
+                self._queue.put(save)
+
+    def received(self) -> set[str]:
+        """Requests whose load has ended, well or not."""
+        for identity, (load, blocks) in list(self._loading.items()):
+            try:
+                if not load.done():
+                    continue
+                self._received.add(identity)
+                self.figures["loaded_bytes"] += load.nbytes
+            except Exception as error:
+                self._fail(identity, blocks)
+                self.trouble("load", error)
+            del self._loading[identity]
+        ended, self._received = self._received, set()
+        return ended
+
+    def bad_blocks(self) -> set[int]:
+        """Those of loads that have failed since the last call."""
+        bad, self._bad = self._bad, set()
+        return bad
+
+    def report(self) -> Report:
+        """What there is to say of this step."""
+        while self._over:
+            save = self._over.popleft()
+            self._saves.pop(save.order.job, None)
+            self._report.saved[save.order.job] = 1
+        if (segment := self._segment()) != self._told:
+            self._told = segment
+            self._report.segments[self.rank] = segment
+        report, self._report = self._report, Report()
+        return report
+
+    def take_figures(self) -> Mapping[str, int]:
+        """The figures since the last call."""
+        taken, self.figures = self.figures, Counter()
+        return taken
+
+    # ---- the thread of saves
+
+    def _run(self) -> None:
+        copying: list[_Save] = []
+        ending = False
+        while not ending or copying:
+            try:
+                save = self._queue.get(timeout=_NAP if copying else None)
+            except queue.Empty:
+                pass
+            else:
+                if save is None:
+                    ending = True
+                elif self._begin_save(save):
+                    copying.append(save)
+            copying = [save for save in copying if not self._ended(save)]
+
+    def _begin_save(self, save: _Save) -> bool:
+        """True: its copy has begun."""
+        try:
+            return self._reserve(save, save.order)
+        except Exception as error:
+            self.trouble("save", error)
+            self._end(save)
+            return False
+
+    def _reserve(self, save: _Save, order: SaveOrder) -> bool:
+        of = self._format
+        assert of is not None
+        opened = self._right(order.segment)
+        keys = np.frombuffer(order.keys, np.uint64).reshape(-1, 2)
+        how: dict[str, Any] = {"namespace": opened.space(order.weights), "timeout": LOCK}
+        if not order.root:
+            keys, how["after"] = keys[1:], keys[:1]
+        if of.ranks > 1:
+            how |= {"shards": of.ranks, "shard": self.rank, "team": self.team, "join_timeout": JOIN}
+        held = opened.cache.reserve(keys, **how)
+        self.figures["absent_pages"] += len(held.missing)
+        if not len(held.new):
+            held.release()
+            self._end(save)
+            return False
+        with save.lock:
+            if save.given_up:
+                held.abandon()
+                held.release()
+                self._end(save)
+                return False
+            save.offload = Offload(
+                opened.writer,
+                held,
+                self._slots(order.blocks),
+                positions=held.new,
+                after=save.after,
+            )
+        return True
+
+    def _ended(self, save: _Save) -> bool:
+        assert save.offload is not None
+        try:
+            if not save.offload.done():
+                return False
+            self.figures["saved_bytes"] += save.offload.nbytes
+        except LockTimeout:
+            return False  # it is asked again
+        except Abandoned:
+            self.figures["lost_saves"] += 1  # by another rank, or cleared
+        except Exception as error:
+            if not save.given_up:
+                self.trouble("save", error)
+        self._end(save)
+        return True
+
+    def _end(self, save: _Save) -> None:
+        save.over.set()
+        self._over.append(save)
+
+
+def _no_events() -> list[Any]:
+    return []
+
+
+def _event_now() -> list[Any]:
+    """An event after all work that is queued on the current stream."""
+    event = import_module("torch").cuda.Event()
+    event.record()
+    return [event]
+
+
+def _boot() -> str:
+    """Tells machines of one name apart."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+__all__ = ["Opened", "WorkerHalf"]

@@ -1,0 +1,255 @@
+"""A stand-in for vLLM that calls the halves of the connector in vLLM's order, over arrays of numpy.
+
+What it "computes" for a position depends on all tokens up to there, on the head and the channel, so
+a block with other bytes than its tokens have is seen.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from lightcache.connectors.vllm.messages import Orders, Place, Report
+from lightcache.connectors.vllm.model import GROUP, Format
+from lightcache.connectors.vllm.options import Options
+from lightcache.connectors.vllm.scheduler import SchedulerHalf, launch_of, team_of
+from lightcache.connectors.vllm.worker import WorkerHalf
+from lightcache.errors import LightcacheError
+from lightcache.kernels import KVGroup, PageGeometry, Shard, layouts
+
+BLOCK, HEADS, WIDTH, LAYERS, BLOCKS = 4, 2, 16, 2, 64
+_numbers = itertools.count()
+
+
+@dataclass
+class Request:
+    """What the connector reads of a request."""
+
+    all_token_ids: list[int]
+    cache_salt: str | None = None
+    request_id: str = field(default_factory=lambda: f"r{next(_numbers)}")
+    lora_request: Any = None
+    mm_features: list[Any] = field(default_factory=list)
+    prompt_embeds: Any = None
+    skip_reading_prefix_cache: bool = False
+    resumable: bool = False
+    num_computed_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.all_token_ids)
+        self.end = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+def computed(tokens: list[int], layer: int) -> Any:
+    """The KV of all positions: (heads, tokens, elements)."""
+    sums = np.cumsum(np.asarray(tokens) + 1) % 251
+    marks = np.add.outer(np.arange(HEADS) * 31, np.arange(WIDTH)) + 7 * layer
+    return ((sums[None, :, None] + marks[:, None, :]) % 256).astype(np.uint8)
+
+
+class Engine:
+    """One engine: a scheduler's half, and a worker's half for each rank."""
+
+    def __init__(self, name: str, identity: str = "engine", ranks: int = 1, **options: Any) -> None:
+        given = Options.of({"size": "1MiB", "name": name, "blocks_per_page": 2, **options})
+        tokens = BLOCK * (given.blocks_per_page or 1)
+        group = KVGroup.attention(
+            GROUP,
+            layers=LAYERS,
+            heads=HEADS,
+            head_dim=WIDTH,
+            dtype_bytes=1,
+            page_tokens=tokens,
+            content="single",
+            head_groups=HEADS,
+        )
+        geometry = PageGeometry([group])
+        fingerprint = f"stand-in {geometry.fingerprint()}"
+        place = Place(name, "stand-in", fingerprint, geometry.part_bytes, tokens)
+        self.scheduler = SchedulerHalf(given, BLOCK, identity)
+        self.workers, self.tensors = [], []
+        for rank in range(ranks):
+            mine = Shard(geometry, rank, ranks)
+            shape = (BLOCKS, max(1, HEADS // ranks), BLOCK, WIDTH)
+            tensors = {layer: np.zeros(shape, np.uint8) for layer in range(LAYERS)}
+            planes = layouts.vllm(mine, GROUP, tensors, axes="bhnc")
+            worker = WorkerHalf(given, launch_of(identity), team_of(identity), rank)
+            worker.register(Format(place, geometry, mine, planes, BLOCK, ranks))
+            self.workers.append(worker)
+            self.tensors.append(tensors)
+        self.scheduler.connect(worker.hello() for worker in self.workers)
+        self.free = list(range(1, BLOCKS))
+        self.tables: dict[str, list[int]] = {}
+        self.kept: set[str] = set()
+
+    def close(self) -> None:
+        """As vLLM's shutdown."""
+        self.scheduler.close()
+        for worker in self.workers:
+            worker.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # ---- a request, step by step
+
+    def ask(self, tokens: list[int], device: int = 0, **how: Any) -> int:
+        """Serve a prompt to its end; returns the tokens that were loaded and are right."""
+        request = Request(tokens, **how)
+        found = self.admit(request, device)
+        self.compute(request)
+        self.end(request)
+        self.idle()
+        return found
+
+    def admit(self, request: Request, device: int = 0) -> int:
+        """As vLLM admits a request: look, allocate, load, and compute what did not come."""
+        self.scheduler.begin(request)
+        found = self.look(request, device)
+        self.allocate(request, device)
+        self.scheduler.allocated(request, self.tables[request.request_id], found)
+        request.num_computed_tokens = device + found
+        if found and self.load(request):
+            request.num_computed_tokens = device
+            return 0
+        self.check(request)
+        return found
+
+    def look(self, request: Request, device: int = 0) -> int:
+        """Asked until there is an answer."""
+        while True:
+            try:
+                found, waits = self.scheduler.look(request, device)
+            except LightcacheError as error:  # as the connector's guard
+                self.scheduler.trouble("look", error)
+                return 0
+            if found is not None:
+                assert waits == (found > 0)
+                return found
+            self.step({})
+
+    def allocate(self, request: Request, device: int = 0) -> None:
+        """Blocks for the prompt; the device has the first tokens."""
+        count = -(-request.num_tokens // BLOCK)
+        blocks = self.tables[request.request_id] = [self.free.pop() for _ in range(count)]
+        for rank, layer in self.each():
+            self.tensors[rank][layer][blocks] = 255
+        self.write(request, 0, device)
+
+    def load(self, request: Request) -> bool:
+        """Make steps until the load has ended. True: it has failed."""
+        failed = False
+        while True:
+            received, bad = self.step({})
+            failed |= bool(bad & set(self.tables[request.request_id]))
+            if request.request_id in received:
+                return failed
+
+    def compute(
+        self, request: Request, end: int | None = None, preempted: tuple[Request, ...] = ()
+    ) -> None:
+        """The step that computes the prompt up to `end`; None: the rest."""
+        request.end = end or request.num_tokens
+        self.step({request.request_id: request}, preempted)
+
+    def end(self, request: Request) -> None:
+        """The request has ended: its blocks are free when nothing reads them any more."""
+        identity = request.request_id
+        self.kept.add(identity)
+        if not self.scheduler.finish(request):
+            self.release(identity)
+
+    def release(self, identity: str) -> None:
+        """Others use its blocks."""
+        assert identity in self.kept
+        self.kept.discard(identity)
+        blocks = self.tables.pop(identity)
+        for rank, layer in self.each():
+            self.tensors[rank][layer][blocks] = 254
+        self.free += blocks
+
+    def idle(self) -> None:
+        """Until all saves have ended."""
+        while self.scheduler.pending:
+            self.step({})
+
+    # ---- a step
+
+    def step(
+        self, requests: dict[str, Request], preempted: tuple[Request, ...] = ()
+    ) -> tuple[set[str], set[int]]:
+        """One step. Returns the requests whose load has ended, and blocks that were not loaded."""
+        scheduled = {name: each.end - each.num_computed_tokens for name, each in requests.items()}
+        output = SimpleNamespace(
+            num_scheduled_tokens=scheduled,
+            scheduled_spec_decode_tokens={},
+            preempted_req_ids={each.request_id for each in preempted},
+        )
+        orders = self.scheduler.orders(output, lambda name: self.tables[name])
+        received, bad, reports = self.work(orders, requests)
+        whole = Report()
+        for report in reports:
+            whole.add(report)
+        for name in self.scheduler.report(whole, received):
+            self.release(name)
+        return received, bad
+
+    def work(
+        self, orders: Orders, requests: dict[str, Request]
+    ) -> tuple[set[str], set[int], list[Report]]:
+        """The workers' part of it."""
+        received, bad, reports = [], set(), []
+        for worker in self.workers:
+            worker.settle(orders)
+        for request in requests.values():
+            self.write(request, request.num_computed_tokens, request.end)
+            request.num_computed_tokens = request.end
+        for worker in self.workers:
+            worker.load(orders)
+            worker.save(orders)
+        waiting = {order.request for order in orders.loads}
+        for worker in self.workers:
+            got = worker.received()
+            while waiting - got:  # vLLM waits for all ranks, over several steps
+                got |= worker.received()
+            received.append(got)
+            bad |= worker.bad_blocks()
+            reports.append(worker.report())
+        return set().union(*received), bad, reports
+
+    def each(self) -> Any:
+        return itertools.product(range(len(self.workers)), range(LAYERS))
+
+    def write(self, request: Request, begin: int, end: int) -> None:
+        """Compute positions of a request."""
+        blocks = self.tables[request.request_id]
+        for rank, layer in self.each():
+            values = self.of_rank(request, rank, layer)
+            for place in range(begin, end):
+                row = self.tensors[rank][layer][blocks[place // BLOCK], :, place % BLOCK]
+                row[:] = values[:, place]
+
+    def of_rank(self, request: Request, rank: int, layer: int) -> Any:
+        ranks = len(self.workers)
+        first = rank * HEADS // ranks
+        return computed(request.all_token_ids, layer)[first : first + max(1, HEADS // ranks)]
+
+    def check(self, request: Request) -> None:
+        """What the device has of a request is what its tokens have."""
+        blocks = self.tables[request.request_id]
+        for rank, layer in self.each():
+            values = self.of_rank(request, rank, layer)
+            for place in range(request.num_computed_tokens):
+                found = self.tensors[rank][layer][blocks[place // BLOCK], :, place % BLOCK]
+                assert np.array_equal(found, values[:, place]), (rank, layer, place)

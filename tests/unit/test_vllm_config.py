@@ -1,0 +1,160 @@
+"""`lightcache vllm-config`: the line, the page of a model, and what speaks against it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+from lightcache import Cache, cache_name
+from lightcache.connectors.vllm import Options
+from lightcache.shm import Segment, memory
+from lightcache.shm.memory import FreeMemory
+
+Run = Callable[..., Result]
+LLAMA = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory, "available", lambda: FreeMemory(9 << 30, "free in /dev/shm"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Callable[..., Path]:
+    """Makes the folder of a model."""
+
+    def made(**config: Any) -> Path:
+        folder = tmp_path / "a model"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return made
+
+
+def test_the_line_is_what_vllm_reads(run: Run, model: Callable[..., Path]) -> None:
+    folder = model(**LLAMA)
+    storage = f"disk:{folder}?capacity=1GiB"
+    options = ("--size", "4GiB", "--storage", storage, "--numa", "interleave")
+    result = run("vllm-config", folder, *options)
+    words = shlex.split(result.stdout)
+    assert words[:4] == ["vllm", "serve", str(folder), "--kv-transfer-config"]
+    value = json.loads(words[4])
+    assert value["kv_connector_module_path"] == "lightcache.connectors.vllm"
+    found = Options.of(value["kv_connector_extra_config"])
+    assert (found.size, found.storage, found.numa) == ("4GiB", (storage,), "interleave")
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "tokens", "size"),
+    [
+        (LLAMA, (), 16, 2 << 20),
+        (LLAMA, ("--kv-cache-dtype", "fp8"), 16, 1 << 20),
+        (LLAMA, ("--block-size", 64), 64, 8 << 20),
+        (LLAMA, ("--blocks-per-page", 4), 64, 8 << 20),
+        ({**LLAMA, "num_key_value_heads": 1}, (), 64, 1 << 20),
+        ({**LLAMA, "head_dim": 256, "dtype": "float32"}, (), 16, 4 << 20),
+        ({"text_config": LLAMA, "vision_config": {"num_hidden_layers": 9}}, (), 16, 2 << 20),
+        ({**LLAMA, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, (), 32, 32 * 32 * 576 * 2),
+    ],
+    ids=["bf16", "fp8", "blocks of 64", "4 blocks", "one head", "float32", "of parts", "latents"],
+)
+def test_the_page_of_a_model(
+    run: Run,
+    model: Callable[..., Path],
+    config: dict[str, Any],
+    options: tuple[Any, ...],
+    tokens: int,
+    size: int,
+) -> None:
+    found = json.loads(run("vllm-config", model(**config), *options, "--json").stdout)
+    assert (found["page"]["tokens"], found["page"]["bytes"]) == (tokens, size)
+    assert found["page"]["pages"] == (8 << 30) // size
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"is_encoder_decoder": True}, "not with a connector"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"sliding_window": 4096}, "sliding_window"),
+        ({"layers_block_type": ["attention", "mamba"]}, "layers_block_type"),
+    ],
+)
+def test_models_that_are_not_served(
+    run: Run, model: Callable[..., Path], config: dict[str, Any], says: str
+) -> None:
+    result = run("vllm-config", model(**LLAMA, **config), "--size", "1GiB", status=1)
+    assert "does not work" in result.stderr
+    assert says in result.stderr
+    assert result.stdout.startswith("vllm serve ")
+
+
+def test_a_window_that_is_switched_off(run: Run, model: Callable[..., Path]) -> None:
+    off = {"sliding_window": 4096, "use_sliding_window": False}
+    run("vllm-config", model(**LLAMA, **off), "--size", "1GiB")
+
+
+def test_what_does_not_fit(run: Run, model: Callable[..., Path]) -> None:
+    result = run("vllm-config", model(**LLAMA), "--size", "64GiB", status=1)
+    assert "found 9.0 GiB free in /dev/shm; say --size 8294MiB" in result.stderr
+    assert "at least a page" in run(
+        "vllm-config", model(**LLAMA), "--size", "1MiB", status=1
+    ).stderr  # fmt: skip
+    result = run("vllm-config", model(**LLAMA), "--pool-path", "/no/such/folder", status=1)
+    assert "pool_path: expected a folder" in result.stderr
+
+
+def test_a_cache_that_is_there_needs_no_room(
+    run: Run, segment_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = cache_name(segment_name, "of another layout")
+    monkeypatch.setattr(memory, "available", lambda: FreeMemory(1 << 20, "left"))
+    assert run("vllm-config", segment_name, "--size", "1GiB", status=1)
+    with Cache.create(name, pages=4, page_bytes=4096, fingerprint="f", grow=False):
+        run("vllm-config", segment_name, "--size", "1GiB")
+    assert not Segment.unlink(name)
+
+
+def test_what_vllm_refuses(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--use-replayssm" in run("vllm-config", "org/name", "--size", "1GiB").stderr
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    refused = run("vllm-config", "org/name", "--size", "1GiB", status=1)
+    assert "does not work: vLLM refuses PYTORCH_CUDA_ALLOC_CONF" in refused.stderr
+
+
+def test_a_name_on_the_hub(run: Run, tmp_path: Path) -> None:
+    """Nothing is fetched; of one in the hub's cache the configuration is read."""
+    unknown = json.loads(run("vllm-config", "org/name", "--size", "1GiB", "--json").stdout)
+    assert unknown["page"] is None
+    assert "org/name is not on this machine" in unknown["notes"][0]
+    folder = tmp_path / "hub" / "models--org--name" / "snapshots" / "0123"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    known = json.loads(run("vllm-config", "org/name", "--size", "1GiB", "--json").stdout)
+    assert known["page"]["pages"] == 512
+
+
+def test_bad_input(run: Run, tmp_path: Path, model: Callable[..., Path]) -> None:
+    assert "no config.json" in run("vllm-config", tmp_path, status=2).stderr
+    folder = model(**LLAMA)
+    assert "size" in run("vllm-config", folder, "--size", "many", status=2).stderr
+    assert "nosuch" in run("vllm-config", folder, "--storage", "nosuch:x", status=2).stderr
+    (folder / "config.json").write_text("[]")
+    assert "expected the configuration" in run("vllm-config", folder, status=2).stderr
+    (folder / "config.json").write_text(json.dumps({"model_type": "odd"}))
+    assert "usual words" in run("vllm-config", folder, "--size", "1GiB").stderr

@@ -1,0 +1,349 @@
+"""The halves of the connector for vLLM, called in vLLM's order by a stand-in."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from support.vllm_stand_in import BLOCK, Engine, Request
+
+from lightcache import Cache
+from lightcache.connectors.vllm.scheduler import launch_of, open_cache, team_of
+from lightcache.errors import LightcacheError
+from lightcache.shm import Segment
+from lightcache.tools.maintenance import _switch
+
+pytestmark = pytest.mark.usefixtures("engines_apart")
+PROMPT = list(range(3, 53))  # 50 tokens: 12 blocks, 6 pages of 8 tokens, and 2 tokens
+
+
+@pytest.fixture
+def engines_apart(monkeypatch: pytest.MonkeyPatch, segment_name: str) -> Iterator[None]:
+    """Engines are processes of their own: here each half is a client. Caches outlive them."""
+    for half in ("scheduler", "worker"):
+        apart = partial(open_cache, shared=False)
+        monkeypatch.setattr(f"lightcache.connectors.vllm.{half}.open_cache", apart)
+    yield
+    with contextlib.suppress(LightcacheError):
+        Segment.unlink(segment_name)
+
+
+class Gate:
+    """Copies wait for it."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+
+    def wait(self) -> None:
+        self.open.wait()
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_another_engine_finds_whole_pages(segment_name: str) -> None:
+    with Engine(segment_name) as first, Engine(segment_name, "other") as second:
+        assert first.ask(PROMPT) == 0
+        assert second.ask(PROMPT) == 48
+        assert second.ask([*PROMPT[:30], *range(100, 130)]) == 24
+        assert second.ask(PROMPT, device=5 * BLOCK) == 48 - 20
+        assert second.ask(PROMPT[:48]) == 40  # one token is computed
+        first.idle()
+        with Cache.attach(segment_name) as other:
+            other.check().raise_if_broken()
+
+
+def test_what_the_device_has_alone_is_not_loaded(segment_name: str) -> None:
+    with Engine(segment_name) as engine:
+        engine.ask(PROMPT)
+        assert engine.ask(PROMPT, device=48) == 0
+        assert engine.scheduler.look(Request(PROMPT, skip_reading_prefix_cache=True), 0) == (
+            0,
+            False,
+        )
+
+
+def test_salts_are_apart(segment_name: str) -> None:
+    with Engine(segment_name) as engine:
+        engine.ask(PROMPT, cache_salt="a")
+        assert engine.ask(PROMPT) == 0
+        assert engine.ask(PROMPT, cache_salt="b") == 0
+        assert engine.ask(PROMPT, cache_salt="a") == 48
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 2), (2, 2), (4, 1), (1, 4)])
+def test_ranks_of_another_number_read(segment_name: str, writers: int, readers: int) -> None:
+    with Engine(segment_name, "a", ranks=writers) as first:
+        assert first.ask(PROMPT) == 0
+        with Engine(segment_name, "b", ranks=readers) as second:
+            assert second.ask(PROMPT) == 48
+        assert Cache.attach(segment_name, readonly=True).stats().ready == 6
+
+
+def test_blocks_are_kept_while_a_save_reads_them(segment_name: str) -> None:
+    with Engine(segment_name) as engine:
+        gate = Gate()
+        engine.workers[0]._events = lambda: [gate]
+        request = Request(PROMPT)
+        engine.admit(request)
+        engine.compute(request)
+        engine.end(request)
+        assert engine.scheduler.pending
+        assert request.request_id in engine.kept
+        gate.open.set()
+        engine.idle()
+        assert not engine.kept
+        assert engine.ask(PROMPT) == 48
+
+
+def test_blocks_are_kept_until_all_chunks_are_saved(segment_name: str) -> None:
+    with Engine(segment_name) as engine:
+        gates = [Gate(), Gate()]
+        request = Request(PROMPT)
+        engine.admit(request)
+        for gate, end in zip(gates, (20, None), strict=True):
+            engine.workers[0]._events = lambda gate=gate: [gate]
+            engine.compute(request, end)
+        engine.end(request)
+        gates[0].open.set()
+        while len(engine.scheduler._jobs) > 1:
+            engine.step({})
+        assert request.request_id in engine.kept
+        gates[1].open.set()
+        engine.idle()
+        assert not engine.kept
+        engine.workers[0]._events = list
+        assert engine.ask(PROMPT) == 48
+
+
+def test_pages_that_another_engine_is_writing_are_left_to_it(segment_name: str) -> None:
+    with Engine(segment_name, "a") as slow, Engine(segment_name, "b") as engine:
+        gate = Gate()
+        slow.workers[0]._events = lambda: [gate]
+        begun = Request(PROMPT[:16])
+        slow.admit(begun)
+        slow.compute(begun)
+        with Cache.attach(segment_name, readonly=True) as cache:
+            while cache.stats().writing < 2:
+                pass
+            assert engine.ask(PROMPT) == 0
+            assert (cache.stats().writing, cache.stats().ready) == (2, 4)
+        gate.open.set()
+        slow.end(begun)
+        slow.idle()
+        assert engine.ask(PROMPT) == 48
+
+
+def test_one_prefix_is_saved_once(segment_name: str) -> None:
+    with Engine(segment_name) as engine:
+        gate = Gate()
+        engine.workers[0]._events = lambda: [gate]
+        both = [Request(PROMPT), Request([*PROMPT, *range(100, 108)])]
+        for request in both:
+            engine.admit(request)
+            engine.compute(request)
+            engine.end(request)
+        assert engine.scheduler.take_figures()["offered_pages"] == 6 + 1
+        gate.open.set()
+        engine.idle()
+        engine.workers[0]._events = list
+        assert engine.ask([*PROMPT, *range(100, 108)]) == 56
+
+
+def test_a_save_whose_blocks_were_freed_is_given_up(
+    segment_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightcache.connectors.vllm.worker.SETTLE", 0.01)
+    with Engine(segment_name) as engine:
+        gate = Gate()
+        usual, engine.workers[0]._events = engine.workers[0]._events, lambda: [gate]
+        victim, other = Request(PROMPT), Request(list(range(200, 220)))
+        engine.admit(victim)
+        engine.compute(victim)
+        engine.workers[0]._events = usual
+        engine.admit(other)
+        engine.compute(other, preempted=(victim,))
+        for tensors in engine.tensors[0].values():
+            tensors[engine.tables[victim.request_id]] = 99  # others' by now
+        gate.open.set()
+        engine.idle()
+        engine.end(victim)
+        engine.end(other)
+        engine.idle()
+        assert engine.ask(PROMPT) == 0
+        assert engine.ask(PROMPT) == 48
+
+
+def test_a_request_whose_load_failed_is_computed_and_not_offered_again(
+    segment_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Engine(segment_name) as engine:
+        engine.ask(PROMPT)
+        usual = engine.workers[0]._begin_load
+
+        def fails(order: object) -> None:
+            raise RuntimeError("it fails")
+
+        engine.workers[0]._begin_load = fails  # type: ignore[method-assign,assignment]
+        request = Request(PROMPT)
+        assert engine.admit(request) == 0
+        assert engine.scheduler.look(request, 0) == (0, False)
+        engine.workers[0]._begin_load = usual  # type: ignore[method-assign]
+        engine.compute(request)
+        engine.end(request)
+        assert engine.ask(PROMPT) == 48
+    assert [text for text in warnings_of(caplog) if "it fails" in text]
+
+
+def test_pages_that_go_before_the_load_begins(segment_name: str) -> None:
+    with Engine(segment_name) as engine, Cache.attach(segment_name) as other:
+        engine.ask(PROMPT)
+        request = Request(PROMPT)
+        engine.scheduler.begin(request)
+        found = engine.look(request)
+        engine.allocate(request)
+        other.clear()
+        engine.scheduler.allocated(request, engine.tables[request.request_id], found)
+        assert engine.load(request)
+        assert engine.scheduler.look(request, 0) == (0, False)
+        engine.compute(request)
+        engine.end(request)
+
+
+def test_an_abort_while_loading_ends_with_the_load(segment_name: str) -> None:
+    with Engine(segment_name) as engine:
+        engine.ask(PROMPT)
+        request = Request(PROMPT)
+        engine.scheduler.begin(request)
+        found = engine.look(request)
+        engine.allocate(request)
+        engine.scheduler.allocated(request, engine.tables[request.request_id], found)
+        assert not engine.scheduler.finish(request)  # vLLM keeps its blocks by itself
+        assert engine.scheduler._requests
+        assert not engine.load(request)
+        assert not engine.scheduler._requests
+        assert engine.ask(PROMPT) == 48
+
+
+def test_a_reset_is_of_this_launch_alone(segment_name: str) -> None:
+    with Engine(segment_name, "a_dp0") as one, Engine(segment_name, "other") as other:
+        one.ask(PROMPT)
+        running = Request(list(range(300, 340)))
+        one.admit(running)
+        one.compute(running, BLOCK)  # with the old weights, and the rest with the new ones
+        assert one.scheduler.reset()
+        one.compute(running)
+        assert one.ask(PROMPT) == 0  # saved again, with the new weights
+        assert one.ask(PROMPT) == 48
+        assert other.ask(PROMPT) == 48  # with the old ones
+        one.end(running)
+        one.idle()
+        with Engine(segment_name, "a_dp1") as second:
+            assert second.ask(PROMPT) == 48
+            second.scheduler.reset()
+            assert second.ask(PROMPT) == 48
+            assert second.ask(running.all_token_ids) == 0
+
+
+def test_a_reset_that_keeps(segment_name: str) -> None:
+    with Engine(segment_name, on_reset="keep") as engine:
+        engine.ask(PROMPT)
+        assert engine.scheduler.reset()
+        assert engine.ask(PROMPT) == 48
+
+
+def test_a_cache_that_is_disabled_is_a_miss(
+    segment_name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightcache.connectors.vllm.scheduler.REST", 0.0)
+    with Engine(segment_name) as engine:
+        engine.ask(PROMPT)
+        _switch(segment_name, None, 1)
+        assert engine.ask(PROMPT) == 0
+        assert engine.ask(PROMPT) == 0
+        assert len([text for text in warnings_of(caplog) if "scheduler" in text]) == 1
+        _switch(segment_name, None, 0)
+        assert engine.ask(PROMPT) == 48
+
+
+def test_a_cache_that_was_removed_comes_back(
+    segment_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Engine(segment_name) as engine:
+        engine.ask(PROMPT)
+        Segment.unlink(segment_name, force=True)
+        assert engine.ask(PROMPT) == 0
+        found = 0
+        while not found:
+            found = engine.ask(PROMPT)
+        assert found == 48
+        assert len([text for text in warnings_of(caplog) if "removed" in text]) == 1
+
+
+def test_a_full_cache_is_a_miss(segment_name: str) -> None:
+    with Engine(segment_name) as engine, Cache.attach(segment_name) as other:
+        with other.index.allocate(other.pages):
+            assert engine.ask(PROMPT) == 0
+            assert engine.ask(PROMPT) == 0
+        assert engine.workers[0].take_figures()["absent_pages"] == 12
+        engine.ask(PROMPT)
+        assert engine.ask(PROMPT) == 48
+
+
+@pytest.mark.slow
+def test_what_was_stored_is_read_after_all_have_gone(segment_name: str, tmp_path: Path) -> None:
+    url = f"disk:{tmp_path}?capacity=64MiB"
+    with Engine(segment_name, storage=url) as engine:
+        engine.ask(PROMPT)
+    Segment.unlink(segment_name)
+    with Engine(segment_name, storage=url) as engine:
+        request = Request(PROMPT)
+        engine.scheduler.begin(request)
+        found = engine.look(request)
+        assert found == 48
+        assert engine.scheduler.sources(request, found) == (0, 48)
+        engine.scheduler.finish(request)
+        assert engine.ask(PROMPT) == 48
+
+
+@pytest.mark.slow
+def test_a_storage_is_not_waited_for_when_computing_is_faster(
+    segment_name: str, tmp_path: Path
+) -> None:
+    url = f"disk:{tmp_path}?capacity=64MiB"
+    with Engine(segment_name, storage=url, prefill_tokens_per_s=1e12) as engine:
+        request = Request(PROMPT)
+        engine.scheduler.begin(request)
+        engine.scheduler.look(request, 0)
+        assert engine.scheduler.look(request, 0) == (0, False)
+
+
+def test_ranks_on_other_hosts_and_reasons_are_said_once(
+    segment_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from dataclasses import replace
+
+    with Engine(segment_name) as engine:
+        hello = engine.workers[0].hello()
+        for hellos, words in (
+            ([hello, replace(hello, rank=1, host="elsewhere")], "other nodes"),
+            ([replace(hello, place=None, why="windows")], "windows"),
+        ):
+            fresh = Engine.__new__(Engine)
+            scheduler = type(engine.scheduler)(engine.scheduler.options, BLOCK, "x")
+            scheduler.connect(hellos)
+            fresh.scheduler = scheduler
+            assert scheduler.look(Request(PROMPT), 0) == (0, False)
+            assert len([text for text in warnings_of(caplog) if words in text]) == 1
+
+
+def test_names_of_a_launch() -> None:
+    assert launch_of("a_dp0") == launch_of("a_dp3") == launch_of("a")
+    assert launch_of("a") != launch_of("b")
+    assert team_of("a_dp0") != team_of("a_dp1")

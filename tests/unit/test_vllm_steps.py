@@ -1,0 +1,128 @@
+"""What the scheduler's half of the connector for vLLM does in a step and what it leaves out, and its
+benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lightcache.connectors.vllm import scheduler
+from lightcache.connectors.vllm.messages import Report
+from lightcache.errors import ConfigError
+from lightcache_bench import vllm
+from lightcache_bench._vllm_stand_in import Request, Scheduler, schedulers
+
+PAGE = 4
+PROMPT = [*range(100, 100 + 5 * PAGE), 0]
+
+
+@pytest.fixture
+def one() -> Iterator[Scheduler]:
+    with schedulers(1, 1, 256, PAGE) as (made,):
+        yield made
+
+
+@pytest.fixture
+def plans(one: Scheduler, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The requests that were planned."""
+    seen: list[str] = []
+    plan = type(one.cache.index).plan
+
+    def noted(index: Any, request: str, *arguments: Any, **more: Any) -> int:
+        seen.append(request)
+        return plan(index, request, *arguments, **more)
+
+    monkeypatch.setattr(type(one.cache.index), "plan", noted)
+    return seen
+
+
+def waiting(one: Scheduler, count: int) -> list[Request]:
+    made = [Request(f"waiting {number}", PROMPT) for number in range(count)]
+    for request in made:
+        one.half.begin(request)
+        assert one.half.look(request, 0) == (5 * PAGE, True)
+    return made
+
+
+def test_an_answer_stands_for_a_while(one: Scheduler, plans: list[str]) -> None:
+    one.serve(Request("first", PROMPT))
+    (request,) = waiting(one, 1)
+    plans.clear()
+    assert one.half.look(request, 0) == (5 * PAGE, True)
+    assert plans == []
+    assert one.half.look(request, PAGE) == (4 * PAGE, True)  # of other tokens it is another one
+    one.now += 2 * scheduler.ASK
+    assert one.half.look(request, PAGE) == (4 * PAGE, True)
+    assert len(plans) == 2
+
+
+def test_few_answers_are_renewed_in_a_step(one: Scheduler, plans: list[str]) -> None:
+    one.serve(Request("first", PROMPT))
+    requests = waiting(one, 2 * scheduler.RENEWALS)
+    one.step({}, {})
+    plans.clear()
+    one.now += 1.0
+    for request in requests:
+        assert one.half.look(request, 0) == (5 * PAGE, True)
+    assert plans == [request.request_id for request in requests[: scheduler.RENEWALS]]
+    one.now += 2 * scheduler.OLDEST
+    plans.clear()
+    for request in requests:
+        one.half.look(request, 0)
+    assert len(plans) == len(requests)
+
+
+def test_an_answer_ends_with_its_plan(one: Scheduler) -> None:
+    one.serve(Request("first", PROMPT))
+    reset, taken = waiting(one, 2)
+    one.half.allocated(taken, list(range(9)), 5 * PAGE)
+    assert len(one.step({taken.request_id: taken}, {}).loads) == 1
+    one.half.reset()
+    assert one.half.look(reset, 0) == (0, False)
+
+
+def test_each_page_is_offered_once_and_again_after_a_preemption(one: Scheduler) -> None:
+    request = Request("first", PROMPT, blocks=list(range(9)))
+    running = {"first": request}
+    one.half.begin(request)
+    offered = []
+    for tokens in (PAGE, PAGE - 1, 1, 3 * PAGE + 1, 1, 1):
+        orders = one.step(running, {"first": tokens})
+        offered.append([len(order.blocks) for order in orders.saves])
+    assert offered == [[1], [], [1], [3], [], []]
+    request.num_computed_tokens = 0
+    again = one.half.orders(vllm.Output({}, {"first"}), lambda identity: running[identity].blocks)
+    assert len(again.settle) == 3
+    # Nothing of it was published: the jobs have ended, and all pages are offered once more.
+    one.half.report(Report(saved=dict.fromkeys(again.settle, 1)), ())
+    (order,) = one.step(running, {"first": len(PROMPT)}).saves
+    assert len(order.blocks) == 5
+
+
+def test_parts() -> None:
+    with pytest.raises(ConfigError, match="expected parts such as 1,2 of 1 to 5, found '6'"):
+        next(vllm.rows(True, only="6"))
+    with pytest.raises(ConfigError, match="part 3 needs a trace"):
+        next(vllm.rows(True, only="3"))
+
+
+def test_one_pool_finds_more_than_a_pool_each() -> None:
+    requests = [[conversation, conversation + 1, 7 + turn] for turn in range(4)
+                for conversation in range(10, 40, 2)]  # fmt: skip
+    routes = [number % vllm.ENGINES for number in range(len(requests))]
+    one = vllm.replay(requests, routes, 1, 400)
+    each = vllm.replay(requests, routes, vllm.ENGINES, 400)
+    assert one == 15 * 3 * 2
+    assert each < one
+
+
+@pytest.mark.slow
+def test_steps() -> None:
+    rows = list(vllm.steps(True))
+    assert [row.name for row in rows][::2] == [
+        "step, 64 running, 64 waiting",
+        "step, 64 running, 0 % hits",
+    ]
+    assert all(row.value > 0 for row in rows)
