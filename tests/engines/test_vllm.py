@@ -218,7 +218,7 @@ def test_what_is_stored_outlives_all(engines: Engines) -> None:
 
 def test_one_rank_reads_what_two_have_written(engines: Engines) -> None:
     Segment.unlink(NAME)
-    how = json.dumps({"name": NAME, "size": "64MiB"})  # with pages of several blocks
+    how = json.dumps({"name": NAME, "size": "64MiB", "blocks_per_page": 4})
     two = engines.start(how, ranks=2)
     some = MANY[:10]
     until(lambda: max(two("ask", prompts=some)["cached"][:1]))
