@@ -543,19 +543,24 @@ _SUPERSEDED = (
 
 class PathBound:
     """Bounds the checkpoints of one path: the first ones beyond it are superseded, but never forks,
-    the last, or checkpoints in use, and the newest last. On the device they are evicted, since a
-    slot is needed at once. On the host they stay, as the first to be evicted: until then a prompt
-    may continue from them, and one that does makes them ordinary checkpoints again. The process
-    that adds a checkpoint enforces the bound on the path it knows; continuations by other keys are
-    bounded when a checkpoint is added there."""
+    the last, or checkpoints in use, and the newest last. They stay, as the first to be evicted:
+    until then a prompt may continue from them, and one that does makes them ordinary checkpoints
+    again. Where the device is written back, its own go at once, or they would be copied to the host
+    before. The process that adds a checkpoint enforces the bound on the path it knows;
+    continuations by other keys are bounded when a checkpoint is added there."""
 
     def __init__(
-        self, most: int | None, counts: Counts, parting: Callable[[Path], Pages] | None = None
+        self,
+        most: int | None,
+        counts: Counts,
+        parting: Callable[[Path], Pages] | None = None,
+        stay: bool = True,
     ) -> None:
         """No fork is known.
 
         Args:
             most: maximum on one path of either tier; None: no bound.
+            stay: whether those of the device stay as well.
             parting: see `Checkpoints`.
 
         Raises:
@@ -564,6 +569,7 @@ class PathBound:
         self._most = None if most is None else _arguments.count(most, "most", 1, 1 << 20)
         self._counts = counts
         self._parting = parting
+        self._stay = stay
         self._parted: OrderedDict[bytes, None] = OrderedDict()
         """Keys at which prompts diverge."""
 
@@ -581,7 +587,8 @@ class PathBound:
                 self._enforce(index, path, tier, count, self._most)
 
     def _enforce(self, index: StateIndex, path: Path, tier: Tier, count: int, most: int) -> None:
-        space, keys, stay = path.space.of(tier), path.keys, tier is Tier.HOST
+        space, keys = path.space.of(tier), path.keys
+        stay = tier is Tier.HOST or self._stay
         present = _standing(index, keys, space, most + _SUPERSEDED if stay else len(keys))
         excess = len(present) - most
         if excess <= 0:
@@ -734,7 +741,8 @@ class Checkpoints:
         self.traffic = StateTransfers(self, backend, time_limit)
         self._planned: dict[Hashable, Tier] = {}
         self.most = most
-        self._bound = PathBound(most, self.counts, parting)
+        back = self.write is WritePolicy.BACK and host is not None
+        self._bound = PathBound(most, self.counts, parting, stay=not back)
         self.loose: list[int] = []
         """Slots without an owner: on their way to a key, or to be freed. A slot enters in the
         instruction in which it leaves its owner. What an interrupt has left here is freed by the

@@ -83,7 +83,8 @@ class Agreement(MachineBase):
             page.gen = found.gen  # type: ignore[attr-defined]
             if found.tick != page.tick:  # found pinned when something was evicted: as used then
                 assert found.tick > page.tick
-                assert self.model.pinned(number) or page.space.minimum
+                least = page.space.minimum or self.model.minimums.get(page.group)
+                assert self.model.pinned(number) or least
                 assert page.state == "ready"
                 page.tick = found.tick
 

@@ -23,6 +23,7 @@ from lightcache import (
     LeaseLost,
     PageIndex,
 )
+from lightcache.runs import Run
 
 
 class ClientRules(MachineBase):
@@ -71,7 +72,7 @@ class ClientRules(MachineBase):
     # ---- rare: one rule, so that the others make up most of a run
 
     @rule(
-        what=st.sampled_from(["attach", "close", "clear", "namespace", "reap", "repair"]),
+        what=st.sampled_from(["attach", "close", "clear", "namespace", "group", "reap", "repair"]),
         number=pick,
         where=pick,
         name=st.sampled_from(NAMES),
@@ -95,6 +96,9 @@ class ClientRules(MachineBase):
             self.clear(number, where)
         elif what == "namespace":
             self.namespace(number, name, quota, minimum)
+        elif what == "group":
+            group = where % 3
+            self.group_minimum(number, Run(group, 2 if group == 2 else 1), minimum or 0)
         elif what == "reap":
             assert self.client(number).index.reap() == 0
         else:

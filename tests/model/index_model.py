@@ -109,6 +109,8 @@ class Model:
         """Pages without a key, and the slot of who holds them."""
         self.pins: Counter[tuple[int | str, int]] = Counter()
         self.spaces: list[CacheScope] = [CacheScope("", "", 0)]
+        self.minimums: dict[int, int] = {}
+        """By group."""
         self.writings: list[Writing] = []
         self.handoffs: list[Handoff] = []
 
@@ -198,20 +200,33 @@ class Model:
         """Every queued page stands where its tick says."""
         return not any(page.tick < page.parked for page in self.named())
 
-    def promises(self, by: CacheScope | None) -> bool:
-        """Room that is made for `by` has to leave somebody a minimum."""
-        return any(s.open and s.minimum and s is not by for s in self.spaces)
+    def group_pages(self, group: int) -> int:
+        return sum(p.group == group for p in self.named())
 
-    def keeps_promises(self, gone: set[Page], by: CacheScope | None) -> None:
+    def promises(self, by: CacheScope | None, group: int | None = None) -> bool:
+        """Room that is made for `by`, and for pages of `group`, has to leave somebody a minimum."""
+        groups = any(least and number != group for number, least in self.minimums.items())
+        return groups or any(s.open and s.minimum and s is not by for s in self.spaces)
+
+    def keeps_promises(
+        self, gone: set[Page], by: CacheScope | None, group: int | None = None
+    ) -> None:
         """After pages have gone to make room."""
         for space in {page.space for page in gone} - {by}:
             if self.space_pages(space) < space.minimum:
                 raise Violation(f"{space} has {self.space_pages(space)} pages left")
+        paid = {page.group for page in gone if by is not None and by.quota and page.space is by}
+        for number in {page.group for page in gone} - {group} - paid:
+            if self.group_pages(number) < self.minimums.get(number, 0):
+                raise Violation(f"group {number} has {self.group_pages(number)} pages left")
 
-    def nothing_can_go(self, since: int, by: CacheScope | None) -> None:
+    def nothing_can_go(self, since: int, by: CacheScope | None, group: int | None = None) -> None:
         """All that is left is pinned, kept, used since, or promised to somebody else."""
         for page in self.named():
             if not self.queued(page) or not self.removable(page, since):
+                continue
+            least = 0 if page.group == group else self.minimums.get(page.group, 0)
+            if self.group_pages(page.group) <= least and least:
                 continue
             if page.space is by or self.space_pages(page.space) > page.space.minimum:
                 raise Violation(f"{page} could have gone")

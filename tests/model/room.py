@@ -21,6 +21,7 @@ from lightcache import (
     Lease,
     LeaseLost,
 )
+from lightcache.runs import Run
 
 
 class RoomRules(MachineBase):
@@ -110,6 +111,9 @@ class RoomRules(MachineBase):
             for space in {page.space for page in pages}:
                 listed = sum(page.space is space for page in pages)
                 assert model.space_pages(space) - listed >= space.minimum
+            for group in {page.group for page in pages}:
+                listed = sum(page.group == group for page in pages)
+                assert model.group_pages(group) - listed >= model.minimums.get(group, 0)
         elif len(pages) < n:
             assert not [p for p in may - set(pages) if model.queued(p)], "more could go"
         if len(pages) == n and n and in_order and not model.promises(None):
@@ -165,9 +169,21 @@ class RoomRules(MachineBase):
         quota = quota if quota is not None else space.quota if space else 0
         minimum = minimum if minimum is not None else space.minimum if space else 0
         others = sum(s.minimum for s in self.model.spaces if s.open and s is not space)
+        others += sum(self.model.minimums.values())
         return not minimum or (
             (not quota or minimum <= quota) and others + minimum <= self.model.capacity
         )
+
+    def group_minimum(self, number: int, run: Run, pages: int) -> None:
+        index, model = self.client(number).index, self.model
+        least = -(-pages // run.parts) * run.parts
+        others = sum(s.minimum for s in model.spaces if s.open)
+        others += sum(each for group, each in model.minimums.items() if group != run.group)
+        if others + least > model.capacity:
+            self.expect_lost(lambda: index.set_minimum(run, pages), ConfigError)
+            return
+        index.set_minimum(run, pages)
+        model.minimums[run.group] = least
 
     def namespace(
         self, number: int, name: tuple[str, str], quota: int | None, minimum: int | None

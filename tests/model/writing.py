@@ -318,17 +318,17 @@ class WritingRules(MachineBase):
             model.settle()
         gone = self.evicted()
         if run.group and len(got.missing):
-            self.settle_nothing(client, space, status, numbers, got, gone, since)
+            self.settle_nothing(client, space, status, numbers, got, gone, since, run.group)
             return
         made = iter(got.pages.tolist())
         writing: Writing | None = None
         stopped = False
         exact = not space.quota and not self.chains_may_fill(rest) and model.in_order()
         # A call that meets a doomed page that is pinned evicts instead of looking for another.
-        exact = exact and not model.promises(space) and not model.pinned_doomed()
+        exact = exact and not model.promises(space, run.group) and not model.pinned_doomed()
         if not exact:
             model.evict_legally(gone, since)
-            model.keeps_promises(gone, space)
+            model.keeps_promises(gone, space, run.group)
             gone = set()
         for begin in range(0, len(rest), BATCH):
             batch = range(begin, min(begin + BATCH, len(rest)))
@@ -398,7 +398,7 @@ class WritingRules(MachineBase):
         ]
         assert (got.why != "") == bool(expected[MISSING])
         if got.why.startswith("every page") and not space.quota:
-            model.nothing_can_go(since, space)
+            model.nothing_can_go(since, space, run.group)
         held = [n for n, s in zip(numbers, status, strict=True) if s in (NEW, PRESENT)]
         self.held.append(Held(client, got, held, writing))
 
@@ -411,11 +411,12 @@ class WritingRules(MachineBase):
         got: Reservation,
         gone: set[Page],
         since: int,
+        group: int,
     ) -> None:
         """Not all of a run found room: none of it was made, and what was there is pinned."""
         model = self.model
         model.evict_legally(gone, since)
-        model.keeps_promises(gone, space)
+        model.keeps_promises(gone, space, group)
         assert not len(got.pages)
         assert got.why
         for number, page in enumerate(self.view.pages()):

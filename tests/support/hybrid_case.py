@@ -306,11 +306,17 @@ class HybridWorld:
             found[tier.value] = [n * self.hybrid.parts.step for n in at]
         return found
 
-    def superseded(self, what: Any) -> list[int]:
-        """Positions of a prompt's checkpoints on the host that are the first to be evicted."""
-        path, states = self.path(as_prompt(what)), self.checkpoints.host_states
+    def ordinary(self, what: Any) -> list[int]:
+        """Positions of a prompt's checkpoints on the device that are not superseded."""
+        first = self.superseded(what, Tier.DEVICE)
+        return [n for n in self.there(what)["device"] if n not in first]
+
+    def superseded(self, what: Any, tier: Tier = Tier.HOST) -> list[int]:
+        """Positions of a prompt's checkpoints in a tier that are the first to be evicted."""
+        path = self.path(as_prompt(what))
+        states = self.checkpoints.host_states if tier is Tier.HOST else self.checkpoints.slots
         assert states is not None
-        run = self.checkpoints.run
+        run = self.checkpoints.run if tier is Tier.HOST else PLAIN
         index = states.index if isinstance(states, GroupIndex) else states
         first = IndexView(index).goes_first()
         keys = [tuple(key) for key in run.last(path.keys).tolist()]

@@ -97,14 +97,27 @@ def test_at_most_so_many_on_a_path(hybrids: Any, states: dict[str, Any]) -> None
     world.save(prompt, 8, 16)
     assert world.there(prompt) == {"device": [8, 16], "host": [8, 16]}
     world.save(prompt, 24)
-    assert world.there(prompt) == {"device": [16, 24], "host": [8, 16, 24]}
-    assert world.superseded(prompt) == [8]
+    assert world.there(prompt) == {"device": [8, 16, 24], "host": [8, 16, 24]}
+    assert world.superseded(prompt) == world.superseded(prompt, Tier.DEVICE) == [8]
     world.save(prompt, 32)
-    assert world.there(prompt) == {"device": [24, 32], "host": [8, 16, 24, 32]}
-    assert world.superseded(prompt) == [8, 16]
+    assert world.there(prompt) == {"device": [8, 16, 24, 32], "host": [8, 16, 24, 32]}
+    assert world.superseded(prompt) == world.superseded(prompt, Tier.DEVICE) == [8, 16]
     assert world.there(other) == {"device": [8], "host": [8]}
     assert world.superseded(other) == []
     assert world.checkpoints.stats().bounded == 4
+    for left in ([16, 24, 32], [24, 32]):  # before what is older
+        world.slots.evict(1)
+        assert world.there(prompt)["device"] == left
+    assert world.there(other)["device"] == [8]
+
+
+def test_what_is_superseded_goes_at_once_where_the_device_is_written_back(hybrids: Any) -> None:
+    """It would be copied to the host before its slot is free."""
+    world = hybrids(states={"most": 2, "write": WritePolicy.BACK, "low_water": 0})
+    prompt = Prompt(tokens(41))
+    world.save(prompt, 8, 16, 24)
+    assert world.there(prompt) == {"device": [16, 24], "host": []}
+    assert world.checkpoints.stats().bounded == 1
 
 
 def test_what_the_bound_supersedes_on_the_host_goes_first(hybrids: Any) -> None:
@@ -158,12 +171,12 @@ def test_the_bound_looks_behind_the_new_one(hybrids: Any) -> None:
     world = hybrids(states={"most": 2})
     prompt = Prompt(tokens(62))
     world.save(prompt, 40, 60, 24)
-    assert world.there(prompt) == {"device": [24, 60], "host": [24, 40, 60]}
-    assert world.superseded(prompt) == [40]
+    assert world.there(prompt)["host"] == [24, 40, 60]
+    assert world.superseded(prompt) == world.superseded(prompt, Tier.DEVICE) == [40]
     world = hybrids(states={"most": 1})
     world.save(prompt, 60, 24)  # the deepest stays, so the new one goes
-    assert world.there(prompt) == {"device": [60], "host": [24, 60]}
-    assert world.superseded(prompt) == [24]
+    assert world.there(prompt)["host"] == [24, 60]
+    assert world.superseded(prompt) == world.superseded(prompt, Tier.DEVICE) == [24]
 
 
 @pytest.mark.parametrize("between", [False, True])
@@ -179,7 +192,7 @@ def test_a_bound_of_one_keeps_the_last_and_where_prompts_part(hybrids: Any, betw
         prompt = Prompt([*prompt.tokens, *tokens(40, seed)])
         found.append(world.run(prompt, prompt).usable)
     assert found[4:] == [64, 112]
-    assert world.there(prompt)["device"] == [48, 144]
+    assert world.ordinary(prompt) == [48, 144]
 
 
 def test_the_bound_knows_the_request_s_own_path(hybrids: Any) -> None:
@@ -190,13 +203,14 @@ def test_the_bound_knows_the_request_s_own_path(hybrids: Any) -> None:
     assert world.begin("a", prompt, limit=30).branching == 24
     world.step("a", 30)
     world.hybrid.release("a")
-    assert world.there(prompt) == {"device": [24, 56], "host": [24, 40, 56]}
+    assert world.ordinary(prompt) == [24, 56]
     assert world.superseded(prompt) == [40]
     # Who does not know how it goes on does not see what lies there; the next one to add one does.
     world.save(Prompt(prompt.tokens[:12]), 8)
-    assert world.there(prompt)["device"] == [8, 24, 56]
-    world.save(prompt, 48)
-    assert world.there(prompt)["device"] == [24, 56]
+    assert world.ordinary(prompt) == [8, 24, 56]
+    world.save(prompt, 48)  # two hang on 40 now, which so counts as a fork
+    assert world.ordinary(prompt) == [24, 40, 56]
+    assert world.superseded(prompt, Tier.DEVICE) == [8, 48]
 
 
 def test_the_bound_spares_forks(hybrids: Any) -> None:
@@ -204,15 +218,15 @@ def test_the_bound_spares_forks(hybrids: Any) -> None:
     stem = tokens(16)
     one, other = (Prompt([*stem, *tokens(40, seed)]) for seed in (1, 2))
     world.save(one, 8, 16, 24)
-    assert world.there(one)["device"] == [16, 24]
+    assert world.ordinary(one) == [16, 24]
     world.save(other, 24)
-    assert world.there(other)["device"] == [16, 24]
+    assert world.ordinary(other) == [16, 24]
     for position in (32, 40, 48):  # what hangs on the fork goes, and it stays
         world.save(one, position)
-        assert world.there(one)["device"] == [16, position]
+        assert world.ordinary(one) == [16, position]
         assert world.superseded(one) == [8, *range(24, position, 8)]
     world.save(other, 32)
-    assert world.there(other)["device"] == [16, 32]
+    assert world.ordinary(other) == [16, 32]
     assert world.superseded(other) == [8, 24]
 
 
@@ -239,8 +253,10 @@ def test_the_bound_spares_what_is_in_use(hybrids: Any) -> None:
     world.save(prompt, 8, 16)
     assert world.plan(prompt, "a", limit=10).usable == 8
     world.save(prompt, 24)
-    assert world.there(prompt)["device"] == [8, 24]
+    assert world.superseded(prompt, Tier.DEVICE) == []
     world.hybrid.cancel("a")
+    world.save(prompt, 32)
+    assert world.superseded(prompt, Tier.DEVICE) == [8, 16]
 
 
 def test_to_the_host_when_room_is_needed(hybrids: Any) -> None:
