@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, LightcacheError, NotInstalled
-from lightcache.kernels.groups import Rule
+from lightcache.groups import Rule
 from lightcache.manager.blocks import DeviceTier
 from lightcache.manager.stats import ManagerStats
 from lightcache.page_index import PageIndex

@@ -12,8 +12,9 @@ class Place:
     """The cache that all halves of an engine open, as a worker has found it out from its tensors.
     Two engines share pages exactly if theirs are equal."""
 
-    name: str
-    family: str
+    name: str | None
+    """None: the model's default name."""
+    model: str
     fingerprint: str
     page_bytes: int
     page_tokens: int

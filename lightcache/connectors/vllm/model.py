@@ -13,7 +13,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightcache import cache_name
 from lightcache.connectors.vllm.messages import Place
 from lightcache.connectors.vllm.options import Options
 from lightcache.errors import ConfigError
@@ -109,12 +108,10 @@ def describe(
         *_layout_facts(vllm_config, layers, tokens),
         geometry.fingerprint(),
     ]
-    fingerprint = " ".join(facts)
-    family = model_name(vllm_config)
     place = Place(
-        name=options.name or cache_name(family, fingerprint),
-        family=family,
-        fingerprint=fingerprint,
+        name=options.name,
+        model=model_name(vllm_config),
+        fingerprint=" ".join(facts),
         page_bytes=geometry.part_bytes,
         page_tokens=geometry.page_tokens,
     )

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightcache._arguments import count, parse_size
 from lightcache.errors import ConfigError
-from lightcache.hashing import load_or_create_secret
 from lightcache.namespaces import NAME_BYTES
 from lightcache.pool import Numa, check_numa
 
@@ -23,7 +21,8 @@ class Options:
     """Each has a default, so `{}` is a configuration."""
 
     size: int | str = "8GiB"
-    """Memory for pages, of a new cache: bytes, or with a unit. An existing cache keeps its own."""
+    """Memory for pages: bytes, or with a unit. An existing cache with a default name keeps its own;
+    under a given `name` it must be equal."""
     name: str | None = None
     """Of the cache. None: the model's name and a digest of what decides the bytes of a page, so
     engines whose pages differ never meet."""
@@ -46,7 +45,8 @@ class Options:
     engines whose weights never change."""
     secret_file: str | None = None
     """File of the secret that keys are made with. Engines share pages only if it is the same: mount
-    one into all containers. None: ~/.local/share/lightcache/secret."""
+    one into all containers. None: that of LIGHTCACHE_SECRET_FILE, or that of
+    ~/.local/share/lightcache/secret."""
     numa: Numa = None
     """Where the pool's memory lies: "interleave" or a node; see `Cache.create`."""
     pool_path: str | None = None
@@ -108,12 +108,6 @@ class Options:
                 raise ConfigError(f"storage: expected a URL or a list of URLs, found {urls!r}")
             values["storage"] = tuple(listed)
         return cls(**values)
-
-    def secret(self) -> bytes | None:
-        """The secret of `secret_file`; None: that of the default file."""
-        if self.secret_file is None:
-            return None
-        return load_or_create_secret(Path(self.secret_file).expanduser())
 
 
 __all__ = ["LoadFailure", "OnReset", "Options"]

@@ -347,9 +347,9 @@ class SchedulerHalf:
         if self._rest_until:
             self._rest_until = 0.0
             self.voice.well()
-        if found < limit and opened.tier is not None and not ended:
-            if self._reading(state, opened, found, limit):
-                return None, False
+        may_read = found < limit and opened.tier is not None and not ended
+        if may_read and self._reading(state, opened, found, limit):
+            return None, False
         tokens = max(0, found * self._page - computed)
         if not tokens:
             self._cancel(state, opened)
@@ -659,8 +659,8 @@ def open_cache(
         page_bytes=place.page_bytes,
         page_tokens=place.page_tokens,
         fingerprint=place.fingerprint,
-        family=place.family,
-        secret=options.secret(),
+        model=place.model,
+        secret_file=options.secret_file,
         lifetime="persistent" if options.idle_limit is None else None,
         idle_limit=options.idle_limit,
         numa=options.numa,
