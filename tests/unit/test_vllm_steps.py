@@ -1,4 +1,4 @@
-"""What the scheduler's half of the connector for vLLM does in a step and what it leaves out, and its
+"""What the scheduler's half of the connector for vLLM does in a step, and what it leaves out; its
 benchmark."""
 
 from __future__ import annotations
