@@ -69,7 +69,7 @@ class Told:
     """A program that does what lines of JSON say, and answers each with a line."""
 
     def __init__(self, engine: str, home: Path, *arguments: str) -> None:
-        self._errors = (home / "errors").open("a+")
+        self._errors = (home / "errors").open("a")
         self._process = subprocess.Popen(
             command(f"{engine}_engine.py", *arguments),
             cwd=home,
@@ -87,8 +87,8 @@ class Told:
         for line in self._process.stdout:
             if line.startswith(word):
                 return line.removeprefix(word)
-        self._errors.seek(0)
-        raise AssertionError(f"it ended before {word}: {self._errors.read()[-8000:]}")
+        said = Path(self._errors.name).read_text()
+        raise AssertionError(f"it ended before {word}: {said[-8000:]}")
 
     def begin(self, do: str, **how: Any) -> None:
         """Ask, and do not wait."""
@@ -105,12 +105,20 @@ class Told:
         with contextlib.suppress(ProcessLookupError):  # engines leave children
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self.close()
+
+    def close(self) -> None:
+        for file in (self._process.stdin, self._process.stdout, self._errors):
+            if file is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    file.close()
 
     def end(self) -> None:
         """Let it leave."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         assert self._process.wait(120) == 0
+        self.close()
 
 
 @pytest.fixture(scope="module")

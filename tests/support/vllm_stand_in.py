@@ -58,7 +58,14 @@ def computed(tokens: list[int], layer: int) -> Any:
 class Engine:
     """One engine: a scheduler's half, and a worker's half for each rank."""
 
-    def __init__(self, name: str, identity: str = "engine", ranks: int = 1, **options: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        identity: str = "engine",
+        ranks: int = 1,
+        device: str = "cpu",
+        **options: Any,
+    ) -> None:
         given = Options.of({"size": "1MiB", "name": name, "blocks_per_page": 2, **options})
         tokens = BLOCK * (given.blocks_per_page or 1)
         group = KVGroup.attention(
@@ -79,7 +86,7 @@ class Engine:
         for rank in range(ranks):
             mine = Shard(geometry, rank, ranks)
             shape = (BLOCKS, max(1, HEADS // ranks), BLOCK, WIDTH)
-            tensors = {layer: np.zeros(shape, np.uint8) for layer in range(LAYERS)}
+            tensors = {layer: self.zeros(shape, device) for layer in range(LAYERS)}
             planes = layouts.vllm(mine, GROUP, tensors, axes="bhnc")
             worker = WorkerHalf(given, launch_of(identity), team_of(identity), rank)
             worker.register(Format(place, geometry, mine, planes, BLOCK, ranks))
@@ -89,6 +96,14 @@ class Engine:
         self.free = list(range(1, BLOCKS))
         self.tables: dict[str, list[int]] = {}
         self.kept: set[str] = set()
+
+    @staticmethod
+    def zeros(shape: tuple[int, ...], device: str) -> Any:
+        if device == "cpu":
+            return np.zeros(shape, np.uint8)
+        import torch
+
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
 
     def close(self) -> None:
         """As vLLM's shutdown."""
@@ -238,7 +253,9 @@ class Engine:
             values = self.of_rank(request, rank, layer)
             for place in range(begin, end):
                 row = self.tensors[rank][layer][blocks[place // BLOCK], :, place % BLOCK]
-                row[:] = values[:, place]
+                row[:] = (
+                    values[:, place] if isinstance(row, np.ndarray) else _like(row, values, place)
+                )
 
     def of_rank(self, request: Request, rank: int, layer: int) -> Any:
         ranks = len(self.workers)
@@ -252,4 +269,11 @@ class Engine:
             values = self.of_rank(request, rank, layer)
             for place in range(request.num_computed_tokens):
                 found = self.tensors[rank][layer][blocks[place // BLOCK], :, place % BLOCK]
+                found = found if isinstance(found, np.ndarray) else found.cpu().numpy()
                 assert np.array_equal(found, values[:, place]), (rank, layer, place)
+
+
+def _like(row: Any, value: Any) -> Any:
+    import torch
+
+    return torch.from_numpy(np.ascontiguousarray(value)).to(row.device)
