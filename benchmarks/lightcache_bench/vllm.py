@@ -140,11 +140,12 @@ def long_prompt(quick: bool) -> Iterator[Row]:
         row = f"matched tokens, {name}"
         yield Row(row, shown, value, "ms", target=f"{target} ms", met=meets(value, target))
     if base is not None:
-        value, theirs_ms = median(times["first"]) / 1e3, median(base) / 1e3
-        ratio = theirs_ms / value
-        shown = {**params, "theirs_ms": round(theirs_ms, 3)}
-        name = "vLLM's CPUOffloadingManager.lookup for each block"
-        yield Row("matched tokens", shown, value, "ms", name, ratio, ">= 50", meets(ratio, ">= 50"))
+        name, limit = "vLLM's CPUOffloadingManager.lookup for each block", ">= 50"
+        shown = {**params, "theirs_ms": round(median(base) / 1e3, 3)}
+        for which in ("first", "again"):
+            ratio = median(base) / median(times[which])
+            value, row = median(times[which]) / 1e3, f"matched tokens, {which}, against vLLM"
+            yield Row(row, shown, value, "ms", name, ratio, limit, meets(ratio, limit))
 
 
 def vllms_manager(blocks: int) -> Callable[[int], None] | None:

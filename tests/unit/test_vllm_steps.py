@@ -1,5 +1,5 @@
-"""What the scheduler's half of the connector for vLLM does in a step and what it leaves out, and
-its benchmark."""
+"""What the scheduler's half of the connector for vLLM does in a step, and what it leaves out; its
+benchmark."""
 
 from __future__ import annotations
 

@@ -347,8 +347,8 @@ class SchedulerHalf:
         if self._rest_until:
             self._rest_until = 0.0
             self.voice.well()
-        may_read = found < limit and opened.tier is not None and not ended
-        if may_read and self._reading(state, opened, found, limit):
+        lacking = found < limit and opened.tier is not None and not ended
+        if lacking and self._reading(state, opened, found, limit):
             return None, False
         tokens = max(0, found * self._page - computed)
         if not tokens:
