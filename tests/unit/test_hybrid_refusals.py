@@ -52,6 +52,7 @@ def test_what_is_found() -> None:
         states.geometry.fingerprint(),
     ]
     assert pages.options == {
+        "model": "qwen3_next",
         "page_bytes": pages.geometry.page_bytes,
         "page_tokens": 8,
         "fingerprint": pages.fingerprint,

@@ -329,7 +329,7 @@ def test_what_makes_pages_differ() -> None:
         layer.swapped = True
     places = [place(*usual), place(*usual, blocks_per_page=1), place(*fp8), place(*swapped)]
     places += [*changed, place(*engine(2, layers=3)), place(*engine(4))]
-    assert len({each.name for each in places}) == len(places)
+    assert len({(each.model, each.fingerprint) for each in places}) == len(places)
 
 
 def test_a_backend_that_cannot_be_measured_is_named_by_release(
