@@ -26,7 +26,8 @@ class Handle(Protocol):
 
 
 T = TypeVar("T", bound=Handle)
-# What an opener has who gives none of it: then it takes what the first has.
+# What an opener has who gives none of it: then it takes what the first has. A role only names the
+# client, so that of the first stands.
 DEFAULTS: Mapping[str, Any] = {
     "role": "",
     "device": False,
@@ -59,7 +60,7 @@ class Opening:
         differences = [
             f"{item}: expected {value!r}, found {self._options[item]!r}"
             for item, value in options.items()
-            if value not in (DEFAULTS[item], self._options[item])
+            if item != "role" and value not in (DEFAULTS[item], self._options[item])
         ]
         if differences:
             raise ConfigError(

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -321,6 +322,7 @@ class PoolPin:
         """Pins nothing and loads no driver."""
         self._pool = pool
         self._pinned: PinnedPages | None = None
+        self._lock = threading.Lock()
         self.lent: object = None
         """The token under which the pool counts the pinned memory; see `HostPool.lend`."""
 
@@ -332,28 +334,34 @@ class PoolPin:
         chunk_bytes: int | None,
         grow_threads: int,
         progress: Callable[[int, int], None] | None,
+        shared: bool,
     ) -> PinnedPages:
-        """See `Cache.pin`."""
+        """See `Cache.pin`. `shared`: return what another handle has pinned."""
         from lightcache.kernels.pinned import CHUNK_BYTES as PIECE_BYTES
         from lightcache.kernels.pinned import PinnedPages
 
         _arguments.count(grow_threads, "grow_threads", 0, MAX_THREADS)
         if self._pool.readonly:
             check(Code.READONLY, "pin the pool")
-        if self._pinned is not None and not self._pinned.closed:
-            raise InUse("pin the pool: it is pinned already in this process; use that, or close it")
-        self.lent = object()
-        self._pinned = PinnedPages(
-            self._pool.lend(self.lent),
-            grown=lambda: self._pool.grown,
-            grow=(lambda: self._grow(grow_threads)) if grow_threads else None,
-            device=device,
-            driver=driver,
-            threads=threads,
-            chunk_bytes=PIECE_BYTES if chunk_bytes is None else chunk_bytes,
-            progress=progress,
-        )
-        return self._pinned
+        with self._lock:
+            if self._pinned is not None and not self._pinned.closed:
+                if shared:
+                    return self._pinned
+                raise InUse(
+                    "pin the pool: it is pinned already in this process; use that, or close it"
+                )
+            self.lent = object()
+            self._pinned = PinnedPages(
+                self._pool.lend(self.lent),
+                grown=lambda: self._pool.grown,
+                grow=(lambda: self._grow(grow_threads)) if grow_threads else None,
+                device=device,
+                driver=driver,
+                threads=threads,
+                chunk_bytes=PIECE_BYTES if chunk_bytes is None else chunk_bytes,
+                progress=progress,
+            )
+            return self._pinned
 
     def _grow(self, threads: int) -> int:
         return self._pool.grow(
@@ -755,7 +763,8 @@ class Cache:
                 with its pins, plans, tickets, default namespace, counters, pool and pinned memory.
                 Each closes its own handle; the last one leaves the cache, and until then a closed
                 handle is not told from an open one. Options that are left at their defaults are
-                those of the first opening; others must equal them. A forked child opens its own.
+                those of the first opening, and so is `role`; others must equal them. A forked child
+                opens its own.
             Otherwise as `create`.
 
         Raises:
@@ -1276,12 +1285,14 @@ class Cache:
 
         Raises:
             ConfigError: no such device, or counts out of range.
-            InUse: this object has pinned it already.
+            InUse: this object has pinned it already. Handles of one client (`shared=True`) get what
+                the first of them has pinned, with its options, instead.
             PermissionDenied: attached read-only.
             Detached: closed, replaced, or a forked child.
         """
         self.index.segment.check_usable()
-        return self._pin.make(device, driver, threads, chunk_bytes, grow_threads, progress)
+        shared = self.opening is not None
+        return self._pin.make(device, driver, threads, chunk_bytes, grow_threads, progress, shared)
 
     # ---- transfers
 

@@ -253,9 +253,8 @@ class Engine:
             values = self.of_rank(request, rank, layer)
             for place in range(begin, end):
                 row = self.tensors[rank][layer][blocks[place // BLOCK], :, place % BLOCK]
-                row[:] = (
-                    values[:, place] if isinstance(row, np.ndarray) else _like(row, values, place)
-                )
+                value = values[:, place]
+                row[:] = value if isinstance(row, np.ndarray) else _like(row, value)
 
     def of_rank(self, request: Request, rank: int, layer: int) -> Any:
         ranks = len(self.workers)

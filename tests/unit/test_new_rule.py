@@ -85,6 +85,7 @@ def test_a_scheduler(segment_name: str, sizes: tuple[int, int]) -> None:
     stats = engine.manage.window_stats()
     assert stats.groups[OVERLAP.name].storage_tokens == position - needed(position) // block * block
     engine.settle()
+    assert engine.tier._executor.wait_idle(60.0)
     engine.nothing_left()
     engine.close()
 

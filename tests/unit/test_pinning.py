@@ -43,6 +43,18 @@ def test_the_pool_of_a_cache(segment_name: str) -> None:
     assert driver.registered() == []
 
 
+def test_handles_of_one_client_pin_once(segment_name: str) -> None:
+    driver = FakeDriver()
+    first = Cache.open(segment_name, **ARGUMENTS, shared=True)
+    pinned = first.pin(driver=driver)
+    second = Cache.attach(segment_name, shared=True)
+    assert second.pin(driver=driver) is pinned
+    first.close()
+    pinned.wait(timeout=DEADLINE)
+    second.close()
+    assert pinned.closed
+
+
 def test_closing_order(segment_name: str) -> None:
     driver = FakeDriver()
     cache = Cache.create(segment_name, **ARGUMENTS)

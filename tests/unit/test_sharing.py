@@ -57,9 +57,12 @@ def test_two_halves_are_one_client(segment_name: str) -> None:
 def test_other_options_are_named(segment_name: str) -> None:
     with Cache.open(segment_name, **FORM, **OPTIONS) as first:
         words = (
-            r"role: expected 'worker', found 'engine'; grow: expected False, found True; give the"
+            "numa: expected 'interleave', found None; grow: expected False, found True; give the"
         )
-        refused(ConfigError, words, Cache.attach, segment_name, role="worker", grow=False, shared=1)
+        how = {"numa": "interleave", "grow": False}
+        refused(ConfigError, words, Cache.open, segment_name, **FORM, **how, shared=True)
+        with Cache.attach(segment_name, role="worker", shared=True) as second:
+            assert [client.role for client in second.clients()] == ["engine"]
         other = {**FORM, "page_tokens": 8, "pages": 9}
         words = "page_tokens: expected 8, found 4; pages: expected 9, found 8"
         refused(LayoutMismatch, words, Cache.open, segment_name, **other, shared=True)

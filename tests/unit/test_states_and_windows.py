@@ -38,9 +38,9 @@ class Model:
         }
         self.states = torch.zeros((8, 30), dtype=torch.float64)
         self.opened = open_hybrid(
-            f"{name}-pool",
             self.tensors["prefix"],
             {"conv": [self.states]},
+            name=f"{name}-pool",
             windows={WINDOW: self.tensors[WINDOW.name]},
             index=f"{name}-slots",
             model="m",
@@ -150,7 +150,7 @@ def test_windows_are_saved_where_states_are_and_nowhere_else(model: Model) -> No
     model.compute(budget=16)  # states of 16, 32 and 40
     (window,) = [each for each in model.opened.kv.cache.index.groups() if each.name == "window5"]
     run = model.hybrid.windows[0].run
-    assert window.ready == run.parts * 6  # two pages for each
+    assert window.pages == run.parts * 6  # two pages for each
 
 
 def test_the_position_is_the_deepest_that_all_groups_accept(model: Model) -> None:

@@ -8,13 +8,15 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.vllm_stand_in import BLOCK, Engine, Request
 
 from lightcache import Cache
+from lightcache.connectors.vllm import worker
 from lightcache.connectors.vllm.scheduler import launch_of, open_cache, team_of
-from lightcache.errors import LightcacheError
+from lightcache.errors import LightcacheError, NotReady
 from lightcache.shm import Segment
 from lightcache.tools.maintenance import _switch
 
@@ -178,6 +180,58 @@ def test_a_save_whose_blocks_were_freed_is_given_up(
         engine.idle()
         assert engine.ask(PROMPT) == 0
         assert engine.ask(PROMPT) == 48
+
+
+class Registering:
+    """A pool of which nothing is registered with the GPU's driver, until `done`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done = False
+        for name in ("Load", "Offload"):
+            begin = getattr(worker, name)
+            monkeypatch.setattr(worker, name, partial(self.check, begin))
+
+    def check(self, begin: Any, *arguments: Any, **named: Any) -> Any:
+        if not self.done:
+            raise NotReady("these pages are not registered yet")
+        return begin(*arguments, **named)
+
+
+def test_a_load_waits_for_pages_to_be_registered(
+    segment_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(segment_name) as first, Engine(segment_name, "other") as second:
+        first.ask(PROMPT)
+        first.idle()
+        driver = Registering(monkeypatch)
+        half = second.workers[0]
+        received = half.received
+
+        def step() -> set[str]:
+            driver.done |= bool(half._early)
+            return received()
+
+        monkeypatch.setattr(half, "received", step)
+        assert second.ask(PROMPT) == 48  # and what was loaded is compared
+        assert driver.done
+        assert not second.workers[0].figures["failed_loads"]
+        assert not second.workers[0].figures["errors"]
+
+
+def test_a_save_of_pages_that_are_not_registered_is_dropped(
+    segment_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(segment_name) as engine:
+        driver = Registering(monkeypatch)
+        assert engine.ask(PROMPT) == 0
+        engine.idle()
+        with Cache.attach(segment_name) as other:
+            report = other.check()
+            assert (report.ready, report.writing, report.pins) == (0, 0, 0)
+        driver.done = True
+        assert engine.ask([1, *PROMPT]) == 0
+        engine.idle()
+        assert engine.ask([1, *PROMPT]) == 48
 
 
 def test_a_request_whose_load_failed_is_computed_and_not_offered_again(

@@ -27,9 +27,10 @@ from lightcache.connectors.vllm.messages import Hello, LoadOrder, Orders, Report
 from lightcache.connectors.vllm.model import Format
 from lightcache.connectors.vllm.options import Options
 from lightcache.connectors.vllm.scheduler import START, open_cache, part_of, role_of
-from lightcache.errors import Abandoned, LeaseLost, LightcacheError, LockTimeout
+from lightcache.errors import Abandoned, LeaseLost, LightcacheError, LockTimeout, NotReady
 from lightcache.kernels.moves import Engine
 from lightcache.namespaces import Namespace
+from lightcache.page_transfers import begun_with
 
 SETTLE = 2.0
 """Seconds that a step waits for copies of blocks that were freed; then they are given up."""
@@ -97,6 +98,7 @@ class WorkerHalf:
         self._link: Link[Opened] | None = None
         self._told = ""
         self._loading: dict[str, tuple[Load, tuple[int, ...]]] = {}
+        self._early: list[LoadOrder] = []
         self._received: set[str] = set()
         self._bad: set[int] = set()
         self._report = Report()
@@ -204,23 +206,33 @@ class WorkerHalf:
         for identity, blocks in orders.lost:
             self._fail(identity, blocks)
         for order in orders.loads:
-            try:
-                self._loading[order.request] = self._begin_load(order), order.blocks
-            except Exception as error:
-                self._fail(order.request, order.blocks)
-                self.trouble("load", error)
+            self._try_load(order)
+
+    def _try_load(self, order: LoadOrder) -> None:
+        try:
+            self._loading[order.request] = self._begin_load(order), order.blocks
+        except NotReady:  # the driver still registers its pages: the next step asks again
+            self._early.append(order)
+        except Exception as error:
+            self._fail(order.request, order.blocks)
+            self.trouble("load", error)
 
     def _begin_load(self, order: LoadOrder) -> Load:
         opened = self._right(order.segment)
         pages = np.frombuffer(order.pages, np.int32)
         lease = opened.cache.index.pin(pages, np.frombuffer(order.generations, np.uint32))
-        return Load(
-            opened.reader,
-            lease,
-            self._slots(order.blocks),
-            first=order.first,
-            after=self._events(),
-        )
+        try:
+            return Load(
+                opened.reader,
+                lease,
+                self._slots(order.blocks),
+                first=order.first,
+                after=self._events(),
+            )
+        except BaseException:
+            if begun_with(lease) is None:
+                lease.release()
+            raise
 
     def _fail(self, identity: str, blocks: tuple[int, ...]) -> None:
         self._received.add(identity)
@@ -244,6 +256,9 @@ class WorkerHalf:
 
     def received(self) -> set[str]:
         """Requests whose load has ended, well or not."""
+        early, self._early = self._early, []
+        for order in early:
+            self._try_load(order)
         for identity, (load, blocks) in list(self._loading.items()):
             try:
                 if not load.done():
@@ -300,6 +315,10 @@ class WorkerHalf:
         """True: its copy has begun."""
         try:
             return self._reserve(save, save.order)
+        except NotReady:  # the driver still registers these pages: the next prompt may save them
+            self.figures["given_up_saves"] += 1
+            self._end(save)
+            return False
         except Exception as error:
             self.trouble("save", error)
             self._end(save)
@@ -324,16 +343,20 @@ class WorkerHalf:
         with save.lock:
             if save.given_up:
                 held.abandon()
-                held.release()
                 self._end(save)
                 return False
-            save.offload = Offload(
-                opened.writer,
-                held,
-                self._slots(order.blocks),
-                positions=held.new,
-                after=save.after,
-            )
+            try:
+                save.offload = Offload(
+                    opened.writer,
+                    held,
+                    self._slots(order.blocks),
+                    positions=held.new,
+                    after=save.after,
+                )
+            except BaseException:
+                if begun_with(held) is None:
+                    held.abandon()
+                raise
         return True
 
     def _ended(self, save: _Save) -> bool:
