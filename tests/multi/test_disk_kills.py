@@ -166,6 +166,7 @@ def test_what_one_writes_others_find(where: Path) -> None:
             assert storage.stats().pages == 6 * PROMPT
 
 
+@pytest.mark.slow
 def test_several_write_and_read_at_once(where: Path) -> None:
     with disk(where, SLOTS) as storage, doomed(where, 5) as one, doomed(where, 5) as other:
         for line in lines(one, most=20) + lines(other, most=20):

@@ -52,6 +52,7 @@ class Flood:
             pass
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_promise_survives_a_flood(index: PageIndex, segment_name: str) -> None:
     mine = index.namespace("mine", minimum_pages=MINE)

@@ -201,6 +201,7 @@ def test_the_service_is_killed_and_another_comes(
     assert stored_right(cache, where, 2) > 0
 
 
+@pytest.mark.slow
 def test_tasks_end_when_the_service_is_killed(sides: Any, cache: Cache, where: Path) -> None:
     service = serve(sides, cache, where)
     with StorageClient(cache) as client:
@@ -291,6 +292,7 @@ def test_two_services(sides: Any, cache: Cache, where: Path, tmp_path: Path) -> 
     serve(sides, cache, where).end()
 
 
+@pytest.mark.slow
 def test_a_client_that_was_stopped_hears_what_became_of_its_task(
     sides: Any, cache: Cache, where: Path, wait_until: Wait
 ) -> None:

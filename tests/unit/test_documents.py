@@ -202,6 +202,7 @@ def engine_of_documents(blocks: int = 64) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_integration(engines: list[Any], segment_name: str) -> None:
     path, hybrid = "docs/integration.md", "## A hybrid model"
     space = run(path, segment_name, end=hybrid, **engine_of_documents())

@@ -313,6 +313,7 @@ class Slow(MemoryStorage):
         return super().read(keys, buffers, timeout=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 1])
 def test_one_that_uses_up_its_time(place: int) -> None:
     pair: list[Any] = [MemoryStorage(SPEC)]
