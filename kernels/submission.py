@@ -458,7 +458,9 @@ class Steps:
 # ---- One submission
 
 PIECE_BYTES = 8 << 20  # a piece of a paced transfer
-CALL_BYTES = 32 << 20  # of one call: the copy engine works while the next call is prepared
+CALL_BYTES = (4 << 20, 16 << 20, 64 << 20)
+"""Of the calls of one transfer, the last for all that follow: the first is short, so that the copy
+engine begins, and each later one is prepared while it works."""
 Step = tuple[Callable[[], None], int]
 """Something to enqueue, and the bytes that it moves."""
 
@@ -587,12 +589,14 @@ class Submission:
     def _copies(self, runs: tuple[Addresses, Addresses, Addresses]) -> None:
         host, device, sizes = (run.tolist() for run in runs)
         targets, sources = (host, device) if self.lane.to_page else (device, host)
-        call_bytes = PIECE_BYTES if self.parts.in_flight.pacer else CALL_BYTES
-        step = max(1, call_bytes * len(sizes) // max(1, sum(sizes)))
-        for first in range(0, len(sizes), step):
+        calls = (PIECE_BYTES,) if self.parts.in_flight.pacer else CALL_BYTES
+        first, number, total = 0, 0, max(1, sum(sizes))
+        while first < len(sizes):
+            step = max(1, calls[min(number, len(calls) - 1)] * len(sizes) // total)
             part = slice(first, first + step)
             run = partial(self._run.copies, targets[part], sources[part], sizes[part])
             self._steps.append((run, sum(sizes[part])))
+            first, number = first + step, number + 1
 
     def _write_index(self) -> None:
         steps, slots = self._run, self.batch.slots

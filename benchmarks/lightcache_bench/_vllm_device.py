@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from lightcache import Cache
 from lightcache.connectors.vllm.messages import Orders, Place, Report
 from lightcache.connectors.vllm.model import GROUP, Format
 from lightcache.connectors.vllm.options import Options
@@ -90,6 +91,9 @@ class Engine:
         self._numbers = itertools.count()
         if not self.worker.hello().segment:
             raise WaitTimeout(f"{name}: expected an open cache, found none")
+        if gpu.cuda:  # saves of pages that the driver still registers are dropped
+            with Cache.attach(name, shared=True) as cache:
+                cache.pin(device=gpu.device).wait(timeout=TIMEOUT)
 
     def close(self) -> None:
         """As vLLM ends: the worker first."""

@@ -100,4 +100,4 @@ def test_killed_at_any_moment(segment_name: str, engine: WindowEngine) -> None:
             engine.run(prompt, 3, budget=30)
             engine.settle()
             engine.forget_device()
-    assert engine.manage.stats().host_hits
+    assert engine.manage.window_stats().host_hits

@@ -39,6 +39,7 @@ def test_what_is_found() -> None:
     assert (pages.attention[0].dtype, pages.device) == (torch.bfloat16, "cpu")
     assert pages.fingerprint.split(" ")[1:] == ["bfloat16", geometry.fingerprint()]
     assert pages.options == {
+        "model": "llama",
         "page_bytes": geometry.page_bytes,
         "page_tokens": 8,
         "fingerprint": pages.fingerprint,

@@ -145,7 +145,7 @@ def deepest(engine: WindowEngine, prompt: Prompt) -> int:
 
     def in_windows(position: int) -> bool:
         for window in engine.windows:
-            begin = engine.manage.start(window.rule, position)
+            begin = window.rule.first(position // engine.unit, engine.unit) * engine.unit
             own = tier_has(window.index, blocks, window.beside(space.host))
             parts = window.run.parts
             theirs = tier_has(host, window.run.keys(pages), space.host)
