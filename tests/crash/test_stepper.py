@@ -20,7 +20,7 @@ from support.packages import need
 STRIDE = int(os.environ.get("LIGHTCACHE_STEP_STRIDE", "11"))
 EFFORT = run.Effort(stride=STRIDE, kills=2, seconds=1, dumps=7)
 SCENES = run.scenes()
-BUILDS = ("gcc-O0", "gcc-lto", "clang-O3")  # a build takes as long as ten scenes
+BUILDS = ("gcc-O2", "gcc-lto", "clang-O3")  # a build takes as long as ten scenes
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]
 
