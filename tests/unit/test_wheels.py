@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from support.packages import need
 
-
 ROOT = Path(__file__).resolve().parents[2]
 FOR = ("--fingerprint", "model")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
