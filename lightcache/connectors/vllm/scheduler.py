@@ -405,10 +405,10 @@ class SchedulerHalf:
         if len(lease) < pages:
             lease.release()
             raise LeaseLost(f"expected {pages} pages, found {len(lease)}: the others have gone")
+        state.lease = lease  # from here on given back with the load, also one that is lost
         first = begin // self._page
         numbers = np.ascontiguousarray(lease.pages[first:], np.int32)
         generations = opened.cache.index.generations(numbers)
-        state.lease = lease
         state.offered = max(state.offered, pages)
         self.figures["loaded_tokens"] += end - begin
         return LoadOrder(
