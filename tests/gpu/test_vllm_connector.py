@@ -185,7 +185,7 @@ def child(name: str, gpu: Gpu, log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.slow
 def test_killed_under_dma(make: Callable[..., Any], gpu: Gpu, tmp_path: Path) -> None:
-    """An engine is killed in the midst of saves and loads: the other goes on, every page it finds
+    """An engine is killed in the midst of saves and loads: the other continues, every page it finds
     has the bytes of its prompt, and no pin of the dead one stays."""
     survivor = make()
     for kill in range(KILLS):

@@ -25,7 +25,7 @@ def _read(address: int, count: int, kind: Any) -> Any:
 
 
 class PlainLaunch:
-    """See `lightcache.kernels.launch.Launch`; it is over when it returns."""
+    """See `lightcache.kernels.launch.Launch`; it has ended when it returns."""
 
     def __init__(self, each: RowClass, table: Any, packed: bool, to_page: bool) -> None:
         self._cells, self._strides = table.numpy().reshape(-1, TABLE_COLUMNS), each.strides

@@ -73,7 +73,7 @@ class LightcacheStats(KVConnectorStats):
     """Sums of `FIGURES` since the last interval."""
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Set all figures to zero."""
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> LightcacheStats:

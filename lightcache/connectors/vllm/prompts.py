@@ -41,7 +41,7 @@ def files_digest(path: str) -> bytes:
 
 class Adapters:
     """Digests of adapters' files, found out in a thread: the engine's own never waits for a file.
-    Looked at anew for each request, so that an adapter whose files were replaced is another one."""
+    Looked at for each request, so that an adapter whose files were replaced is another one."""
 
     def __init__(self) -> None:
         """Its thread starts with the first adapter."""
