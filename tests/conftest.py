@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import gc
 import itertools
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_timeout
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 # Fixtures of storages and their servers. What a test's module defines itself comes before them.
 pytest_plugins = [
@@ -132,9 +133,17 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     """In place of a thread for each test."""
     if settings.method != "thread":
         return None
-    end = time.monotonic() + settings.timeout
-    _WATCHDOG.watch(end, lambda: pytest_timeout.timeout_timer(item, settings))
+    _WATCHDOG.watch(time.monotonic() + settings.timeout, lambda: end_run(item, settings.timeout))
     return True
+
+
+def end_run(item: pytest.Item, seconds: float) -> None:
+    """Say where all threads are, and exit. A worker of xdist has no terminal: what pytest-timeout
+    writes there is lost, so this goes to where faults are reported."""
+    where = item.config.stash[fault_handler_stderr_fd_key]
+    os.write(where, f"\n{item.nodeid} took more than {seconds:g} s; its threads:\n".encode())
+    faulthandler.dump_traceback(where, all_threads=True)
+    os._exit(1)
 
 
 def pytest_timeout_cancel_timer(item: pytest.Item) -> None:

@@ -48,7 +48,7 @@ def serve(cache: Cache, release: str, draw: np.random.Generator) -> tuple[int, i
         found = len(hit)
         wrong = int((cache.pool.array[hit.pages] != stamps[:found, None]).sum())
     with cache.reserve(keys, found) as new:
-        cache.pool.array[new.pages] = stamps[found:][new.new, None]
+        cache.pool.array[new.pages] = stamps[new.new, None]
         new.publish()
     return found, wrong
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parents[1]
 ENGINES = 4
+Wait = Callable[[Callable[[], bool], str], None]
 Kind = tuple[str, str, str]
 """Fingerprint, layout and ABI number of a release; see `rolling_side.main`."""
 
@@ -73,7 +74,7 @@ def model(segment_name: str) -> Iterator[str]:
     ],
     ids=["fingerprint", "layout", "abi"],
 )
-def test_a_rolling_restart(model: str, old: Kind, new: Kind) -> None:
+def test_a_rolling_restart(model: str, old: Kind, new: Kind, wait_until: Wait) -> None:
     """There is room for one pool and a quarter."""
     with ExitStack() as stack:
 
@@ -99,4 +100,5 @@ def test_a_rolling_restart(model: str, old: Kind, new: Kind) -> None:
         [pool] = pools(model)
         assert len({engine.cache for engine in running}) == 1
         serve(running)
-        assert pool.stat().st_blocks * 512 == PAGES * PAGE_BYTES, "has all its memory now"
+        # A pool that found no memory asks again after a while.
+        wait_until(lambda: pool.stat().st_blocks * 512 == PAGES * PAGE_BYTES, "all its memory")
