@@ -217,13 +217,14 @@ class HybridMachine(RuleBasedStateMachine):
         one, where = self.running[request], len(self.running) - 1
         self.hybrid.resume()
         self.transfers(99, 99, True)
-        while one.at < len(one.prompt):
+        while request in self.running and one.at < len(one.prompt):
             before = one.at
             self.compute(where, size, 0)
             if one.at == before:
                 return  # no room
         for _ in range(more):
-            self.compute(where, 1, 1)
+            if request in self.running:
+                self.compute(where, 1, 1)
         if finish and request in self.running:
             self.end(where, True, None)
 

@@ -16,7 +16,7 @@ EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "120")) // 4
 SHARE = 8  # of them in `make test`
 
 
-@pytest.mark.timeout(120 + 4 * EXAMPLES)  # half a second each when alone
+@pytest.mark.timeout(420 + 4 * EXAMPLES)  # 300 s of them to shrink a failure
 @pytest.mark.parametrize(
     "examples", [SHARE, pytest.param(EXAMPLES, marks=pytest.mark.slow)], ids=["share", "all"]
 )

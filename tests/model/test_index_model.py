@@ -17,7 +17,7 @@ EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "120"))
 SHARE = 12  # of them in `make test`
 
 
-@pytest.mark.timeout(60 + 2 * EXAMPLES)  # a tenth of a second each when alone
+@pytest.mark.timeout(360 + 2 * EXAMPLES)  # 300 s of them to shrink a failure
 @pytest.mark.parametrize(
     ("independent", "examples"),
     [

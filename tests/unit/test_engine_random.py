@@ -158,7 +158,7 @@ def moved(engine: Engine, verb: str, moves: list[Move], window: int | None, at_o
 
 # Interpreted kernels take about a fifth of a second an example.
 @pytest.mark.slow
-@pytest.mark.timeout(60 + 2 * EXAMPLES)
+@pytest.mark.timeout(360 + 2 * EXAMPLES)  # 300 s of them to shrink a failure
 @settings(
     max_examples=EXAMPLES,
     deadline=None,

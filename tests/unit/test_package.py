@@ -51,6 +51,7 @@ def test_the_folders_are_not_importable_by_their_bare_names(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_wheel_made_from_the_source_distribution_has_every_module(tmp_path: Path) -> None:
     config = tmp_path / "dist.cfg"  # nothing is built in the clone
     config.write_text(f"[build]\nbuild_base={tmp_path}/build\n[egg_info]\negg_base={tmp_path}\n")
