@@ -41,6 +41,9 @@ def connector(monkeypatch: pytest.MonkeyPatch) -> Any:
         def __init__(self, data: Any = None) -> None:
             self.data = data or {}
 
+    class Results(SimpleNamespace):
+        pass
+
     class Source(str, Enum):
         HOST = "host"
         DISK = "disk"
@@ -54,6 +57,7 @@ def connector(monkeypatch: pytest.MonkeyPatch) -> Any:
         setattr(modules[f"{v1}.base"], name, type(name, (), {}))
     modules[f"{v1}.base"].KVConnectorWorkerMetadata = type("W", (), {})  # type: ignore[attr-defined]
     modules[f"{v1}.base"].KVConnectorBase_V1 = Base  # type: ignore[attr-defined]
+    modules[f"{v1}.base"].KVConnectorTransferResults = Results  # type: ignore[attr-defined]
     modules[f"{v1}.base"].KVConnectorRole = Role  # type: ignore[attr-defined]
     modules[v1].base = modules[f"{v1}.base"]  # type: ignore[attr-defined]
     modules[f"{v1}.metrics"].KVConnectorStats = Stats  # type: ignore[attr-defined]
@@ -114,8 +118,8 @@ def test_no_method_raises(connector: Any, caplog: pytest.LogCaptureFixture) -> N
     assert worker.register_kv_caches({"layer": broken}) is None
     assert worker.start_load_kv(None) is None
     assert worker.wait_for_save() is None
-    assert worker.get_finished(set()) == (None, None)
-    assert worker.get_block_ids_with_load_errors() == set()
+    results = worker.get_transfer_results(set())
+    assert (results.finished_recving, results.failed_recving) == (set(), set())
     assert worker.build_connector_worker_meta() is None
     assert worker.get_handshake_metadata().hello.place is None
     said = [record for record in caplog.records if "computes instead" in record.message]
