@@ -85,7 +85,7 @@ def block_groups(kv_cache_config: Any) -> tuple[BlockGroup, ...]:
     """The groups as the cache has them. The first of full attention has keys of its own, as that of
     a model without others."""
     found: list[BlockGroup] = []
-    number, seen = 1, {0: 0}
+    number = 1
     for group in kv_cache_config.kv_cache_groups:
         spec, run = group.kv_cache_spec, Run(number)
         if type(spec).__name__ in _WHOLE:
