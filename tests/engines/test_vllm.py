@@ -238,7 +238,7 @@ WINDOWS = f"{NAME}-windows"
 
 @pytest.fixture
 def windowed(start: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """`windowed(ranks)`: an engine of a Gemma 3, whose windows are shorter than prompts; 0: plain."""
+    """`windowed(ranks)`: a Gemma 3, whose windows are shorter than prompts; 0: plain."""
     how = json.dumps({"name": WINDOWS, "size": "64MiB", "blocks_per_page": 1})
 
     def begin(ranks: int) -> Any:

@@ -1,12 +1,11 @@
-"""A Gemma 3 of random weights: windows of 64 tokens in five layers, full attention in two. vLLM makes
-four groups of them."""
+"""A Gemma 3 of random weights: windows of 64 tokens in five layers, full attention in two. vLLM
+makes four groups of them."""
 
 from __future__ import annotations
 
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
 from tiny_llama import VOCABULARY
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 WINDOW = 64
 

@@ -74,10 +74,13 @@ class Engine:
         given = Options.of({"size": "1MiB", "name": name, "blocks_per_page": 2, **options})
         tokens = BLOCK * (given.blocks_per_page or 1)
         self.name, self.windows = name, (None, *windows)
-        groups = (*one_group(BLOCK), *(
-            BlockGroup(f"window{tokens}", Rule.window(tokens - 1), Run(number), BLOCK)
-            for number, tokens in enumerate(windows, 1)
-        ))
+        groups = (
+            *one_group(BLOCK),
+            *(
+                BlockGroup(f"window{tokens}", Rule.window(tokens - 1), Run(number), BLOCK)
+                for number, tokens in enumerate(windows, 1)
+            ),
+        )
         geometries = [PageGeometry([self.group(group.rule, tokens)]) for group in groups]
         formats = " ".join(dict.fromkeys(geometry.fingerprint() for geometry in geometries))
         size = geometries[0].part_bytes
@@ -284,9 +287,7 @@ class Engine:
 
     def each(self) -> Any:
         """Ranks, groups, and the tensors in which a layer of each group lies."""
-        return itertools.product(
-            range(len(self.workers)), range(len(self.windows)), range(LAYERS)
-        )
+        return itertools.product(range(len(self.workers)), range(len(self.windows)), range(LAYERS))
 
     def write(self, request: Request, begin: int, end: int) -> None:
         """Compute positions of a request."""

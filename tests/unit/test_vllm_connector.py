@@ -387,7 +387,7 @@ def test_models_that_are_not_served() -> None:
 def hybrid(ranks: int = 1, window: int = 12) -> tuple[Any, Any, Any]:
     """Windows in five layers and full attention in two, in groups of at most two as vLLM has them:
     all lie in the tensors of the first."""
-    config, groups, tensors = engine(2, ranks, layers=7)
+    config, _, tensors = engine(2, ranks, layers=7)
     names = sorted(tensors)
     shared = [tensors[names[0]], tensors[names[1]]]
     split = [[names[2], names[5]], names[0:2], names[3:5], names[6:]]

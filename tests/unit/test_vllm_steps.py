@@ -93,7 +93,9 @@ def test_each_page_is_offered_once_and_again_after_a_preemption(one: Scheduler) 
         offered.append([len(order.blocks) for order in orders.saves])
     assert offered == [[1], [], [1], [3], [], []]
     request.num_computed_tokens = 0
-    again = one.half.orders(vllm.Output({}, {"first"}), lambda identity, _: running[identity].blocks)
+    again = one.half.orders(
+        vllm.Output({}, {"first"}), lambda identity, _: running[identity].blocks
+    )
     assert len(again.settle) == 3
     # Nothing of it was published: the jobs have ended, and all pages are offered once more.
     one.half.report(Report(saved=dict.fromkeys(again.settle, 1)), ())

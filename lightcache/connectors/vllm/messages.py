@@ -12,7 +12,7 @@ from lightcache.runs import PLAIN, Run
 
 @dataclass(frozen=True)
 class BlockGroup:
-    """Layers for which vLLM has one table of blocks a request, and whose pages are found together."""
+    """Layers for which vLLM has one table of blocks a request; their pages are found together."""
 
     name: str
     rule: Rule
@@ -96,7 +96,7 @@ class SaveOrder:
     segment: str
     weights: str
     keys: bytes
-    """16 bytes each, as the group's run makes them; the first one is that of the page before, unless
+    """16 bytes each, as the group's run makes them; the first is that of the page before, unless
     `root`."""
     root: bool
     blocks: tuple[int, ...]

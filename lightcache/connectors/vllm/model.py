@@ -62,9 +62,9 @@ def check_served(vllm_config: Any, kv_cache_config: Any) -> None:
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
     if not 0 < len(groups) <= GROUPS or set(kinds) - {*_WHOLE, "SlidingWindowSpec"}:
         raise ConfigError(
-            f"expected 1 to {GROUPS} groups of layers with full attention or sliding windows, found "
-            f"{', '.join(kinds) or 'none'}: recurrent states, chunks and layers of several shapes "
-            "in a group are not served yet"
+            f"expected 1 to {GROUPS} groups of layers with full attention or sliding windows, "
+            f"found {', '.join(kinds) or 'none'}: recurrent states, chunks and layers of several "
+            "shapes in a group are not served yet"
         )
     if any(
         getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True)
@@ -98,7 +98,9 @@ def block_groups(kv_cache_config: Any) -> tuple[BlockGroup, ...]:
             rule, name = Rule.window(max(1, tokens)), f"window{spec.sliding_window}"
         number += run.group > 0
         alike = sum(each.rule == rule for each in found)
-        found.append(BlockGroup(f"{name}-{alike + 1}" if alike else name, rule, run, spec.block_size))
+        found.append(
+            BlockGroup(f"{name}-{alike + 1}" if alike else name, rule, run, spec.block_size)
+        )
     return tuple(found)
 
 

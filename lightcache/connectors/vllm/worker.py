@@ -283,7 +283,9 @@ class WorkerHalf:
         waiting = {order.request for order in self._early}
         ended = set()
         for identity, loads in list(self._loading.items()):
-            left = self._loading[identity] = [one for one in loads if not self._has_ended(identity, one)]
+            left = self._loading[identity] = [
+                one for one in loads if not self._has_ended(identity, one)
+            ]
             if not left and identity not in waiting:
                 ended.add(identity)
                 del self._loading[identity]
