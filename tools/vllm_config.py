@@ -33,8 +33,8 @@ REFUSED = (
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True unless sleep mode is enabled"
 )
 NOT_SERVED = (
-    "the connector says so once and vLLM runs as without it for: sliding windows, recurrent "
-    "states, pipeline and context parallelism, ranks on other nodes"
+    "the connector says so once and vLLM runs as without it for: recurrent states, chunked "
+    "attention, layers of several shapes, pipeline and context parallelism, ranks on other nodes"
 )
 
 
@@ -43,9 +43,13 @@ class Shape:
     """Of a model's KV, as config.json has it."""
 
     layers: int
+    """In the largest group: all, or with windows as many as vLLM puts into one."""
     heads: int
     width: int
     """Elements of a head and token: K and V, or a latent."""
+    groups: int = 1
+    window: int | None = None
+    """Tokens that some layers see; None: all have full attention."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ class Page:
     blocks: int
     pages: int
     """Of the size that is wanted."""
+    groups: int = 1
+    """Of layers: each has pages of its own for the same tokens."""
 
 
 @click.command(name="vllm-config", cls=Command)
@@ -168,7 +174,25 @@ def shape_of(config: Mapping[str, Any]) -> Shape | None:
         return Shape(layers, 1, int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim") or 0))
     dim = text.get("head_dim") or int(text.get("hidden_size") or 0) // heads
     kv_heads = text.get("num_key_value_heads") or heads
-    return Shape(layers, int(kv_heads), 2 * int(dim)) if dim else None
+    layers, groups, window = grouped(text, layers)
+    return Shape(layers, int(kv_heads), 2 * int(dim), groups, window) if dim else None
+
+
+def grouped(text: Mapping[str, Any], layers: int) -> tuple[int, int, int | None]:
+    """Layers of vLLM's largest group, groups, and the window of some: groups have as many layers as
+    the rarer kind, or as the other one if both kinds have about as many."""
+    window = text.get("sliding_window")
+    if not isinstance(window, int) or not window or text.get("use_sliding_window") is False:
+        return layers, 1, None
+    kinds, pattern = text.get("layer_types"), text.get("sliding_window_pattern")
+    whole = kinds.count("full_attention") if isinstance(kinds, list) else 0
+    if not whole and isinstance(pattern, int) and pattern > 1:
+        whole = layers // pattern
+    few, many = sorted((whole, layers - whole))
+    if not few:
+        return layers, 1, window if whole < layers else None
+    each = many if many < 1.5 * few else few
+    return each, -(-few // each) + -(-many // each), window
 
 
 def element_bytes(config: Mapping[str, Any], dtype: str) -> int:
@@ -186,9 +210,8 @@ def of_model(config: Mapping[str, Any] | None) -> Iterator[str]:
     text = text_config(config)
     if config.get("is_encoder_decoder"):
         yield "not with a connector: vLLM refuses encoder-decoder models with any; leave it out"
-    kinds = set(text.get("layer_types") or ()) - {"full_attention", "attention"}
-    if text.get("sliding_window") and text.get("use_sliding_window") is not False:
-        kinds.add("sliding_window")
+    served = {"full_attention", "attention", "sliding_attention"}
+    kinds = set(text.get("layer_types") or ()) - served
     states = ("layers_block_type", "hybrid_override_pattern", "state_size", "mamba_d_state")
     kinds |= {name for name in states if text.get(name)}
     if kinds:
@@ -201,9 +224,10 @@ def of_model(config: Mapping[str, Any] | None) -> Iterator[str]:
 def page_of(shape: Shape, element: int, block: int, options: Options) -> Page:
     """What the connector would make of it."""
     bytes_of_block = shape.layers * shape.heads * block * shape.width * element
-    blocks = options.blocks_per_page or blocks_per_page(bytes_of_block)
+    blocks = options.blocks_per_page or blocks_per_page(bytes_of_block, block, shape.window)
     page_bytes = blocks * bytes_of_block
-    return Page(blocks * block, page_bytes, blocks, parse_size(options.size) // page_bytes)
+    pages = parse_size(options.size) // page_bytes
+    return Page(blocks * block, page_bytes, blocks, pages, shape.groups)
 
 
 def of_page(model: str, config: Mapping[str, Any] | None, page: Page | None) -> Iterator[str]:
@@ -216,11 +240,12 @@ def of_page(model: str, config: Mapping[str, Any] | None, page: Page | None) -> 
     elif page is None:
         yield "config.json does not say layers and heads in the usual words: no page is computed"
     else:
+        each = f", in each of {page.groups} groups of layers" if page.groups > 1 else ""
         yield (
             f"a page has {page.tokens} tokens, {page.blocks} of vLLM's blocks, "
-            f"{format_size(page.bytes)} over all ranks; room for {page.pages * page.tokens:,} "
-            "tokens. The end of a prompt after its last whole page is not saved: "
-            f"{page.tokens // 2} tokens on average"
+            f"{format_size(page.bytes)} over all ranks{each}; room for "
+            f"{page.pages // page.groups * page.tokens:,} tokens. The end of a prompt after its "
+            f"last whole page is not saved: {page.tokens // 2} tokens on average"
         )
 
 

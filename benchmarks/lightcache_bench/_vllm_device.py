@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightcache import Cache
-from lightcache.connectors.vllm.messages import Orders, Place, Report
-from lightcache.connectors.vllm.model import GROUP, Format
+from lightcache.connectors.vllm.messages import Orders, Place, Report, one_group
+from lightcache.connectors.vllm.model import GROUP, Format, GroupFormat
 from lightcache.connectors.vllm.options import Options
 from lightcache.connectors.vllm.scheduler import SchedulerHalf, launch_of, team_of
 from lightcache.connectors.vllm.worker import WorkerHalf
@@ -82,7 +82,7 @@ class Engine:
         identity = identity or f"engine {os.getpid()}"
         options = Options(size=model.page_bytes * pages, name=name, idle_limit=None)
         form = self.format = _format(gpu, model, name, layout, layers)
-        self.scheduler = SchedulerHalf(options, model.block, identity)
+        self.scheduler = SchedulerHalf(options, identity)
         self.worker = WorkerHalf(options, launch_of(identity), team_of(identity), 0)
         self.worker.register(form)
         self.scheduler.connect([self.worker.hello()])
@@ -131,7 +131,7 @@ class Engine:
     def orders(self, tokens: dict[str, int], preempted: Iterable[str] = ()) -> Orders:
         """`build_connector_meta`."""
         output = Output(tokens, set(preempted))
-        orders = self.scheduler.orders(output, lambda identity: self.requests[identity].blocks)
+        orders = self.scheduler.orders(output, lambda identity, _: self.requests[identity].blocks)
         for identity, count in tokens.items():
             self.requests[identity].num_computed_tokens += count
         return orders
@@ -146,7 +146,7 @@ class Engine:
     def finish(self) -> tuple[set[str], Report]:
         """The worker's calls after that, and what the scheduler makes of their answers."""
         received = self.worker.received()
-        self.worker.bad_blocks()
+        self.worker.failed()
         report = self.worker.report()
         freed = self.scheduler.report(report or None, received)
         for identity in freed:
@@ -191,7 +191,7 @@ class Engine:
         found, _ = self.scheduler.look(request, 0)
         self.take_blocks(request)
         if found:
-            self.scheduler.allocated(request, request.blocks, found)
+            self.scheduler.allocated(request, [request.blocks], found)
             request.num_computed_tokens = found
         return request, found or 0, self.orders({})
 
@@ -253,5 +253,12 @@ def _format(gpu: Gpu, model: Model, name: str, layout: str, layers: dict[int, An
     shard = Shard(geometry, 0, 1)
     planes = layouts.vllm(shard, GROUP, layers, axes="bhnc")
     fingerprint = f"bench {layout} {geometry.fingerprint()}"
-    place = Place(name, name, fingerprint, geometry.part_bytes, geometry.page_tokens)
-    return Format(place, geometry, shard, planes, model.block, 1)
+    place = Place(
+        name,
+        name,
+        fingerprint,
+        geometry.part_bytes,
+        geometry.page_tokens,
+        one_group(model.block),
+    )
+    return Format(place, (GroupFormat(geometry, shard, planes),), 1)

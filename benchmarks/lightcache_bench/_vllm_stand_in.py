@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 
 from lightcache import Cache
-from lightcache.connectors.vllm.messages import Hello, Orders, Place, Report, SaveOrder
+from lightcache.connectors.vllm.messages import (
+    Hello,
+    Orders,
+    Place,
+    Report,
+    SaveOrder,
+    one_group,
+)
 from lightcache.connectors.vllm.options import Options
 from lightcache.connectors.vllm.scheduler import (
     SchedulerHalf,
@@ -89,14 +96,15 @@ class Scheduler:
     def __init__(self, name: str, pages: int, page_tokens: int, block_tokens: int = 0) -> None:
         """Makes the cache: the caller ends with `close`."""
         self._name = name
-        place = Place(name, "bench", "bench", 64, page_tokens)
+        self.block_tokens = block_tokens or page_tokens
+        groups = one_group(self.block_tokens)
+        place = Place(name, "bench", "bench", 64, page_tokens, groups)
         options = Options(size=64 * pages, idle_limit=None)
         self.cache = open_cache(place, options, role=role_of(launch_of(name), part_of(0)))
         self.cache.pool.prefault()
-        self.block_tokens = block_tokens or page_tokens
         self.now = 0.0
         """Its clock: a step of this bench takes less time than one of a model."""
-        self.half = SchedulerHalf(options, self.block_tokens, name, lambda: self.now)
+        self.half = SchedulerHalf(options, name, lambda: self.now)
         segment = self.cache.index.segment.uuid
         self.half.connect([Hello(0, place, "", segment, os.getpid(), HOST)])
         self.saver = Saver(self.cache)
@@ -109,7 +117,7 @@ class Scheduler:
 
     def step(self, scheduled: dict[str, Request], tokens: dict[str, int]) -> Orders:
         """`build_connector_meta`, which vLLM calls before it counts the tokens as computed."""
-        orders = self.half.orders(Output(tokens), lambda identity: scheduled[identity].blocks)
+        orders = self.half.orders(Output(tokens), lambda identity, _: scheduled[identity].blocks)
         for identity, count in tokens.items():
             scheduled[identity].num_computed_tokens += count
         return orders
@@ -121,7 +129,7 @@ class Scheduler:
         found, _ = half.look(request, 0)
         request.blocks = list(range(-(-request.num_tokens // self.block_tokens)))
         if found:
-            half.allocated(request, request.blocks, found)
+            half.allocated(request, [request.blocks], found)
             self.step({identity: request}, {})
             half.report(None, [identity])
             request.num_computed_tokens = found

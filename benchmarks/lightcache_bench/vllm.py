@@ -254,7 +254,7 @@ class Load:
 
     def _orders(self, counts: dict[str, int]) -> Any:
         output = Output(counts)
-        return self.one.half.orders(output, lambda identity: self._running[identity].blocks)
+        return self.one.half.orders(output, lambda identity, _: self._running[identity].blocks)
 
     def _report(self, orders: Any) -> Report:
         return Report(saved={order.job: 1 for order in orders.saves})

@@ -231,3 +231,46 @@ def test_one_rank_reads_what_two_have_written(engines: Engines) -> None:
     assert found["answers"] == engines.plain["answers"][:10]
     one.end()
     check_clean()
+
+
+WINDOWS = f"{NAME}-windows"
+
+
+@pytest.fixture
+def windowed(start: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """`windowed(ranks)`: a Gemma 3, whose windows are shorter than prompts; 0: plain."""
+    how = json.dumps({"name": WINDOWS, "size": "64MiB", "blocks_per_page": 1})
+
+    def begin(ranks: int) -> Any:
+        engine = start(how if ranks else "null", str(ranks or 1), "gemma")
+        engine.until("READY")
+        return engine
+
+    yield begin
+    Segment.unlink(WINDOWS, force=True)
+
+
+def test_windows_are_found_and_equal(windowed: Callable[..., Any]) -> None:
+    total = sum(map(len, MANY))
+    plain = windowed(0)
+    wanted = plain("ask", prompts=MANY)["answers"]
+    plain.end()
+    first = windowed(1)
+    assert first("ask", prompts=MANY)["answers"] == wanted
+    first("idle")
+    again = first("ask", prompts=MANY)
+    assert again["answers"] == wanted
+    assert sum(again["cached"]) > 0.9 * total
+    first("fail_loads", count=5)  # parts of loads, of which a request has one for each group
+    assert first("ask", prompts=MANY[:10])["answers"] == wanted[:10]
+    assert first("errors") == 5
+    first("idle")
+    first.kill()
+    second = windowed(1)
+    other = second("ask", prompts=MANY)
+    assert other["answers"] == wanted
+    assert sum(other["cached"]) > 0.9 * total
+    with Cache.attach(WINDOWS) as cache:
+        groups = {group.name: group.pages for group in cache.index.groups()}
+        assert set(groups) == {"full", "window64", "window64-2", "window64-3"}
+        assert min(groups.values()) > 0.9 * groups["full"] > 0

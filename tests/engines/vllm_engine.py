@@ -1,6 +1,6 @@
 """A vLLM that does what it is told: lines of JSON on stdin, an answer to each on stdout.
 
-    vllm_engine.py '{"name": ..., ...}' [tensor parallel size]
+    vllm_engine.py '{"name": ..., ...}' [tensor parallel size [llama|gemma]]
 
 The first argument is the extra configuration of the connector; "null": none.
 """
@@ -14,6 +14,7 @@ import threading
 import time
 from typing import Any
 
+import tiny_gemma
 import tiny_llama
 
 BLOCK = 32
@@ -22,6 +23,7 @@ BLOCK = 32
 def main() -> None:
     extra = json.loads(sys.argv[1])
     ranks = int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    model = sys.argv[3] if len(sys.argv) > 3 else "llama"
     if ranks > 1:
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_CPU_OMP_THREADS_BIND="0|1")
     from vllm import LLM
@@ -34,10 +36,13 @@ def main() -> None:
             "kv_role": "kv_both",
             "kv_connector_extra_config": extra,
         }
-    if not os.path.exists("model"):  # its files' times are in the fingerprint
-        tiny_llama.save("model", kv_heads=2)
+    if not os.path.exists(model):  # its files' times are in the fingerprint
+        if model == "llama":
+            tiny_llama.save(model, kv_heads=2)
+        else:
+            tiny_gemma.save(model)
     engine = LLM(
-        model="model",
+        model=model,
         skip_tokenizer_init=True,
         block_size=BLOCK,
         dtype="float32",
@@ -159,9 +164,9 @@ class Told:
         """The next loads of the worker fail."""
         usual, left = self.worker._begin_load, [count]
 
-        def begin(order: Any) -> Any:
+        def begin(order: Any, part: Any) -> Any:
             if left[0] == 0:
-                return usual(order)
+                return usual(order, part)
             left[0] -= 1
             raise RuntimeError("a load that fails")
 

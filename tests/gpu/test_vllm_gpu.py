@@ -50,7 +50,7 @@ def test_a_preemption_while_a_save_runs(segment_name: str) -> None:
             engine.admit(other)
             engine.compute(other, preempted=(victim,))
             for tensors in engine.tensors[0].values():
-                tensors[engine.tables[victim.request_id]] = 99  # others' by now
+                tensors[engine.tables[victim.request_id][0]] = 99  # others' by now
             engine.end(victim)
             engine.end(other)
             engine.idle()

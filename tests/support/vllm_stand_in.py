@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from lightcache.connectors.vllm.messages import Orders, Place, Report
-from lightcache.connectors.vllm.model import GROUP, Format
+from lightcache.connectors.vllm.messages import BlockGroup, Orders, Place, Report, one_group
+from lightcache.connectors.vllm.model import GROUP, Format, GroupFormat
 from lightcache.connectors.vllm.options import Options
 from lightcache.connectors.vllm.scheduler import SchedulerHalf, launch_of, team_of
 from lightcache.connectors.vllm.worker import WorkerHalf
 from lightcache.errors import LightcacheError
-from lightcache.kernels import KVGroup, PageGeometry, Shard, layouts
+from lightcache.kernels import KVGroup, PageGeometry, Rule, Shard, layouts
+from lightcache.runs import Run
 
 BLOCK, HEADS, WIDTH, LAYERS, BLOCKS = 4, 2, 16, 2, 64
 _numbers = itertools.count()
@@ -56,7 +57,10 @@ def computed(tokens: list[int], layer: int) -> Any:
 
 
 class Engine:
-    """One engine: a scheduler's half, and a worker's half for each rank."""
+    """One engine: a scheduler's half, and a worker's half for each rank. With `windows`, of so many
+    tokens each, it has a group of layers for each beside that of full attention. As in vLLM, layers
+    of all groups lie in the same tensors, and blocks that no later token sees are given to others:
+    here at once, the last one first."""
 
     def __init__(
         self,
@@ -64,38 +68,56 @@ class Engine:
         identity: str = "engine",
         ranks: int = 1,
         device: str = "cpu",
+        windows: tuple[int, ...] = (),
         **options: Any,
     ) -> None:
         given = Options.of({"size": "1MiB", "name": name, "blocks_per_page": 2, **options})
         tokens = BLOCK * (given.blocks_per_page or 1)
-        group = KVGroup.attention(
+        self.name, self.windows = name, (None, *windows)
+        groups = (
+            *one_group(BLOCK),
+            *(
+                BlockGroup(f"window{tokens}", Rule.window(tokens - 1), Run(number), BLOCK)
+                for number, tokens in enumerate(windows, 1)
+            ),
+        )
+        geometries = [PageGeometry([self.group(group.rule, tokens)]) for group in groups]
+        formats = " ".join(dict.fromkeys(geometry.fingerprint() for geometry in geometries))
+        size = geometries[0].part_bytes
+        place = Place(name, "stand-in", f"stand-in {formats}", size, tokens, groups)
+        self.scheduler = SchedulerHalf(given, identity)
+        self.workers, self.tensors = [], []
+        for rank in range(ranks):
+            shape = (BLOCKS, max(1, HEADS // ranks), BLOCK, WIDTH)
+            tensors = {layer: self.zeros(shape, device) for layer in range(LAYERS)}
+            parts = []
+            for geometry in geometries:
+                mine = Shard(geometry, rank, ranks)
+                planes = layouts.vllm(mine, GROUP, tensors, axes="bhnc")
+                parts.append(GroupFormat(geometry, mine, planes))
+            worker = WorkerHalf(given, launch_of(identity), team_of(identity), rank)
+            worker.register(Format(place, tuple(parts), ranks))
+            self.workers.append(worker)
+            self.tensors.append(tensors)
+        self.scheduler.connect(worker.hello() for worker in self.workers)
+        self.free = list(range(1, BLOCKS))
+        self.tables: dict[str, list[list[int]]] = {}
+        """Blocks of each group; 0: no later token sees it."""
+        self.kept: set[str] = set()
+
+    @staticmethod
+    def group(rule: Rule, page_tokens: int) -> KVGroup:
+        return KVGroup.attention(
             GROUP,
             layers=LAYERS,
             heads=HEADS,
             head_dim=WIDTH,
             dtype_bytes=1,
-            page_tokens=tokens,
+            page_tokens=page_tokens,
             content="single",
+            rule=rule,
             head_groups=HEADS,
         )
-        geometry = PageGeometry([group])
-        fingerprint = f"stand-in {geometry.fingerprint()}"
-        place = Place(name, "stand-in", fingerprint, geometry.part_bytes, tokens)
-        self.scheduler = SchedulerHalf(given, BLOCK, identity)
-        self.workers, self.tensors = [], []
-        for rank in range(ranks):
-            mine = Shard(geometry, rank, ranks)
-            shape = (BLOCKS, max(1, HEADS // ranks), BLOCK, WIDTH)
-            tensors = {layer: self.zeros(shape, device) for layer in range(LAYERS)}
-            planes = layouts.vllm(mine, GROUP, tensors, axes="bhnc")
-            worker = WorkerHalf(given, launch_of(identity), team_of(identity), rank)
-            worker.register(Format(place, geometry, mine, planes, BLOCK, ranks))
-            self.workers.append(worker)
-            self.tensors.append(tensors)
-        self.scheduler.connect(worker.hello() for worker in self.workers)
-        self.free = list(range(1, BLOCKS))
-        self.tables: dict[str, list[int]] = {}
-        self.kept: set[str] = set()
 
     @staticmethod
     def zeros(shape: tuple[int, ...], device: str) -> Any:
@@ -132,7 +154,7 @@ class Engine:
         """As vLLM admits a request: look, allocate, load, and compute what did not come."""
         self.scheduler.begin(request)
         found = self.look(request, device)
-        self.allocate(request, device)
+        self.allocate(request, device, found)
         self.scheduler.allocated(request, self.tables[request.request_id], found)
         request.num_computed_tokens = device + found
         if found and self.load(request):
@@ -154,20 +176,36 @@ class Engine:
                 return found
             self.step({})
 
-    def allocate(self, request: Request, device: int = 0) -> None:
-        """Blocks for the prompt; the device has the first tokens."""
-        count = -(-request.num_tokens // BLOCK)
-        blocks = self.tables[request.request_id] = [self.free.pop() for _ in range(count)]
-        for rank, layer in self.each():
-            self.tensors[rank][layer][blocks] = 255
+    def allocate(self, request: Request, device: int = 0, found: int = 0) -> None:
+        """Blocks for what the device has and what is loaded."""
+        unseen = [self.unseen(window, device + found) for window in self.windows]
+        self.tables[request.request_id] = [[0] * count for count in unseen]
+        self.grow(request, device + found)
         self.write(request, 0, device)
+
+    @staticmethod
+    def unseen(window: int | None, computed: int) -> int:
+        """Blocks at the head that no later token sees."""
+        return 0 if window is None else max(0, computed - window + 1) // BLOCK
+
+    def grow(self, request: Request, end: int) -> tuple[list[int], ...]:
+        """Blocks up to this position, after those that nothing sees were given up."""
+        given: list[list[int]] = []
+        for window, table in zip(self.windows, self.tables[request.request_id], strict=True):
+            for place in range(min(len(table), self.unseen(window, request.num_computed_tokens))):
+                self.free += [table[place]] if table[place] else []
+                table[place] = 0
+        for table in self.tables[request.request_id]:
+            given.append([self.free.pop() for _ in range(-(-end // BLOCK) - len(table))])
+            table += given[-1]
+        return tuple(given)
 
     def load(self, request: Request) -> bool:
         """Make steps until the load has ended. True: it has failed."""
         failed = False
         while True:
             received, bad = self.step({})
-            failed |= bool(bad & set(self.tables[request.request_id]))
+            failed |= request.request_id in bad
             if request.request_id in received:
                 return failed
 
@@ -189,8 +227,8 @@ class Engine:
         """Others use its blocks."""
         assert identity in self.kept
         self.kept.discard(identity)
-        blocks = self.tables.pop(identity)
-        for rank, layer in self.each():
+        blocks = [block for table in self.tables.pop(identity) for block in table if block]
+        for rank, _, layer in self.each():
             self.tensors[rank][layer][blocks] = 254
         self.free += blocks
 
@@ -203,15 +241,19 @@ class Engine:
 
     def step(
         self, requests: dict[str, Request], preempted: tuple[Request, ...] = ()
-    ) -> tuple[set[str], set[int]]:
-        """One step. Returns the requests whose load has ended, and blocks that were not loaded."""
+    ) -> tuple[set[str], set[str]]:
+        """One step. Returns the requests whose load has ended, and those whose load has failed."""
         scheduled = {name: each.end - each.num_computed_tokens for name, each in requests.items()}
         output = SimpleNamespace(
             num_scheduled_tokens=scheduled,
             scheduled_spec_decode_tokens={},
             preempted_req_ids={each.request_id for each in preempted},
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(
+                new_block_ids=[self.grow(each, each.end) for each in requests.values()]
+            ),
         )
-        orders = self.scheduler.orders(output, lambda name: self.tables[name])
+        orders = self.scheduler.orders(output, lambda name, group: self.tables[name][group])
         received, bad, reports = self.work(orders, requests)
         whole = Report()
         for report in reports:
@@ -222,7 +264,7 @@ class Engine:
 
     def work(
         self, orders: Orders, requests: dict[str, Request]
-    ) -> tuple[set[str], set[int], list[Report]]:
+    ) -> tuple[set[str], set[str], list[Report]]:
         """The workers' part of it."""
         received, bad, reports = [], set(), []
         for worker in self.workers:
@@ -239,19 +281,20 @@ class Engine:
             while waiting - got:  # vLLM waits for all ranks, over several steps
                 got |= worker.received()
             received.append(got)
-            bad |= worker.bad_blocks()
+            bad |= worker.failed()
             reports.append(worker.report())
         return set().union(*received), bad, reports
 
     def each(self) -> Any:
-        return itertools.product(range(len(self.workers)), range(LAYERS))
+        """Ranks, groups, and the tensors in which a layer of each group lies."""
+        return itertools.product(range(len(self.workers)), range(len(self.windows)), range(LAYERS))
 
     def write(self, request: Request, begin: int, end: int) -> None:
         """Compute positions of a request."""
-        blocks = self.tables[request.request_id]
-        for rank, layer in self.each():
-            values = self.of_rank(request, rank, layer)
-            for place in range(begin, end):
+        for rank, group, layer in self.each():
+            blocks = self.tables[request.request_id][group]
+            values = self.of_rank(request, rank, group * LAYERS + layer)
+            for place in range(max(begin, _unseen(blocks) * BLOCK), end):
                 row = self.tensors[rank][layer][blocks[place // BLOCK], :, place % BLOCK]
                 value = values[:, place]
                 row[:] = value if isinstance(row, np.ndarray) else _like(row, value)
@@ -263,13 +306,17 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """What the device has of a request is what its tokens have."""
-        blocks = self.tables[request.request_id]
-        for rank, layer in self.each():
-            values = self.of_rank(request, rank, layer)
-            for place in range(request.num_computed_tokens):
+        for rank, group, layer in self.each():
+            blocks = self.tables[request.request_id][group]
+            values = self.of_rank(request, rank, group * LAYERS + layer)
+            for place in range(_unseen(blocks) * BLOCK, request.num_computed_tokens):
                 found = self.tensors[rank][layer][blocks[place // BLOCK], :, place % BLOCK]
                 found = found if isinstance(found, np.ndarray) else found.cpu().numpy()
                 assert np.array_equal(found, values[:, place]), (rank, layer, place)
+
+
+def _unseen(blocks: list[int]) -> int:
+    return next((place for place, block in enumerate(blocks) if block), len(blocks))
 
 
 def _like(row: Any, value: Any) -> Any:

@@ -90,8 +90,7 @@ def test_the_page_of_a_model(
     ("config", "says"),
     [
         ({"is_encoder_decoder": True}, "not with a connector"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ({"sliding_window": 4096}, "sliding_window"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
         ({"layers_block_type": ["attention", "mamba"]}, "layers_block_type"),
     ],
 )
@@ -102,6 +101,46 @@ def test_models_that_are_not_served(
     assert "does not work" in result.stderr
     assert says in result.stderr
     assert result.stdout.startswith("vllm serve ")
+
+
+GEMMA = {  # 10 layers with full attention, 52 with windows: 6 groups of 8 or 9
+    **LLAMA,
+    "num_hidden_layers": 62,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+}
+GPT_OSS = {
+    **LLAMA,
+    "num_hidden_layers": 24,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens", "size", "groups"),
+    [
+        (GEMMA, 16, 10 * 16 * 256 * 2 * 16, 7),
+        (GPT_OSS, 64, 12 * 8 * 128 * 2 * 64, 2),
+        ({**LLAMA, "sliding_window": 32, "num_key_value_heads": 1}, 32, 1 << 19, 1),
+    ],
+    ids=["gemma 3", "gpt-oss", "windows alone, shorter than a page of 1 MiB"],
+)
+def test_the_page_of_a_model_with_windows(
+    run: Run,
+    model: Callable[..., Path],
+    config: dict[str, Any],
+    tokens: int,
+    size: int,
+    groups: int,
+) -> None:
+    result = run("vllm-config", model(**config), "--json")
+    page = json.loads(result.stdout)["page"]
+    assert (page["tokens"], page["bytes"], page["groups"]) == (tokens, size, groups)
 
 
 def test_a_window_that_is_switched_off(run: Run, model: Callable[..., Path]) -> None:

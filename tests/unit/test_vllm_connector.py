@@ -18,7 +18,7 @@ from engines import contracts
 from lightcache import Cache
 from lightcache.connectors.vllm import Options
 from lightcache.connectors.vllm.messages import Report
-from lightcache.connectors.vllm.model import describe, measure
+from lightcache.connectors.vllm.model import block_groups, describe, measure
 from lightcache.connectors.vllm.prompts import Adapters, adapter_bytes, files_digest, prompt_of
 from lightcache.errors import ConfigError
 from lightcache.prompt import MultimodalItem, Prompt
@@ -41,6 +41,9 @@ def connector(monkeypatch: pytest.MonkeyPatch) -> Any:
         def __init__(self, data: Any = None) -> None:
             self.data = data or {}
 
+    class Results(SimpleNamespace):
+        pass
+
     class Source(str, Enum):
         HOST = "host"
         DISK = "disk"
@@ -54,6 +57,7 @@ def connector(monkeypatch: pytest.MonkeyPatch) -> Any:
         setattr(modules[f"{v1}.base"], name, type(name, (), {}))
     modules[f"{v1}.base"].KVConnectorWorkerMetadata = type("W", (), {})  # type: ignore[attr-defined]
     modules[f"{v1}.base"].KVConnectorBase_V1 = Base  # type: ignore[attr-defined]
+    modules[f"{v1}.base"].KVConnectorTransferResults = Results  # type: ignore[attr-defined]
     modules[f"{v1}.base"].KVConnectorRole = Role  # type: ignore[attr-defined]
     modules[v1].base = modules[f"{v1}.base"]  # type: ignore[attr-defined]
     modules[f"{v1}.metrics"].KVConnectorStats = Stats  # type: ignore[attr-defined]
@@ -114,8 +118,8 @@ def test_no_method_raises(connector: Any, caplog: pytest.LogCaptureFixture) -> N
     assert worker.register_kv_caches({"layer": broken}) is None
     assert worker.start_load_kv(None) is None
     assert worker.wait_for_save() is None
-    assert worker.get_finished(set()) == (None, None)
-    assert worker.get_block_ids_with_load_errors() == set()
+    results = worker.get_transfer_results(set())
+    assert (results.finished_recving, results.failed_recving) == (set(), set())
     assert worker.build_connector_worker_meta() is None
     assert worker.get_handshake_metadata().hello.place is None
     said = [record for record in caplog.records if "computes instead" in record.message]
@@ -249,6 +253,13 @@ class FullAttentionSpec:
 class SlidingWindowSpec:
     block_size = 4
 
+    def __init__(self, sliding_window: int = 12, extra_retained_tokens: int = 0) -> None:
+        self.sliding_window, self.extra_retained_tokens = sliding_window, extra_retained_tokens
+
+
+class MambaSpec:
+    block_size = 4
+
 
 class Layer:
     """A backend's cache update, with keys and values apart in a block, or swapped."""
@@ -354,12 +365,16 @@ def test_measuring_leaves_the_tensors_as_they_were() -> None:
 
 def test_models_that_are_not_served() -> None:
     config, groups, tensors = engine(2)
-    groups.kv_cache_groups[0].kv_cache_spec = SlidingWindowSpec()
-    with pytest.raises(ConfigError, match="SlidingWindowSpec"):
+    groups.kv_cache_groups[0].kv_cache_spec = MambaSpec()
+    with pytest.raises(ConfigError, match="MambaSpec"):
         describe(config, groups, tensors, 0, Options())
     config, groups, tensors = engine(2)
-    groups.kv_cache_groups *= 2
-    with pytest.raises(ConfigError, match="one group"):
+    groups.kv_cache_groups *= 17
+    with pytest.raises(ConfigError, match="1 to 16 groups"):
+        describe(config, groups, tensors, 0, Options())
+    config, groups, tensors = engine(2)
+    groups.kv_cache_groups[0].host_resident = True
+    with pytest.raises(ConfigError, match="not moved"):
         describe(config, groups, tensors, 0, Options())
     with pytest.raises(ConfigError, match="pipeline_parallel_size"):
         describe(*engine(2, pipeline_parallel_size=2), 0, Options())
@@ -367,3 +382,45 @@ def test_models_that_are_not_served() -> None:
     tensors["model.layers.0.attn"] = torch.zeros(6, 2, 4, 16)
     with pytest.raises(ConfigError, match="one shape"):
         describe(config, groups, tensors, 0, Options())
+
+
+def hybrid(ranks: int = 1, window: int = 12) -> tuple[Any, Any, Any]:
+    """Windows in five layers and full attention in two, in groups of at most two as vLLM has them:
+    all lie in the tensors of the first."""
+    config, _, tensors = engine(2, ranks, layers=7)
+    names = sorted(tensors)
+    shared = [tensors[names[0]], tensors[names[1]]]
+    split = [[names[2], names[5]], names[0:2], names[3:5], names[6:]]
+    specs = [FullAttentionSpec(), *(SlidingWindowSpec(window) for _ in "123")]
+    made = [
+        SimpleNamespace(kv_cache_spec=spec, layer_names=layers)
+        for spec, layers in zip(specs, split, strict=True)
+    ]
+    aliased = {name: shared[at] for layers in split for at, name in enumerate(layers)}
+    return config, SimpleNamespace(kv_cache_groups=[made[1], made[0], *made[2:]]), aliased
+
+
+def test_groups_have_numbers_rules_and_pages_of_one_size() -> None:
+    for ranks, rank in ((1, 0), (2, 1)):
+        found = describe(*hybrid(ranks), rank, Options())
+        groups = found.place.groups
+        assert [(each.name, each.rule.name, each.run.group) for each in groups] == [
+            ("window12", "window11", 1),
+            ("full", "prefix", 0),
+            ("window12-2", "window11", 2),
+            ("window12-3", "window11", 3),
+        ]
+        assert found.place == describe(*hybrid(), 0, Options()).place
+        # Two blocks of four tokens: four would be longer than the window.
+        assert found.place.page_tokens == 8
+        assert {each.geometry.part_bytes for each in found.groups} == {found.place.page_bytes}
+        assert found.groups[3].geometry.used_bytes * 2 == found.place.page_bytes
+    other = describe(*hybrid(window=13), 0, Options()).place
+    assert other.fingerprint != found.place.fingerprint
+
+
+def test_drafts_keep_more_of_a_window() -> None:
+    spec = SlidingWindowSpec(8, extra_retained_tokens=2)
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=[])
+    (found,) = block_groups(SimpleNamespace(kv_cache_groups=[group]))
+    assert (found.rule.back, found.run.group) == (9, 1)

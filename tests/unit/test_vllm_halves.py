@@ -172,7 +172,7 @@ def test_a_save_whose_blocks_were_freed_is_given_up(
         engine.admit(other)
         engine.compute(other, preempted=(victim,))
         for tensors in engine.tensors[0].values():
-            tensors[engine.tables[victim.request_id]] = 99  # others' by now
+            tensors[engine.tables[victim.request_id][0]] = 99  # others' by now
         gate.open.set()
         engine.idle()
         engine.end(victim)
@@ -241,7 +241,7 @@ def test_a_request_whose_load_failed_is_computed_and_not_offered_again(
         engine.ask(PROMPT)
         usual = engine.workers[0]._begin_load
 
-        def fails(order: object) -> None:
+        def fails(order: object, part: object) -> None:
             raise RuntimeError("it fails")
 
         engine.workers[0]._begin_load = fails  # type: ignore[method-assign,assignment]
@@ -261,7 +261,7 @@ def test_pages_that_go_before_the_load_begins(segment_name: str) -> None:
         request = Request(PROMPT)
         engine.scheduler.begin(request)
         found = engine.look(request)
-        engine.allocate(request)
+        engine.allocate(request, found=found)
         other.clear()
         engine.scheduler.allocated(request, engine.tables[request.request_id], found)
         assert engine.load(request)
@@ -276,7 +276,7 @@ def test_an_abort_while_loading_ends_with_the_load(segment_name: str) -> None:
         request = Request(PROMPT)
         engine.scheduler.begin(request)
         found = engine.look(request)
-        engine.allocate(request)
+        engine.allocate(request, found=found)
         engine.scheduler.allocated(request, engine.tables[request.request_id], found)
         assert not engine.scheduler.finish(request)  # vLLM keeps its blocks by itself
         assert engine.scheduler._requests
@@ -390,7 +390,7 @@ def test_ranks_on_other_hosts_and_reasons_are_said_once(
             ([replace(hello, place=None, why="windows")], "windows"),
         ):
             fresh = Engine.__new__(Engine)
-            scheduler = type(engine.scheduler)(engine.scheduler.options, BLOCK, "x")
+            scheduler = type(engine.scheduler)(engine.scheduler.options, "x")
             scheduler.connect(hellos)
             fresh.scheduler = scheduler
             assert scheduler.look(Request(PROMPT), 0) == (0, False)

@@ -77,7 +77,7 @@ def test_few_answers_are_renewed_in_a_step(one: Scheduler, plans: list[str]) -> 
 def test_an_answer_ends_with_its_plan(one: Scheduler) -> None:
     one.serve(Request("first", PROMPT))
     reset, taken = waiting(one, 2)
-    one.half.allocated(taken, list(range(9)), 5 * PAGE)
+    one.half.allocated(taken, [list(range(9))], 5 * PAGE)
     assert len(one.step({taken.request_id: taken}, {}).loads) == 1
     one.half.reset()
     assert one.half.look(reset, 0) == (0, False)
@@ -93,7 +93,9 @@ def test_each_page_is_offered_once_and_again_after_a_preemption(one: Scheduler) 
         offered.append([len(order.blocks) for order in orders.saves])
     assert offered == [[1], [], [1], [3], [], []]
     request.num_computed_tokens = 0
-    again = one.half.orders(vllm.Output({}, {"first"}), lambda identity: running[identity].blocks)
+    again = one.half.orders(
+        vllm.Output({}, {"first"}), lambda identity, _: running[identity].blocks
+    )
     assert len(again.settle) == 3
     # Nothing of it was published: the jobs have ended, and all pages are offered once more.
     one.half.report(Report(saved=dict.fromkeys(again.settle, 1)), ())

@@ -157,8 +157,7 @@ class LightcacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._worker: WorkerHalf | None = None
         self.half: SchedulerHalf | WorkerHalf
         if role is base.KVConnectorRole.SCHEDULER:
-            block = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-            self.half = self._scheduler = SchedulerHalf(options, block, identity)
+            self.half = self._scheduler = SchedulerHalf(options, identity)
         else:
             rank = parallel.rank % parallel.tensor_parallel_size
             team = team_of(identity)
@@ -230,15 +229,14 @@ class LightcacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """See vLLM. Begins them, and waits for none."""
         self.of_worker.save(self._orders())
 
-    @guarded(lambda: (None, None))
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+    @guarded(base.KVConnectorTransferResults)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """See vLLM. Saves are told of by `build_connector_worker_meta`."""
-        return None, self.of_worker.received() or None
-
-    @guarded(set)
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """See vLLM."""
-        return self.of_worker.bad_blocks()
+        worker = self.of_worker
+        received = worker.received()
+        return base.KVConnectorTransferResults(
+            finished_recving=received, failed_recving=worker.failed()
+        )
 
     @guarded(_nothing)
     def build_connector_worker_meta(self) -> OutputMetadata | None:
@@ -271,8 +269,7 @@ class LightcacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See vLLM."""
         if num_external_tokens:
-            ids = blocks.get_block_ids()[0]
-            self.of_scheduler.allocated(request, ids, num_external_tokens)
+            self.of_scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     @guarded(dict)
     def get_external_cache_hit_sources(
@@ -288,8 +285,9 @@ class LightcacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """See vLLM."""
         return StepMetadata(self.of_scheduler.orders(scheduler_output, self._blocks_of))
 
-    def _blocks_of(self, request: str) -> list[int]:
-        ids: list[int] = self._kv_cache_manager.get_block_ids(request)[0]
+    def _blocks_of(self, request: str, group: int) -> list[int]:
+        blocks = self._kv_cache_manager.get_blocks(request)
+        ids: list[int] = blocks.get_block_ids(group_ids=(group,))[0]
         return ids
 
     @guarded(_nothing)

@@ -6,6 +6,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lightcache.kernels.groups import Rule
+from lightcache.runs import PLAIN, Run
+
+
+@dataclass(frozen=True)
+class BlockGroup:
+    """Layers for which vLLM has one table of blocks a request; their pages are found together."""
+
+    name: str
+    rule: Rule
+    """Which of its pages a position needs."""
+    run: Run
+    """Its number in the cache: keys of its pages are made with it."""
+    block_tokens: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether a position needs all pages before it, so that they are a chain."""
+        return self.rule == Rule.prefix()
+
+
+def one_group(block_tokens: int) -> tuple[BlockGroup, ...]:
+    """Of a model whose layers all have full attention."""
+    return (BlockGroup("full", Rule.prefix(), PLAIN, block_tokens),)
+
 
 @dataclass(frozen=True)
 class Place:
@@ -18,6 +43,8 @@ class Place:
     fingerprint: str
     page_bytes: int
     page_tokens: int
+    groups: tuple[BlockGroup, ...]
+    """In vLLM's order, by which messages number them."""
 
 
 @dataclass(frozen=True)
@@ -37,30 +64,40 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class LoadOrder:
-    """Pages that the scheduler pins, to be copied to blocks. The worker pins them for itself."""
+class LoadPart:
+    """Pages of one group, to be copied to its blocks."""
 
-    request: str
-    segment: str
+    group: int
     pages: bytes
     """int32 each."""
     generations: bytes
     """uint32 each."""
     first: int
-    """Tokens of the first page that the device has already."""
+    """Tokens of the first page that the device has already, or needs no more."""
     blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
+class LoadOrder:
+    """Pages that the scheduler pins, to be copied to blocks. The worker pins them for itself."""
+
+    request: str
+    segment: str
+    parts: tuple[LoadPart, ...]
+
+
+@dataclass(frozen=True)
 class SaveOrder:
-    """Whole pages of a prompt that lie in blocks, to be copied to the host. Each rank reserves the
-    keys and joins the others."""
+    """Whole pages of one group and one prompt that lie in blocks, to be copied to the host. Each
+    rank reserves the keys and joins the others."""
 
     job: int
+    group: int
     segment: str
     weights: str
     keys: bytes
-    """16 bytes each; the first one is that of the page before, unless `root`."""
+    """16 bytes each, as the group's run makes them; the first is that of the page before, unless
+    `root`."""
     root: bool
     blocks: tuple[int, ...]
 
@@ -70,8 +107,8 @@ class Orders:
     """Of a step, from the scheduler to each worker."""
 
     loads: list[LoadOrder] = field(default_factory=list)
-    lost: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
-    """Requests that wait for a load that cannot be, and its blocks: they are reported as failed."""
+    lost: list[str] = field(default_factory=list)
+    """Requests that wait for a load that cannot be: they are reported as failed."""
     saves: list[SaveOrder] = field(default_factory=list)
     settle: list[int] = field(default_factory=list)
     """Jobs whose blocks were freed: they must have read them, or be given up, before the step."""
@@ -100,4 +137,14 @@ class Report:
         return bool(self.saved or self.failed or self.segments)
 
 
-__all__ = ["Hello", "LoadOrder", "Orders", "Place", "Report", "SaveOrder"]
+__all__ = [
+    "BlockGroup",
+    "Hello",
+    "LoadOrder",
+    "LoadPart",
+    "Orders",
+    "Place",
+    "Report",
+    "SaveOrder",
+    "one_group",
+]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,16 +14,27 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightcache.connectors.vllm.messages import Place
+from lightcache.connectors.vllm.messages import BlockGroup, Place
 from lightcache.connectors.vllm.options import Options
 from lightcache.errors import ConfigError
-from lightcache.kernels import DevicePlanes, KVGroup, PageGeometry, Shard, layouts
+from lightcache.kernels import DevicePlanes, KVGroup, PageGeometry, Rule, Shard, layouts
+from lightcache.layout import GROUPS
+from lightcache.runs import Run
 
 _log = logging.getLogger("lightcache.connectors")
 LEAST_PAGE = 1 << 20
 """Bytes of a page over all ranks, from which on copies reach their full rate."""
 GROUP = "kv"
-_SERVED = ("FullAttentionSpec", "MLAAttentionSpec")
+_WHOLE = ("FullAttentionSpec", "MLAAttentionSpec")
+
+
+@dataclass(frozen=True)
+class GroupFormat:
+    """Pages of a group, and where this rank has them."""
+
+    geometry: PageGeometry
+    shard: Shard
+    planes: DevicePlanes
 
 
 @dataclass(frozen=True)
@@ -30,11 +42,14 @@ class Format:
     """Of one rank."""
 
     place: Place
-    geometry: PageGeometry
-    shard: Shard
-    planes: DevicePlanes
-    block_tokens: int
+    groups: tuple[GroupFormat, ...]
+    """In the order of the place's."""
     ranks: int
+
+    @property
+    def device(self) -> str:
+        """Where its tensors are."""
+        return self.groups[0].planes.device
 
 
 def check_served(vllm_config: Any, kv_cache_config: Any) -> None:
@@ -45,11 +60,17 @@ def check_served(vllm_config: Any, kv_cache_config: Any) -> None:
     """
     groups = kv_cache_config.kv_cache_groups
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-    if len(groups) != 1 or kinds[0] not in _SERVED:
+    if not 0 < len(groups) <= GROUPS or set(kinds) - {*_WHOLE, "SlidingWindowSpec"}:
         raise ConfigError(
-            f"expected one group of layers with full attention, found {', '.join(kinds) or 'none'}:"
-            " models with windows or recurrent states are not served yet"
+            f"expected 1 to {GROUPS} groups of layers with full attention or sliding windows, "
+            f"found {', '.join(kinds) or 'none'}: recurrent states, chunks and layers of several "
+            "shapes in a group are not served yet"
         )
+    if any(
+        getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True)
+        for group in groups
+    ):
+        raise ConfigError("expected groups of layers on the device, found one that is not moved")
     parallel = vllm_config.parallel_config
     for name in (
         "pipeline_parallel_size",
@@ -58,6 +79,29 @@ def check_served(vllm_config: Any, kv_cache_config: Any) -> None:
     ):
         if getattr(parallel, name, 1) > 1:
             raise ConfigError(f"expected {name} 1, found {getattr(parallel, name)}: not served yet")
+
+
+def block_groups(kv_cache_config: Any) -> tuple[BlockGroup, ...]:
+    """The groups as the cache has them. The first of full attention has keys of its own, as that of
+    a model without others."""
+    found: list[BlockGroup] = []
+    number = 1
+    for group in kv_cache_config.kv_cache_groups:
+        spec, run = group.kv_cache_spec, Run(number)
+        if type(spec).__name__ in _WHOLE:
+            rule, name = Rule.prefix(), "full"
+            if not any(each.whole for each in found):
+                run = Run()
+        else:
+            # A layer that sees W tokens, its own among them; vLLM may keep more for drafts.
+            tokens = spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0)
+            rule, name = Rule.window(max(1, tokens)), f"window{spec.sliding_window}"
+        number += run.group > 0
+        alike = sum(each.rule == rule for each in found)
+        found.append(
+            BlockGroup(f"{name}-{alike + 1}" if alike else name, rule, run, spec.block_size)
+        )
+    return tuple(found)
 
 
 def describe(
@@ -69,60 +113,91 @@ def describe(
         ConfigError: models or tensors that are not served.
     """
     check_served(vllm_config, kv_cache_config)
-    group = kv_cache_config.kv_cache_groups[0]
-    spec, tokens = group.kv_cache_spec, group.kv_cache_spec.block_size
-    layers = _own_tensors(tensors, group.layer_names)
-    shape, dtype = _one_form(layers)
-    _, heads, _, width = shape
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    latent = type(spec).__name__.startswith("MLA")
-    model = vllm_config.model_config
-    all_heads = 1 if latent else model.get_total_num_kv_heads()
-    if max(1, all_heads // ranks) != heads:
-        raise ConfigError(
-            f"expected {max(1, all_heads // ranks)} of {all_heads} KV heads in rank {rank} of "
-            f"{ranks}, found tensors of {tuple(shape)}"
-        )
-    number = dtype.itemsize
-    bytes_of_block = len(layers) * all_heads * tokens * width * number
-    most = options.blocks_per_page or blocks_per_page(bytes_of_block)
-    attention = KVGroup.attention(
-        GROUP,
-        layers=len(layers),
-        heads=all_heads,
-        head_dim=width,
-        dtype_bytes=number,
-        page_tokens=tokens * most,
-        content="single",
-        head_groups=all_heads,
-    )
-    geometry = PageGeometry([attention])
-    shard = Shard(geometry, rank, ranks)
-    numbered = dict(enumerate(layers.values()))
-    planes = layouts.vllm(shard, GROUP, numbered, axes="bhnc")
-    facts = [
-        *model_facts(vllm_config),
-        f"block={tokens}",
-        f"element={str(dtype).removeprefix('torch.')}",
-        f"layers={_digest(list(layers))}",
-        *_layout_facts(vllm_config, layers, tokens),
-        geometry.fingerprint(),
+    groups = block_groups(kv_cache_config)
+    parts = [
+        _Part(vllm_config, group, tensors, rank, ranks) for group in kv_cache_config.kv_cache_groups
     ]
+    unit = math.lcm(*(group.block_tokens for group in groups))
+    most = options.blocks_per_page or blocks_per_page(
+        max(part.bytes_of(unit) for part in parts),
+        unit,
+        min((group.rule.back + 1 for group in groups if not group.whole), default=None),
+    )
+    kinds = [part.group(unit * most, each.rule) for part, each in zip(parts, groups, strict=True)]
+    size = max(PageGeometry([kind]).page_bytes for kind in kinds)
+    formats, facts = [], model_facts(vllm_config)
+    for part, kind in zip(parts, kinds, strict=True):
+        geometry = PageGeometry([kind], part_bytes=size)
+        shard = Shard(geometry, rank, ranks)
+        planes = layouts.vllm(shard, GROUP, dict(enumerate(part.layers.values())), axes="bhnc")
+        formats.append(GroupFormat(geometry, shard, planes))
+        facts += [*part.facts(vllm_config), geometry.fingerprint()]
     place = Place(
         name=options.name,
         model=model_name(vllm_config),
         fingerprint=" ".join(facts),
-        page_bytes=geometry.part_bytes,
-        page_tokens=geometry.page_tokens,
+        page_bytes=size,
+        page_tokens=unit * most,
+        groups=groups,
     )
-    return Format(place, geometry, shard, planes, tokens, ranks)
+    return Format(place, tuple(formats), ranks)
 
 
-def blocks_per_page(bytes_of_block: int) -> int:
+class _Part:
+    """Layers of one group, in one rank."""
+
+    def __init__(
+        self, vllm_config: Any, group: Any, tensors: Mapping[str, Any], rank: int, ranks: int
+    ) -> None:
+        self.tokens = group.kv_cache_spec.block_size
+        self.layers = _own_tensors(tensors, group.layer_names)
+        shape, self.dtype = _one_form(self.layers)
+        _, heads, _, self.width = shape
+        latent = type(group.kv_cache_spec).__name__.startswith("MLA")
+        self.heads = 1 if latent else vllm_config.model_config.get_total_num_kv_heads()
+        if max(1, self.heads // ranks) != heads:
+            raise ConfigError(
+                f"expected {max(1, self.heads // ranks)} of {self.heads} KV heads in rank {rank} "
+                f"of {ranks}, found tensors of {tuple(shape)}"
+            )
+
+    def bytes_of(self, tokens: int) -> int:
+        """Over all ranks."""
+        size: int = len(self.layers) * self.heads * tokens * self.width * self.dtype.itemsize
+        return size
+
+    def group(self, page_tokens: int, rule: Rule) -> KVGroup:
+        return KVGroup.attention(
+            GROUP,
+            layers=len(self.layers),
+            heads=self.heads,
+            head_dim=self.width,
+            dtype_bytes=self.dtype.itemsize,
+            page_tokens=page_tokens,
+            content="single",
+            rule=rule,
+            head_groups=self.heads,
+        )
+
+    def facts(self, vllm_config: Any) -> list[str]:
+        """Words of the fingerprint."""
+        return [
+            f"block={self.tokens}",
+            f"element={str(self.dtype).removeprefix('torch.')}",
+            f"layers={_digest(list(self.layers))}",
+            *_layout_facts(vllm_config, self.layers, self.tokens),
+        ]
+
+
+def blocks_per_page(bytes_of_block: int, tokens: int = 1, window: int | None = None) -> int:
     """The least power of two with which a page of all ranks is large enough. It depends on the
-    model alone, so engines of any tensor parallelism agree."""
+    model alone, so engines of any tensor parallelism agree. A page of several blocks is no longer
+    than a window: vLLM still has all of its blocks when the last one is computed."""
     blocks = 1
-    while blocks * bytes_of_block < LEAST_PAGE:
+    while blocks * bytes_of_block < LEAST_PAGE and (
+        window is None or 2 * blocks * tokens <= window
+    ):
         blocks *= 2
     return blocks
 
@@ -268,6 +343,8 @@ def measure(contexts: Mapping[str, Any], layers: Mapping[str, Any], tokens: int)
 
 __all__ = [
     "Format",
+    "GroupFormat",
+    "block_groups",
     "blocks_per_page",
     "check_served",
     "describe",

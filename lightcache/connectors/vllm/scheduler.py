@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import math
 import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +23,13 @@ import numpy as np
 
 from lightcache import Cache
 from lightcache._arguments import Keys
+from lightcache.connectors.vllm.groups import Finder
 from lightcache.connectors.vllm.link import Link, Voice
 from lightcache.connectors.vllm.messages import (
+    BlockGroup,
     Hello,
     LoadOrder,
+    LoadPart,
     Orders,
     Place,
     Report,
@@ -57,6 +61,7 @@ RENEWALS = 16
 """Of such answers in a step; the requests at the head of vLLM's queue are asked first."""
 OLDEST = 20.0
 """Seconds after which an answer is renewed in any case: plans end after a minute."""
+BlocksOf = Callable[[str, int], list[int]]
 RESET_NAMES = re.compile(r"vllm-([0-9a-f]{8})-[0-9a-f]{16}")
 
 
@@ -87,9 +92,14 @@ class Opened:
     """What the scheduler's half has open."""
 
     cache: Cache
-    space: Namespace
+    finder: Finder
     tier: StorageTier | None
     segment: str
+
+    @property
+    def space(self) -> Namespace:
+        """Where pages are found and saved now."""
+        return self.finder.space
 
     def close(self) -> None:
         """Leave: the storage first."""
@@ -117,8 +127,8 @@ class _Request:
     planned: bool = False
     answer: _Answer | None = None
     """Of the last look, while its plan stands."""
-    lease: Lease | None = None
-    """Of a load under way."""
+    leases: list[Lease] = field(default_factory=list)
+    """Of a load under way, one for each group."""
     started: bool = False
     barred: bool = False
     """A load of it has failed, or it cannot be keyed: it is offered nothing."""
@@ -151,6 +161,12 @@ class _Job:
     request: str
     left: int
     keys: list[bytes]
+    group: int
+    first: int
+    """Of its blocks, the first one's place in the request's table."""
+    blocks: tuple[int, ...]
+    freed: bool = False
+    """vLLM has given up the first of them: a window has moved on."""
 
 
 class SchedulerHalf:
@@ -159,7 +175,6 @@ class SchedulerHalf:
     def __init__(
         self,
         options: Options,
-        block_tokens: int,
         engine_id: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -168,8 +183,10 @@ class SchedulerHalf:
         self.launch = launch_of(engine_id)
         self.figures: Counter[str] = Counter()
         """Since they were taken last."""
-        self._block, self._clock = block_tokens, clock
-        self._page = self._blocks = 0
+        self._clock = clock
+        self._page = 0
+        self._groups: tuple[BlockGroup, ...] = ()
+        self._windows = False
         self._place: Place | None = None
         self._part, self._device = "scheduler", False
         self._link: Link[Opened] | None = None
@@ -180,6 +197,10 @@ class SchedulerHalf:
         self._requests: dict[str, _Request] = {}
         self._jobs: dict[int, _Job] = {}
         self._writing: set[bytes] = set()
+        self._freed: dict[int, int] = {}
+        """Jobs by blocks that they read and vLLM may give to others."""
+        self._given: list[int] = []
+        """Blocks that were given to requests that wait for a load, since the last step."""
         self._orders = Orders()
         self._number = self._resets = self._renewed = 0
         self._weights = options.weights
@@ -203,7 +224,8 @@ class SchedulerHalf:
             return
         place = self._place = ranks[0].place
         assert place is not None
-        self._page, self._blocks = place.page_tokens, place.page_tokens // self._block
+        self._page, self._groups = place.page_tokens, place.groups
+        self._windows = not all(group.whole for group in place.groups)
         self._note_segments({hello.rank: hello.segment for hello in ranks})
         self._part, self._device = "scheduler", False
         for hello in ranks:
@@ -219,14 +241,18 @@ class SchedulerHalf:
         try:
             if self._resets:
                 self._clear_gone(cache)
-            space = cache.namespace(self._weights)
+            finder = self._finder(cache)
             tier = None
             if self.options.storage:
                 tier = StorageTier.open(cache, self.options.storage)
         except BaseException:
             cache.close()
             raise
-        return Opened(cache, space, tier, cache.index.segment.uuid)
+        return Opened(cache, finder, tier, cache.index.segment.uuid)
+
+    def _finder(self, cache: Cache) -> Finder:
+        """For the weights that are in use now."""
+        return Finder(cache, cache.namespace(self._weights), self._groups, self._page)
 
     def _clear_gone(self, cache: Cache) -> None:
         """Clear the namespaces of launches that have ended: there are 256."""
@@ -266,9 +292,7 @@ class SchedulerHalf:
     def close(self) -> None:
         """Leave the cache. What loads and saves is the workers'."""
         for state in self._requests.values():
-            if state.lease is not None:
-                with contextlib.suppress(LightcacheError):
-                    state.lease.release()
+            self._release(state)
         self._requests.clear()
         self._adapters.close()
         if self._link is not None:
@@ -340,9 +364,7 @@ class SchedulerHalf:
             self._cancel(state, opened)
             return 0, False
         ended = state.read is not None and state.read.ended  # before the plan, which finds it then
-        found = opened.cache.index.plan(
-            request.request_id, state.keys, limit=limit, namespace=opened.space, frozen=True
-        )
+        found = opened.finder.plan(request.request_id, state.keys, limit)
         state.planned = True
         if self._rest_until:
             self._rest_until = 0.0
@@ -356,12 +378,20 @@ class SchedulerHalf:
         state.answer = _Answer(opened, counts, self._clock() + ASK, tokens)
         return tokens, tokens > 0
 
+    @staticmethod
+    def _release(state: _Request) -> None:
+        """Give back the pages of a load."""
+        leases, state.leases = state.leases, []
+        for lease in leases:
+            with contextlib.suppress(LightcacheError):  # of a cache that has gone
+                lease.release()
+
     def _cancel(self, state: _Request, opened: Opened | None) -> None:
         state.answer = None
         if state.planned:
             state.planned = False
             if opened is not None:
-                opened.cache.cancel(state.request.request_id)
+                opened.finder.cancel(state.request.request_id)
 
     def _reading(self, state: _Request, opened: Opened, found: int, limit: int) -> bool:
         """Whether the request waits for the storage to read what the host lacks."""
@@ -369,7 +399,7 @@ class SchedulerHalf:
         now = self._clock()
         if state.read is None:
             state.host = found
-            state.read = opened.tier.prefetch(state.keys[:limit], found, namespace=opened.space)
+            state.read = opened.finder.read(opened.tier, state.keys[:limit], found)
             state.until = now + min(MOST_WAIT, self._speed.seconds((limit - found) * self._page))
             if state.read.ended:
                 return False  # there is nothing to read
@@ -378,47 +408,57 @@ class SchedulerHalf:
         state.read.stop()
         return False
 
-    def allocated(self, request: Any, blocks: list[int], external: int) -> None:
-        """vLLM has given the request blocks, and waits for a load of `external` tokens if they are
-        more than none. Then it is loaded, or told to be lost: nothing else ends its wait."""
+    def allocated(self, request: Any, blocks: Sequence[list[int]], external: int) -> None:
+        """vLLM has given the request blocks, of each group, and waits for a load of `external`
+        tokens if they are more than none. Then it is loaded, or told to be lost: nothing else ends
+        its wait."""
         if external <= 0:
             return
         state = self._state(request)
-        begin, end = state.device, state.device + external
-        mine = tuple(blocks[begin // self._block : end // self._block])
+        if self._windows:
+            self._given += itertools.chain.from_iterable(blocks)
         try:
-            order = self._load(state, mine, begin, end)
+            order = self._load(state, blocks, state.device, state.device + external)
         except Exception as error:
             state.barred = True
-            self._orders.lost.append((request.request_id, mine))
+            self._orders.lost.append(request.request_id)
             self.trouble("begin a load", error)
             return
         self._orders.loads.append(order)
 
-    def _load(self, state: _Request, blocks: tuple[int, ...], begin: int, end: int) -> LoadOrder:
+    def _load(
+        self, state: _Request, blocks: Sequence[list[int]], begin: int, end: int
+    ) -> LoadOrder:
         opened = self._usable()
         if opened is None:
             raise LeaseLost("the cache has gone since the request was planned")
         identity, pages = state.request.request_id, -(-end // self._page)
         state.planned, state.answer = False, None
-        lease = opened.cache.take(identity, pages=pages)
-        if len(lease) < pages:
-            lease.release()
-            raise LeaseLost(f"expected {pages} pages, found {len(lease)}: the others have gone")
-        state.lease = lease  # from here on given back with the load, also one that is lost
-        first = begin // self._page
-        numbers = np.ascontiguousarray(lease.pages[first:], np.int32)
-        generations = opened.cache.index.generations(numbers)
+        # From here on given back with the load, also one that is lost.
+        state.leases = opened.finder.take(identity, state.keys, pages)
+        parts = []
+        for number, group in enumerate(self._groups):
+            table, lease = blocks[number], state.leases[number]
+            there = opened.finder.first(group, pages)
+            start = max(begin, there * self._page)
+            if not group.whole:
+                start = max(start, _unseen(table) * group.block_tokens)
+            first = start // self._page
+            numbers = np.ascontiguousarray(lease.pages[first - there :], np.int32)
+            generations = opened.cache.index.generations(numbers)
+            mine = table[start // group.block_tokens : end // group.block_tokens]
+            parts.append(
+                LoadPart(
+                    number,
+                    numbers.tobytes(),
+                    generations.tobytes(),
+                    start - first * self._page,
+                    tuple(mine),
+                )
+            )
         state.offered = max(state.offered, pages)
         self.figures["loaded_tokens"] += end - begin
-        return LoadOrder(
-            identity,
-            opened.segment,
-            numbers.tobytes(),
-            generations.tobytes(),
-            begin - first * self._page,
-            blocks,
-        )
+        return LoadOrder(identity, opened.segment, tuple(parts))
 
     def sources(self, request: Any, external: int) -> tuple[int, int]:
         """Of the tokens that a load brings, how many were in memory, and how many in a storage."""
@@ -430,13 +470,15 @@ class SchedulerHalf:
 
     # ---- a step
 
-    def orders(self, output: Any, blocks_of: Callable[[str], list[int]]) -> Orders:
-        """Of this step. `blocks_of` returns the blocks of a request."""
+    def orders(self, output: Any, blocks_of: BlocksOf) -> Orders:
+        """Of this step. `blocks_of` returns the blocks of a request, of the group with a number."""
         self._speed.note(sum(output.num_scheduled_tokens.values()))
         orders, self._orders = self._orders, Orders()
         self._renewed = 0
         try:
             self._settle(orders, output.preempted_req_ids or ())
+            if self._windows:
+                self._settle_freed(orders, output, blocks_of)
             opened = self._usable()
             for identity, tokens in output.num_scheduled_tokens.items():
                 state = self._requests.get(identity)
@@ -459,19 +501,36 @@ class SchedulerHalf:
                 orders.settle += state.jobs
                 state.offered, state.due = 0, 0.0
 
+    def _settle_freed(self, orders: Orders, output: Any, blocks_of: BlocksOf) -> None:
+        """A window moves on while its request runs: vLLM may give blocks that are being saved to
+        others. The jobs of those that it does give must end before the step."""
+        for number, job in self._jobs.items():
+            if not job.freed and not self._groups[job.group].whole:
+                table = blocks_of(job.request, job.group)
+                if table[job.first : job.first + 1] != [job.blocks[0]]:
+                    job.freed = True
+                    self._freed |= dict.fromkeys(job.blocks, number)
+        given, self._given = self._given, []
+        if not self._freed:
+            return
+        tables = [new.block_ids for new in output.scheduled_new_reqs]
+        tables += [new for new in output.scheduled_cached_reqs.new_block_ids if new]
+        blocks = itertools.chain(given, *itertools.chain.from_iterable(tables))
+        orders.settle += {self._freed[block] for block in blocks if block in self._freed}
+
     def _offer(
         self,
         orders: Orders,
         opened: Opened,
         state: _Request,
         computed: int,
-        blocks_of: Callable[[str], list[int]],
+        blocks_of: BlocksOf,
     ) -> None:
         request = state.request
         known = request.num_tokens if self.options.save_decode else request.num_prompt_tokens
         upto = min(computed, known) // self._page
         if upto > state.offered and (
-            len(self._jobs) >= MOST_JOBS or not self._keyed(state, opened)
+            len(self._jobs) >= MOST_JOBS * len(self._groups) or not self._keyed(state, opened)
         ):
             return
         due = (upto + 1) * self._page
@@ -480,31 +539,53 @@ class SchedulerHalf:
             return
         if upto > len(state.keys):
             self._extend(state)
-        keys = state.keys[:upto]
-        start = max(state.offered, opened.cache.peek(keys, namespace=opened.space))
+        begin, state.offered = state.offered, upto
+        for number in range(len(self._groups)):
+            order = self._save(opened, state, number, begin, upto, blocks_of)
+            if order is not None:
+                orders.saves.append(order)
+
+    def _save(
+        self,
+        opened: Opened,
+        state: _Request,
+        number: int,
+        begin: int,
+        upto: int,
+        blocks_of: BlocksOf,
+    ) -> SaveOrder | None:
+        """What is to be saved of these pages of a group; None: nothing."""
+        group, identity = self._groups[number], state.request.request_id
+        each = self._page // group.block_tokens
+        if group.whole:
+            keys = group.run.keys(state.keys[:upto])
+            start = max(begin, opened.cache.peek(keys, namespace=opened.space))
+        else:
+            begin = max(begin, -(-_unseen(blocks_of(identity, number)) // each))
+            keys = group.run.keys(state.keys[:upto])
+            start = begin + opened.cache.peek(keys[begin:], namespace=opened.space)
         while start < len(keys) and keys[start].tobytes() in self._writing:
             start += 1  # by another request of this engine
-        state.offered = upto
         if start >= len(keys):
-            return
+            return None
         self._number += 1
         job = self._number
         new: list[bytes] = keys[start:].view("V16").ravel().tolist()
-        self._jobs[job] = _Job(request.request_id, len(self._segments), new)
+        blocks = tuple(blocks_of(identity, number)[start * each : upto * each])
+        self._jobs[job] = _Job(identity, len(self._segments), new, number, start * each, blocks)
         self._writing.update(new)
         state.jobs.add(job)
-        blocks = blocks_of(request.request_id)
-        orders.saves.append(
-            SaveOrder(
-                job,
-                opened.segment,
-                opened.space.weights,
-                keys[max(0, start - 1) :].tobytes(),
-                start == 0,
-                tuple(blocks[start * self._blocks : upto * self._blocks]),
-            )
-        )
         self.figures["offered_pages"] += len(new)
+        root = start == 0 or not group.whole
+        return SaveOrder(
+            job,
+            number,
+            opened.segment,
+            opened.space.weights,
+            keys[start if root else start - 1 :].tobytes(),
+            root,
+            blocks,
+        )
 
     def _extend(self, state: _Request) -> None:
         """Hash what was decoded since."""
@@ -528,10 +609,7 @@ class SchedulerHalf:
             state = self._requests.get(identity)
             if state is None:
                 continue
-            if state.lease is not None:
-                lease, state.lease = state.lease, None
-                with contextlib.suppress(LightcacheError):  # of a cache that has gone
-                    lease.release()
+            self._release(state)
             if state.ended:
                 self._forget(identity, state)
         return free
@@ -545,6 +623,8 @@ class SchedulerHalf:
             return
         del self._jobs[number]
         self._writing.difference_update(job.keys)
+        if job.freed:
+            self._freed = {block: one for block, one in self._freed.items() if one != number}
         state = self._requests.get(job.request)
         if state is None:
             return
@@ -552,7 +632,7 @@ class SchedulerHalf:
         if state.ended and not state.jobs:
             if state.kept:
                 free.add(job.request)
-            if state.lease is None:
+            if not state.leases:
                 self._forget(job.request, state)
 
     def finish(self, request: Any) -> bool:
@@ -566,7 +646,7 @@ class SchedulerHalf:
         self._cancel(state, opened)
         if state.read is not None:
             state.read.stop()
-        if state.lease is not None:
+        if state.leases:
             return False  # vLLM keeps the blocks of a load by itself
         state.kept = bool(state.jobs)
         if not state.jobs:
@@ -582,7 +662,7 @@ class SchedulerHalf:
             return
         spec = opened.cache.key_spec(namespace=opened.space)
         if spec is state.spec:
-            opened.tier.write(state.keys[: state.offered], identity, namespace=opened.space)
+            opened.finder.write(opened.tier, state.keys[: state.offered], identity)
 
     @property
     def pending(self) -> bool:
@@ -614,7 +694,7 @@ class SchedulerHalf:
             self.trouble("wait for saves", error)
         try:
             self._clear_gone(opened.cache)
-            opened.space = opened.cache.namespace(self._weights)
+            opened.finder = self._finder(opened.cache)
         except (LightcacheError, OutOfPages) as error:
             self.trouble("forget the old weights", error)
             link.lose(opened)  # it is opened again, with the new ones
@@ -624,6 +704,12 @@ class SchedulerHalf:
         """The figures since the last call."""
         taken, self.figures = self.figures, Counter()
         return taken
+
+
+def _unseen(table: Sequence[int]) -> int:
+    """Blocks at the head of a window's table that no later token sees: vLLM's block 0 stands
+    there."""
+    return next((place for place, block in enumerate(table) if block), len(table))
 
 
 class _Speed:
@@ -668,7 +754,15 @@ def open_cache(
         role=role,
         device=device,
         shared=shared,
+        kv_groups=_names(place.groups),
     )
+
+
+def _names(groups: Sequence[BlockGroup]) -> list[str] | None:
+    """By their numbers in the cache, for operators; None: there is only number 0."""
+    names = {group.run.group: group.name for group in groups}
+    last = max(names, default=0)
+    return [names.get(number, "none") for number in range(last + 1)] if last else None
 
 
 __all__ = ["Opened", "SchedulerHalf", "launch_of", "open_cache", "part_of", "role_of", "team_of"]

@@ -8,6 +8,7 @@ that a save reads are overwritten.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import socket
@@ -15,7 +16,8 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -23,7 +25,14 @@ import numpy as np
 
 from lightcache import Cache, Load, Offload
 from lightcache.connectors.vllm.link import Link, Voice
-from lightcache.connectors.vllm.messages import Hello, LoadOrder, Orders, Report, SaveOrder
+from lightcache.connectors.vllm.messages import (
+    Hello,
+    LoadOrder,
+    LoadPart,
+    Orders,
+    Report,
+    SaveOrder,
+)
 from lightcache.connectors.vllm.model import Format
 from lightcache.connectors.vllm.options import Options
 from lightcache.connectors.vllm.scheduler import START, open_cache, part_of, role_of
@@ -46,9 +55,10 @@ class Opened:
     """What a rank has open."""
 
     cache: Cache
-    reader: Engine
-    writer: Engine
-    """Another one than `reader` only where ranks hold the same heads: each writes a part."""
+    readers: list[Engine]
+    """Of each group."""
+    writers: list[Engine]
+    """Others than `readers` only where ranks hold the same heads: each writes a part."""
     segment: str
     spaces: dict[str, Namespace] = field(default_factory=dict)
 
@@ -60,10 +70,14 @@ class Opened:
 
     def close(self) -> None:
         """Wait for copies, and leave."""
-        self.reader.close()
-        if self.writer is not self.reader:
-            self.writer.close()
+        close_all(self.readers + self.writers)
         self.cache.close()
+
+
+def close_all(engines: list[Engine]) -> None:
+    """Wait for their copies, and close them."""
+    for engine in {id(engine): engine for engine in engines}.values():
+        engine.close()
 
 
 class _Save:
@@ -97,10 +111,13 @@ class WorkerHalf:
         self._why = "no tensors were registered"
         self._link: Link[Opened] | None = None
         self._told = ""
-        self._loading: dict[str, tuple[Load, tuple[int, ...]]] = {}
+        self._loading: dict[str, list[Load]] = {}
+        """Of each request, what is under way."""
         self._early: list[LoadOrder] = []
-        self._received: set[str] = set()
-        self._bad: set[int] = set()
+        """What could not begin yet."""
+        self._lost: set[str] = set()
+        """Requests of which a part has failed; the others end before it is told."""
+        self._failed: set[str] = set()
         self._report = Report()
         self._saves: dict[int, _Save] = {}
         self._queue: queue.SimpleQueue[_Save | None] = queue.SimpleQueue()
@@ -113,7 +130,7 @@ class WorkerHalf:
     def register(self, found: Format) -> None:
         """The engine's tensors: open the cache for them."""
         self._format, self._why = found, ""
-        if found.planes.device != "cpu":
+        if found.device != "cpu":
             self._events = _event_now
         self._link = Link(self.voice, self._open, Opened.close)
         self._link.start(START)
@@ -127,32 +144,34 @@ class WorkerHalf:
     def _open(self) -> Opened:
         of = self._format
         assert of is not None
-        device = of.planes.device != "cpu"
+        device = of.device != "cpu"
         role = role_of(self.launch, part_of(self.rank))
         cache = open_cache(of.place, self.options, role=role, device=device)
+        readers: list[Engine] = []
+        writers: list[Engine] = []
         try:
-            memory = cache.pin(device=of.planes.device) if device else None
+            memory = cache.pin(device=of.device) if device else None
             how: dict[str, Any] = {} if device else {"threads": 1}
-            whole, part = of.shard.share(), of.shard.share(writing=True)
-            reader = cache.transfer_engine(
-                of.geometry, of.planes, share=whole, memory=memory, **how
-            )
-            writer = reader
-            if part.cells != whole.cells:
-                writer = cache.transfer_engine(
-                    of.geometry, of.planes, share=part, memory=memory, **how
+            for group in of.groups:
+                made = partial(
+                    cache.transfer_engine, group.geometry, group.planes, memory=memory, **how
                 )
+                whole, part = group.shard.share(), group.shard.share(writing=True)
+                readers.append(made(share=whole))
+                same = part.cells == whole.cells
+                writers.append(readers[-1] if same else made(share=part))
         except BaseException:
+            close_all(readers + writers)
             cache.close()
             raise
-        return Opened(cache, reader, writer, cache.index.segment.uuid)
+        return Opened(cache, readers, writers, cache.index.segment.uuid)
 
     def hello(self) -> Hello:
         """For the scheduler's half, once."""
         self._told = self._segment()
         place = None if self._format is None else self._format.place
         host = f"{socket.gethostname()} {_boot()}"
-        device = self._format is not None and self._format.planes.device != "cpu"
+        device = self._format is not None and self._format.device != "cpu"
         return Hello(self.rank, place, self._why, self._told, os.getpid(), host, device)
 
     def _segment(self) -> str:
@@ -184,7 +203,7 @@ class WorkerHalf:
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(START)
-        for load, _ in self._loading.values():
+        for load in itertools.chain.from_iterable(self._loading.values()):
             with contextlib.suppress(LightcacheError):
                 load.wait(START)
         if self._link is not None:
@@ -203,30 +222,36 @@ class WorkerHalf:
 
     def load(self, orders: Orders) -> None:
         """Begin the step's loads."""
-        for identity, blocks in orders.lost:
-            self._fail(identity, blocks)
+        for identity in orders.lost:
+            self._loading[identity] = []
+            self._lost.add(identity)
         for order in orders.loads:
             self._try_load(order)
 
     def _try_load(self, order: LoadOrder) -> None:
-        try:
-            self._loading[order.request] = self._begin_load(order), order.blocks
-        except NotReady:  # the driver still registers its pages: the next step asks again
-            self._early.append(order)
-        except Exception as error:
-            self._fail(order.request, order.blocks)
-            self.trouble("load", error)
+        """Begin its parts, in order, until one cannot begin."""
+        loads = self._loading.setdefault(order.request, [])
+        for place, part in enumerate(order.parts):
+            try:
+                loads.append(self._begin_load(order, part))
+            except NotReady:  # the driver still registers its pages: the next step asks again
+                self._early.append(replace(order, parts=order.parts[place:]))
+                return
+            except Exception as error:
+                self._lost.add(order.request)
+                self.trouble("load", error)
+                return
 
-    def _begin_load(self, order: LoadOrder) -> Load:
+    def _begin_load(self, order: LoadOrder, part: LoadPart) -> Load:
         opened = self._right(order.segment)
-        pages = np.frombuffer(order.pages, np.int32)
-        lease = opened.cache.index.pin(pages, np.frombuffer(order.generations, np.uint32))
+        pages = np.frombuffer(part.pages, np.int32)
+        lease = opened.cache.index.pin(pages, np.frombuffer(part.generations, np.uint32))
         try:
             return Load(
-                opened.reader,
+                opened.readers[part.group],
                 lease,
-                self._slots(order.blocks),
-                first=order.first,
+                self._slots(part.group, part.blocks),
+                first=part.first,
                 after=self._events(),
             )
         except BaseException:
@@ -234,14 +259,9 @@ class WorkerHalf:
                 lease.release()
             raise
 
-    def _fail(self, identity: str, blocks: tuple[int, ...]) -> None:
-        self._received.add(identity)
-        self._bad.update(blocks)
-        self._report.failed.add(identity)
-
-    def _slots(self, blocks: tuple[int, ...]) -> Any:
+    def _slots(self, group: int, blocks: tuple[int, ...]) -> Any:
         assert self._format is not None
-        tokens = self._format.block_tokens
+        tokens = self._format.place.groups[group].block_tokens
         return (np.asarray(blocks, np.int64)[:, None] * tokens + np.arange(tokens)).ravel()
 
     def save(self, orders: Orders) -> None:
@@ -258,24 +278,38 @@ class WorkerHalf:
         """Requests whose load has ended, well or not."""
         early, self._early = self._early, []
         for order in early:
-            self._try_load(order)
-        for identity, (load, blocks) in list(self._loading.items()):
-            try:
-                if not load.done():
-                    continue
-                self._received.add(identity)
-                self.figures["loaded_bytes"] += load.nbytes
-            except Exception as error:
-                self._fail(identity, blocks)
-                self.trouble("load", error)
-            del self._loading[identity]
-        ended, self._received = self._received, set()
+            if order.request not in self._lost:
+                self._try_load(order)
+        waiting = {order.request for order in self._early}
+        ended = set()
+        for identity, loads in list(self._loading.items()):
+            left = self._loading[identity] = [
+                one for one in loads if not self._has_ended(identity, one)
+            ]
+            if not left and identity not in waiting:
+                ended.add(identity)
+                del self._loading[identity]
+        lost = ended & self._lost
+        self._lost -= lost
+        self._failed |= lost
+        self._report.failed |= lost
         return ended
 
-    def bad_blocks(self) -> set[int]:
-        """Those of loads that have failed since the last call."""
-        bad, self._bad = self._bad, set()
-        return bad
+    def _has_ended(self, identity: str, load: Load) -> bool:
+        """Whether a part of a request's load has."""
+        try:
+            if not load.done():
+                return False
+            self.figures["loaded_bytes"] += load.nbytes
+        except Exception as error:
+            self._lost.add(identity)
+            self.trouble("load", error)
+        return True
+
+    def failed(self) -> set[str]:
+        """Of those received since the last call, requests whose load has failed."""
+        failed, self._failed = self._failed, set()
+        return failed
 
     def report(self) -> Report:
         """What there is to say of this step."""
@@ -328,8 +362,10 @@ class WorkerHalf:
         of = self._format
         assert of is not None
         opened = self._right(order.segment)
+        group = of.place.groups[order.group]
         keys = np.frombuffer(order.keys, np.uint64).reshape(-1, 2)
         how: dict[str, Any] = {"namespace": opened.space(order.weights), "timeout": LOCK}
+        how |= {"run": group.run, "independent": not group.whole}
         if not order.root:
             keys, how["after"] = keys[1:], keys[:1]
         if of.ranks > 1:
@@ -347,9 +383,9 @@ class WorkerHalf:
                 return False
             try:
                 save.offload = Offload(
-                    opened.writer,
+                    opened.writers[order.group],
                     held,
-                    self._slots(order.blocks),
+                    self._slots(order.group, order.blocks),
                     positions=held.new,
                     after=save.after,
                 )

@@ -1,0 +1,122 @@
+"""What a request finds of all groups of a model: one position, and the pages that each group needs
+there, pinned. docs/design/vllm.md has the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from lightcache import Cache
+from lightcache._arguments import Keys
+from lightcache.connectors.vllm.messages import BlockGroup
+from lightcache.errors import LeaseLost
+from lightcache.groups import Group, GroupSet
+from lightcache.leases import Lease
+from lightcache.namespaces import Namespace
+from lightcache.runs import PLAIN
+from lightcache.storage.tasks import StorageTask
+from lightcache.storage.tier import StorageTier
+
+ATTEMPTS = 8
+"""Times that a position is looked for while others evict its pages."""
+
+
+class Finder:
+    """Finds, pins and takes pages in one namespace. Takes no lock."""
+
+    def __init__(
+        self, cache: Cache, space: Namespace, groups: Sequence[BlockGroup], page_tokens: int
+    ) -> None:
+        """Of a model with these groups; at most one of them has keys of its own (`PLAIN`)."""
+        self.cache, self.space, self.groups = cache, space, tuple(groups)
+        self._page = page_tokens
+        self._first = next((group for group in self.groups if group.run == PLAIN), None)
+        self._others = [group for group in self.groups if group is not self._first]
+        self._set: GroupSet | None = None
+        if self._others:
+            found = [Group(each.name, each.rule, cache.index, space, each.run)
+                     for each in self._others]  # fmt: skip
+            self._set = GroupSet(found, page_tokens=page_tokens)
+
+    def first(self, group: BlockGroup, pages: int) -> int:
+        """The first page of the group that the position after so many pages needs."""
+        return group.rule.first(pages, self._page)
+
+    def plan(self, request: Hashable, keys: Keys, limit: int) -> int:
+        """Pin what the deepest position up to this one needs; returns the position, in pages."""
+        found = limit
+        if self._first is not None:
+            found = self.cache.index.plan(
+                request, keys, limit=limit, namespace=self.space, frozen=True
+            )
+        if self._set is None:
+            return found
+        for _ in range(ATTEMPTS):
+            found = self._set.peek(keys[:found]).pages
+            if not found:
+                break
+            if all(self._plan(request, group, keys, found) for group in self._others):
+                return found
+        for group in self._others:
+            self.cache.cancel(_name(request, group))
+        return 0
+
+    def _plan(self, request: Hashable, group: BlockGroup, keys: Keys, pages: int) -> bool:
+        """Whether all that the group needs there is pinned now."""
+        wanted = group.run.keys(keys[self.first(group, pages) : pages])
+        found = self.cache.index.plan(
+            _name(request, group), wanted, namespace=self.space, frozen=True
+        )
+        return found == len(wanted)
+
+    def cancel(self, request: Hashable) -> None:
+        """Unpin what was planned."""
+        for group in self.groups:
+            self.cache.cancel(_name(request, group))
+
+    def take(self, request: Hashable, keys: Keys, pages: int) -> list[Lease]:
+        """The plan as a lease for each group, of the pages that this position needs.
+
+        Raises:
+            LeaseLost: some of them have gone; nothing is pinned any more.
+        """
+        leases: list[Lease] = []
+        try:
+            for group in self.groups:
+                wanted = pages - self.first(group, pages)
+                if group is not self._first:
+                    self._plan(request, group, keys, pages)  # of this position, not a deeper one
+                leases.append(self.cache.take(_name(request, group), pages=wanted))
+                if len(leases[-1]) < wanted:
+                    raise LeaseLost(
+                        f"expected {wanted} pages of group {group.name!r}, found "
+                        f"{len(leases[-1])}: the others have gone"
+                    )
+        except BaseException:
+            for lease in leases:
+                lease.release()
+            self.cancel(request)
+            raise
+        return leases
+
+    # ---- a storage
+
+    def read(self, tier: StorageTier, keys: Keys, found: int) -> StorageTask:
+        """Begin to read what a position after this one needs."""
+        if self._set is None:
+            return tier.prefetch(keys, found, namespace=self.space)
+        kinds = [(group.rule, group.run) for group in self.groups]
+        return tier.prefetch_last_ready(keys, groups=kinds, start=found, namespace=self.space)
+
+    def write(self, tier: StorageTier, keys: Keys, request: Hashable) -> None:
+        """Store what the position after these keys needs."""
+        for group in self.groups:
+            needed = keys[self.first(group, len(keys)) :]
+            tier.write(group.run.keys(needed), request, namespace=self.space)
+
+
+def _name(request: Hashable, group: BlockGroup) -> Hashable:
+    """Of the group's plan."""
+    return request if group.run == PLAIN else (group.run.group, request)
+
+
+__all__ = ["Finder"]
