@@ -64,19 +64,21 @@ class Engine:
         identity: str = "engine",
         ranks: int = 1,
         device: str = "cpu",
+        heads: int = HEADS,
         **options: Any,
     ) -> None:
         given = Options.of({"size": "1MiB", "name": name, "blocks_per_page": 2, **options})
+        self.heads = heads
         tokens = BLOCK * (given.blocks_per_page or 1)
         group = KVGroup.attention(
             GROUP,
             layers=LAYERS,
-            heads=HEADS,
+            heads=heads,
             head_dim=WIDTH,
             dtype_bytes=1,
             page_tokens=tokens,
             content="single",
-            head_groups=HEADS,
+            head_groups=heads,
         )
         geometry = PageGeometry([group])
         fingerprint = f"stand-in {geometry.fingerprint()}"
@@ -85,7 +87,7 @@ class Engine:
         self.workers, self.tensors = [], []
         for rank in range(ranks):
             mine = Shard(geometry, rank, ranks)
-            shape = (BLOCKS, max(1, HEADS // ranks), BLOCK, WIDTH)
+            shape = (BLOCKS, max(1, heads // ranks), BLOCK, WIDTH)
             tensors = {layer: self.zeros(shape, device) for layer in range(LAYERS)}
             planes = layouts.vllm(mine, GROUP, tensors, axes="bhnc")
             worker = WorkerHalf(given, launch_of(identity), team_of(identity), rank)
@@ -258,8 +260,9 @@ class Engine:
 
     def of_rank(self, request: Request, rank: int, layer: int) -> Any:
         ranks = len(self.workers)
-        first = rank * HEADS // ranks
-        return computed(request.all_token_ids, layer)[first : first + max(1, HEADS // ranks)]
+        first = rank * self.heads // ranks
+        whole = computed(request.all_token_ids, layer)
+        return whole[first : first + max(1, self.heads // ranks)]
 
     def check(self, request: Request) -> None:
         """What the device has of a request is what its tokens have."""
