@@ -69,9 +69,11 @@ class Engine:
         ranks: int = 1,
         device: str = "cpu",
         windows: tuple[int, ...] = (),
+        heads: int = HEADS,
         **options: Any,
     ) -> None:
         given = Options.of({"size": "1MiB", "name": name, "blocks_per_page": 2, **options})
+        self.heads = heads
         tokens = BLOCK * (given.blocks_per_page or 1)
         self.name, self.windows = name, (None, *windows)
         groups = (
@@ -81,14 +83,14 @@ class Engine:
                 for number, tokens in enumerate(windows, 1)
             ),
         )
-        geometries = [PageGeometry([self.group(group.rule, tokens)]) for group in groups]
+        geometries = [PageGeometry([self.group(group.rule, tokens, heads)]) for group in groups]
         formats = " ".join(dict.fromkeys(geometry.fingerprint() for geometry in geometries))
         size = geometries[0].part_bytes
         place = Place(name, "stand-in", f"stand-in {formats}", size, tokens, groups)
         self.scheduler = SchedulerHalf(given, identity)
         self.workers, self.tensors = [], []
         for rank in range(ranks):
-            shape = (BLOCKS, max(1, HEADS // ranks), BLOCK, WIDTH)
+            shape = (BLOCKS, max(1, heads // ranks), BLOCK, WIDTH)
             tensors = {layer: self.zeros(shape, device) for layer in range(LAYERS)}
             parts = []
             for geometry in geometries:
@@ -106,17 +108,17 @@ class Engine:
         self.kept: set[str] = set()
 
     @staticmethod
-    def group(rule: Rule, page_tokens: int) -> KVGroup:
+    def group(rule: Rule, page_tokens: int, heads: int) -> KVGroup:
         return KVGroup.attention(
             GROUP,
             layers=LAYERS,
-            heads=HEADS,
+            heads=heads,
             head_dim=WIDTH,
             dtype_bytes=1,
             page_tokens=page_tokens,
             content="single",
             rule=rule,
-            head_groups=HEADS,
+            head_groups=heads,
         )
 
     @staticmethod
@@ -301,8 +303,9 @@ class Engine:
 
     def of_rank(self, request: Request, rank: int, layer: int) -> Any:
         ranks = len(self.workers)
-        first = rank * HEADS // ranks
-        return computed(request.all_token_ids, layer)[first : first + max(1, HEADS // ranks)]
+        first = rank * self.heads // ranks
+        whole = computed(request.all_token_ids, layer)
+        return whole[first : first + max(1, self.heads // ranks)]
 
     def check(self, request: Request) -> None:
         """What the device has of a request is what its tokens have."""

@@ -261,6 +261,10 @@ class MambaSpec:
     block_size = 4
 
 
+class MLAAttentionSpec:
+    block_size = 4
+
+
 class Layer:
     """A backend's cache update, with keys and values apart in a block, or swapped."""
 
@@ -298,7 +302,8 @@ def engine(heads: int, ranks: int = 1, layers: int = 2, **how: Any) -> tuple[Any
     )
     config = SimpleNamespace(
         model_config=model,
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto", enable_prefix_caching=False),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=False),
         load_config=SimpleNamespace(load_format="auto"),
         speculative_config=None,
         parallel_config=SimpleNamespace(
@@ -361,6 +366,34 @@ def test_measuring_leaves_the_tensors_as_they_were() -> None:
         tensor.fill_(3)
     measure(config.compilation_config.static_forward_context, tensors, 4)
     assert all(bool((tensor == 3).all()) for tensor in tensors.values())
+
+
+def latent(ranks: int) -> tuple[Any, Any, Any]:
+    """As `engine`: vLLM gives each rank the whole latents, as one head."""
+    config, groups, tensors = engine(1, layers=3)
+    config.cache_config.enable_prefix_caching = True
+    config.parallel_config.tensor_parallel_size = ranks
+    config.model_config.get_total_num_kv_heads = lambda: 16
+    groups.kv_cache_groups[0].kv_cache_spec = MLAAttentionSpec()
+    return config, groups, tensors
+
+
+def test_latents_are_one_head_that_each_rank_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [describe(*latent(ranks), ranks - 1, Options()) for ranks in (1, 2, 8)]
+    assert len({each.place for each in found}) == 1
+    assert found[0].place.page_bytes == found[0].place.page_tokens * 3 * 8 * 4
+    whole = found[2].shard.share().cells
+    assert whole == found[0].shard.share().cells
+    assert len(found[2].shard.share(writing=True).cells) < len(whole)
+
+
+def test_latents_are_not_served_where_vllm_does_not_continue_prompts() -> None:
+    config, groups, tensors = latent(1)
+    config.cache_config.enable_prefix_caching = False
+    with pytest.raises(ConfigError, match="computes wrongly"):
+        describe(config, groups, tensors, 0, Options())
+    config.scheduler_config.enable_chunked_prefill = True
+    describe(config, groups, tensors, 0, Options())
 
 
 def test_models_that_are_not_served() -> None:

@@ -8,13 +8,14 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.vllm_stand_in import BLOCK, Engine, Request
 
 from lightcache import Cache
-from lightcache.connectors.vllm import worker
+from lightcache.connectors.vllm import prompts, worker
 from lightcache.connectors.vllm.scheduler import launch_of, open_cache, team_of
 from lightcache.errors import LightcacheError, NotReady
 from lightcache.shm import Segment
@@ -77,6 +78,73 @@ def test_salts_are_apart(segment_name: str) -> None:
         assert engine.ask(PROMPT) == 0
         assert engine.ask(PROMPT, cache_salt="b") == 0
         assert engine.ask(PROMPT, cache_salt="a") == 48
+
+
+def adapter(folder: Path, name: str) -> Any:
+    """A LoRA adapter with a file, as vLLM's request has it."""
+    (folder / name).mkdir(exist_ok=True)
+    (folder / name / "adapter_model.safetensors").write_text(name)
+    return SimpleNamespace(lora_name=name, lora_path=str(folder / name))
+
+
+def test_adapters_are_apart_and_each_is_found_by_the_first_request(
+    segment_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(path: str, usual: Any = prompts.files_digest) -> bytes:
+        while not looked.is_set():
+            looked.wait()
+        return bytes(usual(path))
+
+    looked = threading.Event()
+    monkeypatch.setattr(prompts, "files_digest", slow)
+    one, other = (adapter(tmp_path, name) for name in "ab")
+    with Engine(segment_name) as first, Engine(segment_name, "other") as second:
+        asked = Request(PROMPT, lora_request=one)
+        first.scheduler.begin(asked)
+        assert first.scheduler.look(asked, 0) == (None, False)  # its files are being looked at
+        looked.set()
+        assert first.look(asked) == 0
+        assert first.ask(PROMPT, lora_request=one) == 0
+        assert second.ask(PROMPT) == second.ask(PROMPT, lora_request=other) == 0
+        assert second.ask(PROMPT, lora_request=one) == 48
+
+
+def test_an_adapter_whose_files_cannot_be_looked_at_is_not_waited_for(
+    segment_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(path: str) -> bytes:
+        raise OSError(5, path)
+
+    def hangs(path: str) -> bytes:
+        looked.wait()
+        return b""
+
+    looked = threading.Event()
+    one = adapter(tmp_path, "a")
+    monkeypatch.setattr(prompts, "files_digest", lost)
+    with Engine(segment_name) as engine:
+        assert engine.ask(PROMPT, lora_request=one) == engine.ask(PROMPT, lora_request=one) == 0
+        assert Cache.attach(segment_name, readonly=True).stats().ready == 0
+        monkeypatch.setattr(prompts, "files_digest", hangs)
+        asked, now = Request(PROMPT, lora_request=one), engine.scheduler._clock()
+        engine.scheduler.begin(asked)
+        assert engine.scheduler.look(asked, 0) == (None, False)
+        engine.scheduler._clock = lambda: now + 60
+        assert engine.scheduler.look(asked, 0) == (0, False)
+        looked.set()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_write_each_byte_of_latents_once(segment_name: str, ranks: int) -> None:
+    with Engine(segment_name, "a", ranks=ranks, heads=1) as first:
+        assert first.ask(PROMPT) == 0
+        saved = [worker.take_figures()["saved_bytes"] for worker in first.workers]
+        with Cache.attach(segment_name, readonly=True) as cache:
+            assert cache.stats().ready == 6
+            assert sum(saved) == 6 * cache.page_bytes
+        assert max(saved) < sum(saved)
+        with Engine(segment_name, "b", heads=1) as second:
+            assert second.ask(PROMPT) == 48
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 2), (2, 2), (4, 1), (1, 4)])

@@ -71,6 +71,15 @@ def check_served(vllm_config: Any, kv_cache_config: Any) -> None:
         for group in groups
     ):
         raise ConfigError("expected groups of layers on the device, found one that is not moved")
+    # Without both a backend never sees a prompt's later part alone; vLLM's CPU backend for latents
+    # computes it wrongly, so vLLM switches both off.
+    alone = vllm_config.cache_config.enable_prefix_caching
+    alone = alone or vllm_config.scheduler_config.enable_chunked_prefill
+    if "MLAAttentionSpec" in kinds and not alone:
+        raise ConfigError(
+            "expected prefix caching or chunked prefill with latent attention (MLA), found both "
+            "off: vLLM switches them off where a backend computes wrongly after a cached prefix"
+        )
     parallel = vllm_config.parallel_config
     for name in (
         "pipeline_parallel_size",

@@ -46,7 +46,7 @@ class Adapters:
     def __init__(self) -> None:
         """Its thread starts with the first adapter."""
         self._asked: SimpleQueue[tuple[str, str] | None] = SimpleQueue()
-        self._found: dict[str, bytes] = {}
+        self._found: dict[str, bytes | None] = {}
         self._thread: threading.Thread | None = None
 
     def ask(self, request: str, path: str) -> None:
@@ -56,8 +56,12 @@ class Adapters:
             self._thread.start()
         self._asked.put((request, path))
 
+    def known(self, request: str) -> bool:
+        """Whether its files have been looked at."""
+        return request in self._found
+
     def take(self, request: str) -> bytes | None:
-        """What was found; None: not yet."""
+        """What was found; None: nothing yet, or its files could not be looked at."""
         return self._found.get(request)
 
     def forget(self, request: str) -> None:
@@ -74,7 +78,7 @@ class Adapters:
             try:
                 self._found[request] = files_digest(path)
             except OSError:
-                continue  # it stays unknown: the request is neither found nor saved
+                self._found[request] = None  # the request is neither found nor saved
 
 
 def prompt_of(request: Any, page_tokens: int, adapter: bytes | None) -> Prompt:

@@ -57,6 +57,8 @@ MOST_WAIT = 10.0
 """Seconds that a request waits for a storage at most."""
 ASK = 0.05
 """Seconds for which an answer about a waiting request stands: its pages are pinned meanwhile."""
+ADAPTER = 1.0
+"""Seconds that a request waits at most until its adapter's files have been looked at."""
 RENEWALS = 16
 """Of such answers in a step; the requests at the head of vLLM's queue are asked first."""
 OLDEST = 20.0
@@ -113,6 +115,7 @@ class _Request:
     """A request that vLLM has not forgotten yet."""
 
     request: Any
+    begun: float = 0.0
     adapter: bytes | None = None
     spec: KeySpec | None = None
     """Of `keys`; None: there are none yet."""
@@ -313,7 +316,8 @@ class SchedulerHalf:
         state = self._requests.get(request.request_id)
         if state is None:
             barred = bool(getattr(request, "resumable", False))
-            state = self._requests[request.request_id] = _Request(request, barred=barred)
+            state = _Request(request, self._clock(), barred=barred)
+            self._requests[request.request_id] = state
         return state
 
     def _keyed(self, state: _Request, opened: Opened) -> bool:
@@ -341,6 +345,11 @@ class SchedulerHalf:
         state.spec = spec
         return True
 
+    def _asks(self, state: _Request) -> bool:
+        """Whether it is worth waiting for the digest of the request's adapter."""
+        known = state.request.lora_request is None or self._adapters.known(state.request.request_id)
+        return not known and self._clock() < state.begun + ADAPTER
+
     def look(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded after the `computed` ones that the device has, and whether they
         are; None: ask again in the next step."""
@@ -358,7 +367,7 @@ class SchedulerHalf:
                 return last.found, last.found > 0
             self._renewed += 1
         if not self._keyed(state, opened):
-            return 0, False
+            return (None if self._asks(state) else 0), False
         limit = min((request.num_tokens - 1) // self._page, len(state.keys))
         if limit * self._page <= computed:
             self._cancel(state, opened)
