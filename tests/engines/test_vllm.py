@@ -115,6 +115,22 @@ def test_two_at_once(engines: Engines) -> None:
     check_clean()
 
 
+def test_one_waits_for_what_the_other_writes(engines: Engines) -> None:
+    some = prompts(7, 1)
+    engines.first("hold")
+    written = engines.first("ask", prompts=some)
+    assert written["cached"] == [0]
+    engines.second("wait_for_writers")
+    engines.second.begin("ask", prompts=some)
+    engines.second.until("WAITS")
+    engines.first("release")
+    found = json.loads(engines.second.until("OUT"))
+    assert found["cached"][0] > len(some[0]) - 32
+    assert found["answers"] == written["answers"]
+    engines.first("idle")
+    check_clean()
+
+
 def test_salts_are_apart(engines: Engines) -> None:
     ask = {"prompts": ONE}
     engines.first("ask", **ask, salt="a")

@@ -149,6 +149,23 @@ class Told:
         self.worker._events = lambda: [self.gate]
         return True
 
+    def wait_for_writers(self) -> bool:
+        """Wait for writers without a limit, and say it."""
+        from lightcache.connectors.vllm import scheduler
+
+        half, scheduler.WRITERS = self.scheduler.connector.of_scheduler, 600.0
+        half._speed.seconds = lambda tokens: 600.0
+        usual = half._coming
+
+        def coming(*arguments: Any) -> bool:
+            waits: bool = usual(*arguments)
+            if waits:
+                print("WAITS", flush=True)
+            return waits
+
+        half._coming = coming
+        return True
+
     def release(self) -> bool:
         """Copies run again."""
         self.worker._events = self.usual

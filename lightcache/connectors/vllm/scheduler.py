@@ -51,6 +51,8 @@ RESET = 5.0
 """Seconds that a reset waits for saves under way."""
 MOST_WAIT = 10.0
 """Seconds that a request waits for a storage at most."""
+WRITERS = 0.2
+"""Seconds that a request waits at most for pages that others are writing."""
 ASK = 0.05
 """Seconds for which an answer about a waiting request stands: its pages are pinned meanwhile."""
 RENEWALS = 16
@@ -128,6 +130,8 @@ class _Request:
     ended: bool = False
     kept: bool = False
     """vLLM keeps its blocks until it is told."""
+    written: float = math.inf
+    """When it no longer waits for pages that are being written."""
     read: StorageTask | None = None
     until: float = math.inf
     """When it no longer waits for the storage."""
@@ -347,6 +351,8 @@ class SchedulerHalf:
         if self._rest_until:
             self._rest_until = 0.0
             self.voice.well()
+        if found < limit and self._coming(state, opened, found, limit):
+            return None, False
         lacking = found < limit and opened.tier is not None and not ended
         if lacking and self._reading(state, opened, found, limit):
             return None, False
@@ -362,6 +368,20 @@ class SchedulerHalf:
             state.planned = False
             if opened is not None:
                 opened.cache.cancel(state.request.request_id)
+
+    def _coming(self, state: _Request, opened: Opened, found: int, limit: int) -> bool:
+        """Whether the request waits for pages after the found ones that clients who live are
+        writing: once, and not longer than computing what the device lacks of them would take."""
+        now = self._clock()
+        if now >= state.written:
+            return False
+        ahead = opened.cache.index.peek_ahead(state.keys[found:limit], namespace=opened.space)
+        gain = (found + ahead) * self._page - max(found * self._page, state.device)
+        if gain <= 0:
+            return False
+        if state.written == math.inf:
+            state.written = now + min(WRITERS, self._speed.seconds(gain))
+        return now < state.written
 
     def _reading(self, state: _Request, opened: Opened, found: int, limit: int) -> bool:
         """Whether the request waits for the storage to read what the host lacks."""
