@@ -26,6 +26,7 @@ VLLM = {
     "request_finished_all_groups": "request block_ids",
     "reset_cache": "",
     "save_kv_layer": "layer_name kv_layer attn_metadata **kwargs",
+    "requires_piecewise_for_cudagraph": "extra_config",
     "set_xfer_handshake_metadata_pp_aware": "metadata",
     "shutdown": "",
     "start_load_kv": "forward_context **kwargs",

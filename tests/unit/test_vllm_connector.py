@@ -16,12 +16,14 @@ import torch
 from engines import contracts
 
 from lightcache import Cache
-from lightcache.connectors.vllm import Options
-from lightcache.connectors.vllm.messages import Report
+from lightcache.connectors.vllm import Options, room
+from lightcache.connectors.vllm.messages import Place, Report
 from lightcache.connectors.vllm.model import describe, measure
 from lightcache.connectors.vllm.prompts import Adapters, adapter_bytes, files_digest, prompt_of
-from lightcache.errors import ConfigError
+from lightcache.connectors.vllm.scheduler import open_cache
+from lightcache.errors import ConfigError, NoSpace
 from lightcache.prompt import MultimodalItem, Prompt
+from lightcache.shm import memory
 
 
 @pytest.fixture
@@ -122,6 +124,48 @@ def test_no_method_raises(connector: Any, caplog: pytest.LogCaptureFixture) -> N
     assert len(said) == 3  # of each kind and half one
     worker.shutdown()
     scheduler.shutdown()
+
+
+def test_what_does_not_fit_is_said_when_the_configuration_is_made(
+    connector: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docker = memory.FreeMemory(64 << 20, "free in /dev/shm")
+    monkeypatch.setattr(memory, "available", lambda: docker)
+    room.warn_of_shortage.cache_clear()
+    asked = connector.LightcacheConnector.requires_piecewise_for_cudagraph
+    assert not any(asked({"size": size}) for size in ("900TiB", "900TiB", "1MiB"))
+    (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    for words in ("needs 900.0 TiB, found 64.0 MiB free in /dev/shm", "--shm-size", "--ipc=host"):
+        assert words in said
+    assert not asked({"size": "1GiB", "pool_path": "/no/such/folder"})
+    assert "the folder /no/such/folder is not there" in caplog.text
+    with pytest.raises(ConfigError, match="found sise"):
+        asked({"sise": "1GiB"})
+
+
+def test_the_memory_of_caches_counts_as_free(
+    segment_name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was there before a restart is found again; another may give way."""
+    none = memory.FreeMemory(0, "free in /dev/shm")
+    how: dict[str, Any] = {"page_bytes": 1 << 20, "fingerprint": "x", "grow": False}
+    with Cache.create(segment_name, size="64MiB", **how) as cache:
+        cache.pool.prefault()
+        monkeypatch.setattr(memory, "available", lambda: none)
+        room.warn_of_shortage.cache_clear()
+        room.warn_of_shortage(Options(size="64MiB"))
+        assert not caplog.records
+        assert room.shortage(Options(size="64MiB"))
+
+
+def test_a_cache_for_which_there_is_no_room_says_what_to_do(
+    segment_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docker = memory.FreeMemory(64 << 20, "free in /dev/shm")
+    monkeypatch.setattr(memory, "available", lambda: docker)
+    place = Place(segment_name, "model", "x", 1 << 20, 16)
+    with pytest.raises(NoSpace, match=r"found 64.0 MiB free in /dev/shm.*--shm-size"):
+        open_cache(place, Options(size="1GiB"), role="r")
 
 
 def test_what_a_failed_load_becomes_is_ours_to_say(connector: Any) -> None:

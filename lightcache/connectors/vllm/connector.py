@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 from lightcache.connectors.vllm.messages import Hello, Orders, Report
 from lightcache.connectors.vllm.model import check_served, describe
 from lightcache.connectors.vllm.options import Options
+from lightcache.connectors.vllm.room import warn_of_shortage
 from lightcache.connectors.vllm.scheduler import SchedulerHalf, launch_of, team_of
 from lightcache.connectors.vllm.worker import WorkerHalf
 from lightcache.errors import NotInstalled
@@ -163,6 +164,17 @@ class LightcacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             rank = parallel.rank % parallel.tensor_parallel_size
             team = team_of(identity)
             self.half = self._worker = WorkerHalf(options, launch_of(identity), team, rank)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """See vLLM. No. It asks before it loads the model, unless it uses no CUDA graphs: so here
+        is said what does not fit.
+
+        Raises:
+            ConfigError: as `__init__`.
+        """
+        warn_of_shortage(Options.of(extra_config))
+        return False
 
     @property
     def of_scheduler(self) -> SchedulerHalf:

@@ -33,7 +33,15 @@ from lightcache.connectors.vllm.messages import (
 )
 from lightcache.connectors.vllm.options import Options
 from lightcache.connectors.vllm.prompts import Adapters, prompt_of
-from lightcache.errors import ConfigError, LeaseLost, LightcacheError, NotReady, OutOfPages
+from lightcache.connectors.vllm.room import REMEDY
+from lightcache.errors import (
+    ConfigError,
+    LeaseLost,
+    LightcacheError,
+    NoSpace,
+    NotReady,
+    OutOfPages,
+)
 from lightcache.hashing import KeySpec, PageHasher
 from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
@@ -673,22 +681,25 @@ def open_cache(
     place: Place, options: Options, *, role: str, device: bool = False, shared: bool = True
 ) -> Cache:
     """The cache of a place. Parts of one process share a client."""
-    return Cache.open(
-        place.name,
-        size=options.size,
-        page_bytes=place.page_bytes,
-        page_tokens=place.page_tokens,
-        fingerprint=place.fingerprint,
-        model=place.model,
-        secret_file=options.secret_file,
-        lifetime="persistent" if options.idle_limit is None else None,
-        idle_limit=options.idle_limit,
-        numa=options.numa,
-        pool_path=options.pool_path,
-        role=role,
-        device=device,
-        shared=shared,
-    )
+    try:
+        return Cache.open(
+            place.name,
+            size=options.size,
+            page_bytes=place.page_bytes,
+            page_tokens=place.page_tokens,
+            fingerprint=place.fingerprint,
+            model=place.model,
+            secret_file=options.secret_file,
+            lifetime="persistent" if options.idle_limit is None else None,
+            idle_limit=options.idle_limit,
+            numa=options.numa,
+            pool_path=options.pool_path,
+            role=role,
+            device=device,
+            shared=shared,
+        )
+    except NoSpace as error:
+        raise NoSpace(f"{error}; {REMEDY}") from error
 
 
 __all__ = ["Opened", "SchedulerHalf", "launch_of", "open_cache", "part_of", "role_of", "team_of"]
