@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 VLLM = {
     "__init__": "vllm_config role kv_cache_config",
+    "bind_gpu_block_pool": "gpu_block_pool",
     "bind_kv_cache_manager": "kv_cache_manager",
     "build_connector_meta": "scheduler_output",
     "build_connector_worker_meta": "",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, TypeVar, cast
 
 from lightcache.connectors.vllm.messages import Hello, Orders, Report
@@ -156,14 +157,23 @@ class LightcacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         identity = str(config.engine_id)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
+        self._events: Any = None
         self.half: SchedulerHalf | WorkerHalf
         if role is base.KVConnectorRole.SCHEDULER:
-            block = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-            self.half = self._scheduler = SchedulerHalf(options, block, identity)
+            spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+            self.half = self._scheduler = SchedulerHalf(options, spec.block_size, identity)
+            self._switch_events(vllm_config.kv_events_config, spec)
         else:
             rank = parallel.rank % parallel.tensor_parallel_size
             team = team_of(identity)
             self.half = self._worker = WorkerHalf(options, launch_of(identity), team, rank)
+
+    @guarded(_nothing)
+    def _switch_events(self, config: Any, spec: Any) -> None:
+        """As vLLM has them: off by default, and then nothing is kept for them."""
+        if config is not None and config.enable_kv_cache_events:
+            module = import_module("lightcache.connectors.vllm.events")
+            self._events, self.of_scheduler.tells = module.Events(spec), True
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -337,9 +347,20 @@ class LightcacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """See vLLM. Never clears what other engines use; see `Options.on_reset`."""
         return self.of_scheduler.reset()
 
+    @guarded(_nothing)
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """See vLLM."""
+        if self._events is not None:
+            self._events.begin(gpu_block_pool)
+
+    @guarded(tuple)
     def take_events(self) -> Iterable[Any]:
-        """See vLLM. None yet."""
-        return ()
+        """See vLLM. Of what this engine has saved; none of what goes from the cache."""
+        events = self._events
+        if events is None:
+            return ()
+        made = [events.of(stored) for stored in self.of_scheduler.take_stored()]
+        return [event for event in made if event is not None]
 
     # ---- both
 

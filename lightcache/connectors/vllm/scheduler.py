@@ -163,6 +163,19 @@ class _Job:
     request: str
     left: int
     keys: list[bytes]
+    source: Any = None
+    """The request itself, if its pages are to be told of."""
+    first: int = 0
+    """Page of the request that `keys` begin with."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Blocks of a request whose pages a save has brought into the cache."""
+
+    request: Any
+    first: int
+    end: int
 
 
 class SchedulerHalf:
@@ -180,6 +193,9 @@ class SchedulerHalf:
         self.launch = launch_of(engine_id)
         self.figures: Counter[str] = Counter()
         """Since they were taken last."""
+        self.tells = False
+        """Whether what was stored is collected, for `take_stored`."""
+        self._stored: list[Stored] = []
         self._block, self._clock = block_tokens, clock
         self._page = self._blocks = 0
         self._place: Place | None = None
@@ -518,7 +534,8 @@ class SchedulerHalf:
         self._number += 1
         job = self._number
         new: list[bytes] = keys[start:].view("V16").ravel().tolist()
-        self._jobs[job] = _Job(request.request_id, len(self._segments), new)
+        source = request if self.tells else None
+        self._jobs[job] = _Job(request.request_id, len(self._segments), new, source, start)
         self._writing.update(new)
         state.jobs.add(job)
         blocks = blocks_of(request.request_id)
@@ -573,6 +590,8 @@ class SchedulerHalf:
             return
         del self._jobs[number]
         self._writing.difference_update(job.keys)
+        if job.source is not None:
+            self._tell(job)
         state = self._requests.get(job.request)
         if state is None:
             return
@@ -582,6 +601,22 @@ class SchedulerHalf:
                 free.add(job.request)
             if state.lease is None:
                 self._forget(job.request, state)
+
+    def _tell(self, job: _Job) -> None:
+        """Of the pages of a save that has ended, well or not, those that are there now."""
+        opened = self._usable()
+        if opened is None:
+            return
+        keys = np.frombuffer(b"".join(job.keys), np.uint64).reshape(-1, 2)
+        pages = opened.cache.peek(keys, namespace=opened.space)  # none, if it is of before a reset
+        if pages:
+            first, blocks = job.first * self._blocks, pages * self._blocks
+            self._stored.append(Stored(job.source, first, first + blocks))
+
+    def take_stored(self) -> list[Stored]:
+        """What was stored since the last call."""
+        taken, self._stored = self._stored, []
+        return taken
 
     def finish(self, request: Any) -> bool:
         """The request has ended. True: keep its blocks until `report` names it."""
@@ -626,6 +661,7 @@ class SchedulerHalf:
         facts = f"{self.options.weights}\0{self.launch}\0{self._resets}".encode()
         digest = hashlib.blake2b(facts, digest_size=8, person=b"lightcache set").hexdigest()
         self._weights = f"vllm-{self.launch}-{digest}"
+        self._stored.clear()
         link = self._link
         opened = None if link is None else link.current
         for state in self._requests.values():
@@ -702,4 +738,13 @@ def open_cache(
         raise NoSpace(f"{error}; {REMEDY}") from error
 
 
-__all__ = ["Opened", "SchedulerHalf", "launch_of", "open_cache", "part_of", "role_of", "team_of"]
+__all__ = [
+    "Opened",
+    "SchedulerHalf",
+    "Stored",
+    "launch_of",
+    "open_cache",
+    "part_of",
+    "role_of",
+    "team_of",
+]
