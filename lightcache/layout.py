@@ -578,6 +578,7 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_settle": (INT, (ADDRESS, *LOCKED)),
     "lci_unreserve": (INT, (ADDRESS, ADDRESS, ADDRESS, ADDRESS, U32)),
     "lci_publish": (INT, (ADDRESS, U32, U32, U32, ADDRESS, U32)),
+    "lci_peek_ahead": (INT, (ADDRESS, ADDRESS, U32, U32)),
     "lci_wait": (INT, (ADDRESS, ADDRESS, U32, U64)),
     "lci_reserve": (INT, (ADDRESS, ADDRESS, ADDRESS, U32, U32, ADDRESS, ADDRESS, *LOCKED)),
     "lci_reserve_many": (

@@ -616,6 +616,23 @@ class PageIndex:
             check(pages, "peek")
         return pages
 
+    def peek_ahead(self, keys: Keys, *, namespace: Namespace | None = None) -> int:
+        """Return the length of the longest prefix that is ready or being written by clients that
+        live, in pages: what `peek` will return if they finish. Advisory, as `peek`; does not wait,
+        takes no lock and writes nothing. A system call for each reservation that writes, and for
+        each of its shards that is not written yet. Works read-only.
+
+        Raises:
+            As `peek`.
+        """
+        where, n = _arguments.keys(keys)
+        ahead: int = self.core.quick.lci_peek_ahead(
+            self.core.handle, where, n, self._ref(namespace)
+        )
+        if ahead < 0:
+            check(ahead, "peek_ahead")
+        return ahead
+
     def peek_many(
         self, keys: Keys, offsets: Offsets, *, namespace: Namespace | None = None
     ) -> Pages:

@@ -16,9 +16,10 @@ from lightcache._arguments import format_size, parse_size
 from lightcache.cache import cache_name
 from lightcache.connectors.vllm.model import blocks_per_page
 from lightcache.connectors.vllm.options import Options
+from lightcache.connectors.vllm.room import shortage
 from lightcache.errors import ConfigError
 from lightcache.page_index import geometry
-from lightcache.shm import list_segments, memory
+from lightcache.shm import list_segments
 from lightcache.storage.urls import check_url
 from lightcache.tools.output import BROKEN, Command, emit, json_option
 
@@ -259,17 +260,8 @@ def of_machine(model: str, options: Options, page: Page | None) -> Iterator[str]
     folder = model if not Path(model).exists() else Path(model).resolve().name
     own = cache_name(options.name or folder, "-").rpartition("-")[0]
     there = [each.name for each in list_segments() if each.name.rpartition("-")[0] == own]
-    if options.pool_path is None and not there:
-        need = parse_size(options.size) + (geometry(page.pages).end if page and page.pages else 0)
-        free = memory.available()
-        if need > free.bytes:
-            yield (
-                f"{format_size(need)} are needed for pool and index, found "
-                f"{format_size(free.bytes)} {free.limit}; say --size "
-                f"{max(free.bytes * 9 // 10 >> 20, 1)}MiB, or give more: Docker --ipc=host or "
-                "--shm-size, Kubernetes an emptyDir of medium Memory, and a higher memory limit"
-            )
-    elif options.pool_path is not None and not Path(options.pool_path).is_dir():
-        yield f"pool_path: expected a folder, found {options.pool_path}"
+    index = geometry(page.pages).end if page is not None and page.pages else 0
+    if not there and (lacking := shortage(options, index)) is not None:
+        yield lacking
     if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
         yield "vLLM refuses PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True with any connector"

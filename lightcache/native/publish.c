@@ -90,6 +90,42 @@ static bool being_written(const lci_handle *h, const lc_key *keys, uint32_t n) {
     return false;
 }
 
+/* Can the reservation still be published: does every client live that is to write a shard of it? A
+ * system call for each such shard. */
+static bool has_writers(const lci_handle *h, uint32_t rid) {
+    if (rid >= h->res_count) return false;
+    const lci_reservation *r = &h->res[rid];
+    uint32_t shards = lc_load(&r->shards);
+    if (lc_load_acquire(&r->state) != LCI_RES_ACTIVE) return false;
+    for (uint32_t s = 0; s < shards && s < LCI_SHARDS; s++) {
+        uint32_t word = lc_load_acquire(&r->shard[s]), status = word & LCI_SHARD_STATUS;
+        if (status == LCI_SHARD_DONE) continue; /* whether its writer lives or not */
+        if (status == LCI_SHARD_DEAD) return false;
+        if (lcs_slot_alive(h->at, word & LCI_SHARD_SLOT) == 0) return false;
+    }
+    return true;
+}
+
+/* How many of the keys, from the first on, are READY or being written by clients that live: what a
+ * request that waits for writers may find. Advice: each was so at some instant of the call. */
+LC_API int lci_peek_ahead(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns) {
+    uint32_t i, last = LC_NIL; /* of the pages before, the reservation whose writers live */
+    lc_found found;
+    int rc = lci_usable(h);
+    if (rc != LC_OK) return rc;
+    if (!lci_ns_open(h, ns)) return 0;
+    for (i = 0; i < n; i++) {
+        lc_dict_find(&h->dict, keys[i].lo, keys[i].hi, &found);
+        if (found.node == LC_NIL || lci_ns_of(found.word) != lci_ns_id(ns)) break;
+        if (lci_state_of(found.word) == LCI_READY) continue;
+        if (lci_state_of(found.word) != LCI_WRITING) break;
+        uint32_t rid = lci_res_of(found.word) - 1;
+        if (rid != last && !has_writers(h, rid)) break;
+        last = rid;
+    }
+    return lci_ns_open(h, ns) ? (int)i : 0;
+}
+
 /* Sleep until no client is writing any of the keys. LC_E_TIMEOUT at the deadline; LC_E_BUSY
  * every 20 ms, for the caller to look whether a writer has died; LC_E_INTR after a signal. */
 LC_API int lci_wait(lci_handle *h, const lc_key *keys, uint32_t n, uint64_t deadline) {

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 VLLM = {
     "__init__": "vllm_config role kv_cache_config",
+    "bind_gpu_block_pool": "gpu_block_pool",
     "bind_kv_cache_manager": "kv_cache_manager",
     "build_connector_meta": "scheduler_output",
     "build_connector_worker_meta": "",
@@ -25,6 +26,7 @@ VLLM = {
     "request_finished_all_groups": "request block_ids",
     "reset_cache": "",
     "save_kv_layer": "layer_name kv_layer attn_metadata **kwargs",
+    "requires_piecewise_for_cudagraph": "extra_config",
     "set_xfer_handshake_metadata_pp_aware": "metadata",
     "shutdown": "",
     "start_load_kv": "forward_context **kwargs",

@@ -115,6 +115,37 @@ def test_two_at_once(engines: Engines) -> None:
     check_clean()
 
 
+def test_events_of_the_host_name_blocks_as_those_of_the_device(engines: Engines) -> None:
+    both, some = (engines.first, engines.second), prompts(9, 3)
+    blocks = {tuple(ids[:end]) for ids in some for end in range(32, len(ids) + 1, 32)}
+    for engine in both:
+        engine("events")
+        engine("ask", prompts=some, salt="s")
+        engine("idle")
+    first, second = (engine("events") for engine in both)
+    assert len(first["CPU"]) == len({block[0] for block in first["CPU"]}) == len(blocks)
+    for block in first["CPU"]:
+        assert block in first["GPU"]
+    assert second["CPU"] == []
+    assert second["GPU"]
+
+
+def test_one_waits_for_what_the_other_writes(engines: Engines) -> None:
+    some = prompts(7, 1)
+    engines.first("hold")
+    written = engines.first("ask", prompts=some)
+    assert written["cached"] == [0]
+    engines.second("wait_for_writers")
+    engines.second.begin("ask", prompts=some)
+    engines.second.until("WAITS")
+    engines.first("release")
+    found = json.loads(engines.second.until("OUT"))
+    assert found["cached"][0] > len(some[0]) - 32
+    assert found["answers"] == written["answers"]
+    engines.first("idle")
+    check_clean()
+
+
 def test_salts_are_apart(engines: Engines) -> None:
     ask = {"prompts": ONE}
     engines.first("ask", **ask, salt="a")

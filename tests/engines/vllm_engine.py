@@ -36,6 +36,7 @@ def main() -> None:
             "kv_role": "kv_both",
             "kv_connector_extra_config": extra,
         }
+        how["kv_events_config"] = {"enable_kv_cache_events": True, "publisher": "null"}
     if not os.path.exists(model):  # its files' times are in the fingerprint
         if model == "llama":
             tiny_llama.save(model, kv_heads=2)
@@ -71,6 +72,10 @@ class Told:
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
+        self.published: list[Any] = []
+        if hasattr(engine.llm_engine.engine_core, "engine_core"):  # in this process
+            publisher = self.scheduler.kv_event_publisher
+            publisher.publish = lambda batch: self.published.extend(batch.events)
 
     @property
     def scheduler(self) -> Any:
@@ -119,6 +124,28 @@ class Told:
         both = [self.scheduler.connector.of_scheduler, self.worker]
         return sum(half.voice.count for half in both)
 
+    def events(self) -> dict[str, list[Any]]:
+        """The blocks that were stored since the last call, by medium: hash, parent, tokens, extra
+        keys and group of each."""
+        taken, self.published = self.published, []
+        found: dict[str, list[Any]] = {"GPU": [], "CPU": []}
+        for event in taken:
+            if type(event).__name__ != "BlockStored":
+                continue
+            assert event.block_size == BLOCK
+            parent = event.parent_block_hash
+            for at, name in enumerate(event.block_hashes):
+                tokens = list(event.token_ids[at * BLOCK : (at + 1) * BLOCK])
+                facts = [
+                    str(name),
+                    str(parent),
+                    tokens,
+                    repr(event.extra_keys and event.extra_keys[at]),
+                ]
+                found[event.medium].append([*facts, event.group_idx])
+                parent = name
+        return found
+
     def forget(self, everything: bool) -> bool:
         """Empty the device's index; with `everything`, tell the connector, as new weights do."""
         return bool(self.engine.reset_prefix_cache(reset_connector=everything))
@@ -152,6 +179,23 @@ class Told:
         self.gate = Gate()
         self.usual = self.worker._events
         self.worker._events = lambda: [self.gate]
+        return True
+
+    def wait_for_writers(self) -> bool:
+        """Wait for writers without a limit, and say it."""
+        from lightcache.connectors.vllm import scheduler
+
+        half, scheduler.WRITERS = self.scheduler.connector.of_scheduler, 600.0
+        half._speed.seconds = lambda tokens: 600.0
+        usual = half._coming
+
+        def coming(*arguments: Any) -> bool:
+            waits: bool = usual(*arguments)
+            if waits:
+                print("WAITS", flush=True)
+            return waits
+
+        half._coming = coming
         return True
 
     def release(self) -> bool:

@@ -132,6 +132,7 @@ int lci_unreserve_many(lci_handle *h, lci_reserve_op *ops, const int64_t *offset
                        const int64_t *starts, uint32_t chains, const int32_t *page,
                        const uint8_t *status);
 int lci_wait(lci_handle *h, const lc_key *keys, uint32_t n, uint64_t deadline);
+int lci_peek_ahead(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns);
 int lci_abandon(lci_handle *h, uint32_t rid, uint32_t gen, int wait, uint64_t deadline);
 int lci_evict_pages(lci_handle *h, uint32_t want, uint32_t *freed, int wait, uint64_t deadline);
 int lci_evict_group(lci_handle *h, uint32_t number, uint32_t want, lci_walk_op *op, int wait,

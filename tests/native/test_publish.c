@@ -125,6 +125,54 @@ static void collect_finishes_what_a_publisher_left(void) {
     tear_down();
 }
 
+static void peek_ahead_counts_what_is_written(void) {
+    lci_ns_ref other;
+    set_up(128);
+    CHECK_EQ(lci_namespace_open(a.h, "w", "t", 0, &other, BLOCKING), LC_OK);
+    client c = client_join(&s);
+    prompt_fill(&a, &p, 1, 4);
+    prompt_make(&p, 1, 10);
+    CHECK_EQ(lci_peek_ahead(b.h, p.keys, 10, NS), 4);
+    CHECK_EQ(prompt_reserve(&c, &p, NS, 2), 6);
+    CHECK_EQ(lci_peek_ahead(b.h, p.keys, 10, NS), 10);
+    CHECK_EQ(lci_peek_ahead(c.h, p.keys, 10, NS), 10); /* ours */
+    CHECK_EQ(lci_peek_ahead(b.h, p.keys, 3, NS), 3);
+    CHECK_EQ(lci_peek_ahead(b.h, p.keys, 10, other), 0);
+    CHECK_EQ(lci_peek_ahead(b.h, p.keys, 10, NS + (1 << 8)), 0); /* another epoch */
+    CHECK_EQ(peek(&b, &p), 4);
+    prompt_publish(&c, &p, 0);
+    CHECK_EQ(lci_peek_ahead(b.h, p.keys, 10, NS), 10);
+    uint32_t slot = c.slot;
+    client_die(&c); /* with a shard that is not written */
+    CHECK_EQ(lci_peek_ahead(b.h, p.keys, 10, NS), 4);
+    lc_store(&lcs_header_of(a.at)->disabled, 1);
+    CHECK_EQ(lci_peek_ahead(b.h, p.keys, 10, NS), LC_E_DISABLED);
+    lc_store(&lcs_header_of(a.at)->disabled, 0);
+    CHECK_EQ(lci_reap_slot(a.h, slot, BLOCKING), 1);
+    CHECK_EQ(lci_peek_ahead(b.h, p.keys, 10, NS), 4);
+    tear_down();
+}
+
+/* All is written, and a page is not READY yet: a last publisher is at it, dead or alive. */
+static void peek_ahead_of_a_doomed_reservation(void) {
+    set_up(64);
+    prompt_make(&p, 1, 4);
+    CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 4);
+    lci_reservation *r = &a.h->res[p.op.rid];
+    uint32_t word = lc_load(&r->shard[0]);
+    lc_store(&r->shard[0], word | LCI_SHARD_DEAD);
+    CHECK_EQ(lci_peek_ahead(b.h, p.keys, 4, NS), 0);
+    lc_store(&r->shard[0], (word ^ a.slot) | 40 | LCI_SHARD_DONE); /* by one that has left */
+    CHECK_EQ(lci_peek_ahead(b.h, p.keys, 4, NS), 4);
+    lc_store(&r->shard[0], word);
+    lc_store(&r->state, LCI_RES_DOOMED);
+    CHECK_EQ(lci_peek_ahead(b.h, p.keys, 4, NS), 0);
+    lc_store(&r->state, LCI_RES_ACTIVE);
+    prompt_publish(&a, &p, 0);
+    prompt_unpin(&a, &p);
+    tear_down();
+}
+
 static void collect_notices_damage(void) {
     set_up(128);
     prompt_make(&p, 1, 10);
@@ -155,6 +203,8 @@ const test publish_tests[] = {
     TEST(publish_after_clear),
     TEST(wait_says_when_nobody_writes),
     TEST(wait_is_woken),
+    TEST(peek_ahead_counts_what_is_written),
+    TEST(peek_ahead_of_a_doomed_reservation),
     TEST(collect_finishes_what_a_publisher_left),
     TEST(collect_notices_damage),
     END_OF_TESTS,

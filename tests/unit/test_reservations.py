@@ -259,6 +259,23 @@ def test_a_killed_writer_gives_its_pages_back(
     assert index.reap() == 0
 
 
+def test_looking_ahead_counts_what_living_clients_write(
+    index: PageIndex, kill_holder: Callable[[bool], int]
+) -> None:
+    with index.reserve(prompt(1, 3)) as made:
+        made.publish()
+    with index.reserve(prompt(1, 5)) as writing:
+        assert index.peek_ahead(prompt(1, 6)) == 5
+        assert index.peek_ahead(prompt(1, 2)) == 2
+        assert index.peek_ahead(prompt(1, 6), namespace=index.namespace("other")) == 0
+        assert index.peek(prompt(1, 6)) == 3
+        writing.abandon()
+    assert index.peek_ahead(prompt(1, 6)) == 3
+    kill_holder(False)  # nothing takes its pages back
+    assert index.stats().writing == 3
+    assert index.peek_ahead(prompt(2, 3)) == 0
+
+
 def test_waiting_takes_back_from_a_killed_writer(
     index: PageIndex, kill_holder: Callable[[bool], int]
 ) -> None:

@@ -150,12 +150,13 @@ def test_a_window_that_is_switched_off(run: Run, model: Callable[..., Path]) -> 
 
 def test_what_does_not_fit(run: Run, model: Callable[..., Path]) -> None:
     result = run("vllm-config", model(**LLAMA), "--size", "64GiB", status=1)
-    assert "found 9.0 GiB free in /dev/shm; say --size 8294MiB" in result.stderr
+    assert "found 9.0 GiB free in /dev/shm; set size to 8294MiB" in result.stderr
+    assert "--shm-size" in result.stderr
     assert "at least a page" in run(
         "vllm-config", model(**LLAMA), "--size", "1MiB", status=1
     ).stderr  # fmt: skip
     result = run("vllm-config", model(**LLAMA), "--pool-path", "/no/such/folder", status=1)
-    assert "pool_path: expected a folder" in result.stderr
+    assert "the folder /no/such/folder is not there" in result.stderr
 
 
 def test_a_cache_that_is_there_needs_no_room(

@@ -16,12 +16,14 @@ import torch
 from engines import contracts
 
 from lightcache import Cache
-from lightcache.connectors.vllm import Options
-from lightcache.connectors.vllm.messages import Report
+from lightcache.connectors.vllm import Options, room
+from lightcache.connectors.vllm.messages import Place, Report, one_group
 from lightcache.connectors.vllm.model import block_groups, describe, measure
 from lightcache.connectors.vllm.prompts import Adapters, adapter_bytes, files_digest, prompt_of
-from lightcache.errors import ConfigError
+from lightcache.connectors.vllm.scheduler import Stored, open_cache
+from lightcache.errors import ConfigError, NoSpace
 from lightcache.prompt import MultimodalItem, Prompt
+from lightcache.shm import memory
 
 
 @pytest.fixture
@@ -63,23 +65,57 @@ def connector(monkeypatch: pytest.MonkeyPatch) -> Any:
     modules[f"{v1}.metrics"].KVConnectorStats = Stats  # type: ignore[attr-defined]
     modules[f"{v1}.metrics"].KVConnectorPromMetrics = type("P", (), {})  # type: ignore[attr-defined]
     modules["vllm.v1.metrics.cache_hit_source"].CacheHitSource = Source  # type: ignore[attr-defined]
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
     own = "lightcache.connectors.vllm.connector"
-    monkeypatch.delitem(sys.modules, own, raising=False)
+    for name, module in (modules | event_modules()).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in (own, EVENTS):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     yield importlib.import_module(own)
-    sys.modules.pop(own, None)
+    for name in (own, EVENTS):
+        sys.modules.pop(name, None)
 
 
-def made(connector: Any, role: str, **extra: Any) -> Any:
+EVENTS = "lightcache.connectors.vllm.events"
+
+
+def event_modules() -> dict[str, Any]:
+    """vLLM's, of which hashes are numbers as text, and extra keys the number of their block."""
+    events, utils, specs = (ModuleType(name) for name in ("events", "utils", "specs"))
+    events.MEDIUM_CPU = "CPU"  # type: ignore[attr-defined]
+    events.AllBlocksCleared = type("AllBlocksCleared", (), {})  # type: ignore[attr-defined]
+    events.BlockStored = SimpleNamespace  # type: ignore[attr-defined]
+
+    def resolved(hashes: list[str], hashed: int, block: int) -> list[str]:
+        return hashes[block // hashed - 1 :: block // hashed]
+
+    utils.resolve_block_hashes = resolved  # type: ignore[attr-defined]
+    utils.maybe_convert_block_hash = int  # type: ignore[attr-defined]
+    utils.to_event_extra_keys = list  # type: ignore[attr-defined]
+    utils.generate_block_hash_extra_keys = (  # type: ignore[attr-defined]
+        lambda request, start, end, item: ((item, start, end), item + 1)
+    )
+    specs.get_kv_cache_spec_kind = lambda spec: SimpleNamespace(value="full")  # type: ignore[attr-defined]
+    return {
+        "vllm.distributed.kv_events": events,
+        "vllm.v1.core.kv_cache_utils": utils,
+        "vllm.v1.kv_cache_interface": specs,
+    }
+
+
+def made(connector: Any, role: str, events: bool | None = None, **extra: Any) -> Any:
     transfer = SimpleNamespace(
         kv_connector_extra_config=extra, kv_load_failure_policy="fail", engine_id="x"
     )
     config = SimpleNamespace(
         kv_transfer_config=transfer,
         parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
+        kv_events_config=None,
     )
-    spec = SimpleNamespace(block_size=16)
+    if events is not None:
+        config.kv_events_config = SimpleNamespace(enable_kv_cache_events=events)
+    spec = FullAttentionSpec(16)
     groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
     role = connector.base.KVConnectorRole[role]
     return connector.LightcacheConnector(config, role, groups)
@@ -126,6 +162,87 @@ def test_no_method_raises(connector: Any, caplog: pytest.LogCaptureFixture) -> N
     assert len(said) == 3  # of each kind and half one
     worker.shutdown()
     scheduler.shutdown()
+
+
+def test_what_does_not_fit_is_said_when_the_configuration_is_made(
+    connector: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docker = memory.FreeMemory(64 << 20, "free in /dev/shm")
+    monkeypatch.setattr(memory, "available", lambda: docker)
+    room.warn_of_shortage.cache_clear()
+    asked = connector.LightcacheConnector.requires_piecewise_for_cudagraph
+    assert not any(asked({"size": size}) for size in ("900TiB", "900TiB", "1MiB"))
+    (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    for words in ("needs 900.0 TiB, found 64.0 MiB free in /dev/shm", "--shm-size", "--ipc=host"):
+        assert words in said
+    assert not asked({"size": "1GiB", "pool_path": "/no/such/folder"})
+    assert "the folder /no/such/folder is not there" in caplog.text
+    with pytest.raises(ConfigError, match="found sise"):
+        asked({"sise": "1GiB"})
+
+
+def test_the_memory_of_caches_counts_as_free(
+    segment_name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was there before a restart is found again; another may give way."""
+    none = memory.FreeMemory(0, "free in /dev/shm")
+    how: dict[str, Any] = {"page_bytes": 1 << 20, "fingerprint": "x", "grow": False}
+    with Cache.create(segment_name, size="64MiB", **how) as cache:
+        cache.pool.prefault()
+        monkeypatch.setattr(memory, "available", lambda: none)
+        room.warn_of_shortage.cache_clear()
+        room.warn_of_shortage(Options(size="64MiB"))
+        assert not caplog.records
+        assert room.shortage(Options(size="64MiB"))
+
+
+def test_a_cache_for_which_there_is_no_room_says_what_to_do(
+    segment_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docker = memory.FreeMemory(64 << 20, "free in /dev/shm")
+    monkeypatch.setattr(memory, "available", lambda: docker)
+    place = Place(segment_name, "model", "x", 1 << 20, 16, one_group(16))
+    with pytest.raises(NoSpace, match=r"found 64.0 MiB free in /dev/shm.*--shm-size"):
+        open_cache(place, Options(size="1GiB"), role="r")
+
+
+def test_events(connector: Any) -> None:
+    off = made(connector, "SCHEDULER", events=False)
+    assert not off.of_scheduler.tells
+    one = made(connector, "SCHEDULER", events=True)
+    assert one.of_scheduler.tells
+    device = SimpleNamespace(hash_block_size=8, kv_event_queue=[])
+    for each in (off, one):
+        each.bind_gpu_block_pool(device)
+    (cleared,) = device.kv_event_queue
+    assert type(cleared).__name__ == "AllBlocksCleared"
+    lora = SimpleNamespace(adapter_id=5, name="tuned")
+    asked = SimpleNamespace(
+        block_hashes=list(map(str, range(10))),
+        all_token_ids=list(range(80)),
+        lora_request=lora,
+        session_id="s",
+    )
+    plain = SimpleNamespace(**{**vars(asked), "lora_request": None})
+    beyond = Stored(asked, 4, 6)
+    one.of_scheduler._stored = [Stored(asked, 1, 3), Stored(plain, 0, 1), beyond]
+    second, first = one.take_events()
+    assert vars(second) == {
+        "block_hashes": [3, 5],
+        "parent_block_hash": 1,
+        "token_ids": list(range(16, 48)),
+        "block_size": 16,
+        "lora_id": 5,
+        "medium": "CPU",
+        "lora_name": "tuned",
+        "extra_keys": [(0, 16, 32), (1, 32, 48)],
+        "group_idx": 0,
+        "kv_cache_spec_kind": "full",
+        "locality": "LOCAL",
+        "session_id": "s",
+    }
+    assert (first.parent_block_hash, first.lora_id, first.lora_name) == (None, None, None)
+    assert one.take_events() == []
 
 
 def test_what_a_failed_load_becomes_is_ours_to_say(connector: Any) -> None:
@@ -247,7 +364,8 @@ def test_an_adapter_whose_files_were_replaced_is_another(tmp_path: Path) -> None
 
 
 class FullAttentionSpec:
-    block_size = 4
+    def __init__(self, block_size: int = 4) -> None:
+        self.block_size = block_size
 
 
 class SlidingWindowSpec:
@@ -382,9 +500,9 @@ def test_latents_are_one_head_that_each_rank_has(monkeypatch: pytest.MonkeyPatch
     found = [describe(*latent(ranks), ranks - 1, Options()) for ranks in (1, 2, 8)]
     assert len({each.place for each in found}) == 1
     assert found[0].place.page_bytes == found[0].place.page_tokens * 3 * 8 * 4
-    whole = found[2].shard.share().cells
-    assert whole == found[0].shard.share().cells
-    assert len(found[2].shard.share(writing=True).cells) < len(whole)
+    whole = found[2].groups[0].shard.share().cells
+    assert whole == found[0].groups[0].shard.share().cells
+    assert len(found[2].groups[0].shard.share(writing=True).cells) < len(whole)
 
 
 def test_latents_are_not_served_where_vllm_does_not_continue_prompts() -> None:

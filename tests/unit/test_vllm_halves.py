@@ -15,7 +15,7 @@ import pytest
 from support.vllm_stand_in import BLOCK, Engine, Request
 
 from lightcache import Cache
-from lightcache.connectors.vllm import prompts, worker
+from lightcache.connectors.vllm import prompts, scheduler, worker
 from lightcache.connectors.vllm.scheduler import launch_of, open_cache, team_of
 from lightcache.errors import LightcacheError, NotReady
 from lightcache.shm import Segment
@@ -97,6 +97,7 @@ def test_adapters_are_apart_and_each_is_found_by_the_first_request(
 
     looked = threading.Event()
     monkeypatch.setattr(prompts, "files_digest", slow)
+    monkeypatch.setattr(scheduler, "ADAPTER", 60.0)  # a busy machine is slow too
     one, other = (adapter(tmp_path, name) for name in "ab")
     with Engine(segment_name) as first, Engine(segment_name, "other") as second:
         asked = Request(PROMPT, lora_request=one)
@@ -208,6 +209,55 @@ def test_pages_that_another_engine_is_writing_are_left_to_it(segment_name: str) 
         slow.end(begun)
         slow.idle()
         assert engine.ask(PROMPT) == 48
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_was_stored_is_told_once(segment_name: str, ranks: int) -> None:
+    with Engine(segment_name, ranks=ranks) as engine, Engine(segment_name, "other") as other:
+        for each in (engine, other):
+            each.scheduler.tells = True
+        request = Request(PROMPT)
+        engine.admit(request)
+        for end in (20, None):  # two chunks: 2 pages of 2 blocks, then 4
+            engine.compute(request, end)
+        engine.end(request)
+        engine.idle()
+        told = sorted(engine.scheduler.take_stored(), key=lambda stored: stored.first)
+        assert [(stored.request, stored.first, stored.end) for stored in told] == [
+            (request, 0, 4),
+            (request, 4, 12),
+        ]
+        assert engine.ask(PROMPT) == other.ask(PROMPT) == 48
+        assert engine.scheduler.take_stored() == other.scheduler.take_stored() == []
+        other.ask([*PROMPT[:30], *range(100, 130)])
+        (stored,) = other.scheduler.take_stored()
+        assert (stored.first, stored.end) == (6, 14)
+
+
+def test_what_was_not_stored_is_not_told(segment_name: str) -> None:
+    with Engine(segment_name) as engine, Cache.attach(segment_name) as other:
+        engine.scheduler.tells = True
+        with other.index.allocate(other.pages - 4):  # there is room for 4 of 6 pages
+            engine.ask(PROMPT)
+            (stored,) = engine.scheduler.take_stored()
+            assert (stored.first, stored.end) == (0, 8)
+        gate = Gate()
+        engine.workers[0]._events = lambda: [gate]
+        before = Request(list(range(200, 240)))
+        engine.admit(before)
+        engine.compute(before)
+        engine.end(before)
+        gate.open.set()
+        engine.ask(list(range(400, 440)))  # the gate is open: it has ended, and is not taken
+        engine.scheduler.reset()
+        engine.idle()
+        assert engine.scheduler.take_stored() == []
+
+
+def test_nothing_is_kept_for_events_that_are_off(segment_name: str) -> None:
+    with Engine(segment_name) as engine:
+        engine.ask(PROMPT)
+        assert engine.scheduler.take_stored() == []
 
 
 def test_one_prefix_is_saved_once(segment_name: str) -> None:

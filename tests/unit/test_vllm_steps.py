@@ -3,14 +3,17 @@ benchmark."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from lightcache import Cache
 from lightcache.connectors.vllm import scheduler
 from lightcache.connectors.vllm.messages import Report
 from lightcache.errors import ConfigError
+from lightcache.prompt import Prompt
+from lightcache.reservations import Reservation
 from lightcache_bench import vllm
 from lightcache_bench._vllm_stand_in import Request, Scheduler, schedulers
 
@@ -56,6 +59,58 @@ def test_an_answer_stands_for_a_while(one: Scheduler, plans: list[str]) -> None:
     one.now += 2 * scheduler.ASK
     assert one.half.look(request, PAGE) == (4 * PAGE, True)
     assert len(plans) == 2
+
+
+@pytest.fixture
+def writer(one: Scheduler) -> Iterator[Callable[[], Reservation]]:
+    """Another engine's client. It begins to write the pages of `PROMPT`."""
+    with Cache.attach(one.cache.name) as other:
+        keys = Prompt(PROMPT).keys(other.key_spec())
+        yield lambda: other.reserve(keys)
+
+
+def test_a_request_waits_for_what_another_writes(
+    one: Scheduler, writer: Callable[[], Reservation]
+) -> None:
+    request = Request("first", PROMPT)
+    one.half.begin(request)
+    with writer() as writing:
+        for _ in range(3):
+            assert one.half.look(request, 0) == (None, False)
+            one.now += scheduler.WRITERS / 4
+        writing.publish()
+    assert one.half.look(request, 0) == (5 * PAGE, True)
+
+
+@pytest.mark.parametrize("speed", [None, 1e3])
+def test_the_wait_for_a_writer_ends(
+    one: Scheduler, writer: Callable[[], Reservation], speed: float | None
+) -> None:
+    request = Request("first", PROMPT)
+    one.half.begin(request)
+    one.half._speed = scheduler._Speed(lambda: one.now, speed)
+    longest = 5 * PAGE / speed if speed else scheduler.WRITERS
+    with writer():
+        assert one.half.look(request, 0) == (None, False)
+        one.now += 0.9 * longest
+        assert one.half.look(request, 0) == (None, False)
+        one.now += 0.2 * longest
+        assert one.half.look(request, 0) == (0, False)
+        one.now += 2 * scheduler.ASK
+        assert one.half.look(request, 0) == (0, False)  # it waits once
+
+
+def test_no_wait_for_what_is_given_up_or_on_the_device(
+    one: Scheduler, writer: Callable[[], Reservation]
+) -> None:
+    request, other = Request("first", PROMPT), Request("other", [*PROMPT, *range(2 * PAGE)])
+    for each in (request, other):
+        one.half.begin(each)
+    with writer() as writing:
+        assert one.half.look(other, 5 * PAGE) == (0, False)
+        assert one.half.look(request, 0) == (None, False)
+        writing.abandon()
+    assert one.half.look(request, 0) == (0, False)
 
 
 def test_few_answers_are_renewed_in_a_step(one: Scheduler, plans: list[str]) -> None:

@@ -6,14 +6,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, TypeVar, cast
 
 from lightcache.connectors.vllm.messages import Hello, Orders, Report
-from lightcache.connectors.vllm.model import check_served, describe
+from lightcache.connectors.vllm.model import block_groups, check_served, describe
 from lightcache.connectors.vllm.options import Options
+from lightcache.connectors.vllm.room import warn_of_shortage
 from lightcache.connectors.vllm.scheduler import SchedulerHalf, launch_of, team_of
 from lightcache.connectors.vllm.worker import WorkerHalf
-from lightcache.errors import NotInstalled
+from lightcache.errors import ConfigError, NotInstalled
+from lightcache.runs import PLAIN
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -155,13 +158,43 @@ class LightcacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         identity = str(config.engine_id)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
+        self._events: Any = None
         self.half: SchedulerHalf | WorkerHalf
         if role is base.KVConnectorRole.SCHEDULER:
             self.half = self._scheduler = SchedulerHalf(options, identity)
+            self._switch_events(vllm_config, kv_cache_config)
         else:
             rank = parallel.rank % parallel.tensor_parallel_size
             team = team_of(identity)
             self.half = self._worker = WorkerHalf(options, launch_of(identity), team, rank)
+
+    @guarded(_nothing)
+    def _switch_events(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        """As vLLM has them: off by default, and then nothing is kept for them."""
+        config = vllm_config.kv_events_config
+        if config is None or not config.enable_kv_cache_events:
+            return
+        try:
+            check_served(vllm_config, kv_cache_config)
+        except ConfigError:  # the ranks say so
+            return
+        runs = [group.run for group in block_groups(kv_cache_config)]
+        if PLAIN in runs:
+            module = import_module("lightcache.connectors.vllm.events")
+            number = runs.index(PLAIN)
+            spec = kv_cache_config.kv_cache_groups[number].kv_cache_spec
+            self._events, self.of_scheduler.tells = module.Events(spec, number), True
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """See vLLM. No. It asks before it loads the model, unless it uses no CUDA graphs: so here
+        is said what does not fit.
+
+        Raises:
+            ConfigError: as `__init__`.
+        """
+        warn_of_shortage(Options.of(extra_config))
+        return False
 
     @property
     def of_scheduler(self) -> SchedulerHalf:
@@ -323,9 +356,20 @@ class LightcacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """See vLLM. Never clears what other engines use; see `Options.on_reset`."""
         return self.of_scheduler.reset()
 
+    @guarded(_nothing)
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """See vLLM."""
+        if self._events is not None:
+            self._events.begin(gpu_block_pool)
+
+    @guarded(tuple)
     def take_events(self) -> Iterable[Any]:
-        """See vLLM. None yet."""
-        return ()
+        """See vLLM. Of what this engine has saved; none of what goes from the cache."""
+        events = self._events
+        if events is None:
+            return ()
+        made = [events.of(stored) for stored in self.of_scheduler.take_stored()]
+        return [event for event in made if event is not None]
 
     # ---- both
 

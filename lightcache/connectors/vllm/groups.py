@@ -68,6 +68,18 @@ class Finder:
         )
         return found == len(wanted)
 
+    def ahead(self, keys: Keys, found: int) -> int:
+        """Pages after the found ones with which the position grows, if the clients that are writing
+        now finish: those who are dead do not count."""
+        index, end = self.cache.index, len(keys)
+        if self._first is not None:
+            end = found + index.peek_ahead(keys[found:], namespace=self.space)
+        for group in self._others:
+            wanted = group.run.keys(keys[self.first(group, end) : end])
+            if index.peek_ahead(wanted, namespace=self.space) < len(wanted):
+                return 0
+        return end - found
+
     def cancel(self, request: Hashable) -> None:
         """Unpin what was planned."""
         for group in self.groups:

@@ -37,10 +37,19 @@ from lightcache.connectors.vllm.messages import (
 )
 from lightcache.connectors.vllm.options import Options
 from lightcache.connectors.vllm.prompts import Adapters, prompt_of
-from lightcache.errors import ConfigError, LeaseLost, LightcacheError, NotReady, OutOfPages
+from lightcache.connectors.vllm.room import REMEDY
+from lightcache.errors import (
+    ConfigError,
+    LeaseLost,
+    LightcacheError,
+    NoSpace,
+    NotReady,
+    OutOfPages,
+)
 from lightcache.hashing import KeySpec, PageHasher
 from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
+from lightcache.runs import PLAIN
 from lightcache.storage.tasks import StorageTask
 from lightcache.storage.tier import StorageTier
 
@@ -55,6 +64,8 @@ RESET = 5.0
 """Seconds that a reset waits for saves under way."""
 MOST_WAIT = 10.0
 """Seconds that a request waits for a storage at most."""
+WRITERS = 0.2
+"""Seconds that a request waits at most for pages that others are writing."""
 ASK = 0.05
 """Seconds for which an answer about a waiting request stands: its pages are pinned meanwhile."""
 ADAPTER = 1.0
@@ -141,6 +152,8 @@ class _Request:
     ended: bool = False
     kept: bool = False
     """vLLM keeps its blocks until it is told."""
+    written: float = math.inf
+    """When it no longer waits for pages that are being written."""
     read: StorageTask | None = None
     until: float = math.inf
     """When it no longer waits for the storage."""
@@ -170,6 +183,17 @@ class _Job:
     blocks: tuple[int, ...]
     freed: bool = False
     """vLLM has given up the first of them: a window has moved on."""
+    source: Any = None
+    """The request itself, if its pages are to be told of."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Blocks of a request whose pages a save has brought into the cache: places in its table."""
+
+    request: Any
+    first: int
+    end: int
 
 
 class SchedulerHalf:
@@ -186,6 +210,10 @@ class SchedulerHalf:
         self.launch = launch_of(engine_id)
         self.figures: Counter[str] = Counter()
         """Since they were taken last."""
+        self.tells = False
+        """Whether what was stored is collected, for `take_stored`: of the group with keys of its
+        own (`PLAIN`)."""
+        self._stored: list[Stored] = []
         self._clock = clock
         self._page = 0
         self._groups: tuple[BlockGroup, ...] = ()
@@ -378,6 +406,8 @@ class SchedulerHalf:
         if self._rest_until:
             self._rest_until = 0.0
             self.voice.well()
+        if found < limit and self._coming(state, opened, found, limit):
+            return None, False
         lacking = found < limit and opened.tier is not None and not ended
         if lacking and self._reading(state, opened, found, limit):
             return None, False
@@ -401,6 +431,20 @@ class SchedulerHalf:
             state.planned = False
             if opened is not None:
                 opened.finder.cancel(state.request.request_id)
+
+    def _coming(self, state: _Request, opened: Opened, found: int, limit: int) -> bool:
+        """Whether the request waits for pages after the found ones that clients who live are
+        writing: once, and not longer than computing what the device lacks of them would take."""
+        now = self._clock()
+        if now >= state.written:
+            return False
+        ahead = opened.finder.ahead(state.keys[:limit], found)
+        gain = (found + ahead) * self._page - max(found * self._page, state.device)
+        if gain <= 0:
+            return False
+        if state.written == math.inf:
+            state.written = now + min(WRITERS, self._speed.seconds(gain))
+        return now < state.written
 
     def _reading(self, state: _Request, opened: Opened, found: int, limit: int) -> bool:
         """Whether the request waits for the storage to read what the host lacks."""
@@ -581,7 +625,10 @@ class SchedulerHalf:
         job = self._number
         new: list[bytes] = keys[start:].view("V16").ravel().tolist()
         blocks = tuple(blocks_of(identity, number)[start * each : upto * each])
-        self._jobs[job] = _Job(identity, len(self._segments), new, number, start * each, blocks)
+        source = state.request if self.tells and group.run == PLAIN else None
+        self._jobs[job] = _Job(
+            identity, len(self._segments), new, number, start * each, blocks, source=source
+        )
         self._writing.update(new)
         state.jobs.add(job)
         self.figures["offered_pages"] += len(new)
@@ -634,6 +681,8 @@ class SchedulerHalf:
         self._writing.difference_update(job.keys)
         if job.freed:
             self._freed = {block: one for block, one in self._freed.items() if one != number}
+        if job.source is not None:
+            self._tell(job)
         state = self._requests.get(job.request)
         if state is None:
             return
@@ -643,6 +692,22 @@ class SchedulerHalf:
                 free.add(job.request)
             if not state.leases:
                 self._forget(job.request, state)
+
+    def _tell(self, job: _Job) -> None:
+        """Of the pages of a save that has ended, well or not, those that are there now."""
+        opened = self._usable()
+        if opened is None:
+            return
+        keys = np.frombuffer(b"".join(job.keys), np.uint64).reshape(-1, 2)
+        pages = opened.cache.peek(keys, namespace=opened.space)  # none, if it is of before a reset
+        if pages:
+            blocks = pages * (self._page // self._groups[job.group].block_tokens)
+            self._stored.append(Stored(job.source, job.first, job.first + blocks))
+
+    def take_stored(self) -> list[Stored]:
+        """What was stored since the last call."""
+        taken, self._stored = self._stored, []
+        return taken
 
     def finish(self, request: Any) -> bool:
         """The request has ended. True: keep its blocks until `report` names it."""
@@ -687,6 +752,7 @@ class SchedulerHalf:
         facts = f"{self.options.weights}\0{self.launch}\0{self._resets}".encode()
         digest = hashlib.blake2b(facts, digest_size=8, person=b"lightcache set").hexdigest()
         self._weights = f"vllm-{self.launch}-{digest}"
+        self._stored.clear()
         link = self._link
         opened = None if link is None else link.current
         for state in self._requests.values():
@@ -748,23 +814,26 @@ def open_cache(
     place: Place, options: Options, *, role: str, device: bool = False, shared: bool = True
 ) -> Cache:
     """The cache of a place. Parts of one process share a client."""
-    return Cache.open(
-        place.name,
-        size=options.size,
-        page_bytes=place.page_bytes,
-        page_tokens=place.page_tokens,
-        fingerprint=place.fingerprint,
-        model=place.model,
-        secret_file=options.secret_file,
-        lifetime="persistent" if options.idle_limit is None else None,
-        idle_limit=options.idle_limit,
-        numa=options.numa,
-        pool_path=options.pool_path,
-        role=role,
-        device=device,
-        shared=shared,
-        kv_groups=_names(place.groups),
-    )
+    try:
+        return Cache.open(
+            place.name,
+            size=options.size,
+            page_bytes=place.page_bytes,
+            page_tokens=place.page_tokens,
+            fingerprint=place.fingerprint,
+            model=place.model,
+            secret_file=options.secret_file,
+            lifetime="persistent" if options.idle_limit is None else None,
+            idle_limit=options.idle_limit,
+            numa=options.numa,
+            pool_path=options.pool_path,
+            role=role,
+            device=device,
+            shared=shared,
+            kv_groups=_names(place.groups),
+        )
+    except NoSpace as error:
+        raise NoSpace(f"{error}; {REMEDY}") from error
 
 
 def _names(groups: Sequence[BlockGroup]) -> list[str] | None:
@@ -774,4 +843,13 @@ def _names(groups: Sequence[BlockGroup]) -> list[str] | None:
     return [names.get(number, "none") for number in range(last + 1)] if last else None
 
 
-__all__ = ["Opened", "SchedulerHalf", "launch_of", "open_cache", "part_of", "role_of", "team_of"]
+__all__ = [
+    "Opened",
+    "SchedulerHalf",
+    "Stored",
+    "launch_of",
+    "open_cache",
+    "part_of",
+    "role_of",
+    "team_of",
+]
