@@ -67,7 +67,7 @@ from lightcache.shm.errors import leave
 from lightcache.shm.layout import SegmentKind
 from lightcache.shm.locking import deadline_ns
 from lightcache.shm.wanted import layout_hash
-from lightcache.snapshot import CheckReport, GroupPages, IndexStats
+from lightcache.snapshot import CheckReport, GroupPages, IndexStats, NamespacePages
 
 # ---- The segment of an index.
 
@@ -1775,6 +1775,19 @@ class PageIndex:
         ref = self._ref(namespace)
         record = self._namespace_record(ref & 0xFF)
         return int(record.pages) if record.epoch & 0xFFFFFF == ref >> 8 else 0
+
+    def namespace_counts(self) -> tuple[NamespacePages, ...]:
+        """Pages, quota and minimum of each namespace, of all clients, also of those that are being
+        cleared or were. Each figure is read once, all at slightly different instants. Takes no
+        lock.
+
+        Raises:
+            Detached: closed, replaced, or a forked child.
+        """
+        with self._segment.busy():
+            address = self._segment.address + self.core.places.namespaces
+            table = ctypes.string_at(address, snapshot.NAMESPACE_TABLE_BYTES)
+        return snapshot.namespaces_of(table)
 
     def _namespace_record(self, entry: int) -> layout.NamespaceRecord:
         with self._segment.busy():
