@@ -1686,7 +1686,7 @@ class PageIndex:
         """Set how many pages of a group are safe from other groups, in all namespaces together. At
         or below this number only `reserve` for the group, `evict` of the group, `drop`, `discard`,
         `clear` and the quota of a namespace evict its pages. It stays as long as the index, or
-        until it is set again. `Cache.set_minimum` takes bytes.
+        until it is set again. `Cache.set_minimums` takes names and bytes.
 
         Args:
             run: the group. The minimum is rounded up to whole pages of the group.

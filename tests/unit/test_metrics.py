@@ -124,7 +124,7 @@ def test_pages_by_group(segment_name):
         with cache.index.reserve(run.keys(keys(1, 2)), independent=True, run=run) as new:
             assert Values(registry, cache)("group_pages", group="states") == 6
             new.publish()
-        cache.set_minimum(run, 5 * PAGE_BYTES - 1)
+        cache.index.set_minimum(run, 5)
         values = Values(registry, cache)
         for group, pages, minimum in (("kv", 2, 0), ("states", 6, 6), ("window4096", 0, 0)):
             assert values("group_pages", group=group) == pages
