@@ -415,6 +415,17 @@ T = TypeVar("T", bound="Cache")
 _log = logging.getLogger("lightcache.pool")
 
 
+def _with_minimums(cache: T, minimums: Mapping[str, int | str] | None) -> T:
+    """The cache, once it has these; closes it if it cannot."""
+    try:
+        if minimums is not None:
+            cache.set_minimums(minimums)
+    except BaseException:
+        cache.close()
+        raise
+    return cache
+
+
 # ---- The transfer engine of a cache.
 
 
@@ -812,7 +823,7 @@ class Cache:
             return cls._over(index, SecretSource(spec.secret), huge_pages, numa, grow)
 
         if not shared:
-            return make()._with_minimums(minimums)
+            return _with_minimums(make(), minimums)
         options = {
             "role": role,
             "device": device,
@@ -824,16 +835,7 @@ class Cache:
         }
         verify = partial(_verify, spec.expected(), spec.named, group, lifetime, spec.source)
         handle: T = share(spec.name, options, make, verify)
-        return handle._with_minimums(minimums)
-
-    def _with_minimums(self: T, minimums: Mapping[str, int | str] | None) -> T:
-        try:
-            if minimums is not None:
-                self.set_minimums(minimums)
-        except BaseException:
-            self.close()
-            raise
-        return self
+        return _with_minimums(handle, minimums)
 
     @classmethod
     def _over(

@@ -610,7 +610,7 @@ class PageIndex:
             Detached: closed, replaced, or a forked child.
         """
         where, n = _arguments.keys(keys)
-        ref = self._namespace if namespace is None else self._ref(namespace)
+        ref = namespace.ref if type(namespace) is Namespace else self._ref(namespace)
         pages: int = self._peek1(self._handle, where, n, ref)
         if pages < 0:
             check(pages, "peek")
@@ -1106,11 +1106,11 @@ class PageIndex:
             PermissionDenied: attached read-only.
             Detached: closed, replaced, or a forked child.
         """
-        count = _arguments.keys(keys)[1]
+        where, count = _arguments.keys(keys)
         if limit is not None:
             count = min(count, _arguments.count(limit, "limit", 0, MAX_PAGES))
             keys = keys[:count]
-        seconds = seconds_of(timeout)
+        seconds = timeout if type(timeout) is float and timeout >= 0 else seconds_of(timeout)
         space = self.default_namespace if namespace is None else namespace
         ref = space.ref if type(space) is Namespace else self._ref_of(space)
         plan_key = count, keys[-1].tobytes() if count else b"", ref
@@ -1118,13 +1118,14 @@ class PageIndex:
             self.core.check_usable("plan")  # raises
         if after is not None:
             self._touch(after, ref)
-        self.core.collect()
+        if self.core.lenders:
+            self.core.collect()
         book = self._book
         with book.lock:
             deadline = book.expire() + seconds
             plan = self._plan_of(request)
             if plan is None or plan.asked != plan_key:
-                lease = self.match(keys, count=False, namespace=space)
+                lease = self._pinned(where, count, ref)
                 if plan is not None:
                     lease = self._better(plan, keys, lease, space)
                 plan = PinnedPrefix(keys if frozen else keys.copy(), plan_key, space, lease)
@@ -1263,8 +1264,18 @@ class PageIndex:
         has changed, the peek finds the last pinned page and no page after it."""
         counts = self.peek(plan.edge, namespace=plan.space)
         if counts != (plan.pages > 0):
-            lease = self.match(plan.keys, count=False, namespace=plan.space)
+            lease = self._pinned(*_arguments.keys(plan.keys), plan.space.ref)
             self._exchange(plan, lease)
+
+    def _pinned(self, where: Any, n: int, ref: int) -> Lease:
+        """`match` of checked arguments, without counting."""
+        buffer = BUFFERS[(n - 1).bit_length()]()
+        lease = Lease(self.core, buffer)
+        buffer[1] = layout.UNCOUNTED
+        pinned = self._match1(self._handle, where, n, ref, buffer)
+        if pinned < 0:
+            check(pinned, "plan")
+        return lease
 
     def _exchange(self, plan: PinnedPrefix, lease: Lease) -> int:
         """Pin the new pages, then release the old ones. Returns the number of pages pinned now."""
@@ -2036,7 +2047,7 @@ class PageIndex:
             As `peek`.
         """
         where, n = _arguments.keys(keys)
-        ref = self._ref(namespace)
+        ref = namespace.ref if type(namespace) is Namespace else self._ref(namespace)
         position: int = self.core.quick.lci_deepest1(self.core.handle, where, n, ref)
         if position < 0:
             check(position, "last_ready")
