@@ -58,7 +58,7 @@ from lightcache.pool import (
     make_object,
 )
 from lightcache.reservations import Reservation, ReservationShard
-from lightcache.runs import NAMES_ITEM, PLAIN, Run, checked_names
+from lightcache.runs import NAMES_ITEM, PLAIN, Run, checked_names, names_of
 from lightcache.shm import Segment
 from lightcache.shm.clients import ClientInfo
 from lightcache.shm.codes import Code, check
@@ -415,6 +415,17 @@ T = TypeVar("T", bound="Cache")
 _log = logging.getLogger("lightcache.pool")
 
 
+def _with_minimums(cache: T, minimums: Mapping[str, int | str] | None) -> T:
+    """The cache, once it has these; closes it if it cannot."""
+    try:
+        if minimums is not None:
+            cache.set_minimums(minimums)
+    except BaseException:
+        cache.close()
+        raise
+    return cache
+
+
 # ---- The transfer engine of a cache.
 
 
@@ -742,6 +753,7 @@ class Cache:
         pool_path: str | os.PathLike[str] | None = None,
         independent: bool | None = None,
         kv_groups: Sequence[str] | None = None,
+        minimums: Mapping[str, int | str] | None = None,
         shared: bool = False,
         grow: bool = True,
         lock_timeout: float = 10.0,
@@ -759,6 +771,7 @@ class Cache:
                 client is removed by the next `open`, `create` or `sweep` that needs its room. None:
                 never. If given with lifetime None, a new cache is persistent.
             replace: remove a cache that differs, if it has no live client.
+            minimums: see `set_minimums`; None: unchanged.
             shared: True: all parts of this process that open the cache so are one client: one slot,
                 with its pins, plans, tickets, default namespace, counters, pool and pinned memory.
                 Each closes its own handle; the last one leaves the cache, and until then a closed
@@ -770,6 +783,7 @@ class Cache:
         Raises:
             LayoutMismatch: the cache differs and `replace` is False; names each item.
             InUse: the cache differs, `replace` is True, and it has a live client.
+            ConfigError: minimums that cannot be; the cache was opened, or made, and left.
             Otherwise as `create` and `attach`.
         """
         spec = CacheSpec(
@@ -809,7 +823,7 @@ class Cache:
             return cls._over(index, SecretSource(spec.secret), huge_pages, numa, grow)
 
         if not shared:
-            return make()
+            return _with_minimums(make(), minimums)
         options = {
             "role": role,
             "device": device,
@@ -821,7 +835,7 @@ class Cache:
         }
         verify = partial(_verify, spec.expected(), spec.named, group, lifetime, spec.source)
         handle: T = share(spec.name, options, make, verify)
-        return handle
+        return _with_minimums(handle, minimums)
 
     @classmethod
     def _over(
@@ -1202,18 +1216,35 @@ class Cache:
             minimum_pages=None if minimum is None else self._pages_for(minimum),
         )
 
-    def set_minimum(self, run: Run, minimum: int | str) -> None:
-        """See `PageIndex.set_minimum`.
+    def set_minimums(self, minimums: Mapping[str, int | str]) -> None:
+        """Set how much memory is safe from other KV groups, in all namespaces together: see
+        `PageIndex.set_minimum`. For all processes, until it is set again. Takes the lock once for
+        each group.
 
         Args:
-            minimum: bytes, or a size such as "16GiB", rounded up to whole pages of the group. 0:
-                none.
+            minimums: bytes, or a size such as "16GiB", by the group's name (`kv_groups`), rounded
+                up to pages. A page of a group that lies in several is evicted whole all the same,
+                so up to one of them less is safe. 0: none. Groups that are not named keep theirs.
 
         Raises:
-            ConfigError: no size.
-            Otherwise as `PageIndex.set_minimum`.
+            ConfigError: no sizes by name; a group that there is not, or a cache without names of
+                groups. Nothing was changed. Or as `PageIndex.set_minimum`, of one group: those
+                before it were changed.
+            LockTimeout, PermissionDenied, Detached.
         """
-        self.index.set_minimum(run, self._pages_for(minimum))
+        given: object = minimums
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                f'minimums: expected sizes by group, such as {{"kv": "8GiB"}}, found {given!r}'
+            )
+        names = names_of(self.index.segment.config)
+        if unknown := sorted(minimums.keys() - set(names), key=str):
+            expected = f"groups among {names}" if names else "none, since it has one group"
+            raise ConfigError(f"minimums: {self.name!r}: expected {expected}, found {unknown}")
+        pages = {name: self._pages_for(minimum) for name, minimum in minimums.items()}
+        had = {group.name: group.minimum_pages for group in self.index.groups()}
+        for name in sorted(pages, key=lambda name: pages[name] - had[name]):  # lower ones first
+            self.index.set_minimum(Run(names.index(name)), pages[name])
 
     def _pages_for(self, minimum: int | str) -> int:
         """Pages that hold so many bytes; more than any pool has, of too many."""

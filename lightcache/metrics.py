@@ -26,7 +26,7 @@ from lightcache.page_index import PageIndex
 from lightcache.runs import names_of
 from lightcache.shm.clients import ClientInfo
 from lightcache.shm.layout import LOCK_OFFSET, LockRecord
-from lightcache.snapshot import GroupPages, IndexStats
+from lightcache.snapshot import GroupPages, IndexStats, NamespacePages
 
 try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -86,7 +86,9 @@ _TIER_LABELLED = frozenset(
     name for group in (_TIER_HITS, _MOVED, _FAILED) for name in group.values()
 )
 
-_OWN = frozenset({"cache", "tier", "state", "role", "direction", "part", "cause", "group"})
+_OWN = frozenset(
+    ("cache", "tier", "state", "role", "direction", "part", "cause", "group", "weights", "tenant")
+)
 
 _HELP = {
     "requests": "Requests taken.",
@@ -138,6 +140,8 @@ class _Reading:
     stats: IndexStats
     lock: LockRecord
     clients: tuple[ClientInfo, ...]
+    namespaces: tuple[NamespacePages, ...]
+    """Those in use: 256 at most."""
     groups: tuple[GroupPages, ...]
     """Empty: the index has no names of groups, and so one group."""
 
@@ -218,8 +222,10 @@ class CacheMetrics(_Labelled):
             yield from self._pages(tiers)
             yield from self._locks(tiers)
             yield self._clients(tiers)
-        if (host := read["host"]) is not None and host.groups:
-            yield from self._groups(host.groups)
+        if (host := read["host"]) is not None:
+            yield from self._namespaces(host.namespaces)
+            if host.groups:
+                yield from self._groups(host.groups)
         if totals is not None:
             yield from self._figures(totals)
 
@@ -282,6 +288,20 @@ class CacheMetrics(_Labelled):
         ):
             values = {(group.name,): float(getattr(group, field) * unit) for group in groups}
             yield self._gauge(name, text, values, "group")
+
+    def _namespaces(self, spaces: tuple[NamespacePages, ...]) -> Iterator[Metric]:
+        for name, field, text in (
+            ("namespace_bytes", "pages", "Bytes of the host's pages, by weights and tenant."),
+            ("namespace_quota_bytes", "quota_pages", "Most bytes of a namespace, where limited."),
+            ("namespace_minimum_bytes", "minimum_pages", "Bytes safe from other namespaces."),
+        ):
+            counts = ((each, getattr(each, field)) for each in spaces)
+            values = {
+                (each.weights, each.tenant): float(pages * self._cache.page_bytes)
+                for each, pages in counts
+                if pages is not None
+            }
+            yield self._gauge(name, text, values, "weights", "tenant")
 
     def _locks(self, tiers: Mapping[str, _Reading]) -> Iterator[Metric]:
         locks = {tier: reading.lock for tier, reading in tiers.items()}
@@ -493,7 +513,9 @@ def _read(index: PageIndex) -> _Reading | None:
         where = index.segment.address + LOCK_OFFSET
         lock = LockRecord.from_buffer_copy(ctypes.string_at(where, ctypes.sizeof(LockRecord)))
         groups = index.groups() if names_of(index.segment.config) else ()
-        return _Reading(index.stats(), lock, tuple(index.clients()), groups)
+        every = index.namespace_counts()
+        spaces = tuple(each for each in every if each.state == "normal")
+        return _Reading(index.stats(), lock, tuple(index.clients()), spaces, groups)
     return None
 
 

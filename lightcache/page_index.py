@@ -67,7 +67,7 @@ from lightcache.shm.errors import leave
 from lightcache.shm.layout import SegmentKind
 from lightcache.shm.locking import deadline_ns
 from lightcache.shm.wanted import layout_hash
-from lightcache.snapshot import CheckReport, GroupPages, IndexStats
+from lightcache.snapshot import CheckReport, GroupPages, IndexStats, NamespacePages
 
 # ---- The segment of an index.
 
@@ -610,7 +610,7 @@ class PageIndex:
             Detached: closed, replaced, or a forked child.
         """
         where, n = _arguments.keys(keys)
-        ref = self._namespace if namespace is None else self._ref(namespace)
+        ref = namespace.ref if type(namespace) is Namespace else self._ref(namespace)
         pages: int = self._peek1(self._handle, where, n, ref)
         if pages < 0:
             check(pages, "peek")
@@ -1123,11 +1123,11 @@ class PageIndex:
             PermissionDenied: attached read-only.
             Detached: closed, replaced, or a forked child.
         """
-        count = _arguments.keys(keys)[1]
+        where, count = _arguments.keys(keys)
         if limit is not None:
             count = min(count, _arguments.count(limit, "limit", 0, MAX_PAGES))
             keys = keys[:count]
-        seconds = seconds_of(timeout)
+        seconds = timeout if type(timeout) is float and timeout >= 0 else seconds_of(timeout)
         space = self.default_namespace if namespace is None else namespace
         ref = space.ref if type(space) is Namespace else self._ref_of(space)
         plan_key = count, keys[-1].tobytes() if count else b"", ref
@@ -1135,13 +1135,14 @@ class PageIndex:
             self.core.check_usable("plan")  # raises
         if after is not None:
             self._touch(after, ref)
-        self.core.collect()
+        if self.core.lenders:
+            self.core.collect()
         book = self._book
         with book.lock:
             deadline = book.expire() + seconds
             plan = self._plan_of(request)
             if plan is None or plan.asked != plan_key:
-                lease = self.match(keys, count=False, namespace=space)
+                lease = self._pinned(where, count, ref)
                 if plan is not None:
                     lease = self._better(plan, keys, lease, space)
                 plan = PinnedPrefix(keys if frozen else keys.copy(), plan_key, space, lease)
@@ -1280,8 +1281,18 @@ class PageIndex:
         has changed, the peek finds the last pinned page and no page after it."""
         counts = self.peek(plan.edge, namespace=plan.space)
         if counts != (plan.pages > 0):
-            lease = self.match(plan.keys, count=False, namespace=plan.space)
+            lease = self._pinned(*_arguments.keys(plan.keys), plan.space.ref)
             self._exchange(plan, lease)
+
+    def _pinned(self, where: Any, n: int, ref: int) -> Lease:
+        """`match` of checked arguments, without counting."""
+        buffer = BUFFERS[(n - 1).bit_length()]()
+        lease = Lease(self.core, buffer)
+        buffer[1] = layout.UNCOUNTED
+        pinned = self._match1(self._handle, where, n, ref, buffer)
+        if pinned < 0:
+            check(pinned, "plan")
+        return lease
 
     def _exchange(self, plan: PinnedPrefix, lease: Lease) -> int:
         """Pin the new pages, then release the old ones. Returns the number of pages pinned now."""
@@ -1703,7 +1714,7 @@ class PageIndex:
         """Set how many pages of a group are safe from other groups, in all namespaces together. At
         or below this number only `reserve` for the group, `evict` of the group, `drop`, `discard`,
         `clear` and the quota of a namespace evict its pages. It stays as long as the index, or
-        until it is set again. `Cache.set_minimum` takes bytes.
+        until it is set again. `Cache.set_minimums` takes names and bytes.
 
         Args:
             run: the group. The minimum is rounded up to whole pages of the group.
@@ -1792,6 +1803,19 @@ class PageIndex:
         ref = self._ref(namespace)
         record = self._namespace_record(ref & 0xFF)
         return int(record.pages) if record.epoch & 0xFFFFFF == ref >> 8 else 0
+
+    def namespace_counts(self) -> tuple[NamespacePages, ...]:
+        """Pages, quota and minimum of each namespace, of all clients, also of those that are being
+        cleared or were. Each figure is read once, all at slightly different instants. Takes no
+        lock.
+
+        Raises:
+            Detached: closed, replaced, or a forked child.
+        """
+        with self._segment.busy():
+            address = self._segment.address + self.core.places.namespaces
+            table = ctypes.string_at(address, snapshot.NAMESPACE_TABLE_BYTES)
+        return snapshot.namespaces_of(table)
 
     def _namespace_record(self, entry: int) -> layout.NamespaceRecord:
         with self._segment.busy():
@@ -2040,7 +2064,7 @@ class PageIndex:
             As `peek`.
         """
         where, n = _arguments.keys(keys)
-        ref = self._ref(namespace)
+        ref = namespace.ref if type(namespace) is Namespace else self._ref(namespace)
         position: int = self.core.quick.lci_deepest1(self.core.handle, where, n, ref)
         if position < 0:
             check(position, "last_ready")

@@ -56,7 +56,8 @@ class PinnedPrefix:
         self.space = space
         self.deadline = self.due = 0.0
         self.number = -1
-        self.pin(lease)
+        pages = len(lease)
+        self.pinned = (lease, pages, keys[max(pages - 1, 0) : pages + 1])
 
     def pin(self, lease: Lease) -> None:
         """Hold this lease. A single store, so an interrupt leaves either the old or the new
@@ -243,8 +244,6 @@ def seconds_of(timeout: Any) -> float:
     Raises:
         ConfigError: not a number of seconds, or below 0.
     """
-    if type(timeout) is float and timeout >= 0:
-        return timeout
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
         raise ConfigError(f"timeout: expected seconds, at least 0, found {timeout!r}")
     return float(timeout)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from lightcache import _arguments, layout, runs
 from lightcache._core import Core
 from lightcache.errors import CacheCorrupted, LockTimeout
+from lightcache.namespaces import NamespaceState
 from lightcache.shm import layout as shm_layout
 from lightcache.shm.codes import check
 
@@ -72,6 +73,24 @@ class GroupPages:
     """With a key, ready or being written, in all namespaces."""
     minimum_pages: int
     """Of these, that making room for other groups leaves it; 0: none."""
+
+
+@dataclass(frozen=True)
+class NamespacePages:
+    """Pages of one namespace of an index, and its limits."""
+
+    number: int
+    """Entry in the segment's table, 0 to 255."""
+    state: str
+    """As `NamespaceState`, in small letters."""
+    weights: str
+    tenant: str
+    pages: int
+    """With a key, ready or being written."""
+    quota_pages: int | None
+    """None: no limit."""
+    minimum_pages: int | None
+    """None: no page is safe from other namespaces."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +157,33 @@ def groups_of(
         for number, (count, minimum) in enumerate(zip(pages, minimums, strict=True))
         if count or minimum or number in names
     )
+
+
+NAMESPACE_TABLE_BYTES = layout.NAMESPACES * ctypes.sizeof(layout.NamespaceRecord)
+
+
+def namespaces_of(table: bytes) -> tuple[NamespacePages, ...]:
+    """The entries of a copy of the table of namespaces that are not free. A short copy ends with
+    free entries."""
+    records = (layout.NamespaceRecord * layout.NAMESPACES).from_buffer_copy(
+        table.ljust(NAMESPACE_TABLE_BYTES, b"\0")
+    )
+    return tuple(
+        NamespacePages(
+            number,
+            _NAMESPACE_STATES.get(record.state, f"unknown ({record.state})"),
+            record.weights.decode(errors="replace"),
+            record.tenant.decode(errors="replace"),
+            record.pages,
+            record.quota or None,
+            record.minimum or None,
+        )
+        for number, record in enumerate(records)
+        if record.state
+    )
+
+
+_NAMESPACE_STATES = {state.value: state.name.lower() for state in NamespaceState}
 
 
 def lock_of(copy: Bytes) -> shm_layout.LockRecord:

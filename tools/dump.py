@@ -25,6 +25,7 @@ from lightcache.tools.output import (
     emit,
     json_option,
     lines,
+    namespace_table,
     percent,
     printable,
     table,
@@ -303,28 +304,7 @@ def _numbers(numbers: list[int]) -> str | None:
 
 
 def _namespaces(namespaces: list[Facts]) -> RenderableType:
-    names = ("namespace", "weights", "tenant", "state")
-    return table(
-        f"namespaces: {len(namespaces)}",
-        (*names, "pages", "size", "quota", "minimum"),
-        (
-            (
-                *(entry[name] for name in names),
-                entry["pages"],
-                *(_size_of(entry, what) for what in ("", "quota_", "minimum_")),
-            )
-            for entry in namespaces
-        ),
-        right="namespace pages size quota minimum",
-    )
-
-
-def _size_of(entry: Facts, what: str) -> str | None:
-    """Bytes; of an index that does not know how large its pages are, pages."""
-    size, pages = entry[f"{what}bytes"], entry[f"{what}pages"]
-    if size is not None:
-        return format_size(size)
-    return None if pages is None or not what else f"{pages:,} pages"
+    return namespace_table(f"namespaces: {len(namespaces)}", "namespace", namespaces)
 
 
 def _pages(facts: Facts) -> RenderableType:

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightcache import layout
+from lightcache import layout, snapshot
 from lightcache import pool as pool_file
 from lightcache.layout import PageState
 from lightcache.pool import PoolObject
 from lightcache.shm import layout as shm_layout
 from lightcache.shm.clients import ClientInfo
-from lightcache.snapshot import GroupPages, groups_of
+from lightcache.snapshot import NAMESPACE_TABLE_BYTES, GroupPages, groups_of
 from lightcache.tools.image import Copy, Image
 
 # ---- Pages, for `dump --pages`
@@ -132,7 +132,6 @@ Facts = dict[str, Any]
 _RESERVATION = {1: "active", 2: "doomed"}
 _TICKET = {1: "building", 2: "open", 3: "dropped"}
 _NAMED = (PageState.READY, PageState.WRITING)
-_NAMESPACE = {1: "normal", 2: "clearing", 3: "cleared"}
 _OPERATIONS = {each.value: each.name.lower() for each in layout.Operation}
 _SHARD = {0: "pending", 1: "done", 2: "dead", 3: "open"}
 
@@ -254,14 +253,14 @@ def totals(image: Image) -> Facts:
 def _group(image: Image, group: GroupPages) -> Facts:
     return {
         **dataclasses.asdict(group),
-        "bytes": _bytes(image, group.pages),
-        "minimum_bytes": _bytes(image, group.minimum_pages),
+        "bytes": _bytes(image.config, group.pages),
+        "minimum_bytes": _bytes(image.config, group.minimum_pages),
     }
 
 
-def _bytes(image: Image, pages: int | None) -> int | None:
+def _bytes(config: Mapping[str, Any], pages: int | None) -> int | None:
     """None: no pages are meant, or the index has no pool and does not know how large they are."""
-    size = image.config.get("page_bytes")
+    size = config.get("page_bytes")
     return pages * size if isinstance(size, int) and pages is not None else None
 
 
@@ -464,20 +463,24 @@ def _slots(words: Any) -> list[int]:
 
 def namespaces(image: Image) -> list[Facts]:
     """Namespaces that are in use."""
-    records = _table(image, layout.NamespaceRecord, image.place.namespaces, layout.NAMESPACES)
+    begin = image.place.namespaces
+    return namespaces_of(image.config, image.data[begin : begin + NAMESPACE_TABLE_BYTES].tobytes())
+
+
+def namespaces_of(config: Mapping[str, Any], table: bytes) -> list[Facts]:
+    """Namespaces of a copy of their table that are in use."""
     return [
         {
-            "namespace": i,
-            "state": _NAMESPACE.get(record.state, f"unknown ({record.state})"),
-            "weights": record.weights.decode("utf-8", "replace"),
-            "tenant": record.tenant.decode("utf-8", "replace"),
-            "pages": record.pages,
-            "bytes": _bytes(image, record.pages),
-            "quota_pages": record.quota or None,
-            "quota_bytes": _bytes(image, record.quota or None),
-            "minimum_pages": record.minimum or None,
-            "minimum_bytes": _bytes(image, record.minimum or None),
+            "namespace": each.number,
+            "state": each.state,
+            "weights": each.weights,
+            "tenant": each.tenant,
+            "pages": each.pages,
+            "bytes": _bytes(config, each.pages),
+            "quota_pages": each.quota_pages,
+            "quota_bytes": _bytes(config, each.quota_pages),
+            "minimum_pages": each.minimum_pages,
+            "minimum_bytes": _bytes(config, each.minimum_pages),
         }
-        for i, record in enumerate(records)
-        if record.state
+        for each in snapshot.namespaces_of(table)
     ]

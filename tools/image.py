@@ -30,6 +30,7 @@ from lightcache.shm.clients import ClientInfo
 from lightcache.shm.layout import SegmentKind
 from lightcache.shm.listing import SegmentInfo
 from lightcache.shm.objects import OpenObject
+from lightcache.snapshot import NAMESPACE_TABLE_BYTES
 
 # ---- Short attaches of tools
 
@@ -246,6 +247,16 @@ def _verify_index(segment: OpenObject) -> tuple[dict[str, Any], layout.Geometry]
             f"{segment.size()}; remove it"
         )
     return config, place
+
+
+def read_namespaces(segment: OpenObject) -> tuple[dict[str, Any], bytes]:
+    """The configuration of an index, and a copy of its table of namespaces.
+
+    Raises:
+        LightcacheError: not an index of this release, or damaged.
+    """
+    config, place = _verify_index(segment)
+    return config, os.pread(segment.fd, NAMESPACE_TABLE_BYTES, place.namespaces)
 
 
 def _clients(data: Bytes, segment: OpenObject) -> list[ClientInfo]:

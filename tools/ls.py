@@ -15,7 +15,18 @@ from lightcache.shm.folders import path_of
 from lightcache.shm.layout import SLOTS
 from lightcache.shm.listing import SegmentInfo
 from lightcache.shm.objects import OpenObject
-from lightcache.tools.output import Command, age, cell, console, emit, json_option, table
+from lightcache.tools.facts import Facts, namespaces_of
+from lightcache.tools.image import read_namespaces
+from lightcache.tools.output import (
+    Command,
+    age,
+    cell,
+    console,
+    emit,
+    json_option,
+    namespace_table,
+    table,
+)
 
 
 @click.command(cls=Command)
@@ -26,7 +37,8 @@ def ls(as_json: bool) -> None:
     Nothing is mapped, locked or attached to. "pool" is a pool's length, "in memory" the memory it
     has so far. "clients" are living ones, and the slots that dead ones have left, of all slots; how
     long a quarantine lasts is in `lightcache dump`. For other users' segments only name, owner and
-    size are shown.
+    size are shown. Namespaces have a table of their own, if a cache has more than the default one,
+    or limits for it.
     """
     segments = [describe(info) for info in list_segments()]
     if as_json:
@@ -35,12 +47,14 @@ def ls(as_json: bool) -> None:
         click.echo(f"no segments in {names.FOLDER}; `lightcache create` makes one")
     else:
         console().print(_table(segments))
+        if spaces := [row for entry in segments for row in _spaces(entry)]:
+            console().print(namespace_table(f"{len(spaces)} namespaces", "name", spaces))
 
 
 def describe(info: SegmentInfo) -> dict[str, Any]:
     """A segment, for JSON."""
     lengths, allocated = _dependents(info)
-    pages, independent = _index(info)
+    pages, independent, spaces = _index(info)
     return {
         "name": info.name,
         "family": info.family,
@@ -50,6 +64,7 @@ def describe(info: SegmentInfo) -> dict[str, Any]:
         "bytes": info.bytes,
         "pages": pages,
         "independent": independent,
+        "namespaces": spaces,
         "dependents": list(info.dependents),
         "pool_bytes": lengths,
         "pool_allocated_bytes": allocated,
@@ -83,17 +98,35 @@ _UNFINISHED = {
 }
 
 
-def _index(info: SegmentInfo) -> tuple[int | None, bool]:
-    """Pages, and whether it is independent, from the configuration in the header; None: it has no
-    index, or cannot be read."""
+def _index(info: SegmentInfo) -> tuple[int | None, bool, list[Facts] | None]:
+    """Pages, and whether it is independent, from the configuration in the header; and its
+    namespaces. None: it has no index, or cannot be read."""
     with contextlib.suppress(LightcacheError, OSError):
         segment = OpenObject.open(info.name, writable=False)
         if segment is not None and info.ready:
             with contextlib.closing(segment):
                 config = wanted.config_of(segment.header())
                 pages, independent = config.get("pages"), config.get("independent", False) is True
-                return (pages, independent) if isinstance(pages, int) else (None, False)
-    return None, False
+                if isinstance(pages, int):
+                    return pages, independent, _namespaces(segment)
+    return None, False, None
+
+
+def _namespaces(segment: OpenObject) -> list[Facts] | None:
+    """None: another release has made it, or it is damaged."""
+    with contextlib.suppress(LightcacheError, OSError):
+        every = namespaces_of(*read_namespaces(segment))
+        return [entry for entry in every if entry["state"] != "cleared"]
+    return None
+
+
+def _spaces(entry: dict[str, Any]) -> list[Facts]:
+    """Rows of its namespaces; none if it has the default one alone, without limits."""
+    spaces: list[Facts] = entry["namespaces"] or []
+    plain = [("weights", ""), ("tenant", ""), ("quota_pages", None), ("minimum_pages", None)]
+    if len(spaces) == 1 and all(spaces[0][field] == value for field, value in plain):
+        return []
+    return [{"name": entry["name"], **space} for space in spaces]
 
 
 def _dependents(info: SegmentInfo) -> tuple[int, int]:

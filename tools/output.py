@@ -7,7 +7,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from lightcache._arguments import format_size
 from lightcache.errors import ConfigError, LightcacheError
 
 # ---- Progress bar
@@ -202,6 +203,33 @@ def lines(title: str, pairs: Iterable[tuple[str, object]]) -> RenderableType:
     for name, value in pairs:
         table.add_row(Text(f"  {name}", style="dim"), cell(value))
     return Group(Text(title, style="bold"), table)
+
+
+def namespace_table(title: str, first: str, rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Namespaces as `lightcache.tools.facts.namespaces_of` describes them. `first`: the name of the
+    column in front of them."""
+    names = (first, "weights", "tenant", "state")
+    return table(
+        title,
+        (*names, "pages", "size", "quota", "minimum"),
+        (
+            (
+                *(entry[name] for name in names),
+                entry["pages"],
+                *(_size_of(entry, what) for what in ("", "quota_", "minimum_")),
+            )
+            for entry in rows
+        ),
+        right="namespace pages size quota minimum",
+    )
+
+
+def _size_of(entry: Mapping[str, Any], what: str) -> str | None:
+    """Bytes; of an index that does not know how large its pages are, pages."""
+    size, pages = entry[f"{what}bytes"], entry[f"{what}pages"]
+    if size is not None:
+        return format_size(size)
+    return None if pages is None or not what else f"{pages:,} pages"
 
 
 def age(seconds: float | None) -> str:

@@ -40,7 +40,8 @@ def open_cache(
         lifetime: "attached": removed with its last client. "persistent": it stays. None: the
             existing cache's lifetime, "persistent" for a new one.
         idle_limit: of a new cache; None: it stays until it is removed, and must be persistent.
-        options: of `Cache.open`; `size` or `pages` is needed.
+        options: of `Cache.open`; `size` or `pages` is needed. `minimums` leaves a kind of layers
+            some of the bytes, by the names in `describe(model).options["kv_groups"]`.
 
     Raises:
         ConfigError: as `describe`, or options that the model decides.

@@ -731,6 +731,7 @@ class Checkpoints:
         both = zip(Tier, (slots, self.host_states), strict=True)
         self.tiers = [(tier, tier.value, index) for tier, index in both if index is not None]
         """The existing tiers, their names and indexes; the device first."""
+        self._indexes = {tier: index for tier, _, index in self.tiers}
         self.write = write if slots is not None else WritePolicy.THROUGH
         if low_water is None:
             low_water = _low_water(slots) if self.write is WritePolicy.BACK else 0
@@ -750,10 +751,6 @@ class Checkpoints:
         self._naming: NamingResult | None = None
         """The core's answer, until its pin is taken over."""
 
-    def _index(self, tier: Tier) -> StateIndex:
-        """The index of an existing tier."""
-        return next(index for each, _, index in self.tiers if each is tier)
-
     # ---- lookup
 
     def last_ready(
@@ -771,8 +768,9 @@ class Checkpoints:
         for tier, name, index in self.tiers:
             if first == len(keys) or (tiers is not None and name not in tiers):
                 continue
-            rest = keys[first:] if first else keys
-            position = index.last_ready(rest, namespace=path.space.of(tier))
+            rest, space = keys[first:] if first else keys, path.space
+            where = space.device if tier is Tier.DEVICE else space.host
+            position = index.last_ready(rest, namespace=where)
             if position:
                 first += position
                 best = tier, first
@@ -785,10 +783,11 @@ class Checkpoints:
         tier, count = found
         if self._planned.get(request, tier) is not tier:
             self.cancel(request)
-        index = self._index(tier)
+        index = self._indexes[tier]
         self._planned[request] = tier
-        key, space = path.key(count), path.space.of(tier)
-        return bool(index.plan(request, key, namespace=space, timeout=ttl, frozen=True))
+        key, space = path.keys[count - 1 : count], path.space
+        where = space.device if tier is Tier.DEVICE else space.host
+        return bool(index.plan(request, key, namespace=where, timeout=ttl, frozen=True))
 
     def take(self, request: Hashable) -> tuple[Tier, Lease] | None:
         """The planned checkpoint, as a lease; None: there is no plan, or it was cleared meanwhile.
@@ -799,7 +798,7 @@ class Checkpoints:
         tier = self._planned.pop(request, None)
         if tier is None:
             return None
-        index = self._index(tier)
+        index = self._indexes[tier]
         lease = index.take(request)
         if len(lease):
             return tier, lease
@@ -810,7 +809,7 @@ class Checkpoints:
         """Drop a plan. Harmless if there is none."""
         tier = self._planned.pop(request, None)
         if tier is not None:
-            self._index(tier).cancel(request)
+            self._indexes[tier].cancel(request)
 
     # ---- slots
 
@@ -987,7 +986,7 @@ class Checkpoints:
 
     def chain(self, tier: Tier, path: Path, count: int) -> Keys:
         """The key of a new checkpoint, preceded by that of the last checkpoint before it."""
-        index = self._index(tier)
+        index = self._indexes[tier]
         before = index.last_ready(path.keys[: count - 1], namespace=path.space.of(tier))
         if not before:
             return path.key(count)

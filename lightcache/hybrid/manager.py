@@ -234,7 +234,7 @@ class HybridManager:
 
     def _planned(self, batch: LookupBatch) -> list[HybridMatch]:
         return self._fail_open.run(
-            lambda: self._planner.plan(batch),
+            partial(self._planner.plan, batch),
             lambda: [
                 self._missed(request, LookupRequest._make(asks)) for request, asks in batch.entries
             ],

@@ -384,7 +384,6 @@ def open_hybrid(
     index: str | None = None,
     slots: int | None = None,
     layers: Sequence[int] | None = None,
-    minimums: Mapping[str, int | str] | None = None,
     **options: Any,
 ) -> States | Windows:
     """All groups of a model in one host cache, from an engine's tensors: of one process that has
@@ -405,8 +404,8 @@ def open_hybrid(
     or both: then the manager takes a `grid` as well.
 
     Nothing divides the memory: a state, or a page of a window, lies in as many pages as it needs,
-    and what was unused for longest makes room. `minimums` leaves a group some of it, whatever the
-    others need.
+    and what was unused for longest makes room. `minimums=` of `Cache.open` leaves a group some of
+    it, whatever the others need.
 
     Args:
         tensors, axes, page_tokens, value_dim: of KV: see `open_kv`.
@@ -414,14 +413,11 @@ def open_hybrid(
         windows: the tensors of the other layers of attention by their rule, with the axes of
             `tensors` and as many blocks as these layers have: fewer, usually.
         index, slots: of the device's slots of states: see `open_states`.
-        minimums: bytes of the host that others leave to a group, or a size such as "16GiB", by its
-            name: "kv", "states", or that of a window's rule; see `Cache.set_minimum`. For all
-            processes, until one gives another; groups that are not named keep theirs. 0: none.
-        model, name, options: see `open_kv`.
+        model, name, options: see `open_kv`. Groups are named "kv", "states", and as the windows'
+            rules, such as minimums={"states": "16GiB"}.
 
     Raises:
-        ConfigError: as `open_kv` and `state_layout`; neither states nor windows; a minimum
-            of a group that there is not; minimums that the pool cannot have together.
+        ConfigError: as `open_kv` and `state_layout`; neither states nor windows.
         LayoutMismatch: a cache of the given name exists for another model, or other groups.
         InUse: another process lives in an index of that name.
         Otherwise as `Cache.open` and `Cache.pin`.
@@ -445,7 +441,7 @@ def open_hybrid(
             for rule, own in (windows or {}).items()
         }
         named += [(rule.name, geometry) for rule, (geometry, _) in others.items()]
-        opened = _open_kv(stack, name, dtypes, model, kv, named, options, minimums or {})
+        opened = _open_kv(stack, name, dtypes, model, kv, named, options)
         states, engines = None, {}
         if layout is not None:
             copier = StateCopier(layout.geometry, layout.planes)
@@ -467,7 +463,6 @@ def _open_kv(
     kv: tuple[PageGeometry, DevicePlanes],
     others: Sequence[tuple[str, PageGeometry]],
     options: Mapping[str, Any],
-    minimums: Mapping[str, int | str],
 ) -> EngineKV:
     """The cache of these groups, and KV in it. The stack closes both.
 
@@ -491,32 +486,12 @@ def _open_kv(
         )
     cache = Cache.open(name, **decided, **options)
     stack.callback(cache.close)
-    _set_minimums(cache, others, minimums)
     for what, other in others:
         if waste := waste_of(what, geometry, other):
             _log.warning("cache %r: %s", cache.name, waste)
     opened = EngineKV(cache, geometry, planes)
     stack.callback(opened.close)
     return opened
-
-
-def _set_minimums(
-    cache: Cache,
-    others: Sequence[tuple[str, PageGeometry]],
-    minimums: Mapping[str, int | str],
-) -> None:
-    """Raises ConfigError: a name of none of the groups, or as `Cache.set_minimum`."""
-    given: object = minimums
-    if not isinstance(given, Mapping):
-        raise ConfigError(
-            f'minimums: expected sizes by group, such as {{"kv": "8GiB"}}, found {given!r}'
-        )
-    runs = {NAMES[0]: PLAIN}
-    runs |= {what: Run(number, each.parts) for number, (what, each) in enumerate(others, 1)}
-    if unknown := sorted(minimums.keys() - runs.keys()):
-        raise ConfigError(f"minimums: expected groups among {[*runs]}, found {unknown}")
-    for what, minimum in minimums.items():
-        cache.set_minimum(runs[what], minimum)
 
 
 def _check_kinds(

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
@@ -48,12 +49,14 @@ class HybridParts:
     states: bool
     """Whether the model has states."""
 
-    @property
+    # Cached: each plan reads them.
+
+    @cached_property
     def inner(self) -> ManagerState:
         """The state shared by the manager's parts."""
         return self.manager.state
 
-    @property
+    @cached_property
     def by_blocks(self) -> bool:
         """Whether keys are those of device blocks, not of host pages."""
         return self.grid.block_tokens <= self.grid.page_tokens
@@ -78,12 +81,17 @@ class HybridParts:
 
     def keys_of(self, prompt: Prompt, space: CacheScope) -> Keys:
         """Keys of the positions of a prompt at which checkpoints are looked up."""
-        spec = space.device_spec if self.by_blocks else space.host_spec
-        return self.strided(prompt.keys(spec))
+        every = prompt.keys(space.device_spec if self.by_blocks else space.host_spec)
+        return every if self.ratio == 1 else self.strided(every)
+
+    @cached_property
+    def ratio(self) -> int:
+        """Of all keys of a sequence, checkpoints are looked up at each so many-th."""
+        return self.step // self.grid.fine
 
     def strided(self, every: Keys) -> Keys:
         """Of all keys of a sequence, those at which checkpoints are looked up."""
-        ratio = self.step // self.grid.fine
+        ratio = self.ratio
         return every if ratio == 1 else np.ascontiguousarray(every[ratio - 1 :: ratio])
 
 
@@ -384,7 +392,7 @@ class HybridPlanner:
         Args:
             kv: tokens of KV that there are.
         """
-        if position + self._parts.step > plan.asked.most:
+        if position + self._parts.step > plan.most:
             return None
         if plan.limit is not None:
             return plan.limit
@@ -404,17 +412,21 @@ class HybridPlanner:
         if known is not None and plan.of == of:
             return known
         plan.of = of
-        position, deep = plan.position, max(plan.kv.usable, plan.planned.usable)
-        plan.match = HybridMatch(
-            stored.attributed(plan.planned, position, self._parts.manager.page_tokens),
-            deep,
-            position,
-            self.tiers(plan),
-            self.limit(plan, deep, position),
-            self._parts.grid.branching(deep, position),
-            plan.planned.pending or bool(stored.running),
+        position, deep, kv = plan.position, max(plan.kv.usable, plan.planned.usable), plan.planned
+        if reads is not None:
+            kv = stored.attributed(kv, position, self._parts.manager.page_tokens)
+        # As in `PrefixLookup._match`: the class is frozen, and its own `__init__` takes longer.
+        match = plan.match = object.__new__(HybridMatch)
+        vars(match).update(
+            kv=kv,
+            kv_tokens=deep,
+            usable=position,
+            tiers=self.tiers(plan),
+            limit=self.limit(plan, deep, position),
+            branching=self._parts.grid.branching(deep, position),
+            pending=plan.planned.pending or (reads is not None and reads[0]),
         )
-        return plan.match
+        return match
 
     # ---- lookup: the end of cached KV, and the last checkpoint within it; pins nothing
 

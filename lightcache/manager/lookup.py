@@ -518,7 +518,9 @@ class PrefixLookup:
         for request, arguments in batch.entries:
             space, known = spaces[arguments[0].tenant], self._plans.get(request)
             if known is None or known.request != arguments or known.space is not space:
-                known = self._replaced_plan(request, LookupRequest(*arguments), space, known, now)
+                if type(arguments) is not LookupRequest:
+                    arguments = LookupRequest(*arguments)
+                known = self._replaced_plan(request, arguments, space, known, now)
             plans.append(known)
         return plans
 

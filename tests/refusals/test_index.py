@@ -412,6 +412,10 @@ TABLE: Table = {
         *(("quota", lambda index, n=n: index.namespace("w", quota_pages=n)) for n in NO_COUNTS),
         *(("minimum", lambda index, n=n: index.namespace("w", minimum_pages=n)) for n in NO_COUNTS),
     ],
+    ("gave `minimums` another form", ConfigError): [
+        ("sizes by group", lambda worlds: worlds().cache.set_minimums([("kv", 1)])),
+        ("one group", lambda worlds: worlds().cache.set_minimums({"kv": 1})),
+    ],
     ("promised a namespace more than its quota", ConfigError): [
         (r"4 pages.*quota of 3", lambda index: index.namespace("w", quota_pages=3, minimum_pages=4))
     ],

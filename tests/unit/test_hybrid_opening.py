@@ -229,6 +229,7 @@ def test_layers_that_are_not_as_many(tensors: Any) -> None:
             "independent, page_tokens follow from the tensors",
         ),
         ({"size": "1MiB"}, "pages= or size="),
+        ({"minimums": {"states": 1}}, r"it has one group, found \['states'\]"),
     ],
 )
 def test_what_is_refused(segment_name: str, tensors: Any, how: Any, words: str) -> None:

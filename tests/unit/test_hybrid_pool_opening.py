@@ -71,8 +71,6 @@ def test_a_minimum_for_states(segment_name: str) -> None:
         wrong = {"index": f"{segment_name}-b", "slots": 2}
         refused(ConfigError, r"'kv', 'states'\], found \['window5'\]",
                 open_, segment_name, *tensors, minimums={"window5": 1}, **wrong)  # fmt: skip
-        refused(ConfigError, "sizes by group.*'1MB'",
-                open_, segment_name, *tensors, minimums="1MB", **wrong)  # fmt: skip
         refused(ConfigError, r"minimum of 100 pages .*the 20 pages .*64 pages",
                 open_, segment_name, *tensors, minimums={"kv": 102400}, **wrong)  # fmt: skip
         open_(segment_name, *tensors, minimums={"states": 0}, **wrong).close()

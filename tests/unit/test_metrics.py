@@ -124,12 +124,43 @@ def test_pages_by_group(segment_name):
         with cache.index.reserve(run.keys(keys(1, 2)), independent=True, run=run) as new:
             assert Values(registry, cache)("group_pages", group="states") == 6
             new.publish()
-        cache.set_minimum(run, 5 * PAGE_BYTES - 1)
+        cache.index.set_minimum(run, 5)
         values = Values(registry, cache)
         for group, pages, minimum in (("kv", 2, 0), ("states", 6, 6), ("window4096", 0, 0)):
             assert values("group_pages", group=group) == pages
             assert values("group_bytes", group=group) == pages * PAGE_BYTES
             assert values("group_minimum_bytes", group=group) == minimum * PAGE_BYTES
+
+
+def test_pages_by_namespace(cache):
+    """As many label sets as there are namespaces in use, with limits where they are set."""
+    tenant = cache.namespace("v2", "acme", quota=4 * PAGE_BYTES, minimum=PAGE_BYTES)
+    old = cache.namespace("v1", "acme")
+    publish(cache, 1)
+    for space, n in ((tenant, 3), (old, 2)):
+        with cache.reserve(keys(*range(n)), namespace=space) as new:
+            new.publish()
+    cache.clear(old)
+    values = Values(registered(cache), cache)
+    found = {
+        name: {
+            (labels["weights"], labels["tenant"]): number
+            for (sample, pairs), number in values.samples.items()
+            for labels in [dict(pairs)]
+            if sample == f"lightcache_namespace_{name}"
+        }
+        for name in ("bytes", "quota_bytes", "minimum_bytes")
+    }
+    assert found == {
+        "bytes": {("", ""): PAGE_BYTES, ("v2", "acme"): 3 * PAGE_BYTES},
+        "quota_bytes": {("v2", "acme"): 4 * PAGE_BYTES},
+        "minimum_bytes": {("v2", "acme"): PAGE_BYTES},
+    }
+    for i in range(254):
+        cache.namespace("w", str(i))
+    served = [name for name, _ in Values(registered(cache), cache).samples]
+    assert served.count("lightcache_namespace_bytes") == 256
+    refused(ConfigError, "labels: tenant", CacheMetrics, cache, labels={"tenant": "x"})
 
 
 def test_a_cache_without_names_has_no_metrics_of_groups(cache):

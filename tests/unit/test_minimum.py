@@ -123,15 +123,41 @@ def test_sizes_of_a_cache(segment_name: str) -> None:
         assert (record(cache.index, mine).quota, record(cache.index, mine).minimum) == (MOST, 3)
         cache.namespace("w", quota=0)
         assert (record(cache.index, mine).quota, record(cache.index, mine).minimum) == (0, 3)
-        cache.set_minimum(STATE, "13KiB")
-        (states,) = (group for group in cache.index.groups() if group.number == 1)
-        assert states.minimum_pages == 6
         refused(ConfigError, r"quota: expected a page of 4096 bytes.*'4KB'",
                 cache.namespace, "w", quota="4KB")  # fmt: skip
         for wrong in ("a lot", -1, 1.5, True):
             refused(ConfigError, "quota: expected", cache.namespace, "w", quota=wrong)
             refused(ConfigError, "minimum: expected", cache.namespace, "w", minimum=wrong)
-            refused(ConfigError, "minimum: expected", cache.set_minimum, STATE, wrong)
+        cache.index.set_minimum(STATE, 4)
         refused(ConfigError, r"11 pages \(44.0 KiB\).*6 pages \(24.0 KiB\).*16 pages \(64.0 KiB\)",
                 cache.namespace, "w", minimum="44KiB")  # fmt: skip
-        refused(ConfigError, r"pages \(16.0 TiB\)", cache.set_minimum, STATE, "3EiB")
+        refused(ConfigError, r"has one group, found \['kv'\]",
+                cache.set_minimums, {"kv": 1})  # fmt: skip
+
+
+def test_minimums_of_groups_by_name(segment_name: str) -> None:
+    """Where a cache is opened, or later; each handle that opens it may change them."""
+    how: dict[str, Any] = {"page_bytes": 4096, "fingerprint": "f", "secret": bytes(16)}
+    how |= {"size": "64KiB", "name": segment_name}
+
+    def least(cache: Cache) -> list[int]:
+        return [group.minimum_pages for group in cache.index.groups()]
+
+    with Cache.open(
+        **how, kv_groups=("kv", "states"), shared=True, minimums={"states": "13KiB"}
+    ) as cache:
+        assert least(cache) == [0, 4]
+        Cache.open(**how, minimums={"kv": 4096}, shared=True).close()
+        assert least(cache) == [1, 4]
+        cache.set_minimums({"kv": "60KiB", "states": 0})  # the room of one goes to the other
+        assert least(cache) == [15, 0]
+        cache.set_minimums({"kv": 0, "states": "64KiB"})
+        assert least(cache) == [0, 16]
+        for wrong in ("a lot", -1, 1.5, True):
+            refused(ConfigError, "minimum: expected", cache.set_minimums, {"kv": wrong})
+        refused(ConfigError, r"pages \(16.0 TiB\)", cache.set_minimums, {"states": "3EiB"})
+        refused(ConfigError, "sizes by group.*'1MB'", cache.set_minimums, "1MB")
+        refused(ConfigError, r"'kv', 'states'\], found \['window5'\]",
+                Cache.open, **how, minimums={"window5": 1, "states": 0})  # fmt: skip
+        assert least(cache) == [0, 16]
+        assert len(cache.index.clients()) == 1, "the refused one has left"

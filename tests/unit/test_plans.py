@@ -258,17 +258,17 @@ def test_a_short_match_takes_nothing_away(
     index.plan("a", prompt(1, 3)[:2])
     index.plan("b", prompt(1, 5))
     fill(index, 1, 5)
-    match, peek, match_many = PageIndex.match, PageIndex.peek, PageIndex.match_many
+    pinned, peek, match_many = PageIndex._pinned, PageIndex.peek, PageIndex.match_many
 
-    def short(self: PageIndex, wanted: Any, **more: Any) -> Lease:
-        return match(self, wanted[:1], **more)
+    def short(self: PageIndex, where: Any, n: int, ref: int) -> Lease:
+        return pinned(self, where, min(n, 1), ref)
 
     def short_many(self: PageIndex, wanted: Any, offsets: Any, **more: Any) -> Any:
         begins = offsets[:-1]
         return match_many(self, wanted[begins], np.arange(len(begins) + 1), **more)
 
     with monkeypatch.context() as patched:
-        patched.setattr(PageIndex, "match", short)
+        patched.setattr(PageIndex, "_pinned", short)
         patched.setattr(PageIndex, "match_many", short_many)
         assert index.plan("b", prompt(1, 5)) == 3, "its growth was not seen"
         assert index.plan("a", prompt(1, 4)) == 2, "replaced by a longer prompt"

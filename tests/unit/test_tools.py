@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import pty
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from support.keys import keys
 from support.refusals import refused
 
 import lightcache_bench as frame
@@ -118,6 +120,44 @@ def test_create_ls_rm(run: Run, segment_name: str, tmp_path: Path) -> None:
 
     assert run("rm", segment_name).stdout == f"removed {segment_name}\n"
     assert not names.dependents(segment_name)
+
+
+def test_ls_shows_namespaces(run: Run, segment_name: str) -> None:
+    """Of a cache that has more than the default one: pages, and limits where they are set. As
+    `dump` has them."""
+
+    def listed() -> list[Any]:
+        (entry,) = [e for e in json.loads(run("ls", "--json").stdout) if e["name"] == segment_name]
+        assert isinstance(entry["namespaces"], list)
+        return entry["namespaces"]
+
+    def rows() -> list[str]:
+        _, _, text = run("ls").stdout.partition("namespaces")
+        return [line for line in text.splitlines() if segment_name in line]
+
+    how = {"page_bytes": 4096, "fingerprint": "f", "secret": b"s" * 16}
+    with Cache.create(segment_name, pages=16, **how) as cache:
+        assert [(entry["weights"], entry["pages"]) for entry in listed()] == [("", 0)]
+        assert not rows()
+        cache.clear(cache.namespace("v1", "acme"))
+        tenant = cache.namespace("v2", "acme", quota="32KiB", minimum="4KiB")
+        with cache.reserve(keys(1, 2, 3), namespace=tenant) as new:
+            new.publish()
+        (entry,) = [entry for entry in listed() if entry["tenant"] == "acme"]
+        assert (entry["weights"], entry["pages"], entry["bytes"]) == ("v2", 3, 12288)
+        assert (entry["quota_bytes"], entry["minimum_bytes"]) == (32768, 4096)
+        assert (
+            listed()
+            == json.loads(run("dump", segment_name, "--namespaces", "--json").stdout)["namespaces"][
+                :2
+            ]
+        )
+        (row,) = [row for row in rows() if "acme" in row]
+        assert all(word in row for word in ("v2", "12.0 KiB", "32.0 KiB", "4.0 KiB"))
+        record = cache.index.segment.address + cache.index.core.places.namespaces + 128 * tenant.id
+        ctypes.c_uint32.from_address(record + 4).value = 9
+        assert "unknown (9)" in {entry["state"] for entry in listed()}
+        ctypes.c_uint32.from_address(record + 4).value = 1
 
 
 def test_a_model_names_its_cache(run: Run, segment_name: str, tmp_path: Path) -> None:

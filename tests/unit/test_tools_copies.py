@@ -135,7 +135,7 @@ def test_dump_by_group(run: Run, segment_name: str, kv_groups: tuple[str, ...] |
             new.publish()
         with cache.index.reserve(states.keys(keys[:2]), independent=True, run=states) as new:
             new.publish()
-        cache.set_minimum(states, "11MiB")
+        cache.index.set_minimum(states, 11)
         with cache.index.reserve(states.keys(keys[2:]), independent=True, run=states):
             groups = load(run, segment_name)["totals"]["groups"]
             shown = run("dump", segment_name).stdout

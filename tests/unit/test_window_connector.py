@@ -430,6 +430,10 @@ def test_caches_that_do_not_fit(caches: Any, segment_name: str) -> None:
         refused(LayoutMismatch, message, lct.Connector, given, made)
     options = lct.describe(made, page_tokens=4).options
     assert options["kv_groups"] == ("kv", "window9")
+    with lct.open_cache(
+        made, name=f"{segment_name}-3", pages=4, minimums={"window9": 1}, lifetime="attached"
+    ) as least:
+        assert [group.minimum_pages for group in least.index.groups()] == [0, 1]
     how = {"pages": 4, "secret": bytes(16), **options}
     with Cache.create(segment_name, independent=True, **how) as wrong:
         refused(ConfigError, "made with independent=False, found", lct.Connector, wrong, made)
