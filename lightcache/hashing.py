@@ -321,18 +321,20 @@ class PageHasher:
         keys: Keys = np.empty((4 * tokens.size // row, 2), np.uint64)
         short = max(0, (_SHORTEST - 1 - len(head)) // row)
         first = short * spec.page_tokens
+        rest = tokens[first:]
         if short:
             keys[:short] = _digest_rows(state, tokens[:first].view(f"V{row}").tolist())
         code = layout.load().quick.lci_chain_keys(
-            b"".join((head, tokens.data)),
+            head + tokens[: first + 16].tobytes(),
             len(head) + short * row,
+            _arguments.address_of_any(rest),
             row,
             len(keys) - short,
             spec._xxh3_seed,
             _arguments.address(keys[short:]),
         )
         check(code, "hash pages")
-        state.update(tokens[first:].data)
+        state.update(rest.data)
         return keys
 
 

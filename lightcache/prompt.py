@@ -48,10 +48,11 @@ class Prompt:
         items: Sequence[MultimodalItem] = (),
         tenant: str = "",
     ) -> None:
-        """Converts the tokens once; nothing is hashed yet.
+        """Converts or copies the tokens once; nothing is hashed yet.
 
         Args:
-            tokens, salt, lora: as for `hash_pages`.
+            tokens, salt, lora: as for `hash_pages`. A read-only array of uint32 is kept as it is:
+                nothing may change it.
             items: in the order of their starts, not overlapping.
             tenant: the pages belong to its namespace, see `PageIndex.namespace`.
 
@@ -77,7 +78,8 @@ class Prompt:
             if not isinstance(value, kinds):
                 wanted = " or ".join(kind.__name__ for kind in kinds)
                 raise ConfigError(f"{name}: expected {wanted}, found {value!r}")
-        self.tokens: TokenIds = array.astype(np.uint32)  # our own: keys must not change later
+        copied = array.flags.writeable  # our own: keys must not change later
+        self.tokens: TokenIds = array.astype(np.uint32, "C", copy=copied)
         self.tokens.flags.writeable = False
         self.salt, self.lora, self.items, self.tenant = salt, lora, tuple(items), tenant
         self._check_items()

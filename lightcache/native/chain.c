@@ -23,7 +23,8 @@ static const uint64_t constants[SECRET / 8] = {
 typedef struct chain {
     uint64_t lane[LANES];
     uint8_t secret[SECRET];
-    const uint8_t *text;
+    const uint8_t *start, *pages; /* see lci_chain_keys */
+    uint64_t before;
     uint64_t stripes; /* that the lanes have taken */
 } chain;
 
@@ -33,7 +34,12 @@ static inline uint64_t word_at(const uint8_t *bytes) {
     return word;
 }
 
-static void begin(chain *c, const uint8_t *text, uint64_t seed) {
+/* The 64 bytes of the text from a place on. */
+static inline const uint8_t *stripe_at(const chain *c, uint64_t place) {
+    return place < c->before ? c->start + place : c->pages + (place - c->before);
+}
+
+static void begin(chain *c, uint64_t seed) {
     static const uint64_t lanes[LANES] = {
         0xc2b2ae3d, MAIN, SECOND, 0x165667b19e3779f9,
         0x85ebca77c2b2ae63, 0x85ebca77, 0x27d4eb2f165667c5, SMALL,
@@ -43,8 +49,6 @@ static void begin(chain *c, const uint8_t *text, uint64_t seed) {
         uint64_t word = i % 2 ? constants[i] - seed : constants[i] + seed;
         memcpy(c->secret + 8 * i, &word, sizeof word);
     }
-    c->text = text;
-    c->stripes = 0;
 }
 
 static inline void take(uint64_t *lane, const uint8_t *stripe, const uint8_t *secret) {
@@ -78,24 +82,24 @@ static uint64_t folded(const uint64_t *lane, const uint8_t *secret, uint64_t sum
 static lc_key hash(chain *c, uint64_t length) {
     uint64_t lane[LANES];
     while (c->stripes < (length - 1) / STRIPE) {
-        take(c->lane, c->text + c->stripes * STRIPE, c->secret + 8 * (c->stripes % STRIPES));
+        take(c->lane, stripe_at(c, c->stripes * STRIPE), c->secret + 8 * (c->stripes % STRIPES));
         if (++c->stripes % STRIPES == 0) stir(c);
     }
     memcpy(lane, c->lane, sizeof lane);
-    take(lane, c->text + length - STRIPE, c->secret + SECRET - STRIPE - 7);
+    take(lane, stripe_at(c, length - STRIPE), c->secret + SECRET - STRIPE - 7);
     return (lc_key){
         folded(lane, c->secret + 11, length * MAIN),
         folded(lane, c->secret + SECRET - STRIPE - 11, ~(length * SECOND)),
     };
 }
 
-/* `text` is `before` bytes and then n pages of `page` bytes each. LC_E_RANGE: so short a text is not
- * hashed here. */
-LC_API int lci_chain_keys(const uint8_t *text, uint64_t before, uint64_t page, uint32_t n,
-                          uint64_t seed, lc_key *out) {
-    chain c;
+/* The text is `before` bytes of `start` and then n pages of `page` bytes each, of which `start` has the
+ * first 64 bytes as well. LC_E_RANGE: so short a text is not hashed here. */
+LC_API int lci_chain_keys(const uint8_t *start, uint64_t before, const uint8_t *pages, uint64_t page,
+                          uint32_t n, uint64_t seed, lc_key *out) {
+    chain c = {.start = start, .pages = pages, .before = before};
     if (before + page < SHORTEST) return LC_E_RANGE;
-    begin(&c, text, seed);
+    begin(&c, seed);
     for (uint32_t i = 0; i < n; i++) out[i] = hash(&c, before + (i + 1) * page);
     return LC_OK;
 }
