@@ -57,6 +57,7 @@ RENEWALS = 16
 """Of such answers in a step; the requests at the head of vLLM's queue are asked first."""
 OLDEST = 20.0
 """Seconds after which an answer is renewed in any case: plans end after a minute."""
+_KEY = np.dtype("V16")
 RESET_NAMES = re.compile(r"vllm-([0-9a-f]{8})-[0-9a-f]{16}")
 
 
@@ -90,6 +91,14 @@ class Opened:
     space: Namespace
     tier: StorageTier | None
     segment: str
+    _spec: tuple[Namespace, KeySpec] | None = None
+
+    @property
+    def spec(self) -> KeySpec:
+        """Of the keys of what is saved and found now."""
+        if self._spec is None or self._spec[0] is not self.space:
+            self._spec = self.space, self.cache.key_spec(namespace=self.space)
+        return self._spec[1]
 
     def close(self) -> None:
         """Leave: the storage first."""
@@ -115,6 +124,8 @@ class _Request:
     due: float = 0.0
     """Computed tokens with which there are more pages to offer."""
     planned: bool = False
+    missed: bool = False
+    """It has counted as one that nothing was found of."""
     answer: _Answer | None = None
     """Of the last look, while its plan stands."""
     lease: Lease | None = None
@@ -294,7 +305,7 @@ class SchedulerHalf:
 
     def _keyed(self, state: _Request, opened: Opened) -> bool:
         """Whether the request has keys now."""
-        spec = opened.cache.key_spec(namespace=opened.space)
+        spec = opened.spec
         if state.spec is spec:
             return True
         if state.barred:
@@ -340,10 +351,7 @@ class SchedulerHalf:
             self._cancel(state, opened)
             return 0, False
         ended = state.read is not None and state.read.ended  # before the plan, which finds it then
-        found = opened.cache.index.plan(
-            request.request_id, state.keys, limit=limit, namespace=opened.space, frozen=True
-        )
-        state.planned = True
+        found = self._plan(state, opened, limit)
         if self._rest_until:
             self._rest_until = 0.0
             self.voice.well()
@@ -355,6 +363,21 @@ class SchedulerHalf:
             self._cancel(state, opened)
         state.answer = _Answer(opened, counts, self._clock() + ASK, tokens)
         return tokens, tokens > 0
+
+    def _plan(self, state: _Request, opened: Opened, limit: int) -> int:
+        """The pages of the longest prefix that can be loaded, pinned. Where the first page is not
+        there nothing is planned: a plan takes ten times as long as to see that."""
+        index = opened.cache.index
+        if not (state.planned or index.peek(state.keys[:1], namespace=opened.space)):
+            if not state.missed:
+                index.core.count_lookup(limit, 0)
+            state.missed = True
+            return 0
+        found = index.plan(
+            state.request.request_id, state.keys, limit=limit, namespace=opened.space, frozen=True
+        )
+        state.planned = True
+        return found
 
     def _cancel(self, state: _Request, opened: Opened | None) -> None:
         state.answer = None
@@ -438,16 +461,19 @@ class SchedulerHalf:
         try:
             self._settle(orders, output.preempted_req_ids or ())
             opened = self._usable()
+            drafts = output.scheduled_spec_decode_tokens
             for identity, tokens in output.num_scheduled_tokens.items():
                 state = self._requests.get(identity)
                 if state is None:
                     continue
                 state.started = True
-                if opened is not None and not (state.stale or state.barred):
-                    drafts = len(output.scheduled_spec_decode_tokens.get(identity, ()))
-                    computed = state.request.num_computed_tokens + tokens - drafts
-                    if computed >= state.due:
-                        self._offer(orders, opened, state, computed, blocks_of)
+                if opened is None or state.due == math.inf or state.stale or state.barred:
+                    continue
+                computed = state.request.num_computed_tokens + tokens
+                if drafts:
+                    computed -= len(drafts.get(identity, ()))
+                if computed >= state.due:
+                    self._offer(orders, opened, state, computed, blocks_of)
         except Exception as error:
             self.trouble("save what was computed", error)
         return orders
@@ -480,16 +506,16 @@ class SchedulerHalf:
             return
         if upto > len(state.keys):
             self._extend(state)
-        keys = state.keys[:upto]
-        start = max(state.offered, opened.cache.peek(keys, namespace=opened.space))
-        while start < len(keys) and keys[start].tobytes() in self._writing:
+        keys, start = state.keys[:upto], state.offered
+        start += opened.cache.index.peek(keys[start:], namespace=opened.space)
+        while self._writing and start < len(keys) and keys[start].tobytes() in self._writing:
             start += 1  # by another request of this engine
         state.offered = upto
         if start >= len(keys):
             return
         self._number += 1
         job = self._number
-        new: list[bytes] = keys[start:].view("V16").ravel().tolist()
+        new: list[bytes] = keys[start:].view(_KEY).ravel().tolist()
         self._jobs[job] = _Job(request.request_id, len(self._segments), new)
         self._writing.update(new)
         state.jobs.add(job)
@@ -580,8 +606,7 @@ class SchedulerHalf:
         opened = self._usable()
         if opened is None or opened.tier is None or state.stale or not state.offered:
             return
-        spec = opened.cache.key_spec(namespace=opened.space)
-        if spec is state.spec:
+        if opened.spec is state.spec:
             opened.tier.write(state.keys[: state.offered], identity, namespace=opened.space)
 
     @property
