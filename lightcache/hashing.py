@@ -210,7 +210,7 @@ def hash_pages(
     if leave_one:
         pages = matchable_pages(canonical.size, spec.page_tokens)
         canonical = canonical[: pages * spec.page_tokens]
-    return PageHasher(spec, salt=salt, lora=lora)._extend(canonical, _blocks(extra, 0))
+    return PageHasher(spec, salt=salt, lora=lora).extend(canonical, extra=extra)
 
 
 class PageHasher:
@@ -265,9 +265,7 @@ class PageHasher:
         """
         if extra is None and type(tokens) is list and len(tokens) <= _FEW:
             return _keys_of(self.append(tokens))
-        canonical = _canonical(tokens)
-        blocks = _blocks(extra, self._pages) if extra else {}
-        return self._extend(canonical, blocks)
+        return self.extend(_canonical(tokens), extra=extra)
 
     def append(self, tokens: list[int]) -> list[bytes]:
         """`update` for step-by-step generation. Returns each key as its 16 bytes in an array of
@@ -286,19 +284,29 @@ class PageHasher:
             self._tail = data
             return []
         if self._pending or len(data) >= 2 * row:
-            return [key.tobytes() for key in self._extend(np.frombuffer(tokens, "<u4"), {})]
+            return [key.tobytes() for key in self.extend(np.frombuffer(tokens, "<u4"))]
         state = self._state
         state.update(data[:row])
         self._tail = data[row:]
         self._pages += 1
         return [_key_bytes(state.digest())]
 
-    def _extend(self, tokens: NDArray[np.uint32], blocks: dict[int, bytes]) -> Keys:
+    def extend(
+        self, tokens: NDArray[np.uint32], *, extra: Mapping[int, bytes] | None = None
+    ) -> Keys:
+        """`update` for tokens that were checked: contiguous, little-endian, each a token.
+
+        Raises:
+            ConfigError: an extra is for a page that already has its key. The hasher is then
+                unchanged.
+        """
+        blocks = _blocks(extra, self._pages) if extra else None
         if self._tail:
             tokens = np.concatenate((np.frombuffer(self._tail, "<u4"), tokens))
         size = self.spec.page_tokens
         pages = tokens.size // size
-        self._pending.update(blocks)
+        if blocks:
+            self._pending.update(blocks)
         plain = self._pages == 0 and not self._pending
         if plain and pages >= _MANY and self.spec.algorithm == "xxh3_128":
             self._tail, tokens = tokens[pages * size :].tobytes(), tokens[: pages * size]
@@ -327,7 +335,7 @@ class PageHasher:
         code = layout.load().quick.lci_chain_keys(
             head + tokens[: first + 16].tobytes(),
             len(head) + short * row,
-            _arguments.address_of_any(rest),
+            rest.ctypes.data,
             row,
             len(keys) - short,
             spec._xxh3_seed,

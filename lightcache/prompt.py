@@ -68,7 +68,8 @@ class Prompt:
             raise ConfigError(
                 f"tokens: expected one row of integers, found {array.dtype} {array.shape}"
             )
-        if array.size and (int(array.min()) < 0 or int(array.max()) >= (1 << 32) - 1):
+        least = int(array.min()) if array.size and array.dtype.kind == "i" else 0
+        if least < 0 or (array.size and int(array.max()) >= (1 << 32) - 1):
             raise ConfigError("tokens: expected ids of 0 to 2**32 - 2")
         for name, value, kinds in (
             ("salt", salt, (str, bytes)),
@@ -147,7 +148,7 @@ class Prompt:
     def _hash(self, spec: KeySpec) -> tuple[KeySpec, PageHasher, Keys]:
         hasher = PageHasher(spec, salt=self.salt, lora=self.lora)
         marks = self.item_marks(spec.page_tokens) if self.items else None
-        keys = hasher.update(self.tokens, extra=marks)
+        keys = hasher.extend(self.tokens, extra=marks)
         self._keys.append((spec, hasher, keys))
         return self._keys[-1]
 
