@@ -38,9 +38,9 @@ def _save(folder: str) -> None:
 
 def prompts(seed: int, count: int, tokens: int) -> list[list[int]]:
     """Of this seed."""
-    made: list[list[int]] = np.random.default_rng(seed).integers(
-        0, VOCABULARY, (count, tokens)
-    ).tolist()
+    made: list[list[int]] = (
+        np.random.default_rng(seed).integers(0, VOCABULARY, (count, tokens)).tolist()
+    )
     return made
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.refusals import refused
 
@@ -110,6 +110,7 @@ def test_long_prompts_are_hashed_as_short_ones(size, name):
     assert hasher.tokens == len(tokens)
 
 
+@settings(max_examples=20)
 @given(cut=st.integers(64, 80), extra=st.dictionaries(st.integers(0, 82), st.binary(max_size=9)))
 def test_an_extra_in_a_long_prompt(cut, extra):
     tokens = list(range(4 * 80))
