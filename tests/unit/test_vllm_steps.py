@@ -3,6 +3,7 @@ benchmark."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -113,11 +114,14 @@ def test_what_is_offered_follows_what_was_saved_by_it_and_by_others(one: Schedul
     assert offered == [[(0,)], [(1,)], [(2, 3)], [(4,)]]
 
 
-def test_parts() -> None:
-    with pytest.raises(ConfigError, match="expected parts such as 1,2 of 1 to 5, found '6'"):
-        next(vllm.rows(True, only="6"))
+def test_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="expected parts such as 1,2 of 1 to 6, found '7'"):
+        next(vllm.rows(True, only="7"))
     with pytest.raises(ConfigError, match="part 3 needs a trace"):
         next(vllm.rows(True, only="3"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="part 6 needs vLLM"):
+        next(vllm.rows(True, only="6"))
 
 
 def test_one_pool_finds_more_than_a_pool_each() -> None:
