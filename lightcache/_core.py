@@ -176,6 +176,11 @@ class Core:
             if lender is not None:
                 lender.collect_quietly()
 
+    def count_lookup(self, asked: int, hit: int) -> None:
+        """Count so many keys, and how many of them were found, in this client's `hit_pages` and
+        `missed_pages`: of a lookup that did not count them."""
+        self.quick.lci_count_pages(self.handle, asked, hit)  # closed: nothing to count
+
     def abandon(self, rid: int, gen: int) -> None:
         """Abandon a reservation. Takes the lock.
 

@@ -565,6 +565,7 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_children": (INT, (ADDRESS, ADDRESS, U32, U32, ADDRESS)),
     "lci_match1": (INT, (ADDRESS, ADDRESS, U32, U32, ADDRESS)),
     "lci_match": (INT, (ADDRESS, ADDRESS, ADDRESS, U32, U32, ADDRESS, ADDRESS)),
+    "lci_chain_keys": (INT, (ADDRESS, U64, ADDRESS, U64, U32, U64, ADDRESS)),
     "lci_part_keys": (INT, (ADDRESS, U32, U32, U32, U32, ADDRESS)),
     "lci_match_groups": (INT, (ADDRESS, U32, ADDRESS, U32, U32, U32, ADDRESS)),
     "lci_match_groups_many": (INT, (ADDRESS, U32, ADDRESS, ADDRESS, U32, U32, U32, ADDRESS)),

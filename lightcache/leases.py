@@ -592,8 +592,7 @@ class Lease(Releasable):
     def count_lookup(self, asked: int) -> None:
         """For plans: count `asked` keys and the pages of this lease in the client's `hit_pages` and
         `missed_pages`."""
-        core = self._core
-        core.quick.lci_count_pages(core.handle, asked, len(self))  # closed: nothing to count
+        self._core.count_lookup(asked, len(self))
 
     def detach(self) -> Pages:
         """The pages, int32. Their pins are the caller's from now on: `PageIndex.unpin` gives them

@@ -48,10 +48,11 @@ class Prompt:
         items: Sequence[MultimodalItem] = (),
         tenant: str = "",
     ) -> None:
-        """Converts the tokens once; nothing is hashed yet.
+        """Converts or copies the tokens once; nothing is hashed yet.
 
         Args:
-            tokens, salt, lora: as for `hash_pages`.
+            tokens, salt, lora: as for `hash_pages`. A read-only array of uint32 is kept as it is:
+                nothing may change it.
             items: in the order of their starts, not overlapping.
             tenant: the pages belong to its namespace, see `PageIndex.namespace`.
 
@@ -67,7 +68,8 @@ class Prompt:
             raise ConfigError(
                 f"tokens: expected one row of integers, found {array.dtype} {array.shape}"
             )
-        if array.size and (int(array.min()) < 0 or int(array.max()) >= (1 << 32) - 1):
+        least = int(array.min()) if array.size and array.dtype.kind == "i" else 0
+        if least < 0 or (array.size and int(array.max()) >= (1 << 32) - 1):
             raise ConfigError("tokens: expected ids of 0 to 2**32 - 2")
         for name, value, kinds in (
             ("salt", salt, (str, bytes)),
@@ -77,7 +79,8 @@ class Prompt:
             if not isinstance(value, kinds):
                 wanted = " or ".join(kind.__name__ for kind in kinds)
                 raise ConfigError(f"{name}: expected {wanted}, found {value!r}")
-        self.tokens: TokenIds = array.astype(np.uint32)  # our own: keys must not change later
+        copied = array.flags.writeable  # our own: keys must not change later
+        self.tokens: TokenIds = array.astype(np.uint32, "C", copy=copied)
         self.tokens.flags.writeable = False
         self.salt, self.lora, self.items, self.tenant = salt, lora, tuple(items), tenant
         self._check_items()
@@ -145,7 +148,7 @@ class Prompt:
     def _hash(self, spec: KeySpec) -> tuple[KeySpec, PageHasher, Keys]:
         hasher = PageHasher(spec, salt=self.salt, lora=self.lora)
         marks = self.item_marks(spec.page_tokens) if self.items else None
-        keys = hasher.update(self.tokens, extra=marks)
+        keys = hasher.extend(self.tokens, extra=marks)
         self._keys.append((spec, hasher, keys))
         return self._keys[-1]
 

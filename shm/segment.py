@@ -428,10 +428,11 @@ class Segment:
     @property
     def retired(self) -> bool:
         """True if the segment was replaced or unlinked; close this handle, and open again."""
-        with contextlib.suppress(Detached):
+        try:
             self._hold.check_usable()
-            return False
-        return not (self.closed or self._hold.inherited)
+        except Detached:
+            return not (self.closed or self._hold.inherited)
+        return False
 
     def header(self) -> layout.SegmentHeader:
         """A copy of the header; also of a retired segment.

@@ -5,12 +5,15 @@ needed. Where it can be imported, its own CPUOffloadingManager is asked for the 
 block, in turns. Times are processor time of the calling thread, so other work on the machine counts
 little; the median is judged, and the best turn is given beside it. With a trace
 (`--trace FILE`) it is replayed: each request runs alone, on one of four engines at random, its
-device empty. On a GPU the worker's half is measured as well.
+device empty. On a GPU the worker's half is measured as well. With `--only 6` two real engines with
+a small model of random weights, one with the connector and one without, are asked in turns on the
+CPU; and one is killed.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +24,7 @@ import numpy as np
 
 from lightcache.connectors.vllm.messages import Report
 from lightcache.errors import ConfigError
-from lightcache_bench import Row, _gpu_device, _vllm_rates, meets
+from lightcache_bench import Row, _gpu_device, _vllm_engines, _vllm_rates, meets
 from lightcache_bench._timing import clocked_cpu, interleaved, median, spread, tails
 from lightcache_bench._vllm_stand_in import Output, Request, Scheduler, schedulers
 from lightcache_bench.policy import read
@@ -35,7 +38,9 @@ CHUNK = 1024
 LENGTH = 4 * CHUNK
 STEP = 0.02
 """Seconds of a model's step, by the clock that the scheduler's half is given."""
-PARTS = (1, 2, 3, 4, 5)
+PARTS = (1, 2, 3, 4, 5, 6)
+ENGINE_PART = 6
+"""Of real engines: run only where it is asked for."""
 ENGINES = 4
 POOLS = {12_000: ">= 2.2", 40_000: ">= 2.2", 120_000: ">= 1.9"}
 """Blocks in all, and what one pool is to find against a pool each."""
@@ -50,7 +55,8 @@ def rows(quick: bool, trace: str | Path | None = None, only: str | None = None) 
         quick: few repetitions; of a trace 1,000 requests and the least pools.
         trace: JSONL with `hash_ids`; None: pools are not compared.
         only: numbers of parts, such as "1,2": 1 a long prompt, 2 steps, 3 the trace, 4 rates of a
-            device, 5 the same beside a matrix product; None: those of them that can be run.
+            device, 5 the same beside a matrix product, 6 real engines, which takes some minutes and
+            is run only if it is named; None: those of the others that can be run.
 
     Raises:
         ConfigError: the trace cannot be read, there is no such part, or it needs what there is not.
@@ -64,6 +70,10 @@ def rows(quick: bool, trace: str | Path | None = None, only: str | None = None) 
         if trace is None:
             raise ConfigError("vllm: part 3 needs a trace; give --trace FILE (JSONL with hash_ids)")
         yield from pools(read(Path(trace))[: 1000 if quick else None], quick)
+    if ENGINE_PART in wanted:
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigError("vllm: part 6 needs vLLM; run it in an environment that has it")
+        yield from _vllm_engines.engines(quick)
     if 4 in wanted or 5 in wanted:
         try:
             gpu = _gpu_device.find()
@@ -82,7 +92,7 @@ def rows(quick: bool, trace: str | Path | None = None, only: str | None = None) 
 
 def _wanted(only: str | None) -> set[int]:
     if only is None:
-        return set(PARTS)
+        return set(PARTS) - {ENGINE_PART}
     chosen = only.split(",")
     if not all(part.isdigit() and int(part) in PARTS for part in chosen):
         raise ConfigError(f"vllm: expected parts such as 1,2 of 1 to {len(PARTS)}, found {only!r}")

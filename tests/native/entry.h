@@ -137,6 +137,8 @@ int lci_abandon(lci_handle *h, uint32_t rid, uint32_t gen, int wait, uint64_t de
 int lci_evict_pages(lci_handle *h, uint32_t want, uint32_t *freed, int wait, uint64_t deadline);
 int lci_evict_group(lci_handle *h, uint32_t number, uint32_t want, lci_walk_op *op, int wait,
                     uint64_t deadline);
+int lci_chain_keys(const uint8_t *start, uint64_t before, const uint8_t *pages, uint64_t page, uint32_t n,
+                   uint64_t seed, lc_key *out);
 int lci_part_keys(const lc_key *keys, uint32_t n, uint32_t number, uint32_t from, uint32_t to,
                   lc_key *out);
 int lci_take_evicted(lci_handle *h, uint64_t *pages);

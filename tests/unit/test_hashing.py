@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.refusals import refused
 
@@ -91,6 +91,32 @@ def test_keys_are_the_digests_of_the_documented_bytes(tokens, algorithm, size, s
     key_spec = spec(algorithm=algorithm, page_tokens=size)
     keys = every_page(key_spec, tokens, salt=salt, lora=lora, extra=extra)
     assert rows(keys) == oracle(key_spec, tokens, salt, lora, extra)
+
+
+@pytest.mark.parametrize("size", [1, 3, 16, 17, 64])
+@pytest.mark.parametrize("name", ["m", "a model " * 11])
+def test_long_prompts_are_hashed_as_short_ones(size, name):
+    """The core hashes them; xxhash the rest of a growing one."""
+    key_spec = spec(page_tokens=size, fingerprint=name)
+    tokens = [number * 7919 % 128_000 for number in range(80 * size + 1)]
+    assert rows(every_page(key_spec, tokens, salt="s", lora=b"l")) == oracle(
+        key_spec, tokens, b"s", b"l"
+    )
+    hasher = PageHasher(key_spec)
+    parts = [
+        hasher.update(part) for part in (tokens[:1], tokens[1 : 70 * size], tokens[70 * size :])
+    ]
+    assert rows(np.concatenate(parts)) == oracle(key_spec, tokens)
+    assert hasher.tokens == len(tokens)
+
+
+@settings(max_examples=20)
+@given(cut=st.integers(64, 80), extra=st.dictionaries(st.integers(0, 82), st.binary(max_size=9)))
+def test_an_extra_in_a_long_prompt(cut, extra):
+    tokens = list(range(4 * 80))
+    hasher = PageHasher(spec())
+    parts = [hasher.update(tokens[: 4 * cut], extra=extra), hasher.update(tokens[4 * cut :])]
+    assert rows(np.concatenate(parts)) == oracle(spec(), tokens, extra=extra)
 
 
 def test_keys_stay_the_same_over_releases():

@@ -43,6 +43,19 @@ def test_a_prompt_without_a_full_page_has_no_first_key() -> None:
     assert Prompt(tokens(4)).first_key(SPEC) == hash_pages(SPEC, tokens(5))[0].tobytes()
 
 
+@pytest.mark.parametrize("dtype", [np.uint32, np.int64])
+def test_an_array_that_may_change_is_copied_and_another_is_kept(dtype: Any) -> None:
+    array = np.arange(9).astype(dtype)
+    prompt = Prompt(array)
+    array[0] = 7
+    assert prompt.tokens.tolist() == list(range(9))
+    array.flags.writeable = False
+    assert np.shares_memory(Prompt(array).tokens, array) == (dtype is np.uint32)
+    whole = np.arange(18).astype(dtype)
+    whole.flags.writeable = False
+    assert (Prompt(whole[::2]).keys(SPEC) == hash_pages(SPEC, list(range(0, 18, 2)))).all()
+
+
 # ---------------------------------------------------------------- planning
 
 

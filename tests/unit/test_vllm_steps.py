@@ -3,6 +3,7 @@ benchmark."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -158,11 +159,26 @@ def test_each_page_is_offered_once_and_again_after_a_preemption(one: Scheduler) 
     assert len(order.blocks) == 5
 
 
-def test_parts() -> None:
-    with pytest.raises(ConfigError, match="expected parts such as 1,2 of 1 to 5, found '6'"):
-        next(vllm.rows(True, only="6"))
+def test_what_is_offered_follows_what_was_saved_by_it_and_by_others(one: Scheduler) -> None:
+    request, other = (Request(name, PROMPT, blocks=list(range(9))) for name in ("one", "other"))
+    running = {"one": request, "other": other}
+    offered = []
+    for name, tokens in (("one", PAGE), ("one", PAGE), ("other", 4 * PAGE), ("one", 3 * PAGE)):
+        one.half.begin(running[name])
+        orders = one.step(running, {name: tokens})
+        one.run(orders)
+        offered.append([order.blocks for order in orders.saves])
+    assert offered == [[(0,)], [(1,)], [(2, 3)], [(4,)]]
+
+
+def test_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="expected parts such as 1,2 of 1 to 6, found '7'"):
+        next(vllm.rows(True, only="7"))
     with pytest.raises(ConfigError, match="part 3 needs a trace"):
         next(vllm.rows(True, only="3"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="part 6 needs vLLM"):
+        next(vllm.rows(True, only="6"))
 
 
 def test_one_pool_finds_more_than_a_pool_each() -> None:
@@ -183,3 +199,25 @@ def test_steps() -> None:
         "step, 64 running, 0 % hits",
     ]
     assert all(row.value > 0 for row in rows)
+
+
+def test_a_prompt_that_finds_nothing_is_not_planned_and_counted_once(
+    one: Scheduler, plans: list[str]
+) -> None:
+    request = Request("first", PROMPT)
+    one.half.begin(request)
+    before = own(one)
+    for _ in range(3):
+        assert one.half.look(request, 0) == (0, False)
+        one.now += 2 * scheduler.ASK
+    assert plans == []
+    assert own(one) - before == 5
+    one.serve(Request("second", PROMPT))  # meanwhile the pages are there
+    assert one.half.look(request, 0) == (5 * PAGE, True)
+    assert plans == ["first"]
+
+
+def own(one: Scheduler) -> int:
+    """Pages that this client has missed."""
+    (client,) = one.cache.clients()
+    return client.missed_pages

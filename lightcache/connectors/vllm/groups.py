@@ -41,6 +41,11 @@ class Finder:
         """The first page of the group that the position after so many pages needs."""
         return group.rule.first(pages, self._page)
 
+    def nothing(self, keys: Keys) -> bool:
+        """Whether nothing can be found of a prompt: its first page is not there."""
+        index = self.cache.index
+        return self._first is not None and not index.peek(keys[:1], namespace=self.space)
+
     def plan(self, request: Hashable, keys: Keys, limit: int) -> int:
         """Pin what the deepest position up to this one needs; returns the position, in pages."""
         found = limit

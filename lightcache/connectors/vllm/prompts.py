@@ -95,6 +95,7 @@ def prompt_of(request: Any, page_tokens: int, adapter: bytes | None) -> Prompt:
     if ids is None or len(ids) != count:
         ids = request.all_token_ids[:count]
     tokens = np.frombuffer(array("I", ids), np.uint32)
+    tokens.flags.writeable = False  # so it is not copied again
     lora = b""
     if request.lora_request is not None:
         one = request.lora_request

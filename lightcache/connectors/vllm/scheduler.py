@@ -75,6 +75,7 @@ RENEWALS = 16
 OLDEST = 20.0
 """Seconds after which an answer is renewed in any case: plans end after a minute."""
 BlocksOf = Callable[[str, int], list[int]]
+_KEY = np.dtype("V16")
 RESET_NAMES = re.compile(r"vllm-([0-9a-f]{8})-[0-9a-f]{16}")
 
 
@@ -108,6 +109,14 @@ class Opened:
     finder: Finder
     tier: StorageTier | None
     segment: str
+    _spec: tuple[Namespace, KeySpec] | None = None
+
+    @property
+    def spec(self) -> KeySpec:
+        """Of the keys of what is saved and found now."""
+        if self._spec is None or self._spec[0] is not self.space:
+            self._spec = self.space, self.cache.key_spec(namespace=self.space)
+        return self._spec[1]
 
     @property
     def space(self) -> Namespace:
@@ -139,6 +148,8 @@ class _Request:
     due: float = 0.0
     """Computed tokens with which there are more pages to offer."""
     planned: bool = False
+    missed: bool = False
+    """It has counted as one that nothing was found of."""
     answer: _Answer | None = None
     """Of the last look, while its plan stands."""
     leases: list[Lease] = field(default_factory=list)
@@ -350,7 +361,7 @@ class SchedulerHalf:
 
     def _keyed(self, state: _Request, opened: Opened) -> bool:
         """Whether the request has keys now."""
-        spec = opened.cache.key_spec(namespace=opened.space)
+        spec = opened.spec
         if state.spec is spec:
             return True
         if state.barred:
@@ -401,8 +412,7 @@ class SchedulerHalf:
             self._cancel(state, opened)
             return 0, False
         ended = state.read is not None and state.read.ended  # before the plan, which finds it then
-        found = opened.finder.plan(request.request_id, state.keys, limit)
-        state.planned = True
+        found = self._plan(state, opened, limit)
         if self._rest_until:
             self._rest_until = 0.0
             self.voice.well()
@@ -424,6 +434,18 @@ class SchedulerHalf:
         for lease in leases:
             with contextlib.suppress(LightcacheError):  # of a cache that has gone
                 lease.release()
+
+    def _plan(self, state: _Request, opened: Opened, limit: int) -> int:
+        """The pages of the deepest position that can be loaded, pinned. Where the first page is not
+        there nothing is planned: a plan takes ten times as long as to see that."""
+        if not state.planned and opened.finder.nothing(state.keys):
+            if not state.missed:
+                opened.cache.index.core.count_lookup(limit, 0)
+            state.missed = True
+            return 0
+        found = opened.finder.plan(state.request.request_id, state.keys, limit)
+        state.planned = True
+        return found
 
     def _cancel(self, state: _Request, opened: Opened | None) -> None:
         state.answer = None
@@ -533,16 +555,19 @@ class SchedulerHalf:
             if self._windows:
                 self._settle_freed(orders, output, blocks_of)
             opened = self._usable()
+            drafts = output.scheduled_spec_decode_tokens
             for identity, tokens in output.num_scheduled_tokens.items():
                 state = self._requests.get(identity)
                 if state is None:
                     continue
                 state.started = True
-                if opened is not None and not (state.stale or state.barred):
-                    drafts = len(output.scheduled_spec_decode_tokens.get(identity, ()))
-                    computed = state.request.num_computed_tokens + tokens - drafts
-                    if computed >= state.due:
-                        self._offer(orders, opened, state, computed, blocks_of)
+                if opened is None or state.due == math.inf or state.stale or state.barred:
+                    continue
+                computed = state.request.num_computed_tokens + tokens
+                if drafts:
+                    computed -= len(drafts.get(identity, ()))
+                if computed >= state.due:
+                    self._offer(orders, opened, state, computed, blocks_of)
         except Exception as error:
             self.trouble("save what was computed", error)
         return orders
@@ -610,20 +635,17 @@ class SchedulerHalf:
         """What is to be saved of these pages of a group; None: nothing."""
         group, identity = self._groups[number], state.request.request_id
         each = self._page // group.block_tokens
-        if group.whole:
-            keys = group.run.keys(state.keys[:upto])
-            start = max(begin, opened.cache.peek(keys, namespace=opened.space))
-        else:
+        if not group.whole:
             begin = max(begin, -(-_unseen(blocks_of(identity, number)) // each))
-            keys = group.run.keys(state.keys[:upto])
-            start = begin + opened.cache.peek(keys[begin:], namespace=opened.space)
-        while start < len(keys) and keys[start].tobytes() in self._writing:
+        keys = group.run.keys(state.keys[:upto])
+        start = begin + opened.cache.index.peek(keys[begin:], namespace=opened.space)
+        while self._writing and start < len(keys) and keys[start].tobytes() in self._writing:
             start += 1  # by another request of this engine
         if start >= len(keys):
             return None
         self._number += 1
         job = self._number
-        new: list[bytes] = keys[start:].view("V16").ravel().tolist()
+        new: list[bytes] = keys[start:].view(_KEY).ravel().tolist()
         blocks = tuple(blocks_of(identity, number)[start * each : upto * each])
         source = state.request if self.tells and group.run == PLAIN else None
         self._jobs[job] = _Job(
@@ -734,8 +756,7 @@ class SchedulerHalf:
         opened = self._usable()
         if opened is None or opened.tier is None or state.stale or not state.offered:
             return
-        spec = opened.cache.key_spec(namespace=opened.space)
-        if spec is state.spec:
+        if opened.spec is state.spec:
             opened.finder.write(opened.tier, state.keys[: state.offered], identity)
 
     @property

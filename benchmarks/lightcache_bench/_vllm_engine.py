@@ -1,0 +1,93 @@
+"""A real vLLM with a small model of random weights: lines of JSON on stdin, an answer to each.
+
+    python -m lightcache_bench._vllm_engine FOLDER '{"name": ..., "size": ...}' | null
+
+The model is made in FOLDER/model by the first engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+VOCABULARY = 4096
+MOST = 2048
+"""Tokens of a request."""
+
+
+def _save(folder: str) -> None:
+    transformers = import_module("transformers")
+    import_module("torch").manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=MOST,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def prompts(seed: int, count: int, tokens: int) -> list[list[int]]:
+    """Of this seed."""
+    made: list[list[int]] = (
+        np.random.default_rng(seed).integers(0, VOCABULARY, (count, tokens)).tolist()
+    )
+    return made
+
+
+def main() -> None:
+    """Until stdin ends."""
+    folder, extra = os.path.join(sys.argv[1], "model"), json.loads(sys.argv[2])
+    how: dict[str, Any] = {}
+    if extra is not None:
+        how["kv_transfer_config"] = {
+            "kv_connector": "LightcacheConnector",
+            "kv_connector_module_path": "lightcache.connectors.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+    if not os.path.exists(folder):
+        _save(folder)
+    vllm = import_module("vllm")
+    engine = vllm.LLM(
+        model=folder,
+        skip_tokenizer_init=True,
+        block_size=32,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=MOST,
+        max_num_batched_tokens=512,
+        max_num_seqs=8,
+        num_gpu_blocks_override=512,
+        distributed_executor_backend="uni",
+        **how,
+    )
+    print("READY", flush=True)
+    for line in sys.stdin:
+        ask = json.loads(line)
+        engine.reset_prefix_cache()
+        sampling = vllm.SamplingParams(
+            temperature=0, max_tokens=ask.pop("out"), ignore_eos=True, detokenize=False
+        )
+        given = [{"prompt_token_ids": ids} for ids in prompts(**ask)]
+        begun, cpu = time.perf_counter(), time.process_time()
+        outputs = engine.generate(given, sampling, use_tqdm=False)
+        took, cpu = time.perf_counter() - begun, time.process_time() - cpu
+        scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+        while scheduler.has_requests():  # saves under way
+            engine.llm_engine.step()
+        answer = {"s": took, "cpu_s": cpu, "cached": [one.num_cached_tokens for one in outputs]}
+        print("OUT", json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
