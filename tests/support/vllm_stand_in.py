@@ -70,10 +70,11 @@ class Engine:
         device: str = "cpu",
         windows: tuple[int, ...] = (),
         heads: int = HEADS,
+        stages: int = 1,
         **options: Any,
     ) -> None:
         given = Options.of({"size": "1MiB", "name": name, "blocks_per_page": 2, **options})
-        self.heads = heads
+        self.heads, self.stages, self.ranks = heads, stages, ranks
         tokens = BLOCK * (given.blocks_per_page or 1)
         self.name, self.windows = name, (None, *windows)
         groups = (
@@ -89,16 +90,18 @@ class Engine:
         place = Place(name, "stand-in", f"stand-in {formats}", size, tokens, groups)
         self.scheduler = SchedulerHalf(given, identity)
         self.workers, self.tensors = [], []
-        for rank in range(ranks):
+        for rank in range(stages * ranks):
             shape = (BLOCKS, max(1, heads // ranks), BLOCK, WIDTH)
-            tensors = {layer: self.zeros(shape, device) for layer in range(LAYERS)}
+            stage = rank // ranks
+            layers = range(stage * LAYERS // stages, (stage + 1) * LAYERS // stages)
+            tensors = {layer: self.zeros(shape, device) for layer in layers}
             parts = []
             for geometry in geometries:
-                mine = Shard(geometry, rank, ranks)
+                mine = Shard(geometry, rank % ranks, ranks, layers=layers)
                 planes = layouts.vllm(mine, GROUP, tensors, axes="bhnc")
                 parts.append(GroupFormat(geometry, mine, planes))
             worker = WorkerHalf(given, launch_of(identity), team_of(identity), rank)
-            worker.register(Format(place, tuple(parts), ranks))
+            worker.register(Format(place, tuple(parts), stages * ranks))
             self.workers.append(worker)
             self.tensors.append(tensors)
         self.scheduler.connect(worker.hello() for worker in self.workers)
@@ -288,8 +291,10 @@ class Engine:
         return set().union(*received), bad, reports
 
     def each(self) -> Any:
-        """Ranks, groups, and the tensors in which a layer of each group lies."""
-        return itertools.product(range(len(self.workers)), range(len(self.windows)), range(LAYERS))
+        """Ranks, groups, and the layers of a rank: in a tensor lies a layer of each group."""
+        for rank, layers in enumerate(self.tensors):
+            for group, layer in itertools.product(range(len(self.windows)), layers):
+                yield rank, group, layer
 
     def write(self, request: Request, begin: int, end: int) -> None:
         """Compute positions of a request."""
@@ -302,10 +307,9 @@ class Engine:
                 row[:] = value if isinstance(row, np.ndarray) else _like(row, value)
 
     def of_rank(self, request: Request, rank: int, layer: int) -> Any:
-        ranks = len(self.workers)
-        first = rank * self.heads // ranks
+        first = rank % self.ranks * self.heads // self.ranks
         whole = computed(request.all_token_ids, layer)
-        return whole[first : first + max(1, self.heads // ranks)]
+        return whole[first : first + max(1, self.heads // self.ranks)]
 
     def check(self, request: Request) -> None:
         """What the device has of a request is what its tokens have."""

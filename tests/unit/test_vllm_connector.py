@@ -18,7 +18,7 @@ from engines import contracts
 from lightcache import Cache
 from lightcache.connectors.vllm import Options, room
 from lightcache.connectors.vllm.messages import Place, Report, one_group
-from lightcache.connectors.vllm.model import block_groups, describe, measure
+from lightcache.connectors.vllm.model import block_groups, describe, measure, rank_of
 from lightcache.connectors.vllm.prompts import Adapters, adapter_bytes, files_digest, prompt_of
 from lightcache.connectors.vllm.scheduler import Stored, open_cache
 from lightcache.errors import ConfigError, NoSpace
@@ -108,7 +108,7 @@ def made(connector: Any, role: str, events: bool | None = None, **extra: Any) ->
     )
     config = SimpleNamespace(
         kv_transfer_config=transfer,
-        parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1, pipeline_parallel_size=1),
         cache_config=SimpleNamespace(enable_prefix_caching=True),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
         kv_events_config=None,
@@ -514,6 +514,42 @@ def test_latents_are_not_served_where_vllm_does_not_continue_prompts() -> None:
     describe(config, groups, tensors, 0, Options())
 
 
+def staged(rank: int, ranks: int, layers: int = 4) -> Any:
+    """What a rank of a pipeline of two stages describes."""
+    config, groups, tensors = engine(2, ranks, layers, pipeline_parallel_size=2, rank=rank)
+    begin = rank // ranks % 2 * (layers // 2)
+    model, (group,) = config.model_config, groups.kv_cache_groups
+    model.get_total_num_hidden_layers = lambda: layers
+    model.get_layers_start_end_indices = lambda parallel: (begin, begin + layers // 2)
+    group.layer_names = group.layer_names[begin : begin + layers // 2]
+    return config, groups, {name: tensors[name] for name in group.layer_names}
+
+
+def test_stages_of_a_pipeline_share_pages_with_engines_without() -> None:
+    (whole, *rest) = [describe(*engine(2, layers=4), 0, Options())] + [
+        describe(*staged(rank, 2), rank, Options()) for rank in range(4)
+    ]
+    assert {each.place for each in rest} == {whole.place}
+    assert [each.ranks for each in (whole, *rest)] == [1, 4, 4, 4, 4]
+    cells = [each.groups[0].shard.share().cells for each in rest]
+    written = [cell for each in cells for cell in each]
+    assert len(written) == len(set(written))
+    assert set(written) == set(whole.groups[0].shard.share().cells)
+    of_second = [rank_of(staged(rank, 2)[0].parallel_config) for rank in (4, 7)]
+    assert of_second == [0, 3]  # of another data-parallel engine
+
+
+def test_pipelines_that_are_not_served() -> None:
+    config, groups, tensors = staged(0, 1)
+    del tensors["model.layers.1.attn"]
+    with pytest.raises(ConfigError, match="each of layers 0 to 1"):
+        describe(config, groups, tensors, 0, Options())
+    config, groups, tensors = hybrid()
+    config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(ConfigError, match="one group of layers with pipeline"):
+        describe(config, groups, tensors, 0, Options())
+
+
 def test_models_that_are_not_served() -> None:
     config, groups, tensors = engine(2)
     groups.kv_cache_groups[0].kv_cache_spec = MambaSpec()
@@ -527,8 +563,8 @@ def test_models_that_are_not_served() -> None:
     groups.kv_cache_groups[0].host_resident = True
     with pytest.raises(ConfigError, match="not moved"):
         describe(config, groups, tensors, 0, Options())
-    with pytest.raises(ConfigError, match="pipeline_parallel_size"):
-        describe(*engine(2, pipeline_parallel_size=2), 0, Options())
+    with pytest.raises(ConfigError, match="decode_context_parallel_size"):
+        describe(*engine(2, decode_context_parallel_size=2), 0, Options())
     config, groups, tensors = engine(2)
     tensors["model.layers.0.attn"] = torch.zeros(6, 2, 4, 16)
     with pytest.raises(ConfigError, match="one shape"):

@@ -135,6 +135,18 @@ def test_an_adapter_whose_files_cannot_be_looked_at_is_not_waited_for(
         looked.set()
 
 
+@pytest.mark.parametrize("stages", [(2, 1), (1, 2), (2, 2)])
+def test_stages_of_a_pipeline_read_what_others_have_written(
+    segment_name: str, stages: tuple[int, int]
+) -> None:
+    writers, readers = stages
+    with Engine(segment_name, "a", ranks=2, stages=writers) as first:
+        assert first.ask(PROMPT) == 0
+        with Engine(segment_name, "b", stages=readers) as second:
+            assert second.ask(PROMPT) == 48
+        assert first.ask(PROMPT) == 48
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_write_each_byte_of_latents_once(segment_name: str, ranks: int) -> None:
     with Engine(segment_name, "a", ranks=ranks, heads=1) as first:

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any, TypeVar, cast
 
 from lightcache.connectors.vllm.messages import Hello, Orders, Report
-from lightcache.connectors.vllm.model import block_groups, check_served, describe
+from lightcache.connectors.vllm.model import block_groups, check_served, describe, rank_of
 from lightcache.connectors.vllm.options import Options
 from lightcache.connectors.vllm.room import warn_of_shortage
 from lightcache.connectors.vllm.scheduler import SchedulerHalf, launch_of, team_of
@@ -154,7 +154,6 @@ class LightcacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         config = self._kv_transfer_config
         options = self._options = Options.of(config.kv_connector_extra_config)
         config.kv_load_failure_policy = options.load_failure
-        parallel = vllm_config.parallel_config
         identity = str(config.engine_id)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
@@ -164,8 +163,7 @@ class LightcacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             self.half = self._scheduler = SchedulerHalf(options, identity)
             self._switch_events(vllm_config, kv_cache_config)
         else:
-            rank = parallel.rank % parallel.tensor_parallel_size
-            team = team_of(identity)
+            rank, team = rank_of(vllm_config.parallel_config), team_of(identity)
             self.half = self._worker = WorkerHalf(options, launch_of(identity), team, rank)
 
     @guarded(_nothing)

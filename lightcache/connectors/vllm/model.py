@@ -81,13 +81,25 @@ def check_served(vllm_config: Any, kv_cache_config: Any) -> None:
             "off: vLLM switches them off where a backend computes wrongly after a cached prefix"
         )
     parallel = vllm_config.parallel_config
-    for name in (
-        "pipeline_parallel_size",
-        "prefill_context_parallel_size",
-        "decode_context_parallel_size",
-    ):
+    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ConfigError(f"expected {name} 1, found {getattr(parallel, name)}: not served yet")
+    if parallel.pipeline_parallel_size > 1 and len(groups) > 1:
+        raise ConfigError(
+            f"expected one group of layers with pipeline parallelism, found {', '.join(kinds)}: a "
+            "rank does not know to which groups the layers of other stages belong"
+        )
+
+
+def rank_of(parallel_config: Any) -> int:
+    """Of a worker, among all of one engine: vLLM counts data-parallel engines first, then stages of
+    the pipeline, then tensor-parallel ranks."""
+    return int(parallel_config.rank) % ranks_of(parallel_config)
+
+
+def ranks_of(parallel_config: Any) -> int:
+    """Workers of one engine, which write parts of the same pages."""
+    return int(parallel_config.pipeline_parallel_size * parallel_config.tensor_parallel_size)
 
 
 def block_groups(kv_cache_config: Any) -> tuple[BlockGroup, ...]:
@@ -122,7 +134,9 @@ def describe(
         ConfigError: models or tensors that are not served.
     """
     check_served(vllm_config, kv_cache_config)
-    ranks = vllm_config.parallel_config.tensor_parallel_size
+    parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size
+    rank %= ranks
     groups = block_groups(kv_cache_config)
     parts = [
         _Part(vllm_config, group, tensors, rank, ranks) for group in kv_cache_config.kv_cache_groups
@@ -138,8 +152,9 @@ def describe(
     formats, facts = [], model_facts(vllm_config)
     for part, kind in zip(parts, kinds, strict=True):
         geometry = PageGeometry([kind], part_bytes=size)
-        shard = Shard(geometry, rank, ranks)
-        planes = layouts.vllm(shard, GROUP, dict(enumerate(part.layers.values())), axes="bhnc")
+        shard = Shard(geometry, rank, ranks, layers=part.numbers)
+        numbered = dict(zip(part.numbers, part.layers.values(), strict=True))
+        planes = layouts.vllm(shard, GROUP, numbered, axes="bhnc")
         formats.append(GroupFormat(geometry, shard, planes))
         facts += [*part.facts(vllm_config), geometry.fingerprint()]
     place = Place(
@@ -150,7 +165,7 @@ def describe(
         page_tokens=unit * most,
         groups=groups,
     )
-    return Format(place, tuple(formats), ranks)
+    return Format(place, tuple(formats), ranks_of(parallel))
 
 
 class _Part:
@@ -161,6 +176,10 @@ class _Part:
     ) -> None:
         self.tokens = group.kv_cache_spec.block_size
         self.layers = _own_tensors(tensors, group.layer_names)
+        self.names, self.numbers = [*self.layers], range(len(self.layers))
+        """Of the layers of all stages, and the places of this one's among them."""
+        if vllm_config.parallel_config.pipeline_parallel_size > 1:
+            self.names, self.numbers = _stages(vllm_config, self.names)
         shape, self.dtype = _one_form(self.layers)
         _, heads, _, self.width = shape
         latent = type(group.kv_cache_spec).__name__.startswith("MLA")
@@ -173,13 +192,13 @@ class _Part:
 
     def bytes_of(self, tokens: int) -> int:
         """Over all ranks."""
-        size: int = len(self.layers) * self.heads * tokens * self.width * self.dtype.itemsize
+        size: int = len(self.names) * self.heads * tokens * self.width * self.dtype.itemsize
         return size
 
     def group(self, page_tokens: int, rule: Rule) -> KVGroup:
         return KVGroup.attention(
             GROUP,
-            layers=len(self.layers),
+            layers=len(self.names),
             heads=self.heads,
             head_dim=self.width,
             dtype_bytes=self.dtype.itemsize,
@@ -194,9 +213,28 @@ class _Part:
         return [
             f"block={self.tokens}",
             f"element={str(self.dtype).removeprefix('torch.')}",
-            f"layers={_digest(list(self.layers))}",
+            f"layers={_digest(self.names)}",
             *_layout_facts(vllm_config, self.layers, self.tokens),
         ]
+
+
+def _stages(vllm_config: Any, own: list[str]) -> tuple[list[str], range]:
+    """The names of a model's layers in all stages of the pipeline, and where the own ones are.
+
+    Raises:
+        ConfigError: the names do not tell.
+    """
+    model = vllm_config.model_config
+    start, end = model.get_layers_start_end_indices(vllm_config.parallel_config)
+    forms = {re.sub(r"\d+", "{}", name) for name in own}
+    form = forms.pop() if len(forms) == 1 else ""
+    if form.count("{}") != 1 or own != [form.format(number) for number in range(start, end)]:
+        raise ConfigError(
+            f"expected one KV cache for each of layers {start} to {end - 1} in this stage of the "
+            f"pipeline, found {', '.join(own)}"
+        )
+    total = model.get_total_num_hidden_layers()
+    return [form.format(number) for number in range(total)], range(start, end)
 
 
 def blocks_per_page(bytes_of_block: int, tokens: int = 1, window: int | None = None) -> int:
@@ -360,4 +398,5 @@ __all__ = [
     "measure",
     "model_facts",
     "model_name",
+    "rank_of",
 ]
