@@ -267,11 +267,12 @@ def test_windows_are_found_and_equal(windowed: Callable[..., Any]) -> None:
         assert first("ask", prompts=some[number : number + 1])["answers"] == [wanted[number]]
     assert first("errors") == 3
     first("idle")
-    first.kill()
-    second = windowed(1)
-    other = second("ask", prompts=some)
-    assert other["answers"] == wanted
-    assert sum(other["cached"]) > 0.9 * total
+    first.end()
+    both = windowed(2)
+    other = both("ask", prompts=some[:20])
+    assert other["answers"] == wanted[:20]
+    assert sum(other["cached"]) > 0.9 * sum(map(len, some[:20]))
+    both.end()
     with Cache.attach(WINDOWS) as cache:
         groups = {group.name: group.pages for group in cache.index.groups()}
         assert set(groups) == {"full", "window64", "window64-2", "window64-3"}

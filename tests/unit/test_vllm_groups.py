@@ -169,6 +169,24 @@ def test_blocks_of_a_load_are_settled_too(segment_name: str) -> None:
         one.idle()
 
 
+def test_a_load_of_fewer_tokens_than_were_found(segment_name: str) -> None:
+    with engine(segment_name) as one:
+        one.ask(PROMPT)
+        request = Request(PROMPT)
+        one.scheduler.begin(request)
+        assert one.look(request) == 48
+        one.allocate(request, found=32)
+        one.scheduler.allocated(request, one.tables[request.request_id], 32)
+        assert not one.load(request)
+        request.num_computed_tokens = 32
+        one.check(request)
+        one.compute(request)
+        one.end(request)
+        one.idle()
+        with Cache.attach(segment_name) as other:
+            assert other.check().pins == 0
+
+
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_load_of_which_one_group_fails_is_computed(segment_name: str, failing: int) -> None:
     with engine(segment_name) as one:
