@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -166,6 +167,26 @@ def test_blocks_of_a_load_are_settled_too(segment_name: str) -> None:
         for each in (request, loads):
             one.compute(each)
             one.end(each)
+        one.idle()
+
+
+def test_where_vllm_does_not_say_its_blocks_all_saves_are_settled(segment_name: str) -> None:
+    with engine(segment_name) as one:
+        gate = Gate()
+        one.workers[0]._events = lambda: [gate]
+        request = Request(PROMPT)
+        one.admit(request)
+        one.compute(request, 16)
+        jobs = set(one.scheduler._jobs)
+
+        def raises(identity: str, group: int) -> list[int]:
+            raise RuntimeError("it cannot be asked")
+
+        output = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=())
+        assert set(one.scheduler.orders(output, raises).settle) == jobs
+        assert len(jobs) == 3
+        gate.open.set()
+        one.end(request)
         one.idle()
 
 
