@@ -41,6 +41,28 @@ def test_engines_find_each_others_pages(segment_name: str, writers: int, readers
         assert (report.ready, report.pins) == (6, 0)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_windows(segment_name: str, ranks: int) -> None:
+    """Blocks that a window gives up are overwritten at once."""
+    how = {"device": "cuda:0", "windows": (10, 8)}
+    with (
+        Engine(segment_name, "a", ranks, **how) as first,
+        Engine(segment_name, "b", **how) as other,
+    ):
+        for turn in range(10):
+            request = Request([turn, *PROMPT])
+            first.admit(request)
+            for end in (16, 30, 41, 51):
+                first.compute(request, end)
+            first.end(request)
+            first.idle()
+            assert other.ask([turn, *PROMPT]) == 48
+    with Cache.attach(segment_name) as cache:
+        report = cache.check()
+        report.raise_if_broken()
+        assert report.pins == 0
+
+
 def test_a_preemption_while_a_save_runs(segment_name: str) -> None:
     with Engine(segment_name, device="cuda:0") as engine:
         for turn in range(10):

@@ -312,8 +312,9 @@ class Engine:
         return whole[first : first + max(1, self.heads // self.ranks)]
 
     def check(self, request: Request) -> None:
-        """What the device has of a request is what its tokens have."""
+        """What the device has of a request is what its tokens have; nothing writes to block 0."""
         for rank, group, layer in self.each():
+            assert not self.tensors[rank][layer][0].any()
             blocks = self.tables[request.request_id][group]
             values = self.of_rank(request, rank, group * LAYERS + layer)
             for place in range(_unseen(blocks) * BLOCK, request.num_computed_tokens):

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -167,6 +168,44 @@ def test_blocks_of_a_load_are_settled_too(segment_name: str) -> None:
             one.compute(each)
             one.end(each)
         one.idle()
+
+
+def test_where_vllm_does_not_say_its_blocks_all_saves_are_settled(segment_name: str) -> None:
+    with engine(segment_name) as one:
+        gate = Gate()
+        one.workers[0]._events = lambda: [gate]
+        request = Request(PROMPT)
+        one.admit(request)
+        one.compute(request, 16)
+        jobs = set(one.scheduler._jobs)
+
+        def raises(identity: str, group: int) -> list[int]:
+            raise RuntimeError("it cannot be asked")
+
+        output = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=())
+        assert set(one.scheduler.orders(output, raises).settle) == jobs
+        assert len(jobs) == 3
+        gate.open.set()
+        one.end(request)
+        one.idle()
+
+
+def test_a_load_of_fewer_tokens_than_were_found(segment_name: str) -> None:
+    with engine(segment_name) as one:
+        one.ask(PROMPT)
+        request = Request(PROMPT)
+        one.scheduler.begin(request)
+        assert one.look(request) == 48
+        one.allocate(request, found=32)
+        one.scheduler.allocated(request, one.tables[request.request_id], 32)
+        assert not one.load(request)
+        request.num_computed_tokens = 32
+        one.check(request)
+        one.compute(request)
+        one.end(request)
+        one.idle()
+        with Cache.attach(segment_name) as other:
+            assert other.check().pins == 0
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])

@@ -30,7 +30,8 @@ class Options:
     """Version of the weights, at most 47 bytes: pages of another one are not found."""
     blocks_per_page: int | None = None
     """Blocks of vLLM in a page. None: the least power of two with which a page of all ranks has 1
-    MiB. The tokens after the last whole page of a prompt are not saved."""
+    MiB, or fewer where that is longer than a window. The tokens after the last whole page of a
+    prompt are not saved."""
     storage: tuple[str, ...] = ()
     """URLs of storages, the nearer first, such as "disk:/mnt/nvme/cache?capacity=1TiB"; one may be
     given as a text. What the cache evicts is read from there again."""

@@ -75,6 +75,7 @@ RENEWALS = 16
 OLDEST = 20.0
 """Seconds after which an answer is renewed in any case: plans end after a minute."""
 BlocksOf = Callable[[str, int], list[int]]
+"""Returns the blocks of a request, of the group with a number."""
 _KEY = np.dtype("V16")
 RESET_NAMES = re.compile(r"vllm-([0-9a-f]{8})-[0-9a-f]{16}")
 
@@ -569,6 +570,7 @@ class SchedulerHalf:
                 if computed >= state.due:
                     self._offer(orders, opened, state, computed, blocks_of)
         except Exception as error:
+            orders.settle += self._jobs  # which blocks are overwritten may not be known
             self.trouble("save what was computed", error)
         return orders
 

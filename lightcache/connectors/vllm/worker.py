@@ -278,8 +278,7 @@ class WorkerHalf:
         """Requests whose load has ended, well or not."""
         early, self._early = self._early, []
         for order in early:
-            if order.request not in self._lost:
-                self._try_load(order)
+            self._try_load(order)
         waiting = {order.request for order in self._early}
         ended = set()
         for identity, loads in list(self._loading.items()):
