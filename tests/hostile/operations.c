@@ -42,11 +42,10 @@ static lci_handle *some_handle(call *c) { return below(c->r, 2) ? c->w->h : c->w
 static int peek(call *c) {
     lc_key keys[MOST_KEYS];
     uint32_t n = some_keys(c, keys, MOST_KEYS);
-    lci_handle *h = some_handle(c);
-    lci_ns_ref ns = some_namespace(c);
-    int rc = sane(lci_peek1(h, keys, n, ns), "peek");
+    int rc = sane(lci_peek1(some_handle(c), keys, n, some_namespace(c)), "peek");
     at_most(rc, n, "peek found more than it was asked for");
-    int ahead = sane(lci_peek_ahead(h, keys, n, ns), "peek ahead");
+    /* Without a draw of its own, as below. */
+    int ahead = sane(lci_peek_ahead(c->w->h, keys, n, c->w->ns[0]), "peek ahead");
     at_most(ahead, n, "peek ahead found more than it was asked for");
     return worse(rc, ahead);
 }

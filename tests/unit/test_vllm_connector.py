@@ -360,6 +360,27 @@ def test_an_adapter_whose_files_were_replaced_is_another(tmp_path: Path) -> None
     adapters.close()
 
 
+def test_an_adapter_that_was_loaded_with_other_files_has_no_digest(tmp_path: Path) -> None:
+    weights = tmp_path / "adapter_model.safetensors"
+    adapters, path = Adapters(), str(tmp_path)
+
+    def looked_at(*asks: tuple[str, int | None]) -> list[bytes | None]:
+        for name, number in asks:
+            adapters.ask(name, path, number)
+        while adapters.take(asks[-1][0]) is None:  # they are looked at in turn
+            pass
+        return [adapters.take(name) for name, _ in asks]
+
+    weights.write_bytes(b"one")
+    before = files_digest(path)
+    assert looked_at(("a", 1), ("b", 1)) == [before, before]
+    weights.write_bytes(b"others")
+    after = files_digest(path)
+    assert after != before
+    assert looked_at(("c", 1), ("d", None), ("e", 2)) == [None, after, after]
+    adapters.close()
+
+
 # ---- pages
 
 

@@ -41,20 +41,25 @@ def files_digest(path: str) -> bytes:
 
 class Adapters:
     """Digests of adapters' files, found out in a thread: the engine's own never waits for a file.
-    Looked at for each request, so that an adapter whose files were replaced is another one."""
+    Looked at for each request: vLLM loads an adapter when it first hears of it, and perhaps again
+    when it had no room for it meanwhile. So of one whose files were replaced since, nothing is
+    known, and its requests have no keys."""
 
     def __init__(self) -> None:
         """Its thread starts with the first adapter."""
-        self._asked: SimpleQueue[tuple[str, str] | None] = SimpleQueue()
+        self._asked: SimpleQueue[tuple[str, str, int | None] | None] = SimpleQueue()
         self._found: dict[str, bytes | None] = {}
+        self._loaded: dict[int, bytes] = {}
+        """By vLLM's number of an adapter."""
         self._thread: threading.Thread | None = None
 
-    def ask(self, request: str, path: str) -> None:
-        """Begin to look at the files of a request's adapter."""
+    def ask(self, request: str, path: str, number: int | None = None) -> None:
+        """Begin to look at the files of a request's adapter. `number` is vLLM's; None: vLLM loads
+        it anew for each request."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="lightcache-lora", daemon=True)
             self._thread.start()
-        self._asked.put((request, path))
+        self._asked.put((request, path, number))
 
     def known(self, request: str) -> bool:
         """Whether its files have been looked at."""
@@ -74,11 +79,17 @@ class Adapters:
 
     def _run(self) -> None:
         while (asked := self._asked.get()) is not None:
-            request, path = asked
+            request, path, number = asked
             try:
-                self._found[request] = files_digest(path)
+                self._found[request] = self._look(path, number)
             except OSError:
                 self._found[request] = None  # the request is neither found nor saved
+
+    def _look(self, path: str, number: int | None) -> bytes:
+        found = files_digest(path)
+        if number is not None and self._loaded.setdefault(number, found) != found:
+            raise OSError(f"{path}: its files are others than when vLLM first heard of it")
+        return found
 
 
 def prompt_of(request: Any, page_tokens: int, adapter: bytes | None) -> Prompt:

@@ -347,7 +347,10 @@ class SchedulerHalf:
         """A new request: hash its prompt, if the cache is there."""
         state = self._state(request)
         if request.lora_request is not None:
-            self._adapters.ask(request.request_id, request.lora_request.lora_path)
+            lora = request.lora_request
+            anew = getattr(lora, "load_inplace", False)
+            number = None if anew else getattr(lora, "lora_int_id", None)
+            self._adapters.ask(request.request_id, lora.lora_path, number)
         opened = self._usable()
         if opened is not None:
             self._keyed(state, opened)
