@@ -233,7 +233,10 @@ def verify_header(header: SegmentHeader, size: int, wanted: SegmentSpec) -> None
         LayoutMismatch: names every item that differs.
         CacheCorrupted: the object was truncated or its configuration is not readable.
     """
-    remedy = "use what it was created with, or open with replace=True to start over"
+    remedy = (
+        "use what it was created with or another name, or start over: `lightcache rm`, or open "
+        "with replace=True"
+    )
     if header.is_foreign:
         raise LayoutMismatch(
             f"the segment {wanted.name!r}: magic {layout.MAGIC:#x} and version {layout.ABI} were "

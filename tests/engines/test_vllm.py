@@ -58,13 +58,14 @@ class Engines:
         plain = self.start("null")  # alone, as it makes the model
         self.plain: Answer = plain("ask", prompts=MANY)
         self.one: Answer = plain("ask", prompts=ONE)
+        self.adapted = {name: plain("ask", prompts=ONE, adapter=name)["answers"] for name in "ab"}
         plain.end()
         self.first, self.second = (self._start(self._how) for _ in "12")
         for engine in (self.first, self.second):
             engine.until("READY")
 
-    def start(self, how: str | None = None, ranks: int = 1) -> Any:
-        engine = self._start(how or self._how, str(ranks))
+    def start(self, how: str | None = None, ranks: int = 1, model: str = "llama") -> Any:
+        engine = self._start(how or self._how, str(ranks), model)
         engine.until("READY")
         return engine
 
@@ -153,6 +154,17 @@ def test_salts_are_apart(engines: Engines) -> None:
     found = [engines.second("ask", **ask, salt=salt) for salt in ("a", "b", None)]
     assert [answer["cached"][0] > 0 for answer in found] == [True, False, False]
     assert all(answer["answers"] == engines.one["answers"] for answer in found)
+
+
+def test_adapters_are_apart(engines: Engines) -> None:
+    engines.first("ask", prompts=ONE, adapter="a")
+    engines.first("idle")
+    a, b, a_again = (engines.second("ask", prompts=ONE, adapter=name) for name in "aba")
+    assert a["answers"] == a_again["answers"] == engines.adapted["a"]
+    assert b["answers"] == engines.adapted["b"]
+    assert a["cached"] == a_again["cached"]
+    assert [answer["cached"][0] > 0 for answer in (a, b)] == [True, False]
+    assert len({str(one) for one in (*engines.adapted.values(), engines.one["answers"])}) == 3
 
 
 def test_a_load_that_fails_is_computed(engines: Engines) -> None:
@@ -262,6 +274,22 @@ def test_one_rank_reads_what_two_have_written(engines: Engines) -> None:
     assert found["answers"] == engines.plain["answers"][:10]
     one.end()
     check_clean()
+
+
+def test_latents_are_what_vllm_has_cached(engines: Engines) -> None:
+    how = json.dumps({"name": f"{NAME}-latent", "size": "16MiB", "blocks_per_page": 1})
+    engine = engines.start(how, model="latent")
+    try:
+        engine("ask", prompts=ONE)
+        engine("idle")
+        own = engine("ask", prompts=ONE, reset=False)
+        ours = engine("ask", prompts=ONE)
+        assert min(own["cached"]) > 0
+        assert (ours["cached"], ours["answers"]) == (own["cached"], own["answers"])
+        assert engine("errors") == 0
+        engine.end()
+    finally:
+        Segment.unlink(f"{NAME}-latent", force=True)
 
 
 WINDOWS = f"{NAME}-windows"

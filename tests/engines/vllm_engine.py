@@ -1,12 +1,14 @@
 """A vLLM that does what it is told: lines of JSON on stdin, an answer to each on stdout.
 
-    vllm_engine.py '{"name": ..., ...}' [tensor parallel size [llama|gemma]]
+    vllm_engine.py '{"name": ..., ...}' [tensor parallel size [llama|gemma|latent]]
 
-The first argument is the extra configuration of the connector; "null": none.
+The first argument is the extra configuration of the connector; "null": none. The models have full
+attention, windows, and latent attention.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -18,6 +20,11 @@ import tiny_gemma
 import tiny_llama
 
 BLOCK = 32
+MODELS = {
+    "llama": functools.partial(tiny_llama.save, kv_heads=2),
+    "gemma": tiny_gemma.save,
+    "latent": tiny_llama.save_latent,
+}
 
 
 def main() -> None:
@@ -37,15 +44,18 @@ def main() -> None:
             "kv_connector_extra_config": extra,
         }
         how["kv_events_config"] = {"enable_kv_cache_events": True, "publisher": "null"}
+    if model == "latent":
+        keep_prefix_caching()
     if not os.path.exists(model):  # its files' times are in the fingerprint
-        if model == "llama":
-            tiny_llama.save(model, kv_heads=2)
-        else:
-            tiny_gemma.save(model)
+        MODELS[model](model)
+        for seed, name in enumerate("ab" if model == "llama" else ""):
+            tiny_llama.save_adapter(name, seed)
+    if model == "llama" and ranks == 1:
+        how |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     engine = LLM(
         model=model,
         skip_tokenizer_init=True,
-        block_size=BLOCK,
+        block_size=16 if model == "latent" else BLOCK,
         dtype="float32",
         enforce_eager=True,
         max_model_len=1024,
@@ -65,6 +75,20 @@ def main() -> None:
         print("OUT", json.dumps(answer), flush=True)
     if ranks == 1:
         engine.llm_engine.engine_core.shutdown()
+
+
+def keep_prefix_caching() -> None:
+    """vLLM switches it off for latents on a CPU, as its backend computes wrongly after a cached
+    prefix. It does so always in the same way, so its answers tell whether the bytes are right."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    usual = CpuPlatform.check_and_update_config
+
+    def change(config: Any) -> None:
+        usual(config)
+        config.cache_config.enable_prefix_caching = True
+
+    CpuPlatform.check_and_update_config = staticmethod(change)
 
 
 class Told:
@@ -88,10 +112,16 @@ class Told:
         return get_kv_transfer_group().of_worker
 
     def ask(
-        self, prompts: list[list[int]], salt: str | None = None, tokens: int = 8, reset: bool = True
+        self,
+        prompts: list[list[int]],
+        salt: str | None = None,
+        adapter: str | None = None,
+        tokens: int = 8,
+        reset: bool = True,
     ) -> dict[str, Any]:
         """Answers, with the device's index empty before."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         if reset:
             self.engine.reset_prefix_cache()
@@ -100,7 +130,8 @@ class Told:
             {"prompt_token_ids": ids} | ({"cache_salt": salt} if salt else {}) for ids in prompts
         ]
         begun = time.monotonic()
-        outputs = self.engine.generate(given, how, use_tqdm=False)
+        lora = LoRARequest(adapter, ord(adapter), os.path.abspath(adapter)) if adapter else None
+        outputs = self.engine.generate(given, how, use_tqdm=False, lora_request=lora)
         return {
             "answers": [list(output.outputs[0].token_ids) for output in outputs],
             "cached": [output.num_cached_tokens for output in outputs],

@@ -159,7 +159,7 @@ def test_no_method_raises(connector: Any, caplog: pytest.LogCaptureFixture) -> N
     assert worker.build_connector_worker_meta() is None
     assert worker.get_handshake_metadata().hello.place is None
     said = [record for record in caplog.records if "computes instead" in record.message]
-    assert len(said) == 3  # of each kind and half one
+    assert len(said) == 2  # of each kind one; the worker's have gone to the scheduler's half
     worker.shutdown()
     scheduler.shutdown()
 
@@ -269,11 +269,15 @@ def test_figures_of_ranks_are_added(connector: Any) -> None:
         ({"load_failure": "retry"}, "load_failure"),
         ({"on_reset": "clear"}, "on_reset"),
         ({"name": 5}, "name"),
+        ({"name": "a/b"}, "name"),
+        ({"size": "64XB"}, "size"),
+        ({"size": ["64GiB"]}, "size"),
         ({"weights": "x" * 48}, "weights"),
         ({"save_decode": 1}, "save_decode"),
         ({"idle_limit": 0}, "idle_limit"),
         ({"storage": 5}, "storage"),
         ({"storage": [""]}, "storage"),
+        ({"storage": "nosuch:x"}, "scheme"),
         ({"numa": "all"}, "numa"),
     ],
 )
@@ -284,8 +288,9 @@ def test_options_that_are_refused(given: dict[str, Any], words: str) -> None:
 
 def test_options() -> None:
     assert Options.of({}) == Options()
-    assert Options.of({"storage": "disk:/x"}).storage == ("disk:/x",)
-    assert Options.of({"storage": ["disk:/x", "s3://y"]}).storage == ("disk:/x", "s3://y")
+    disk, shared = "disk:/x?capacity=1GiB", "s3://bucket"
+    assert Options.of({"storage": disk}).storage == (disk,)
+    assert Options.of({"storage": [disk, shared]}).storage == (disk, shared)
 
 
 # ---- keys

@@ -527,6 +527,19 @@ def test_ranks_on_other_hosts_and_reasons_are_said_once(
             assert len([text for text in warnings_of(caplog) if words in text]) == 1
 
 
+def test_ranks_that_meet_the_same_trouble_say_it_once(
+    segment_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    form = {"page_bytes": 4096, "page_tokens": 8, "fingerprint": "of another model"}
+    with Cache.create(segment_name, pages=4, **form), Engine(segment_name, ranks=2) as engine:
+        assert engine.ask(PROMPT) == 0
+        (said,) = warnings_of(caplog)
+        assert "of another model" in said
+        assert "another name" in said
+        engine.workers[1].voice.trouble("load", ValueError("later"))
+        assert len(warnings_of(caplog)) == 2
+
+
 def test_names_of_a_launch() -> None:
     assert launch_of("a_dp0") == launch_of("a_dp3") == launch_of("a")
     assert launch_of("a") != launch_of("b")

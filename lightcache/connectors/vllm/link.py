@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 from lightcache.errors import CacheCorrupted, Detached
@@ -20,9 +20,11 @@ FIRST, MOST = 1.0, 60.0
 class Voice:
     """Says each kind of trouble once, until all is well again."""
 
-    def __init__(self, who: str) -> None:
+    def __init__(self, who: str, keeps: bool = False) -> None:
+        """`keeps`: what there is to say is kept until it is taken, as another says it."""
         self._who = who
         self._said: set[str] = set()
+        self._kept: dict[str, str] | None = {} if keeps else None
         self.count = 0
         """Of errors, said or not."""
 
@@ -30,9 +32,26 @@ class Voice:
         """Warn, unless such an error was warned of."""
         self.count += 1
         kind = type(error).__name__ if isinstance(error, BaseException) else str(error)
-        if kind not in self._said:
-            self._said.add(kind)
-            _log.warning("%s: %s: %s; the engine computes instead", self._who, what, error)
+        self._say(kind, f"{what}: {error}")
+
+    def _say(self, kind: str, text: str) -> None:
+        if kind in self._said:
+            return
+        self._said.add(kind)
+        if (kept := self._kept) is not None:
+            kept[kind] = text
+        else:
+            _log.warning("%s: %s; the engine computes instead", self._who, text)
+
+    def take(self) -> tuple[tuple[str, str], ...]:
+        """Kinds and texts that were kept. From now on it speaks for itself."""
+        kept, self._kept = self._kept, None
+        return tuple((kept or {}).items())
+
+    def pass_on(self, troubles: Iterable[tuple[str, str]]) -> None:
+        """Say what others have kept: each kind once, though it was met by several."""
+        for kind, text in troubles:
+            self._say(kind, text)
 
     def well(self) -> None:
         """The cache helps again."""

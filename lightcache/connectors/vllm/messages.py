@@ -61,6 +61,8 @@ class Hello:
     host: str
     device: bool = False
     """Whether its tensors are on a device."""
+    troubles: tuple[tuple[str, str], ...] = ()
+    """Kinds and texts of what went wrong up to now: the scheduler's half says each kind once."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from lightcache._arguments import count, parse_size
 from lightcache.errors import ConfigError
 from lightcache.namespaces import NAME_BYTES
 from lightcache.pool import Numa, check_numa
+from lightcache.shm.names import object_name
+from lightcache.storage.urls import check_url
 
 LoadFailure = Literal["recompute", "fail"]
 OnReset = Literal["new", "keep"]
@@ -86,6 +88,10 @@ class Options:
                 raise ConfigError(f"{name}: expected a number above 0, found {given[name]!r}")
         if not all(isinstance(url, str) and url for url in given["storage"]):
             raise ConfigError(f"storage: expected URLs, found {self.storage!r}")
+        if self.storage:
+            check_url(self.storage if len(self.storage) > 1 else self.storage[0])
+        if self.name is not None:
+            object_name(self.name)
         check_numa(self.numa)
 
     @classmethod

@@ -255,6 +255,8 @@ class SchedulerHalf:
     def connect(self, hellos: Iterable[Hello]) -> None:
         """What the ranks have said: open the cache where they have it."""
         ranks = sorted(hellos, key=lambda hello: hello.rank)
+        for hello in ranks:
+            self.voice.pass_on(hello.troubles)
         reasons = {hello.why for hello in ranks if hello.place is None}
         if not ranks or reasons:
             self.voice.trouble("not used", "; ".join(sorted(reasons)) or "no rank has said hello")

@@ -104,7 +104,7 @@ class WorkerHalf:
 
     def __init__(self, options: Options, launch: str, team: int, rank: int) -> None:
         """Opens nothing; see `register`."""
-        self.options, self.voice = options, Voice(f"lightcache, rank {rank}")
+        self.options, self.voice = options, Voice(f"lightcache, rank {rank}", keeps=True)
         self.launch, self.team, self.rank = launch, team, rank
         self.figures: Counter[str] = Counter()
         self._format: Format | None = None
@@ -172,7 +172,8 @@ class WorkerHalf:
         place = None if self._format is None else self._format.place
         host = f"{socket.gethostname()} {_boot()}"
         device = self._format is not None and self._format.device != "cpu"
-        return Hello(self.rank, place, self._why, self._told, os.getpid(), host, device)
+        troubles = self.voice.take()
+        return Hello(self.rank, place, self._why, self._told, os.getpid(), host, device, troubles)
 
     def _segment(self) -> str:
         link = self._link
