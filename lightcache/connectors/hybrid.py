@@ -200,7 +200,7 @@ class Checkpoints:
     def count(self, kv: int, used: int) -> None:
         """Count a request: keys and values were found for its first `kv` tokens, and used for
         `used` of them, up to a state."""
-        self._all.counts.add(
+        self._all.counts.update(
             requests=1,
             host_hits=int(used > 0),
             usable_tokens=used,

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -279,7 +279,7 @@ class StateTransfers:
                 on_end(ok)
 
         def on_result(ok: bool, _: int | None) -> None:
-            self._owner.counts.add(**{"offloads" if ok else "failed_offloads": 1})
+            self._owner.counts.update(**{"offloads" if ok else "failed_offloads": 1})
             if ok:
                 self._owner.reached_host(path, count)
 
@@ -315,11 +315,11 @@ class StateTransfers:
                 timeout=self._time_limit,
             )
         except LightcacheError:
-            owner.counts.add(failed_offloads=1)
+            owner.counts.update(failed_offloads=1)
             return None
         if len(new.pages):
             return new
-        owner.counts.add(no_room=int(len(new.missing) > 0))
+        owner.counts.update(no_room=int(len(new.missing) > 0))
         new.release()
         return None
 
@@ -335,7 +335,7 @@ class StateTransfers:
         assert backend is not None
 
         def on_result(ok: bool, _: int | None) -> None:
-            owner.counts.add(**{"loads" if ok else "failed_loads": 1})
+            owner.counts.update(**{"loads" if ok else "failed_loads": 1})
 
         where, touched = np.array([slot], np.int64), np.array([slot], np.int32)
         with owner.lock:
@@ -373,7 +373,7 @@ class StateTransfers:
             if origin is not None and self._owner.write is WritePolicy.BACK:
                 known = self._owner.spaces.live(origin.path.space)
                 lost += known and not self._there(origin, Tier.HOST)
-        self._owner.counts.add(demotions_lost=lost)
+        self._owner.counts.update(demotions_lost=lost)
 
     @property
     def going(self) -> int:
@@ -411,7 +411,7 @@ class StateTransfers:
         left = [slot for slot, origin in written.items() if not self._there(origin, Tier.DEVICE)]
         for slot in left:
             self._origins.pop(slot, None)
-        self._owner.counts.add(
+        self._owner.counts.update(
             demotions=len(left),
             demotions_lost=max(0, discarded - len(left)),
             kept_unwritten=len(group.origins) - len(written),
@@ -513,23 +513,6 @@ class CheckpointStats:
         return hits / self.requests if self.requests else 0.0
 
 
-_NAMES = frozenset(each.name for each in fields(CheckpointStats))
-
-
-class Counts(Counter[str]):
-    """Counts by the names of `CheckpointStats`."""
-
-    def add(self, **counts: int) -> None:
-        """Raise some of them."""
-        for name, count in counts.items():
-            assert name in _NAMES, name
-            self[name] += count
-
-    def snapshot(self) -> CheckpointStats:
-        """The current values."""
-        return CheckpointStats(**self)
-
-
 # ---- The bound on checkpoints of one path
 
 PATH_LIMIT = 2
@@ -552,7 +535,7 @@ class PathBound:
     def __init__(
         self,
         most: int | None,
-        counts: Counts,
+        counts: Counter[str],
         parting: Callable[[Path], Pages] | None = None,
         stay: bool = True,
     ) -> None:
@@ -599,11 +582,11 @@ class PathBound:
         others = [i for i, fork in zip(present[:-1].tolist(), forks, strict=False) if not fork]
         others.sort(key=lambda position: position == count - 1)
         if stay and others:
-            self._counts.add(bounded=index.evict_first(keys[others[:excess]], namespace=space))
+            self._counts.update(bounded=index.evict_first(keys[others[:excess]], namespace=space))
             return
         for i in others:
             if excess and index.drop(keys[i : i + 1], namespace=space):
-                self._counts.add(bounded=1)
+                self._counts.update(bounded=1)
                 excess -= 1
 
     def _parting_after(self, path: Path, present: Positions) -> Pages:
@@ -737,7 +720,7 @@ class Checkpoints:
             low_water = _low_water(slots) if self.write is WritePolicy.BACK else 0
         self.low_water = _arguments.count(low_water, "low_water", 0, 1 << 20)
         self.lock = threading.RLock()
-        self.counts = Counts()
+        self.counts: Counter[str] = Counter()
         self.spaces = StateSpaces(slots, host, shared)
         self.traffic = StateTransfers(self, backend, time_limit)
         self._planned: dict[Hashable, Tier] = {}
@@ -903,12 +886,12 @@ class Checkpoints:
             self._name(slot, path, count, self.slots)
             pins = self._pin(self.slots)
             if pins is None:
-                self.counts.add(refused=1)
+                self.counts.update(refused=1)
                 self.give_back([slot])
                 return None
             self.loose.remove(slot)
             pinned = int(pins.pages[0])
-            self.counts.add(donated=int(pinned == slot), merged=int(pinned != slot))
+            self.counts.update(donated=int(pinned == slot), merged=int(pinned != slot))
             transfer = None
             if host:
                 self.traffic.note(pinned, path, count)
@@ -1101,7 +1084,7 @@ class Checkpoints:
     def stats(self) -> CheckpointStats:
         """Counters of this process."""
         with self.lock:
-            return self.counts.snapshot()
+            return CheckpointStats(**self.counts)
 
     def room(self) -> dict[str, TierCapacity]:
         """Slots and host pages: total, free, and available."""
@@ -1140,7 +1123,6 @@ __all__ = [
     "CheckpointStats",
     "Checkpoints",
     "Copied",
-    "Counts",
     "Found",
     "Path",
     "PathBound",

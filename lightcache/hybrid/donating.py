@@ -63,7 +63,7 @@ class TailEviction:
         dropped = parts.manager.drop_keys(
             space, request.host_chain.keys, request.device_chain.keys, begin
         )
-        parts.checkpoints.counts.add(dropped_tokens=sum(dropped.values()))
+        parts.checkpoints.counts.update(dropped_tokens=sum(dropped.values()))
 
 
 # ---- Promotion: saved states become checkpoints, and slots of ended requests are given back

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
@@ -12,7 +13,7 @@ from lightcache._arguments import Pages, count
 from lightcache._together import together
 from lightcache.errors import ConfigError, LeaseLost, LightcacheError, OutOfPages
 from lightcache.hashing import Tokens
-from lightcache.hybrid.checkpoints import Checkpoints, CheckpointStats, Counts, Tier
+from lightcache.hybrid.checkpoints import Checkpoints, CheckpointStats, Tier
 from lightcache.hybrid.donating import Donor, slot_array, taking_over
 from lightcache.hybrid.planning import HybridParts, HybridPlan, HybridPlanner
 from lightcache.hybrid.requests import (
@@ -389,7 +390,7 @@ class HybridManager:
         states = None
         if inner.space is not None and inner.options.write and "device" in inner.options.tiers:
             states = self.parts.states_of(inner.space)
-        counted = Counts(requests=1, usable_tokens=usable, unusable_tokens=match.unusable)
+        counted = Counter(requests=1, usable_tokens=usable, unusable_tokens=match.unusable)
         running = HybridRequest(inner, match, states, checkpoint, counted)
         inner.sound = running.sound
         if checkpoint is not None and plan is not None:
@@ -590,7 +591,7 @@ class HybridManager:
         sources = targets = slot_array([])
         if pairs:
             sources, targets = self._donor.copy(pairs, stream)
-            self.checkpoints.counts.add(copies=len(pairs))
+            self.checkpoints.counts.update(copies=len(pairs))
         return Restored(working, sources, targets, zeroed, loads)
 
     def load(self, request: Hashable, table: Pages | None = None) -> HybridLoadHandle:

@@ -22,7 +22,7 @@ from lightcache.kernels.groups import Rule
 from lightcache.kernels.planes import DevicePlanes, join
 from lightcache.kernels.states import StateCopier
 from lightcache.manager.blocks import create_index
-from lightcache.manager.opening import EngineKV, describe
+from lightcache.manager.opening import EngineKV, describe, open_decided
 from lightcache.page_index import PageIndex
 from lightcache.runs import PLAIN, Run
 from lightcache.shm.errors import leave
@@ -249,8 +249,6 @@ def open_states(
         "device": layout.planes.device != "cpu",
         "independent": True,
     }
-    if twice := sorted(decided.keys() & options.keys()):
-        raise ConfigError(f"states: {', '.join(twice)} follow from the tensors; leave them out")
     copier = StateCopier(geometry, layout.planes)
     with contextlib.ExitStack() as stack:
         device = host = None
@@ -258,7 +256,7 @@ def open_states(
             device = create_slots(index, limit)
             stack.callback(device.close)
         if size is not None or pages is not None:
-            host = Cache.open(name, size=size, pages=pages, **decided, **options)
+            host = open_decided("states", name, decided, {"size": size, "pages": pages, **options})
             stack.callback(host.close)
         states = States(layout, copier, device, host)
         stack.pop_all()
@@ -480,11 +478,7 @@ def _open_kv(
         "device": planes.device != "cpu",
         "kv_groups": (NAMES[0], *(what for what, _ in others)),
     }
-    if twice := sorted(decided.keys() & options.keys()):
-        raise ConfigError(
-            f"open_hybrid: {', '.join(twice)} follow from the tensors; leave them out"
-        )
-    cache = Cache.open(name, **decided, **options)
+    cache = open_decided("open_hybrid", name, decided, options)
     stack.callback(cache.close)
     for what, other in others:
         if waste := waste_of(what, geometry, other):

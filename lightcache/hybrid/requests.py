@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lightcache._arguments import Pages
 from lightcache.errors import ConfigError, TransferFailed
-from lightcache.hybrid.checkpoints import Copied, Counts, StateSpace, Tier
+from lightcache.hybrid.checkpoints import Copied, StateSpace, Tier
 from lightcache.kernels.groups import Rule
 from lightcache.leases import Lease
 from lightcache.manager.load import LoadHandle, wait_on
@@ -100,7 +101,7 @@ class HybridRequest:
     """None: it saves no checkpoints."""
     found: Taken | None
     """Until it is restored."""
-    counted: Counts
+    counted: Counter[str]
     """Its counts in the statistics."""
     counted_windows: Mapping[str, int] = field(default_factory=dict)
     """Its counts in the statistics of windows."""

@@ -4,7 +4,7 @@ tensors."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -216,14 +216,26 @@ def open_kv(
         "fingerprint": f"{model} {geometry.fingerprint()}",
         "device": planes.device != "cpu",
     }
-    if twice := sorted(decided.keys() & options.keys() - {"page_tokens"}):
-        raise ConfigError(f"open_kv: {', '.join(twice)} follow from the tensors; leave them out")
-    cache = Cache.open(name, **decided, **options)
+    cache = open_decided("open_kv", name, decided, options)
     try:
         return EngineKV(cache, geometry, planes)
     except BaseException:
         cache.close()
         raise
+
+
+def open_decided(
+    call: str, name: str | None, decided: Mapping[str, Any], options: Mapping[str, Any]
+) -> Cache:
+    """`Cache.open` with what tensors decide, and the caller's other options.
+
+    Raises:
+        ConfigError: an option that the tensors decide.
+        Otherwise as `Cache.open`.
+    """
+    if twice := sorted(decided.keys() & options.keys()):
+        raise ConfigError(f"{call}: {', '.join(twice)} follow from the tensors; leave them out")
+    return Cache.open(name, **decided, **options)
 
 
 def describe(

@@ -21,7 +21,15 @@ from lightcache.hybrid import HybridManager, HybridMatch
 from lightcache.hybrid.requests import PREFIX
 from lightcache.hybrid.window_blocks import WindowBlocks
 from lightcache.kernels import KVGroup, PageGeometry, Shard, layouts
-from lightcache.manager import EngineBackend, KVCacheManager, ManagedBlocks, Prompt, RequestOptions
+from lightcache.manager import (
+    EngineBackend,
+    KVCacheManager,
+    ManagedBlocks,
+    ManagerConfig,
+    Prompt,
+    RequestOptions,
+    WritePolicy,
+)
 from lightcache.runs import Run
 
 SECRET = bytes(range(16))
@@ -166,6 +174,7 @@ class WindowEngine:
         seed: int = 1,
         weights: str = "",
         storage: Any = None,
+        write: WritePolicy = WritePolicy.THROUGH,
     ) -> None:
         """Opens everything; `close` closes it.
 
@@ -200,7 +209,12 @@ class WindowEngine:
         self.backends.append(wrap(self._engine(kv, "kv", self.rows[PREFIX])))
         self.tier = None if storage is None else storage(self.host)
         self.manager = KVCacheManager(
-            self.host, self.device, self.backends[0], weights=weights, storage=self.tier
+            self.host,
+            self.device,
+            self.backends[0],
+            weights=weights,
+            storage=self.tier,
+            config=ManagerConfig(write=write),
         )
         self.windows = []
         for number, (rule, geometry) in enumerate(zip(self.rules, geometries, strict=True), 1):

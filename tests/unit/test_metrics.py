@@ -317,7 +317,7 @@ def test_every_figure_of_checkpoints_is_served(checkpoints):
     registry.register(CheckpointMetrics(checkpoints, labels={"model": "m"}))
     for field in fields(CheckpointStats):
         before = Values(registry, checkpoints.slots).samples
-        checkpoints.counts.add(**{field.name: 1})
+        checkpoints.counts.update(**{field.name: 1})
         after = Values(registry, checkpoints.slots)
         moved = {name for name, _ in after.samples if before[name, _] != after.samples[name, _]}
         assert moved, field.name
@@ -330,9 +330,9 @@ def test_every_figure_of_checkpoints_is_served(checkpoints):
 def test_figures_of_checkpoints(checkpoints):
     registry = CollectorRegistry(auto_describe=True)
     registry.register(CheckpointMetrics(checkpoints))
-    checkpoints.counts.add(requests=9, device_hits=4, host_hits=3, storage_hits=1)
-    checkpoints.counts.add(loads=5, offloads=6, failed_loads=7, failed_offloads=8)
-    checkpoints.counts.add(usable_tokens=100)
+    checkpoints.counts.update(requests=9, device_hits=4, host_hits=3, storage_hits=1)
+    checkpoints.counts.update(loads=5, offloads=6, failed_loads=7, failed_offloads=8)
+    checkpoints.counts.update(usable_tokens=100)
     values = Values(registry, checkpoints.slots)
     hits = [values("checkpoint_hits_total", tier=at) for at in ("device", "host", "storage")]
     assert hits == [4, 2, 1]
@@ -341,7 +341,7 @@ def test_figures_of_checkpoints(checkpoints):
         assert values("checkpoint_failed_transfers_total", direction=direction) == failed
     checkpoints.counts.subtract(usable_tokens=40)  # a request that began anew
     assert Values(registry, checkpoints.slots)("checkpoint_usable_tokens_total") == 100
-    checkpoints.counts.add(usable_tokens=50)
+    checkpoints.counts.update(usable_tokens=50)
     assert Values(registry, checkpoints.slots)("checkpoint_usable_tokens_total") == 110
 
 

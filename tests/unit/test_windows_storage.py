@@ -24,6 +24,7 @@ from lightcache.manager import (
     NullBackend,
     Prompt,
     RequestOptions,
+    WritePolicy,
 )
 from lightcache.runs import PLAIN, Run
 from lightcache.storage import MemoryStorage, StorageSpec, StorageTier
@@ -93,6 +94,22 @@ def stored(engine: WindowEngine, tokens: list[int]) -> list[list[int]]:
 
 
 # ---- what is stored, and found again
+
+
+def test_write_back_of_kv_stores_positions_whole(engines: Make) -> None:
+    """With `WritePolicy.BACK` KV stays on the device until it is evicted there; at the end of a
+    request with a storage it goes to the host all the same, and with its windows to storage."""
+    engine = engines(write=WritePolicy.BACK)
+    engine.run(STEM, 0)
+    engine.settle()
+    assert engine.tier._executor.wait_idle(60.0)
+    kv, window, chunk = stored(engine, STEM)
+    assert (kv, chunk) == ([*range(7)], [6])
+    assert {5, 6} <= set(window)
+    forget(engine)
+    again = engine.run(STEM, 3)
+    assert (again.match.usable, set(again.match.tiers.values())) == (56, {Tier.HOST})
+    assert engine.manager.config.write is WritePolicy.BACK
 
 
 @pytest.mark.parametrize("kind", [kept, served])
