@@ -113,7 +113,6 @@ LC_API int lci_peek_ahead(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_
     lc_found found;
     int rc = lci_usable(h);
     if (rc != LC_OK) return rc;
-    if (!lci_ns_open(h, ns)) return 0;
     for (i = 0; i < n; i++) {
         lc_dict_find(&h->dict, keys[i].lo, keys[i].hi, &found);
         if (found.node == LC_NIL || lci_ns_of(found.word) != lci_ns_id(ns)) break;

@@ -153,8 +153,7 @@ static void peek_ahead_counts_what_is_written(void) {
     tear_down();
 }
 
-/* All is written, and a page is not READY yet: a last publisher is at it, dead or alive. */
-static void peek_ahead_of_a_doomed_reservation(void) {
+static void peek_ahead_leaves_out_what_will_not_be(void) {
     set_up(64);
     prompt_make(&p, 1, 4);
     CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 4);
@@ -168,6 +167,11 @@ static void peek_ahead_of_a_doomed_reservation(void) {
     lc_store(&r->state, LCI_RES_DOOMED);
     CHECK_EQ(lci_peek_ahead(b.h, p.keys, 4, NS), 0);
     lc_store(&r->state, LCI_RES_ACTIVE);
+    _Atomic uint32_t *third = &a.h->pages[p.page[2]].word;
+    uint32_t writing = lc_load(third);
+    lc_store(third, (writing & ~LCI_STATE_MASK) | LCI_EVICTING);
+    CHECK_EQ(lci_peek_ahead(b.h, p.keys, 4, NS), 2);
+    lc_store(third, writing);
     prompt_publish(&a, &p, 0);
     prompt_unpin(&a, &p);
     tear_down();
@@ -204,7 +208,7 @@ const test publish_tests[] = {
     TEST(wait_says_when_nobody_writes),
     TEST(wait_is_woken),
     TEST(peek_ahead_counts_what_is_written),
-    TEST(peek_ahead_of_a_doomed_reservation),
+    TEST(peek_ahead_leaves_out_what_will_not_be),
     TEST(collect_finishes_what_a_publisher_left),
     TEST(collect_notices_damage),
     END_OF_TESTS,
