@@ -149,17 +149,20 @@ class KeySpec:
             own = _sized(_as_bytes("salt", salt)) + _sized(_as_bytes("lora", lora))
         return self._seed_prefix + own
 
-    def _start(self, block: bytes) -> Digest:
-        """Return a digest that has hashed the key and this seed block."""
+    def _start(self, salt: str | bytes, lora: bytes) -> tuple[Digest, bytes, int]:
+        """Return a digest that has hashed the key and the seed block; and, of one that the core can
+        hash, those bytes and the seed of xxh3."""
+        block = self._seed_block(salt, lora)
         state: Digest
         if self.algorithm == "xxh3_128":
             # the seed carries 64 bits of the secret; the first block of data carries all of it
-            state = xxhash.xxh3_128(self._key + block, seed=self._xxh3_seed)
-        elif self.algorithm == "blake2b":
+            head = self._key + block
+            return xxhash.xxh3_128(head, seed=self._xxh3_seed), head, self._xxh3_seed
+        if self.algorithm == "blake2b":
             state = hashlib.blake2b(block, digest_size=16, key=self._key)
         else:
             state = hmac.new(self._key, block, "sha256")
-        return state
+        return state, b"", 0
 
 
 def matchable_pages(tokens: int, page_tokens: int) -> int:
@@ -223,8 +226,7 @@ class PageHasher:
     def __init__(self, spec: KeySpec, *, salt: str | bytes = b"", lora: bytes = b"") -> None:
         """Raises: ConfigError: salt or lora has the wrong type."""
         self.spec = spec
-        self._block = spec._seed_block(salt, lora)
-        self._state = spec._start(self._block)
+        self._state, self._head, self._seed = spec._start(salt, lora)
         self._pages = 0
         self._row = 4 * spec.page_tokens
         self._tail = b""
@@ -307,8 +309,7 @@ class PageHasher:
         pages = tokens.size // size
         if blocks:
             self._pending.update(blocks)
-        plain = self._pages == 0 and not self._pending
-        if plain and pages >= _MANY and self.spec.algorithm == "xxh3_128":
+        if self._pages == 0 and pages >= _MANY and self._head and not self._pending:
             self._tail, tokens = tokens[pages * size :].tobytes(), tokens[: pages * size]
             self._pages = pages
             return self._chain(tokens)
@@ -324,11 +325,10 @@ class PageHasher:
     def _chain(self, tokens: NDArray[np.uint32]) -> Keys:
         """The keys of whole pages from the first on, hashed by the core, but for those that end
         before what it hashes."""
-        spec, row, state = self.spec, self._row, self._state
-        head = spec._key + self._block
+        head, row, state = self._head, self._row, self._state
         keys: Keys = np.empty((4 * tokens.size // row, 2), np.uint64)
         short = max(0, (_SHORTEST - 1 - len(head)) // row)
-        first = short * spec.page_tokens
+        first = short * self.spec.page_tokens
         rest = tokens[first:]
         if short:
             keys[:short] = _digest_rows(state, tokens[:first].view(f"V{row}").tolist())
@@ -338,7 +338,7 @@ class PageHasher:
             rest.ctypes.data,
             row,
             len(keys) - short,
-            spec._xxh3_seed,
+            self._seed,
             _arguments.address(keys[short:]),
         )
         check(code, "hash pages")

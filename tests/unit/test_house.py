@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CYCLES: list[set[str]] = []
 """Modules that import each other, in a circle; those for type checkers and late ones count."""
-PRIVATE_READS = 27
+PRIVATE_READS = 26
 """Reads of another object's private members."""
 WORDS = {"nobody": 0, "somebody": 0, "whoever": 0}
 """In code and documents: how often each says what a noun would say better."""
