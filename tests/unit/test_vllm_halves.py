@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -538,6 +539,13 @@ def test_ranks_that_meet_the_same_trouble_say_it_once(
         assert "another name" in said
         engine.workers[1].voice.trouble("load", ValueError("later"))
         assert len(warnings_of(caplog)) == 2
+        engine.scheduler.close()  # its first link
+        told = [
+            replace(worker.hello(), troubles=(("OSError", "pin"),)) for worker in engine.workers
+        ]
+        engine.scheduler.connect(told)
+        assert [text for text in warnings_of(caplog) if "pin" in text] == warnings_of(caplog)[2:]
+        assert len(warnings_of(caplog)) == 3
 
 
 def test_names_of_a_launch() -> None:
