@@ -170,10 +170,13 @@ def make_object(segment: Segment, total: int, first: int, numa: Numa = None) -> 
     """
     with segment.folder() as folder:
         length, family = folder.length(total), segment.config.get(FAMILY_ITEM)
-        make_room(length, lambda: folder.room().bytes, spare=segment.name, family=family)
+        held, users = 0, ""
+        if length > folder.room().bytes:
+            held, users = _held_by_family(segment, folder)
+            sizes = {"needed": length, "coming": held}
+            make_room(room=lambda: folder.room().bytes, spare=segment.name, family=family, **sizes)
         room = folder.room()
         if length > room.bytes:
-            held, users = _held_by_family(segment, folder)
             if length > room.bytes + held or first > room.bytes:
                 raise NoSpace(
                     f"the pool needs {format_size(length)} ({length} bytes), found "

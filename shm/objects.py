@@ -226,6 +226,14 @@ class OpenObject:
         """Bytes of shared memory that it and its dependents use now."""
         return sum(memory_of(full) for full in (self.object_name, *self.dependents()))
 
+    def most_memory(self) -> int:
+        """Bytes that come free if it goes: what it uses, and what another folder may have reserved
+        for its length, as for huge pages."""
+        elsewhere = [
+            full for full in self.dependents() if folders.path_of(full).parent != names.FOLDER
+        ]
+        return self.memory() + sum(map(length_of, elsewhere))
+
     def unused_ns(self) -> int:
         """Time since a client last used it: joined, left, took its lock, or called `mark_used`. The
         lock's clock stops during suspension, so its time may be too late, but never too early."""
@@ -302,6 +310,14 @@ def memory_of(full: str) -> int:
     """Bytes of memory that an object uses; 0 if there is none."""
     try:
         return os.stat(folders.path_of(full), follow_symlinks=False).st_blocks * 512
+    except OSError:
+        return 0
+
+
+def length_of(full: str) -> int:
+    """Bytes that an object can have; 0 if there is none."""
+    try:
+        return os.stat(folders.path_of(full), follow_symlinks=False).st_size
     except OSError:
         return 0
 

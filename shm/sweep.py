@@ -129,16 +129,18 @@ def make_room(
     spare: str | None = None,
     *,
     family: str | None = None,
+    coming: int = 0,
 ) -> list[str]:
     """Remove what is not needed until there is room: first leftovers of dead processes, then
     persistent segments beyond their idle limits, then the family's, each longest unused first, and
-    no more of these than necessary. Does not block.
+    no more of these than necessary; none if all of them would be too little. Does not block.
 
     Args:
         needed: bytes.
         room: returns the bytes there are.
         spare: do not remove this segment.
         family: see `give_way`.
+        coming: bytes that need not be there yet.
 
     Returns:
         As `sweep`.
@@ -146,11 +148,31 @@ def make_room(
     if room() >= needed:
         return []
     removed = sweep(spare, idle=False)
+    if room() + coming + _most_room(spare, family) < needed:
+        return removed
     for name in _longest_unused(spare, OpenObject.is_idle):
         if room() >= needed:
             break
         removed += sweep(spare, prefix=name, only=[names.object_name(name)])
     return removed + give_way(needed, room, spare, family)
+
+
+def _most_room(spare: str | None, family: str | None) -> int:
+    """Bytes that removing every segment beyond its idle limit, and every unused one of the family,
+    can free at most."""
+
+    def may_go(opened: OpenObject) -> bool:
+        of_family = family is not None and family_of(opened.header()) == family
+        return opened.is_idle() or (of_family and not opened.is_occupied())
+
+    most = 0
+    for name in _longest_unused(spare, may_go):
+        with contextlib.suppress(LightcacheError, OSError):
+            opened = OpenObject.open(name, writable=False)
+            if opened is not None:
+                with contextlib.closing(opened):
+                    most += opened.most_memory()
+    return most
 
 
 def give_way(

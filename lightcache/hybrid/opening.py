@@ -22,7 +22,7 @@ from lightcache.kernels.groups import Rule
 from lightcache.kernels.planes import DevicePlanes, join
 from lightcache.kernels.states import StateCopier
 from lightcache.manager.blocks import create_index
-from lightcache.manager.opening import EngineKV, describe, open_decided
+from lightcache.manager.opening import EngineKV, check_decided, describe, open_decided
 from lightcache.page_index import PageIndex
 from lightcache.runs import PLAIN, Run
 from lightcache.shm.errors import leave
@@ -249,6 +249,7 @@ def open_states(
         "device": layout.planes.device != "cpu",
         "independent": True,
     }
+    check_decided("states", decided, options)
     copier = StateCopier(geometry, layout.planes)
     with contextlib.ExitStack() as stack:
         device = host = None
@@ -256,7 +257,7 @@ def open_states(
             device = create_slots(index, limit)
             stack.callback(device.close)
         if size is not None or pages is not None:
-            host = open_decided("states", name, decided, {"size": size, "pages": pages, **options})
+            host = Cache.open(name, size=size, pages=pages, **decided, **options)
             stack.callback(host.close)
         states = States(layout, copier, device, host)
         stack.pop_all()

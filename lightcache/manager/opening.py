@@ -233,9 +233,18 @@ def open_decided(
         ConfigError: an option that the tensors decide.
         Otherwise as `Cache.open`.
     """
+    check_decided(call, decided, options)
+    return Cache.open(name, **decided, **options)
+
+
+def check_decided(call: str, decided: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Refuse options that the tensors decide.
+
+    Raises:
+        ConfigError: names them.
+    """
     if twice := sorted(decided.keys() & options.keys()):
         raise ConfigError(f"{call}: {', '.join(twice)} follow from the tensors; leave them out")
-    return Cache.open(name, **decided, **options)
 
 
 def describe(

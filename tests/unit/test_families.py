@@ -238,8 +238,10 @@ def test_unused_ones_give_way_when_room_is_needed(family: Family, room: Room) ->
     with Family(f"{family.model}-b").open("new"):
         assert not family.exists("older"), "unused for longest; of another revision"
         assert family.exists("old"), "no more than needed"
-    room.pages = 64 * 2
-    refused(NoSpace, "the pool needs", family.open, "new")
+    room.pages = 64 * 3
+    refused(NoSpace, "the pool needs", family.open, "new", 128)
+    assert family.exists("old"), "its memory would not have been enough"
+    family.open("new").close()
     assert not family.exists("old")
     assert stranger.exists("f"), "another family"
     assert read_segment(named) is not None, "it was given a name"

@@ -95,6 +95,11 @@ class Model:
         while self.hybrid.poll() or self.hybrid.leaving:
             pass
 
+    def stored(self) -> None:
+        """Let all writes to the storage end: they have pins."""
+        assert self.hybrid.inner.storage is not None
+        assert self.hybrid.inner.storage._executor.wait_idle(60.0)
+
     def forget_device(self) -> None:
         """Nothing is left on the device but running requests' blocks."""
         indexes = self.hybrid.manager.device.index, self.hybrid.windows[0].index
@@ -203,14 +208,13 @@ def test_all_groups_come_back_from_storage(segment_name: str) -> None:
     model = Model(segment_name, storage="memory:")
     model.compute(budget=16)
     model.forget_device()
-    tier = model.hybrid.inner.storage
-    assert tier is not None
-    assert tier.wait_idle(60.0) if hasattr(tier, "wait_idle") else tier._executor.wait_idle(60.0)
+    model.stored()
     model.opened.kv.cache.index.evict(200)
     match = model.compute()
     assert (match.usable, match.kv.storage) == (40, 40)
     assert match.tiers == {"point": Tier.HOST, "window5": Tier.HOST}
     assert model.hybrid.stats().storage_hits == model.hybrid.window_stats().storage_hits == 1
+    model.stored()
     model.close()
 
 
