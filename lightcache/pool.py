@@ -176,13 +176,12 @@ def make_object(segment: Segment, total: int, first: int, numa: Numa = None) -> 
             sizes = {"needed": length, "coming": held}
             make_room(room=lambda: folder.room().bytes, spare=segment.name, family=family, **sizes)
         room = folder.room()
-        if length > room.bytes:
-            if length > room.bytes + held or first > room.bytes:
-                raise NoSpace(
-                    f"the pool needs {format_size(length)} ({length} bytes), found "
-                    f"{format_size(room.bytes)} {room.limit}{users}; choose a smaller size, remove "
-                    "old caches (`lightcache ls`, `lightcache rm`), or enlarge it"
-                )
+        if length > room.bytes + held or first > room.bytes:
+            raise NoSpace(
+                f"the pool needs {format_size(length)} ({length} bytes), found "
+                f"{format_size(room.bytes)} {room.limit}{users}; choose a smaller size, remove "
+                "old caches (`lightcache ls`, `lightcache rm`), or enlarge it"
+            )
         mode = 0o660 if segment.stat().st_mode & 0o060 else 0o600
         name = pool_name(segment)
         try:

@@ -16,7 +16,7 @@ import pytest
 from support.vllm_stand_in import BLOCK, Engine, Request
 
 from lightcache import Cache
-from lightcache.connectors.vllm import prompts, scheduler, worker
+from lightcache.connectors.vllm import link, prompts, scheduler, worker
 from lightcache.connectors.vllm.scheduler import launch_of, open_cache, team_of
 from lightcache.errors import LightcacheError, NotReady
 from lightcache.shm import Segment
@@ -498,6 +498,25 @@ def test_what_was_stored_is_read_after_all_have_gone(segment_name: str, tmp_path
 
 
 @pytest.mark.slow
+def test_a_storage_that_cannot_be_opened_leaves_the_cache(
+    segment_name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    wait_until: Any,
+) -> None:
+    monkeypatch.setattr(link, "FIRST", 0.01)
+    blocked = tmp_path / "shelf"
+    blocked.touch()
+    with Engine(segment_name, storage=f"disk:{blocked}?capacity=64MiB") as engine:
+        assert (engine.ask(PROMPT), engine.ask(PROMPT)) == (0, 48)
+        assert caplog.text.count("open the storage: ") == 1
+        blocked.unlink()
+        opened = engine.scheduler._link.current
+        wait_until(lambda: opened.tier is not None, "the storage")
+        assert "the storage is used again" in caplog.text
+
+
 def test_a_storage_is_not_waited_for_when_computing_is_faster(
     segment_name: str, tmp_path: Path
 ) -> None:

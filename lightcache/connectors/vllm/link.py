@@ -20,9 +20,9 @@ FIRST, MOST = 1.0, 60.0
 class Voice:
     """Says each kind of trouble once, until all is well again."""
 
-    def __init__(self, who: str, keeps: bool = False) -> None:
+    def __init__(self, who: str, keeps: bool = False, what: str = "the cache") -> None:
         """`keeps`: what there is to say is kept until it is taken, as another says it."""
-        self._who = who
+        self._who, self.what = who, what
         self._said: set[str] = set()
         self._kept: dict[str, str] | None = {} if keeps else None
         self.count = 0
@@ -54,10 +54,10 @@ class Voice:
             self._say(kind, text)
 
     def well(self) -> None:
-        """The cache helps again."""
+        """It helps again."""
         if self._said:
             self._said.clear()
-            _log.warning("%s: the cache is used again", self._who)
+            _log.warning("%s: %s is used again", self._who, self.what)
 
 
 class Link(Generic[T]):
@@ -122,7 +122,7 @@ class Link(Generic[T]):
                     self._voice.well()
                 except Exception as error:
                     pause = min(MOST, max(FIRST, 2 * pause))
-                    self._voice.trouble("open the cache", error)
+                    self._voice.trouble(f"open {self._voice.what}", error)
                 self._tried.set()
             self._wake.wait(pause or None)
             self._wake.clear()

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -108,7 +109,7 @@ class Opened:
 
     cache: Cache
     finder: Finder
-    tier: StorageTier | None
+    storage: Link[StorageTier] | None
     segment: str
     _spec: tuple[Namespace, KeySpec] | None = None
 
@@ -124,10 +125,15 @@ class Opened:
         """Where pages are found and saved now."""
         return self.finder.space
 
+    @property
+    def tier(self) -> StorageTier | None:
+        """The storage; None: there is none, or it could not be opened and is tried again."""
+        return None if self.storage is None else self.storage.current
+
     def close(self) -> None:
         """Leave: the storage first."""
-        if self.tier is not None:
-            self.tier.close()
+        if self.storage is not None:
+            self.storage.close(START)
         self.cache.close()
 
 
@@ -287,13 +293,16 @@ class SchedulerHalf:
             if self._resets:
                 self._clear_gone(cache)
             finder = self._finder(cache)
-            tier = None
+            storage = None
             if self.options.storage:
-                tier = StorageTier.open(cache, self.options.storage)
+                voice = Voice("lightcache, scheduler", what="the storage")
+                opens = partial(StorageTier.open, cache, self.options.storage)
+                storage = Link(voice, opens, StorageTier.close)
+                storage.start(START)
         except BaseException:
             cache.close()
             raise
-        return Opened(cache, finder, tier, cache.index.segment.uuid)
+        return Opened(cache, finder, storage, cache.index.segment.uuid)
 
     def _finder(self, cache: Cache) -> Finder:
         """For the weights that are in use now."""
