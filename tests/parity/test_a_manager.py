@@ -194,7 +194,7 @@ def test_a17_of_n_samples_of_one_prompt_one_offloads(worlds: Any, late: bool) ->
     world.backend.at_once = not late
     prompt = Prompt(tokens(18))
     hashed: list[int] = []
-    original = PageHasher.update
+    original = PageHasher.extend
 
     def counted(self: PageHasher, tokens: Any, **how: Any) -> Any:
         if len(tokens) == len(prompt):
@@ -202,7 +202,7 @@ def test_a17_of_n_samples_of_one_prompt_one_offloads(worlds: Any, late: bool) ->
         return original(self, tokens, **how)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PageHasher, "update", counted)
+        patch.setattr(PageHasher, "extend", counted)
         for request in range(6):
             world.start(request, prompt)
         for request in range(6):

@@ -148,13 +148,13 @@ def test_c6_tokens_are_converted_once(
     """For keying, matching and planning, of KV and of states; hashed once for each page size."""
     world = hybrids(block=block, page=page, chunk=16)
     hashed: list[Any] = []
-    update = PageHasher.update
+    extend = PageHasher.extend
 
     def counted(self: Any, ids: Any, **how: Any) -> Any:
         hashed.append((self.spec.page_tokens, ids))
-        return update(self, ids, **how)
+        return extend(self, ids, **how)
 
-    monkeypatch.setattr(PageHasher, "update", counted)
+    monkeypatch.setattr(PageHasher, "extend", counted)
     given = Given(tokens(100))
     prompt = Prompt(given)
     assert len(world.path(prompt).keys) == 6
