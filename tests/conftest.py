@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -41,6 +42,10 @@ BuiltOnce = Callable[[str, Callable[[Path], object]], Path]
 # The models of the tests are tiny: a second thread only takes the core of the test beside this one.
 # Set before torch is imported; processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A run that a shell has put into the background begins with Ctrl-C ignored, as would its processes.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tests with one of these markers are run by `make test-all`, all others by `make test`.
 REST = ("slow", "models", "servers")
