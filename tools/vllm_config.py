@@ -35,7 +35,8 @@ REFUSED = (
 )
 NOT_SERVED = (
     "the connector says so once and vLLM runs as without it for: recurrent states, chunked "
-    "attention, layers of several shapes, pipeline and context parallelism, ranks on other nodes"
+    "attention, layers of several shapes, windows in a pipeline, context parallelism, ranks on "
+    "other nodes"
 )
 
 
