@@ -98,13 +98,24 @@ def test_adapters_are_apart_and_each_is_found_by_the_first_request(
 
     looked = threading.Event()
     monkeypatch.setattr(prompts, "files_digest", slow)
-    monkeypatch.setattr(scheduler, "ADAPTER", 60.0)  # a busy machine is slow too
+    monkeypatch.setattr(scheduler, "ADAPTER", 60.0)
     one, other = (adapter(tmp_path, name) for name in "ab")
     with Engine(segment_name) as first, Engine(segment_name, "other") as second:
         asked = Request(PROMPT, lora_request=one)
         first.scheduler.begin(asked)
         assert first.scheduler.look(asked, 0) == (None, False)  # its files are being looked at
-        looked.set()
+        adapters = first.scheduler._adapters
+
+        def just_before(request: str) -> None:
+            """They are known an instant after the look."""
+            looked.set()
+            while not adapters.known(request):
+                pass
+            patch.undo()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(adapters, "take", just_before)
+            assert first.scheduler.look(asked, 0) == (None, False)
         assert first.look(asked) == 0
         assert first.ask(PROMPT, lora_request=one) == 0
         assert second.ask(PROMPT) == second.ask(PROMPT, lora_request=other) == 0

@@ -420,8 +420,9 @@ class SchedulerHalf:
             if now < last.until or (self._renewed >= RENEWALS and now < last.until + OLDEST):
                 return last.found, last.found > 0
             self._renewed += 1
+        asks = state.spec is None and self._asks(state)  # first: it may become known meanwhile
         if not self._keyed(state, opened):
-            return (None if self._asks(state) else 0), False
+            return (None if asks else 0), False
         limit = min((request.num_tokens - 1) // self._page, len(state.keys))
         if limit * self._page <= computed:
             self._cancel(state, opened)
