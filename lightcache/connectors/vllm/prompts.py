@@ -55,7 +55,7 @@ class Adapters:
 
     def ask(self, request: str, path: str, number: int | None = None) -> None:
         """Begin to look at the files of a request's adapter. `number` is vLLM's; None: vLLM loads
-        it anew for each request."""
+        it again for each request."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="lightcache-lora", daemon=True)
             self._thread.start()

@@ -359,8 +359,8 @@ class SchedulerHalf:
         state = self._state(request)
         if request.lora_request is not None:
             lora = request.lora_request
-            anew = getattr(lora, "load_inplace", False)
-            number = None if anew else getattr(lora, "lora_int_id", None)
+            inplace = getattr(lora, "load_inplace", False)
+            number = None if inplace else getattr(lora, "lora_int_id", None)
             self._adapters.ask(request.request_id, lora.lora_path, number)
         opened = self._usable()
         if opened is not None:
