@@ -256,6 +256,33 @@ storage.clear(timeout=60.0)
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("ending", ["", "storage.close()"], ids=["forgotten", "closed"])
+def test_a_process_ends_while_the_client_is_still_delivering(
+    ending: str, s3_url: str, script: Any
+) -> None:
+    """The client's thread has handed over the result, and waits for the interpreter's lock."""
+    source = f"""
+import asyncio, sys, threading, time
+from lightcache.storage import open_storage
+from lightcache.storage.testing.conformance import SPEC, make_keys
+
+deliver = asyncio.BaseEventLoop.call_soon_threadsafe
+
+def slowly(self, *arguments, **context):
+    handle = deliver(self, *arguments, **context)
+    if threading.current_thread() is not threading.main_thread():
+        for _ in range(200):
+            time.sleep(0.001)
+    return handle
+
+asyncio.BaseEventLoop.call_soon_threadsafe = slowly
+storage = open_storage(sys.argv[1], spec=SPEC)
+assert storage.contains(make_keys(8), timeout=60.0) == 0
+{ending}
+"""
+    assert script(source, s3_url).stderr == ""
+
+
 def test_without_the_client_it_says_what_to_install(monkeypatch: Any, s3_server: Server) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     check_url(s3_server.url())

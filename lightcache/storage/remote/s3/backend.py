@@ -11,11 +11,13 @@ A store does not tell whether a removed object existed, so `delete` asks first.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import os
 import queue
 import re
 import threading
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -315,6 +317,40 @@ Result = tuple[int, Any]
 """The number of a job, and its result or exception."""
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """A loop that knows which threads of the client are delivering a result.
+
+    Until Python 3.14 a thread that asks for the interpreter's lock while the interpreter exits is
+    ended on the spot, and a thread of Rust, which cannot be unwound, then aborts the process. A
+    thread may wait for the lock within `call_soon_threadsafe`, whose result has been seen already.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._delivering: dict[object, None] = {}
+
+    def call_soon_threadsafe(  # type: ignore[override]  # typed by a variadic of Python 3.11
+        self,
+        callback: Callable[..., object],
+        *arguments: Any,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Handle:
+        call = object()
+        self._delivering[call] = None
+        try:
+            return super().call_soon_threadsafe(callback, *arguments, context=context)
+        finally:
+            # The last bytecode: a call here could give the lock away once more.
+            del self._delivering[call]
+
+    def delivered(self, timeout: float) -> bool:
+        """Wait until no thread is delivering. Returns False if one still is."""
+        deadline = Deadline(timeout)
+        while self._delivering and not deadline.passed:
+            time.sleep(0.001)  # gives the lock away; a signal by the last of them would need it
+        return not self._delivering
+
+
 class Requests:
     """Runs at most `at_once` requests at a time, of all calls together."""
 
@@ -330,7 +366,7 @@ class Requests:
         """
         self.at_once = at_once
         self._process = os.getpid()
-        self._loop = asyncio.new_event_loop()
+        self._loop = _Loop()
         self._slots = asyncio.Semaphore(at_once)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         try:
@@ -371,13 +407,14 @@ class Requests:
         Raises:
             StorageError: it did not end; call again.
         """
-        if self._process != os.getpid() or self._loop.is_closed():
+        if self._process != os.getpid():
             return
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._loop.stop)
         if self._thread is threading.current_thread():  # any thread may run the finalizer
             return
         self._thread.join(ENDING)
-        if self._thread.is_alive():
+        if self._thread.is_alive() or not self._loop.delivered(ENDING):
             raise StorageError(f"close: requests did not end within {ENDING:g} s; close it again")
 
     def _run(self) -> None:
