@@ -350,9 +350,7 @@ class HostTransfer:
         self._cause: BaseException | None = None
         self._finished = Event()
         self._lock = threading.Lock()
-        self._calls: deque[Callable[[bool], None]] = deque()
-        if when_done is not None:
-            self._calls.append(when_done)
+        self._calls = [] if when_done is None else [when_done]
 
     # ---- for callers that wait
 
@@ -413,27 +411,13 @@ class HostTransfer:
         moved = sorted(layer for window in self._windows for layer in window.layers)
         raise ConfigError(f"layer: expected one of those that move ({moved}), found {layer!r}")
 
-    def when_done(self, call: Callable[[bool], None]) -> None:
-        """See `Transfer.when_done`."""
-        self._calls.append(call)
-        if self._finished.is_set():
-            self.notice()
-
     def notice(self) -> None:
-        """Make the pending `when_done` calls. Each is made once, by one thread. If one raises, the
-        rest are still made, then its error is raised."""
-        first: BaseException | None = None
-        while True:
-            try:
-                call = self._calls.popleft()
-            except IndexError:
-                break
-            try:
-                call(self._cause is None)
-            except Exception as error:
-                first = first or error
-        if first is not None:
-            raise first
+        """Make the `when_done` call if it is pending. One thread makes it, once."""
+        try:
+            call = self._calls.pop()
+        except IndexError:  # there is none, or another thread was faster
+            return
+        call(self._cause is None)
 
     def tells(self, call: Callable[[bool], None]) -> bool:
         """Whether this call is pending."""

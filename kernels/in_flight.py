@@ -191,9 +191,7 @@ class DeviceTransfer:
         self._finished = False
         self._uses: tuple[IndexBlock | None, object] = (None, None)
         self._complete = False
-        self._calls: deque[Callable[[bool], None]] = deque()
-        if when_done is not None:
-            self._calls.append(when_done)
+        self._calls = [] if when_done is None else [when_done]
 
     @property
     def error(self) -> BaseException | None:
@@ -269,21 +267,13 @@ class DeviceTransfer:
         """Whether any call is pending."""
         return bool(self._calls)
 
-    def run_calls(self) -> None:
-        """Make the pending `when_done` calls. Each is made once, by one thread. If one raises, the
-        rest are still made, then its error is raised."""
-        first: Exception | None = None
-        while self._calls:
-            try:
-                call = self._calls.popleft()
-            except IndexError:  # another thread was faster
-                break
-            try:
-                call(self._error is None and self._complete)
-            except Exception as error:
-                first = first or error
-        if first is not None:
-            raise first
+    def run_call(self) -> None:
+        """Make the `when_done` call if it is pending. One thread makes it, once."""
+        try:
+            call = self._calls.pop()
+        except IndexError:  # there is none, or another thread was faster
+            return
+        call(self._error is None and self._complete)
 
     # ---- for callers
 
@@ -292,7 +282,7 @@ class DeviceTransfer:
         with self._in_flight.lock:
             finished = self.settle()
         if finished:
-            self.run_calls()
+            self.run_call()
             self._raise()
         return finished
 
@@ -389,14 +379,6 @@ class DeviceTransfer:
                 stream = self._in_flight.device.current() if stream is None else stream
                 for event in waited_for:
                     stream.wait_event(event)
-
-    def when_done(self, call: Callable[[bool], None]) -> None:
-        """See `Transfer.when_done`."""
-        with self._in_flight.lock:
-            self._calls.append(call)
-            finished = self.settle()
-        if finished:
-            self.run_calls()
 
     def __repr__(self) -> str:
         state = "failed" if self._error else "finished" if self._finished else "in flight"
@@ -549,7 +531,7 @@ class InFlight:
             except IndexError:  # another thread was faster
                 break
             try:
-                transfer.run_calls()
+                transfer.run_call()
             except Exception as error:
                 first = first or error
         if first is not None:

@@ -87,10 +87,6 @@ class Transfer(Protocol):
             TransferFailed: it has failed, as far as is known now.
         """
 
-    def when_done(self, call: Callable[[bool], None]) -> None:
-        """Call `call(ok)` once when it has finished: from `done`, `wait`, or the transfer engine's
-        `poll` or `close`, or at once if it has finished already."""
-
 
 class Engine(Protocol):
     """A transfer engine: moves pages between a host pool and one rank's planes. `TransferEngine`
@@ -120,7 +116,8 @@ class Engine(Protocol):
             after: events of work that may still touch the destination.
             window: layers that `wait_layer` waits for together.
             planes: other DevicePlanes, for this call.
-            when_done: see `Transfer.when_done`. The engine registers it before anything is copied,
+            when_done: `when_done(ok)` is called once when it has finished: from `done`, `wait`, or
+                the engine's `poll` or `close`. The engine registers it before anything is copied,
                 so it is called even if an interrupt ends this call; see `will_tell`.
 
         Raises:
@@ -149,7 +146,7 @@ class Engine(Protocol):
         object are equal, but not the same object."""
 
     def poll(self) -> int:
-        """Notice finished transfers and make their `when_done` calls; returns the number in
+        """Notice finished transfers and make their calls (`when_done=`); returns the number in
         flight."""
 
     def close(self) -> None:

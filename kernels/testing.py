@@ -537,20 +537,16 @@ def check_calls(factory: Factory) -> None:
             _same(world.engine.poll(), 1, "poll with one copy in flight")
             _same(world.engine.will_tell(told.note), True, "will_tell of a pending call")
             _same(world.engine.will_tell(other.note), False, "will_tell of another call")
-            transfer.when_done(other.note)
-            _same(world.engine.will_tell(other.note), True, "will_tell of a later call")
-            _same(told.calls + other.calls, [], "calls for a copy in flight")
+            _same(told.calls, [], "calls for a copy in flight")
         finally:
             gate.open()
         transfer.wait(TIMEOUT)
-        _same((told.calls, other.calls), ([True], [True]), "calls after wait")
-        _same(told.threads | other.threads, {threading.get_ident()}, "threads that made the calls")
+        _same(told.calls, [True], "calls after wait")
+        _same(told.threads, {threading.get_ident()}, "threads that made the calls")
         _same(world.engine.will_tell(told.note), False, "will_tell of a call that was made")
         _same(transfer.done(), True, "done after wait")
         _same(world.engine.poll(), 0, "poll after wait")
         _same(told.calls, [True], "calls after done and poll")
-        transfer.when_done(told.note)
-        _same(told.calls, [True, True], "calls of a transfer that has finished")
 
 
 def check_dropped_transfer(factory: Factory) -> None:
@@ -579,14 +575,13 @@ def check_calls_that_raise(factory: Factory) -> None:
         gate, told, raised = world.gate(), _Told(), 0
         first = world.begin("offload", _one_page(1), after=[gate.event], when_done=wrong)
         second = world.begin("offload", _one_page(2), after=[gate.event], when_done=told.note)
-        first.when_done(told.note)
         gate.open()
         for ask in (first.wait, second.wait, first.wait, world.engine.poll):
             try:
                 ask()
             except Wrong:
                 raised += 1
-        _same((raised, told.calls), (1, [True, True]), "errors, and the other calls")
+        _same((raised, told.calls), (1, [True]), "errors, and the other call")
 
 
 def check_close(factory: Factory) -> None:

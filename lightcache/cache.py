@@ -426,42 +426,7 @@ def _with_minimums(cache: T, minimums: Mapping[str, int | str] | None) -> T:
     return cache
 
 
-# ---- The transfer engine of a cache.
-
-
-def transfer_engine_of(
-    cache: Cache,
-    geometry: PageGeometry,
-    planes: DevicePlanes,
-    memory: HostPages | None,
-    how: Mapping[str, Any],
-) -> Engine:
-    """See `Cache.transfer_engine`."""
-    check_format(cache, geometry)
-    if memory is not None and (memory.pages, memory.page_bytes) != (cache.pages, cache.page_bytes):
-        raise ConfigError(
-            f"memory: expected {cache.pages} pages of {cache.page_bytes} bytes, found "
-            f"{memory.pages} of {memory.page_bytes}; make it of cache.pool.array"
-        )
-    if planes.device == "cpu":
-        return HostEngine(geometry, planes, memory or HostPages(cache.pool.array), **how)
-    if not planes.device.startswith("cuda"):
-        raise ConfigError(
-            f"planes: expected some on the cpu or a GPU such as 'cuda:0', found {planes.device}; "
-            "give a manager a transfer engine of yours: docs/integration.md, add a transfer engine"
-        )
-    if memory is None:
-        raise ConfigError(
-            f"memory: planes on {planes.device} need the pool registered with its driver; give "
-            f"memory=cache.pin(device={planes.device!r}), a PinnedPages"
-        )
-    require("torch", "kernels", f"a transfer engine for planes on {planes.device}")
-    from importlib import import_module  # torch is imported only if there is a device
-
-    engine: Engine = import_module("lightcache.kernels.engine").TransferEngine(
-        geometry, planes, memory, **how
-    )
-    return engine
+# ---- The format of a cache's pages.
 
 
 def check_format(cache: Cache, geometry: PageGeometry) -> None:
@@ -1351,8 +1316,33 @@ class Cache:
             LayoutMismatch: the cache was created for other pages.
             ConfigError: as `HostEngine` and `TransferEngine`.
         """
+        check_format(self, geometry)
+        form = self.pages, self.page_bytes
+        if memory is not None and (memory.pages, memory.page_bytes) != form:
+            raise ConfigError(
+                f"memory: expected {self.pages} pages of {self.page_bytes} bytes, found "
+                f"{memory.pages} of {memory.page_bytes}; make it of cache.pool.array"
+            )
+        if planes.device == "cpu":
+            return HostEngine(geometry, planes, memory or HostPages(self.pool.array), **how)
+        if not planes.device.startswith("cuda"):
+            raise ConfigError(
+                "planes: expected some on the cpu or a GPU such as 'cuda:0', found "
+                f"{planes.device}; give a manager a transfer engine of yours: "
+                "docs/integration.md, add a transfer engine"
+            )
+        if memory is None:
+            raise ConfigError(
+                f"memory: planes on {planes.device} need the pool registered with its driver; give "
+                f"memory=cache.pin(device={planes.device!r}), a PinnedPages"
+            )
+        require("torch", "kernels", f"a transfer engine for planes on {planes.device}")
+        from importlib import import_module  # torch is imported only if there is a device
 
-        return transfer_engine_of(self, geometry, planes, memory, how)
+        engine: Engine = import_module("lightcache.kernels.engine").TransferEngine(
+            geometry, planes, memory, **how
+        )
+        return engine
 
 
 __all__ = [

@@ -336,7 +336,7 @@ class Executor:
             Exhausted: there is no thread for them.
             Exception: raised by a piece; re-raised once no piece is running.
         """
-        batch = _Batch(self, pieces, kind, deadline)
+        batch = _Pieces(self, pieces, kind, deadline)
         try:
             if pieces:
                 self.put(batch, times=len(pieces))
@@ -538,7 +538,7 @@ class Call(Work, Generic[T]):
             after()
 
 
-class _Batch(Work):
+class _Pieces(Work):
     """The pieces of one `run`. It is queued once for each piece, and each time runs whichever piece
     is next."""
 

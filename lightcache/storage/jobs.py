@@ -702,8 +702,8 @@ class JobExecutor(Executor):
         self._tally: Counter[str] = Counter()
         self._taken: Counter[str] = Counter()
         self._notices = Notices(log)
-        self._failing: tuple[str, Keys | None] = ("contains", None)
-        """The last call and its first key; a probe repeats it."""
+        self._last_asked: tuple[str, Keys | None] = ("contains", None)
+        """The last lookup or read, and its first key; a probe repeats it."""
         self._seconds = min(options.call_timeout, options.timeout)
         self._cancelled: list[tuple[Job, Literal["queued", "begun", "held"]]] = []
         """Jobs given up but not yet abandoned, with their progress. A begun job's own thread gives
@@ -995,7 +995,7 @@ class JobExecutor(Executor):
 
     def contains(self, job: Job, keys: Keys) -> int:
         """`Storage.contains`, made by `call`."""
-        self._failing = ("contains", keys[:1])
+        self._last_asked = ("contains", keys[:1])
 
         def run(left: float) -> tuple[int, str]:
             began = self._clock()
@@ -1008,7 +1008,7 @@ class JobExecutor(Executor):
 
     def read(self, job: Job, keys: Keys, buffers: Sequence[Buffer]) -> ReadResult:
         """`Storage.read`, made by `call`."""
-        self._failing = ("read", keys[:1])
+        self._last_asked = ("read", keys[:1])
 
         def run(left: float) -> tuple[ReadResult, str]:
             began = self._clock()
@@ -1104,7 +1104,7 @@ class JobExecutor(Executor):
         of our own. No task waits for it."""
 
         def run(seconds: float) -> tuple[bool, str]:
-            what, key = self._failing
+            what, key = self._last_asked
             if key is None:
                 return True, ""
             deadline, key = Deadline(seconds, self.options.clock), key.copy()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightcache import _arguments
@@ -99,8 +100,7 @@ class MemoryStorage(Owned):
     def contains(self, keys: Keys, *, timeout: float) -> int:
         """See `Storage.contains`."""
         names = check_keys(keys)
-        self._begin(Deadline(timeout), "contains")
-        with self._lock:
+        with self._call("contains", timeout), self._lock:
             count = next((i for i, name in enumerate(names) if name not in self._pages), len(names))
             self._touch(names[:count])
         return count
@@ -109,17 +109,16 @@ class MemoryStorage(Owned):
         """See `Storage.read`."""
         names, views = check_batch(keys, buffers, self.spec.page_bytes, writable=True)
         deadline = Deadline(timeout)
-        self._calls.check()
-        with self._lock:
-            self._calls.check()
-            pages = [self._pages.get(name) for name in names]
-            self._touch([name for name in names if name in self._pages])
         statuses: list[ReadStatus] = []
         reason = ""
-        for name, view, page in zip(names, views, pages, strict=True):
-            status, why = self._read_one(name, view, page, deadline)
-            statuses.append(status)
-            reason = reason or why
+        with self._calls.one():
+            with self._lock:
+                pages = [self._pages.get(name) for name in names]
+                self._touch([name for name in names if name in self._pages])
+            for name, view, page in zip(names, views, pages, strict=True):
+                status, why = self._read_one(name, view, page, deadline)
+                statuses.append(status)
+                reason = reason or why
         late = ReadStatus.FAILED in statuses
         return self._counters.read(ReadResult(tuple(statuses), reason), timed_out=late)
 
@@ -154,17 +153,17 @@ class MemoryStorage(Owned):
         batch = set(names)
         statuses: list[WriteStatus] = []
         reason = ""
-        self._calls.check()
-        for name, view in zip(names, views, strict=True):
-            if deadline.passed:
-                statuses.append(WriteStatus.FAILED)
-                reason = reason or deadline.reason
-                continue
-            statuses.append(self._write_one(name, view, batch))
-            if statuses[-1] is WriteStatus.REFUSED:
-                reason = reason or f"refused: {self.capacity} pages are the most it may have"
-        with self._lock:
-            self._touch([name for name in names if name in self._pages])
+        with self._calls.one():
+            for name, view in zip(names, views, strict=True):
+                if deadline.passed:
+                    statuses.append(WriteStatus.FAILED)
+                    reason = reason or deadline.reason
+                    continue
+                statuses.append(self._write_one(name, view, batch))
+                if statuses[-1] is WriteStatus.REFUSED:
+                    reason = reason or f"refused: {self.capacity} pages are the most it may have"
+            with self._lock:
+                self._touch([name for name in names if name in self._pages])
         late = WriteStatus.FAILED in statuses
         return self._counters.write(WriteResult(tuple(statuses), reason), timed_out=late)
 
@@ -175,7 +174,6 @@ class MemoryStorage(Owned):
         data = bytes(view)
         page = _Page(data, checksum(name, data))
         with self._lock:
-            self._calls.check()
             if name in self._pages:  # another thread was faster
                 return WriteStatus.PRESENT
             while len(self._pages) >= self.capacity:
@@ -191,15 +189,13 @@ class MemoryStorage(Owned):
     def delete(self, keys: Keys, *, timeout: float) -> int:
         """See `Storage.delete`."""
         names = check_keys(keys)
-        self._begin(Deadline(timeout), "delete")
-        with self._lock:
+        with self._call("delete", timeout), self._lock:
             removed = sum(self._pages.pop(name, None) is not None for name in names)
         return self._counters.deleted(removed)
 
     def clear(self, *, timeout: float) -> int:
         """See `Storage.clear`."""
-        self._begin(Deadline(timeout), "clear")
-        with self._lock:
+        with self._call("clear", timeout), self._lock:
             removed = len(self._pages)
             self._pages.clear()
         return self._counters.deleted(removed)
@@ -243,11 +239,19 @@ class MemoryStorage(Owned):
         for name in reversed(names):
             self._pages.move_to_end(name)
 
-    def _begin(self, deadline: Deadline, what: str) -> None:
-        self._calls.check()
-        if deadline.passed:
-            self._counters.timed_out()
-            raise StorageError(f"{what}: {deadline.reason}; give it more time")
+    @contextlib.contextmanager
+    def _call(self, what: str, timeout: float) -> Iterator[None]:
+        """Wrap a call that does all or nothing.
+
+        Raises:
+            StorageError: it has no time.
+        """
+        deadline = Deadline(timeout)
+        with self._calls.one():
+            if deadline.passed:
+                self._counters.timed_out()
+                raise StorageError(f"{what}: {deadline.reason}; give it more time")
+            yield
 
 
 __all__ = ["MemoryStorage"]

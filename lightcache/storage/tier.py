@@ -376,7 +376,7 @@ class StorageTier(BaseTier):
         Args:
             storage: a storage opened with this cache's spec, `StorageSpec.of(cache)`.
             threads: number of threads that call the storage at a time. A hanging one is replaced,
-                until eight are lost; then tasks are refused until one of them returns.
+                up to eight; when all hang, tasks are refused until one of them returns.
             min_tokens: shorter prompts are not written.
             seen: a page is written when it is offered the `seen`-th time; 1: at once.
             seen_keys: number of keys to remember for `seen`.

@@ -201,7 +201,6 @@ def test_lines_fit(document: str) -> None:
 
 PATHS = {
     "docs/design/manager.md": ("**The walk of a `plan`**", "**The device index**"),
-    "docs/design/storage.md": ("### The path of two pages to the disk", "### Beyond one machine"),
 }
 _PLACE = re.compile(r"`(_?[A-Z]\w*)(?:\.(\w+))?`[^`.;]{0,3}\(?(?:in )?`([\w/]+\.py)`")
 
@@ -222,3 +221,23 @@ def test_paths_through_the_code_name_what_is_there(document: str) -> None:
         own = [body for body in bodies if re.match(rf"class {kind}\b", body)]
         assert own, f"no class {kind} in {name}"
         assert not method or any(f"def {method}(" in body for body in own), f"{kind}.{method}"
+
+
+def test_the_way_to_the_disk_names_what_is_there() -> None:
+    """Each class and method of a step is in one of the files beside it."""
+    steps = [
+        [cell.strip() for cell in line.split("|")[2:4]]
+        for line in text("docs/design/path.md").splitlines()
+        if re.match(r"\| \d+ \|", line)
+    ]
+    assert len(steps) == 12
+    for step, files in steps:
+        folder, bodies = Path(), []
+        for name in re.findall(r"`([\w/]+\.py)`", files):
+            path = Path(name) if "/" in name else folder / name
+            folder = path.parent
+            bodies += re.split(r"^(?=class )", (ROOT / path).read_text(), flags=re.M)
+        for kind, method in re.findall(r"`(_?[A-Z]\w*)(?:\.(\w+))?`", step):
+            own = [body for body in bodies if re.match(rf"class {kind}\b", body)]
+            assert own, f"no class {kind} in {files}"
+            assert not method or any(f"def {method}(" in body for body in own), f"{kind}.{method}"

@@ -46,8 +46,8 @@ def test_a_share_without_cells_is_over_at_once(mode, rate):
         engine.warm()
         for window in (None, 1):
             for verb in (engine.offload, engine.load):
-                transfer = verb(Move(np.array([1]), np.arange(16)), window=window)
-                transfer.when_done(told.append)
+                move = Move(np.array([1]), np.arange(16))
+                transfer = verb(move, window=window, when_done=told.append)
                 transfer.wait(60)
                 transfer.wait_on(device.current())
                 assert transfer.nbytes == 0
@@ -254,8 +254,7 @@ def test_a_paced_transfer_is_under_way_until_all_is_enqueued(monkeypatch):
     engine, memory, device = engine_of(case, "copies", rate=1e9)
     hold, told = threading.Event(), []
     engine._in_flight.pacer.put(lambda: hold.wait(60), 0)
-    transfer = engine.offload(Move([0, 1], np.arange(32)))
-    transfer.when_done(told.append)
+    transfer = engine.offload(Move([0, 1], np.arange(32)), when_done=told.append)
     assert not transfer.done()
     assert engine.poll() == 1
     refused(WaitTimeout, "", transfer.wait, 0)

@@ -212,8 +212,7 @@ def test_one_direction_goes_in_order_and_the_other_does_not_wait(sides: Sides) -
 
 def test_a_transfer_is_something_to_be_after(sides: Sides) -> None:
     gate, called = Gate(), []
-    first = sides.engine.offload(Move([0], np.arange(8)), after=[gate])
-    first.when_done(called.append)
+    first = sides.engine.offload(Move([0], np.arange(8)), after=[gate], when_done=called.append)
     second = sides.engine.load(Move([0], np.arange(8, 16)), after=[first])
     assert gate.reached.wait(60)
     gate.opened.set()
@@ -236,15 +235,13 @@ def test_a_transfer_is_something_to_be_after(sides: Sides) -> None:
 
 def test_a_failed_one(sides: Sides) -> None:
     before, gate, called = sides.memory.array.copy(), Gate(RuntimeError("no such stream")), []
-    transfer = sides.engine.offload(MOVE, after=[gate], window=1)
-    transfer.when_done(called.append)
+    transfer = sides.engine.offload(MOVE, after=[gate], window=1, when_done=called.append)
     gate.opened.set()
     for wait in (transfer.wait, transfer.done, transfer.wait_on, lambda: transfer.wait_layer(0)):
         with pytest.raises(TransferFailed, match="no such stream") as failed:
             wait()
         assert isinstance(failed.value.__cause__, RuntimeError)
-    transfer.when_done(called.append)
-    assert called == [False, False]
+    assert called == [False]
     assert (sides.memory.array == before).all()
     assert sides.engine.poll() == 0
     sides.engine.offload(MOVE).wait(60)
@@ -358,8 +355,7 @@ def test_transfers_that_nobody_asks_for_are_forgotten(sides: Sides) -> None:
         sides.engine.offload(MOVE).synchronize()
     assert len(sides.engine._queue.open) <= 1
     called: list[bool] = []
-    kept = sides.engine.offload(MOVE)
-    kept.when_done(called.append)
+    kept = sides.engine.offload(MOVE, when_done=called.append)
     kept.synchronize()
     del kept
     sides.engine.offload(MOVE).synchronize()

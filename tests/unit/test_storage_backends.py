@@ -238,17 +238,41 @@ def test_memory_refuses(how: dict[str, Any]) -> None:
     refused(ConfigError, "", MemoryStorage, SPEC, **how)
 
 
-def test_memory_closed_in_the_middle_of_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_closed_after_a_write_in_flight(
+    monkeypatch: pytest.MonkeyPatch, wait_until: Any
+) -> None:
     keys = make_keys(2)
     storage = MemoryStorage(SPEC)
+    order: list[str] = []
 
-    def closing(*arguments: Any) -> int:
+    def close() -> None:
         storage.close()
+        order.append("closed")
+
+    closer = threading.Thread(target=close)
+
+    def writing(*arguments: Any) -> int:
+        if closer.ident is None:
+            closer.start()
+        wait_until(lambda: _refuses(storage), "the storage to be closing")
+        order.append("written")
         return checksum(*arguments)
 
-    monkeypatch.setattr("lightcache.storage.memory.checksum", closing)
-    refused(Detached, "", put, storage, keys)
+    monkeypatch.setattr("lightcache.storage.memory.checksum", writing)
+    assert put(storage, keys) == [WriteStatus.STORED] * 2
+    closer.join(60)
+    assert order == ["written", "written", "closed"]
     assert storage.stats().pages == 0
+
+
+def _refuses(storage: MemoryStorage) -> bool:
+    try:
+        storage.contains(make_keys(1), timeout=0.0)
+    except Detached:
+        return True
+    except StorageError:
+        return False
+    return False
 
 
 def test_memory_stores_once_what_two_write_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,8 +152,7 @@ def test_a_failed_copy_is_never_a_success(mode):
     told = []
     with engine:
         device.fail_copies = True
-        transfer = engine.offload(Move([0], np.arange(16)))
-        transfer.when_done(told.append)
+        transfer = engine.offload(Move([0], np.arange(16)), when_done=told.append)
         refused(TransferFailed, "the copy failed", transfer.wait)
         refused(TransferFailed, "", transfer.done)
         refused(TransferFailed, "", transfer.wait_on, device.current())
