@@ -156,7 +156,7 @@ class KVCacheManager:
         )
         """State shared by the manager's parts, and by a manager that is built on this one."""
         self.lookup = PrefixLookup(state, costs)
-        """`lookup` and `offloader`: also for a manager that is built on this one."""
+        """Also for a manager that is built on this one."""
         self.offloader = Offloader(state)
         self._counters, self._added, self._add_at = counters, Counters(), 0.0
         self._write_back = WriteBack(state, self.offloader)

@@ -12,6 +12,7 @@ import os
 import re
 import threading
 import time
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
@@ -320,9 +321,26 @@ class Calls:
 
 
 class Owned(Storage):
-    """A storage that belongs to the process that opened it."""
+    """A storage that belongs to the process that opened it, and that is closed when no call is in
+    flight: wrap each call in `self._calls.one()`."""
 
-    _calls: Calls
+    def __init__(self) -> None:
+        """Open. For subclasses."""
+        self._calls = Calls()
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Give back what it has. No call is in flight, and none will follow. Called again if it
+        raised."""
+
+    def close(self) -> None:
+        """See `Storage.close`. Waits up to 10 s for calls of other threads.
+
+        Raises:
+            StorageError: a call hangs, or something could not be given back; call again.
+            Detached: in a forked child.
+        """
+        self._calls.end(self._release)
 
     def __exit__(
         self,

@@ -12,7 +12,6 @@ from lightcache import _arguments
 from lightcache._arguments import parse_size
 from lightcache.errors import ConfigError, StorageError
 from lightcache.storage.common import (
-    Calls,
     Counters,
     Deadline,
     Options,
@@ -76,12 +75,12 @@ class MemoryStorage(Owned):
                     f"memory: capacity: expected {spec.page_bytes} bytes or more, those of a page, "
                     f"found {room}"
                 )
+        super().__init__()
         self.spec = spec
         self.capacity = _MOST if pages is None else _arguments.count(pages, "pages", 0, _MOST)
         self._lock = threading.Lock()
         self._pages: OrderedDict[bytes, _Page] = OrderedDict()  # least recently used first
         self._counters = Counters()
-        self._calls = Calls()
 
     @classmethod
     def open(cls, options: Mapping[str, str], spec: StorageSpec) -> MemoryStorage:
@@ -205,15 +204,7 @@ class MemoryStorage(Owned):
         pages = len(self._pages)
         return self._counters.snapshot(pages, pages * self.spec.page_bytes)
 
-    def close(self) -> None:
-        """See `Storage.close`. Drops all pages.
-
-        Raises:
-            Detached: in a forked child.
-        """
-        self._calls.end(self._forget)
-
-    def _forget(self) -> None:
+    def _release(self) -> None:
         with self._lock:
             self._pages.clear()
 

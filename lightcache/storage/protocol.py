@@ -209,8 +209,8 @@ class Storage(ABC):
 
     @abstractmethod
     def read(self, keys: Keys, buffers: Sequence[Buffer], *, timeout: float) -> ReadResult:
-        """Read the pages of these keys into the buffers. The checksum of each page is verified; a
-        CORRUPT page is dropped, so that it can be stored again.
+        """Read the pages of these keys into the buffers, also those after an absent one. Each
+        page's checksum is verified; a CORRUPT page is dropped, so that it can be stored again.
 
         Raises:
             StorageError: the backend could do nothing; all buffers are undefined.
@@ -226,7 +226,8 @@ class Storage(ABC):
         parent: Keys | None = None,
     ) -> WriteResult:
         """Store pages. A page that is already stored is not written again, since equal keys mean
-        equal content. Later calls find a page whole or not at all.
+        equal content; so a key that stands twice in a batch is STORED once, then PRESENT. Later
+        calls find a page whole or not at all.
 
         Args:
             parent: the key of the page before the first one, shape (1, 2), written earlier; None:

@@ -18,7 +18,6 @@ from lightcache.breaker import CircuitBreaker
 from lightcache.errors import ConfigError, LightcacheError, StorageError
 from lightcache.shm.waiting import Condition
 from lightcache.storage.common import (
-    Calls,
     Clock,
     Counters,
     Deadline,
@@ -804,7 +803,7 @@ class StackedStorage(Owned):
         most = _arguments.count(promote_bytes, "promote_bytes", 0, 1 << 50)
         self._promoter = Promoter(self._levels[0], most, promote_seconds)
         self._counters = Counters()
-        self._calls = Calls()
+        super().__init__()
 
     # ---- the protocol
 
@@ -883,15 +882,6 @@ class StackedStorage(Owned):
         most = max((level.stats for level in levels), key=lambda stats: stats.pages)
         ours = self._counters.snapshot(most.pages, most.bytes)
         return replace(ours, evicted=levels[-1].stats.evicted)
-
-    def close(self) -> None:
-        """See `Storage.close`. Both are closed, even if one raises; queued promotions are dropped.
-
-        Raises:
-            StorageError: a storage could not be closed, with the first error; call again.
-            Detached: in a forked child.
-        """
-        self._calls.end(self._release)
 
     def _release(self) -> None:
         self._promoter.stop()

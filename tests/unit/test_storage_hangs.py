@@ -73,6 +73,7 @@ def test_a_write_that_hangs_keeps_its_pages(cache: Cache) -> None:
     assert flaky.wait_hanging()
     now[0] = 10.0
     tier.poll()
+    task.wait(60.0)  # the watching thread may have been faster, and be at it
     assert task.state is FAILED
     assert tier.stats().stuck == 1
     assert cache.check().pins == 8
@@ -96,6 +97,8 @@ def test_all_threads_hang(cache: Cache) -> None:
     tasks.append(tier.write(KEYS))
     now[0] = 10.0
     tier.poll()
+    for task in tasks:
+        task.wait(60.0)
     assert [task.state for task in tasks] == [FAILED, FAILED, FAILED, FINISHED]
     assert "in the queue" in tasks[2].result.reasons[0]
     flaky.let_go()
@@ -125,6 +128,7 @@ def test_a_call_that_comes_back_late_publishes_nothing(cache: Cache) -> None:
     assert not task.ended  # within its grace
     now[0] = 11.0
     tier.poll()
+    task.wait(60.0)  # the watching thread may have been faster, and be at it
     assert task.state is FAILED
     flaky.let_go()
     assert tier.close()

@@ -89,7 +89,7 @@ class DictStorage(RemoteStorage):
         self.values.clear()
         return gone
 
-    def _disconnect(self) -> None:
+    def _release(self) -> None:
         self.values = {}
 
 

@@ -29,7 +29,6 @@ from lightcache.layout import Cause
 from lightcache.reservations import Reservation
 from lightcache.storage.common import (
     CLOSING,
-    Calls,
     Clock,
     Counters,
     Deadline,
@@ -444,7 +443,7 @@ class DiskStorage(Owned):
             self._folder.close()
             raise StorageError(f"disk: {error}; give fewer threads=") from error
         self._writer = Writer(self._folder, self._executor, _health(f"disk {path}", retry, clock))
-        self._calls = Calls()
+        super().__init__()
 
     @classmethod
     def open(cls, path: str, options: Mapping[str, str], spec: StorageSpec) -> DiskStorage:
@@ -606,16 +605,6 @@ class DiskStorage(Owned):
                 raise self._gone(error) from error
             except LightcacheError as error:
                 raise StorageError(f"disk: {error}") from error
-
-    def close(self) -> None:
-        """See `Storage.close`. Waits up to 10 s for calls of other threads.
-
-        Raises:
-            StorageError: a call hangs; call again.
-            LockTimeout: another process held the index's lock too long; call again.
-            Detached: in a forked child.
-        """
-        self._calls.end(self._release)
 
     def _release(self) -> None:
         self._executor.close(CLOSING)

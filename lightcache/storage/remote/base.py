@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from lightcache.errors import ConfigError, Detached, LightcacheError, StorageError
 from lightcache.shm.waiting import Condition
 from lightcache.storage.common import (
-    Calls,
     Counters,
     Deadline,
     Owned,
@@ -140,10 +139,10 @@ class RemoteStorage(Owned):
 
     def __init__(self, spec: StorageSpec) -> None:
         """For subclasses. Connects to nothing: call it first, and set `scheme`."""
+        super().__init__()
         self.spec = spec
         self._prefix = f"lightcache/{spec.name}/"  # computed once: the name is a digest
         self._counters = Counters()
-        self._calls = Calls()
         self._claims = Claims()
 
     # ---- for subclasses
@@ -174,10 +173,6 @@ class RemoteStorage(Owned):
     @abstractmethod
     def _remove_all(self, deadline: Deadline) -> int:
         """Remove all values of this spec. Returns the number removed. Raises as `_remove`."""
-
-    @abstractmethod
-    def _disconnect(self) -> None:
-        """Disconnect. No call is in flight, and none will follow."""
 
     def object_name(self, name: bytes) -> str:
         """The name of a page in the store."""
@@ -358,17 +353,6 @@ class RemoteStorage(Owned):
     def _said(self, error: Exception) -> str:
         """The text of an error; the scheme is added unless it is one of ours."""
         return str(error) if isinstance(error, LightcacheError) else f"{self.scheme}: {error}"
-
-    # ---- closing
-
-    def close(self) -> None:
-        """See `Storage.close`. Waits up to 10 s for calls of other threads.
-
-        Raises:
-            StorageError: a call hangs; call again.
-            Detached: in a forked child.
-        """
-        self._calls.end(self._disconnect)
 
 
 __all__ = [

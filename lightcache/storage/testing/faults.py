@@ -14,7 +14,6 @@ from typing import Any, Literal, TypeVar, cast, get_args
 from lightcache.errors import ConfigError, StorageError
 from lightcache.shm.waiting import Condition
 from lightcache.storage.common import (
-    Calls,
     Clock,
     Counters,
     Deadline,
@@ -232,7 +231,7 @@ class FlakyStorage(Owned):
         self._let_go = False
         self._hanging = 0
         self._dead = False
-        self._calls = Calls()
+        super().__init__()
 
     @classmethod
     def open(cls, options: Mapping[str, str], inner: Storage) -> FlakyStorage:
@@ -363,14 +362,6 @@ class FlakyStorage(Owned):
         inner = self.inner.stats()
         ours = self._counters.snapshot(inner.pages, inner.bytes)
         return replace(ours, evicted=inner.evicted)
-
-    def close(self) -> None:
-        """See `Storage.close`. Releases hanging calls.
-
-        Raises:
-            Detached: in a forked child.
-        """
-        self._calls.end(self._release)
 
     def _release(self) -> None:
         self.let_go()

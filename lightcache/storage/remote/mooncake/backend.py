@@ -153,7 +153,6 @@ class MooncakeStorage(RemoteStorage):
         """
         super().__init__(spec)
         self._threads = options.threads
-        self._prefix = self.object_name(b"")  # made once: it costs more than the rest of a name
         self._staging = Staging(options.buffer, spec.page_bytes)
         share = max(1, self._staging.slots // (options.threads + 1))
         self._group = max(1, min(share, GROUP // spec.page_bytes, BATCH))
@@ -218,13 +217,13 @@ class MooncakeStorage(RemoteStorage):
         return results.count(0)
 
     def _remove_all(self, deadline: Deadline) -> int:
-        pattern = f"^{self._prefix}[0-9a-f]+$"
+        pattern = f"^{self.object_name(b'')}[0-9a-f]+$"
         removed = self._callers.ask(lambda: self._client.remove_all(pattern), deadline)
         if removed < 0:
             raise StorageError(f"mooncake: {meaning(removed)}")
         return removed
 
-    def _disconnect(self) -> None:
+    def _release(self) -> None:
         if not self._callers.close(CLOSING):
             raise StorageError("mooncake: close: a call of its client hangs; close it again")
         try:
@@ -243,7 +242,7 @@ class MooncakeStorage(RemoteStorage):
             asking.close(0.0)
 
     def _names(self, names: Sequence[bytes]) -> list[str]:
-        return [self._prefix + name.hex() for name in names]
+        return [self.object_name(name) for name in names]
 
     # ---- groups in flight
 

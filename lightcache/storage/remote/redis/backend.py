@@ -172,7 +172,7 @@ class RedisStorage(RemoteStorage):
                 if cursor == b"0":
                     return removed
 
-    def _disconnect(self) -> None:
+    def _release(self) -> None:
         self._lanes.close(CLOSING)
         self._connections.close()
 

@@ -706,7 +706,7 @@ class S3Storage(RemoteStorage):
             removed += len(part)
         return removed
 
-    def _disconnect(self) -> None:
+    def _release(self) -> None:
         self._requests.close()
         self._ended.detach()
         self._spare.clear()
