@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -130,11 +131,12 @@ class WindowTable:
     naming: tuple[NamingResult, int] | None = None
     """A naming whose result is not in the table yet, and its first block."""
 
-    def grow(self, tokens: int) -> None:
-        """Add blocks up to so many tokens. Raises OutOfPages; nothing changed."""
+    def grow(self, tokens: int, hold: Callable[[int], Allocation]) -> None:
+        """Add blocks up to so many tokens, as `hold` gives them. Raises OutOfPages; nothing
+        changed."""
         missing = -(-tokens // self.window.block_tokens) - len(self.blocks)
         if missing > 0:
-            fresh = self.window.hold(missing)
+            fresh = hold(missing)
             blocks = np.concatenate([self.blocks, fresh.pages])
             kind = self.kind + bytes([HELD]) * missing
             assign((self, self, fresh), ("blocks", "kind", "ended"), (blocks, kind, True))

@@ -636,22 +636,14 @@ class KVWriteBack(BlockWriteBack):
     def _store(self, written: list[_Origin]) -> None:
         """Write pages that were written back from the host to storage, each prompt as far as it was
         written. The host did not have these pages when their request ended."""
-        storage, last = self._state.storage, dict[bytes, _Origin]()
-        if storage is None:
-            return
+        last = dict[bytes, _Origin]()
         for origin in sorted(written, key=lambda each: len(each.host_keys)):
             if origin.to_storage and self._state.weights.is_valid(origin.space):
                 if len(origin.host_keys) > 1:
                     last.pop(origin.host_keys[-2].tobytes(), None)
                 last[origin.host_keys[-1].tobytes()] = origin
         for origin in last.values():
-            try:
-                task = storage.write(origin.host_keys, namespace=origin.space.host)
-                self._state.tasks.add(task)
-            except LightcacheError:
-                self._state.counts.add(errors=1)
-            except Exception as error:
-                self._state.transfers.foreign.note(error)
+            self.store(origin.host_keys, origin.space)
 
     def _give_up(self, batch: _Batch) -> None:
         index, n = self._state.device.index, len(batch.lease)

@@ -17,10 +17,11 @@ from functools import partial
 from typing import TypeVar
 
 from lightcache._arguments import Keys, Pages
-from lightcache.errors import OutOfPages, WaitTimeout
+from lightcache.errors import LightcacheError, OutOfPages, WaitTimeout
 from lightcache.leases import Allocation, Lease
 from lightcache.manager.blocks import DeviceTier, ManagedBlocks
 from lightcache.manager.limits import nothing, seconds_of
+from lightcache.manager.request import CacheScope
 from lightcache.manager.state import ManagerState
 from lightcache.manager.transfers import BlockTransfer, State
 from lightcache.page_index import PageIndex
@@ -64,11 +65,11 @@ class WriteBack:
         if index is None or n < 1:
             return 0
         oldest = index.oldest(min(n, 4096))
-        batch = self._new(oldest.lease, cause)
+        pages, batch = oldest.pages.copy(), self._new(oldest.lease, cause)
         self._batches.append(batch)
-        batch.stay = not self._write(batch, oldest.pages.copy(), oldest.keys)
+        batch.stay = not self._write(batch, pages, oldest.keys)
         self.poll()
-        return len(oldest)
+        return len(pages)
 
     def running(self) -> BlockTransfer | None:
         """A copy in flight of what is being written back; None: there is none."""
@@ -163,6 +164,18 @@ class BlockWriteBack(WriteBack):
             if missing > 0:
                 demote = partial(self.demote, missing, "low_water")
                 self._state.fail_open.run(demote, lambda: 0, proves=False)
+
+    def store(self, keys: Keys, space: CacheScope) -> None:
+        """Begin to write pages that the host has got to storage. Errors are counted or noted."""
+        state = self._state
+        if state.storage is None:
+            return
+        try:
+            state.tasks.add(state.storage.write(keys, namespace=space.host))
+        except LightcacheError:
+            state.counts.add(errors=1)
+        except Exception as error:
+            state.transfers.foreign.note(error)
 
 
 def when_there_is_room(

@@ -175,6 +175,8 @@ class WindowEngine:
         weights: str = "",
         storage: Any = None,
         write: WritePolicy = WritePolicy.THROUGH,
+        low_water: float | None = None,
+        timeout: float | None = 0.0,
     ) -> None:
         """Opens everything; `close` closes it.
 
@@ -182,7 +184,9 @@ class WindowEngine:
             host: the cache that engines share; None: its own.
             wrap: makes a transfer backend of a transfer engine.
             storage: makes a tier of the cache; None: there is none.
+            timeout: of an allocation.
         """
+        self.timeout = timeout
         self.rules = tuple(rules.values()) if isinstance(rules, Mapping) else rules
         self.block, self.random = block, np.random.default_rng(seed)
         kv = PageGeometry([_group("kv", 1, page, Rule.prefix())])
@@ -214,7 +218,7 @@ class WindowEngine:
             self.backends[0],
             weights=weights,
             storage=self.tier,
-            config=ManagerConfig(write=write),
+            config=ManagerConfig(write=write, low_water=low_water),
         )
         self.windows = []
         for number, (rule, geometry) in enumerate(zip(self.rules, geometries, strict=True), 1):
@@ -303,7 +307,7 @@ class WindowEngine:
         """Blocks for so many tokens. What new ones hold is anybody's."""
         seq = self.running[request]
         before = {name: len(table) for name, table in seq.tables.items()}
-        fresh = self.manage.allocate(request, tokens)
+        fresh = self.manage.allocate(request, tokens, timeout=self.timeout)
         for name, table in fresh.items():
             begin = before.get(name)
             if begin is None:  # those of the match, if any, are on the device already

@@ -11,7 +11,7 @@ import pytest
 from support.window_engine import PREFIX, AtOnce, LateBackend, OutOfPages, WindowEngine
 
 from lightcache.groups import Rule
-from lightcache.manager import Prompt, RequestOptions
+from lightcache.manager import Prompt, RequestOptions, WritePolicy
 
 OPTIONS = (
     [RequestOptions()] * 6
@@ -33,6 +33,7 @@ def shapes(seed: int) -> dict[str, Any]:
         "blocks": 300 // block,
         "window_blocks": draw.choice([150, 300]) // block,
         "pages": draw.choice([80, 200, 400]) * 8 // page,
+        "write": WritePolicy.BACK if seed % 3 == 0 else WritePolicy.THROUGH,
     }
 
 
@@ -84,8 +85,9 @@ class Traffic:
                     *self._some(6),
                 ]
                 self.ended += 1
-        except OutOfPages:
-            self.engine.end(request)
+        except OutOfPages as error:
+            if "being written to the host first" not in str(error) or self.random.random() < 0.1:
+                self.engine.end(request)
 
     def evict(self) -> None:
         engine = self.engine
@@ -177,5 +179,7 @@ def test_answers_and_matches(segment_name: str, seed: int) -> None:
         engine.settle()
         engine.nothing_left()
         assert traffic.ended
+        stats = engine.manage.window_stats()
+        assert bool(stats.demotions) <= (seed % 3 == 0)
     finally:
         engine.close()
