@@ -158,17 +158,20 @@ def test_a_block_goes_before_others_of_its_page(engines: Make) -> None:
     assert engine.backends[1].pages == 2 * own  # each page once
 
 
-def test_a_mark_outlives_other_content_of_its_block(engines: Make) -> None:
-    engine = engines(wrap=Counting)
+def test_a_mark_is_stale_once_its_block_has_other_content(engines: Make) -> None:
+    engine = engines(wrap=Counting, window_blocks=16)
     engine.run(STEM, 0)
     engine.settle()
-    engine.forget_device()  # evicted unwritten, behind our back
-    engine.run(OTHER[:20], 0)
+    engine.forget_device()  # evicted unwritten
+    request = engine.begin(OTHER, 0, RequestOptions(tiers=frozenset({"device"})))
+    while engine.step(request):
+        pass
+    engine.end(request)
+    assert demote(engine) == 15
     engine.settle()
-    demote(engine)
-    engine.settle()
-    assert on_host(engine, STEM) == []
-    assert on_host(engine, OTHER) == [0, 1]
+    assert engine.backends[1].pages == 0
+    stats = engine.manage.window_stats()
+    assert (stats.demotions, stats.demotions_lost) == (0, 0)
 
 
 def test_a_share_of_the_blocks_is_kept_free(engines: Make) -> None:
