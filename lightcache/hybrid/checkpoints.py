@@ -27,6 +27,7 @@ from lightcache.manager.backend import TransferBackend
 from lightcache.manager.blocks import capacity_of
 from lightcache.manager.lookup import joined
 from lightcache.manager.request import WritePolicy
+from lightcache.manager.state import check_run
 from lightcache.manager.stats import TierCapacity
 from lightcache.manager.transfers import BlockTransfer, OnEnd, TransferTracker, still_moving
 from lightcache.namespaces import Namespace, NamespaceState
@@ -699,6 +700,7 @@ class Checkpoints:
                 )
         if host is not None and backend is None:
             raise ConfigError("checkpoints: a host cache needs a transfer backend; give backend=")
+        check_run(backend, run)
         if write not in (WritePolicy.THROUGH, WritePolicy.BACK):
             raise ConfigError(f"write: expected THROUGH or BACK, found {write!r}")
         if storage is not None and host is None:

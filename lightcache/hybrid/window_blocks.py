@@ -17,7 +17,7 @@ from lightcache.leases import Allocation, Lease, NamingResult
 from lightcache.manager.backend import TransferBackend
 from lightcache.manager.blocks import ManagedBlocks
 from lightcache.manager.request import HELD, PINNED
-from lightcache.manager.state import check_blocks
+from lightcache.manager.state import check_blocks, check_run
 from lightcache.namespaces import Namespace
 from lightcache.page_index import PageIndex
 from lightcache.runs import PLAIN, Run
@@ -73,6 +73,7 @@ class WindowBlocks(ManagedBlocks):
                 f"run: expected one with a group from 1 on together with a backend, found {run} "
                 f"and backend {backend!r}; group 0 is full attention"
             )
+        check_run(backend, run)
         check_blocks(backend, blocks, block_tokens)
         self.rule, self.backend, self.run = rule, backend, run
         super().__init__(
