@@ -249,7 +249,7 @@ class WindowEngine:
             ranks: that share each page, in this process; 0: the engine copies by itself.
             others: further ranks, of other processes; given the names of cache and log.
         """
-        self.timeout = timeout
+        self.name, self.timeout = name, timeout
         self.rules = tuple(rules.values()) if isinstance(rules, Mapping) else rules
         self.block, self.random = block, np.random.default_rng(seed)
         shape = {
