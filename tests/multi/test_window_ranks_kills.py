@@ -95,7 +95,7 @@ def serve(engine: WindowEngine) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "serving",
-    [THROUGH, ("offload", WritePolicy.BACK)],
+    [("offload", WritePolicy.THROUGH), ("offload", WritePolicy.BACK)],
     indirect=True,
     ids=["saved", "written back"],
 )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.crew import Crew
 from support.refusals import refused
+from support.state_team import StateTeam, open_host_of_both, state
 from support.storing import Recorder
 from support.window_engine import LateBackend, WindowEngine
 
@@ -174,6 +175,25 @@ def test_an_engine_of_other_ranks_reads_what_these_wrote(engines: Make) -> None:
     one.run(STEM, 0)
     one.settle()
     assert other.run(STEM, 3).match.usable == 56
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(2, 4), (4, 1)])
+def test_ranks_share_states_in_the_cache_of_kv(
+    segment_name: str, writers: int, readers: int
+) -> None:
+    with open_host_of_both(f"{segment_name}.kv") as host:
+        for number, (ranks, usable) in enumerate(((writers, 0), (readers, 12))):
+            team = StateTeam(f"{segment_name}.{number}", host, host, ranks)
+            match, slot = team.begin("a", STEM[:13])
+            assert match.usable == usable
+            if usable:
+                assert match.tier is Tier.HOST
+                assert team.wrong(slot, state(1)) == []
+            team.write(slot, state(1))
+            team.end("a", 12)
+            assert not [each.worker.last_error for each in team.ranks if each.worker.failures]
+            team.close()
+        assert host.check().pins == 0
 
 
 # ---- orders
