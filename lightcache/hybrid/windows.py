@@ -31,7 +31,6 @@ from lightcache.hybrid.requests import POINT, PREFIX, HybridMatch, HybridRequest
 from lightcache.hybrid.window_blocks import WindowBlocks, WindowTable
 from lightcache.leases import Allocation, Lease, NamingResult
 from lightcache.manager.blocks import NONE, ManagedBlocks
-from lightcache.manager.limits import nothing
 from lightcache.manager.lookup import LookupRequest
 from lightcache.manager.manager import KVCacheManager
 from lightcache.manager.request import (
@@ -45,6 +44,7 @@ from lightcache.manager.request import (
 from lightcache.manager.transfers import BlockTransfer
 from lightcache.manager.write_back import BlockWriteBack, WrittenBack
 from lightcache.namespaces import Namespace
+from lightcache.page_index import PageIndex
 from lightcache.runs import PLAIN
 from lightcache.shm.locking import Hurried
 
@@ -180,6 +180,8 @@ class Stretch:
     """Tokens of a window in whole blocks and whole host pages."""
 
     space: CacheScope
+    own: Namespace
+    """The device's. It stays, where `WindowBlocks.beside` would open a new one after a clear."""
     device_keys: Keys
     """Of its blocks."""
     host_keys: Keys
@@ -217,7 +219,8 @@ class WindowWriteBack(BlockWriteBack):
         for i in range(len(blocks) // unit):
             own = slice(i * unit, (i + 1) * unit)
             keys = needed.host_keys[i * pages : (i + 1) * pages].copy()
-            mark = Stretch(needed.space, needed.device_keys[own].copy(), keys, needed.stored)
+            blocks_keys = needed.device_keys[own].copy()
+            mark = Stretch(needed.space, needed.own, blocks_keys, keys, needed.stored)
             self._marks.update(dict.fromkeys(blocks[own].tolist(), mark))
 
     def _write(self, batch: WrittenBack, pages: Pages, keys: Keys) -> bool:
@@ -249,8 +252,8 @@ class WindowWriteBack(BlockWriteBack):
         blocks = np.array([ours.get(name, -1) for name in names], np.int32)
         with contextlib.ExitStack() as unless_copied:
             if others:
-                own = self._window.beside(mark.space.host)
-                pins = self._window.open_index.match(mark.device_keys[others], namespace=own)
+                index = self._window.open_index
+                pins = index.match(mark.device_keys[others], namespace=mark.own)
                 unless_copied.callback(pins.close)
                 if len(pins) < len(others):
                     return
@@ -262,36 +265,29 @@ class WindowWriteBack(BlockWriteBack):
         found = self._host.peek(mark.host_keys, namespace=mark.space.host)
         return found == len(mark.host_keys)
 
-    def _end(self, batch: WrittenBack) -> None:
+    def _freed(self, batch: WrittenBack, index: PageIndex, listed: int, freed: int) -> None:
         assert isinstance(batch, _Batch)
-        run = self._state.fail_open.run
-        run(partial(self._free, batch), batch.lease.close, proves=False)
-        if not batch.stay:
-            offer = partial(self._offer, [mark for mark, _ in batch.marks.values()])
-            run(offer, nothing, proves=False)
-
-    def _free(self, batch: _Batch) -> None:
-        index = self._index()
-        if batch.stay or index is None:
-            batch.lease.close()
-            return
-        index.discard(batch.lease)
         for block, (mark, key) in batch.marks.items():
-            if index.peek(key, namespace=self._window.beside(mark.space.host)):
+            if index.peek(key, namespace=mark.own):
                 continue  # a request has matched it meanwhile
             if self._marks.get(block) is mark:
                 del self._marks[block]
             self._groups.count(**{"demotions" if self._on_host(mark) else "demotions_lost": 1})
 
-    def _offer(self, marks: Sequence[Stretch]) -> None:
-        """Give storage the positions that the host has whole since these pages came there."""
-        last = {mark.stored[-1].tobytes(): mark for mark in marks if mark.stored is not None}
-        for mark in last.values():
-            assert mark.stored is not None
-            if self._state.weights.is_valid(mark.space):
-                keys = self._groups.whole(mark.stored, mark.space, [len(mark.stored)])
-                if len(keys):
-                    self.store(keys, mark.space)
+    def _store(self, batch: WrittenBack) -> None:
+        """Positions that the host has whole since these pages came there."""
+        assert isinstance(batch, _Batch)
+        positions = {
+            (mark.space, mark.stored[-1].tobytes()): mark.stored
+            for mark, _ in batch.marks.values()
+            if mark.stored is not None and not batch.stay
+        }
+        for (space, _), kv in positions.items():
+            if not self._state.weights.is_valid(space):
+                continue
+            keys = self._groups.whole(kv, space, [len(kv)])
+            if len(keys) and self._state.host.peek(kv, namespace=space.host) == len(kv):
+                self._write_to_storage(keys, space)
 
     def close(self) -> None:
         """See `WriteBack`."""
@@ -626,6 +622,7 @@ class WindowGroups:
         stored = self.state.storage is not None and "storage" in options.tiers
         needed = Stretch(
             space,
+            window.beside(space.host),
             np.ascontiguousarray(inner.device_chain.keys[begin // block : position // block]),
             np.ascontiguousarray(inner.host_chain.keys[begin // page : position // page]),
             inner.host_chain.keys[: position // page] if back is not None and stored else None,
@@ -633,7 +630,7 @@ class WindowGroups:
         # What is stored when the request has ended is on the host by then.
         of = None if self.state.storage is None else inner.transfers
         # The copy's own pins: the request may give these blocks back while it runs.
-        pins = window.open_index.match(needed.device_keys, namespace=window.beside(space.host))
+        pins = window.open_index.match(needed.device_keys, namespace=needed.own)
         with contextlib.ExitStack() as unless_copied:
             unless_copied.callback(pins.close)
             if len(pins) < len(needed.device_keys):

@@ -619,21 +619,17 @@ class KVWriteBack(BlockWriteBack):
             every, self._evicting = self._evicting, []
             for begun, written in every:
                 if all(transfer.finished for transfer in begun):
-                    self._guard_store(written)
+                    store = partial(self._store_pages, written)
+                    self._state.fail_open.run(store, nothing, proves=False)
                 else:
                     self._evicting.append((begun, written))
         super().poll()
 
-    def _end(self, batch: WrittenBack) -> None:
+    def _store(self, batch: WrittenBack) -> None:
         assert isinstance(batch, _Batch)
-        give_up = partial(self._give_up, batch)
-        self._state.fail_open.run(give_up, batch.lease.close, proves=False)
-        self._guard_store(batch.written)
+        self._store_pages(batch.written)
 
-    def _guard_store(self, written: list[_Origin]) -> None:
-        self._state.fail_open.run(partial(self._store, written), nothing, proves=False)
-
-    def _store(self, written: list[_Origin]) -> None:
+    def _store_pages(self, written: list[_Origin]) -> None:
         """Write pages that were written back from the host to storage, each prompt as far as it was
         written. The host did not have these pages when their request ended."""
         last = dict[bytes, _Origin]()
@@ -643,21 +639,17 @@ class KVWriteBack(BlockWriteBack):
                     last.pop(origin.host_keys[-2].tobytes(), None)
                 last[origin.host_keys[-1].tobytes()] = origin
         for origin in last.values():
-            self.store(origin.host_keys, origin.space)
+            self._write_to_storage(origin.host_keys, origin.space)
 
-    def _give_up(self, batch: _Batch) -> None:
-        index, n = self._state.device.index, len(batch.lease)
-        if batch.stay or index is None:
-            batch.lease.close()
-            return
-        discarded = index.discard(batch.lease)
+    def _freed(self, batch: WrittenBack, index: PageIndex, listed: int, freed: int) -> None:
+        assert isinstance(batch, _Batch)
         ask = partial(self._on_host, batch, index)
-        present = min(discarded, self._state.fail_open.run(ask, lambda: 0, proves=False))
+        present = min(freed, self._state.fail_open.run(ask, lambda: 0, proves=False))
         self._state.counts.add(
             demotions=present,
-            demotions_lost=discarded - present,
-            kept_by_match=n - discarded,
-            **{f"device_evicted_{batch.cause}": discarded},
+            demotions_lost=freed - present,
+            kept_by_match=listed - freed,
+            **{f"device_evicted_{batch.cause}": freed},
         )
 
     def _homes_of(self, blocks: Pages, keys: Keys) -> dict[int, _Home]:

@@ -116,6 +116,27 @@ class BlockWriteBack(WriteBack):
     def _index(self) -> PageIndex | None:
         return self._device.index if isinstance(self._device, ManagedBlocks) else None
 
+    def _end(self, batch: WrittenBack) -> None:
+        run = self._state.fail_open.run
+        run(partial(self._free, batch), batch.lease.close, proves=False)
+        run(partial(self._store, batch), nothing, proves=False)
+
+    def _free(self, batch: WrittenBack) -> None:
+        index, listed = self._device.index, len(batch.lease)
+        if batch.stay or index is None:
+            batch.lease.close()
+            return
+        self._freed(batch, index, listed, index.discard(batch.lease))
+
+    def _freed(self, batch: WrittenBack, index: PageIndex, listed: int, freed: int) -> None:
+        """Count what became of a batch, of which so many blocks were freed; others were matched
+        meanwhile."""
+        raise NotImplementedError
+
+    def _store(self, batch: WrittenBack) -> None:
+        """Offer to storage what the host has got by a batch."""
+        raise NotImplementedError
+
     def hold(self, n: int) -> Allocation:
         """`ManagedBlocks.hold`, once what makes room for these blocks is on the host.
 
@@ -165,8 +186,8 @@ class BlockWriteBack(WriteBack):
                 demote = partial(self.demote, missing, "low_water")
                 self._state.fail_open.run(demote, lambda: 0, proves=False)
 
-    def store(self, keys: Keys, space: CacheScope) -> None:
-        """Begin to write pages that the host has got to storage. Errors are counted or noted."""
+    def _write_to_storage(self, keys: Keys, space: CacheScope) -> None:
+        """Begin to write host pages to storage. Errors are counted or noted."""
         state = self._state
         if state.storage is None:
             return

@@ -307,6 +307,20 @@ def test_former_weights_are_not_written(engines: Make) -> None:
     assert other.manager.stats().errors == 0
 
 
+def test_a_batch_of_former_weights_leaves_those_of_the_present_ones(engines: Make) -> None:
+    engine = engines(wrap=LateBackend)
+    engine.run(STEM, 0)
+    assert demote(engine) == 15  # in flight
+    engine.change()
+    engine.run(STEM, 0)
+    assert engine.manage.plan("a", Prompt(STEM)).tiers == {"window11": Tier.DEVICE}
+    engine.manage.cancel("a")
+    engine.settle()
+    assert engine.manage.plan("a", Prompt(STEM)).tiers == {"window11": Tier.DEVICE}
+    engine.manage.cancel("a")
+    assert engine.manager.stats().errors == 0
+
+
 @pytest.mark.parametrize(
     "options",
     [RequestOptions(tiers=frozenset({"device"})), RequestOptions(priority=-1)],
