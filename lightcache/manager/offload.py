@@ -523,9 +523,10 @@ class KVWriteBack(BlockWriteBack):
         device = self._state.device
         return device.lives(blocks) if isinstance(device, MirroredBlocks) else None
 
-    def _index(self) -> PageIndex | None:
-        # While copies are disabled, allocating evicts unwritten, as if the host had no room.
-        return super()._index() if self._offloader.may_copy() else None
+    def demote(self, n: int, cause: str = "demote") -> int:
+        """See `WriteBack`. While copies are disabled none: allocating evicts blocks unwritten, as
+        if the host had no room."""
+        return super().demote(n, cause) if self._offloader.may_copy() else 0
 
     def _write(self, batch: WrittenBack, pages: Pages, keys: Keys) -> bool:
         assert isinstance(batch, _Batch)

@@ -233,7 +233,7 @@ class RankCoordinator:
         self.ranks: tuple[ClientId, ...] = ()
         """The clients that adopt new orders."""
         self._set_ranks(ranks)
-        self._kv = RankGroup(self, self.run, None)
+        self._kv = self.group(self.run)
 
     def _set_ranks(self, ranks: Sequence[ClientId]) -> None:
         found = tuple(ClientId(*client) for client in ranks)
@@ -274,7 +274,7 @@ class RankCoordinator:
         Raises:
             ConfigError: no number of slots.
         """
-        return RankGroup(self, run, page_tokens)
+        return RankGroup(self, run, page_tokens, self._order)
 
     def load(self, lease: Lease, slots: Slots, first: int) -> RankTransfer:
         """See `TransferBackend`: every rank loads its share.
@@ -422,11 +422,18 @@ class RankGroup:
     """A `TransferBackend` for one group of a host cache, whose copies the ranks of a
     `RankCoordinator` make, each of its share. `RankCoordinator.group` makes it."""
 
-    def __init__(self, coordinator: RankCoordinator, run: Run, page_tokens: int | None) -> None:
-        """See `RankCoordinator.group`."""
+    def __init__(
+        self,
+        coordinator: RankCoordinator,
+        run: Run,
+        page_tokens: int | None,
+        begin: Callable[..., RankTransfer],
+    ) -> None:
+        """For `RankCoordinator.group`."""
         if page_tokens is not None:
             page_tokens = count(page_tokens, "page_tokens", 1, 1 << 20)
         self._coordinator, self.run, self._page_tokens = coordinator, run, page_tokens
+        self._begin = begin
 
     @property
     def shards(self) -> int:
@@ -436,7 +443,7 @@ class RankGroup:
     def load(self, lease: Lease, slots: Slots, first: int) -> RankTransfer:
         """See `RankCoordinator.load`."""
         order = partial(self._order, Kind.LOAD, slots, first=first)
-        return self._coordinator._order(lease, Keeper(lease), order)
+        return self._begin(lease, Keeper(lease), order)
 
     def offload(self, new: Reservation, slots: Slots) -> RankTransfer:
         """See `RankCoordinator.offload`."""
@@ -453,11 +460,11 @@ class RankGroup:
         rows = np.ascontiguousarray(slots, np.int64)
         own = rows[: len(rows) // tokens * tokens].reshape(-1, tokens)[pages].reshape(-1)
         order = partial(self._order, Kind.OFFLOAD, own, positions=positions)
-        return self._coordinator._order(new, Keeper(new), order)
+        return self._begin(new, Keeper(new), order)
 
     def save(self, held: Allocation, slots: Slots) -> RankTransfer:
         """See `RankCoordinator.save`."""
-        return self._coordinator._order(held, None, partial(self._order, Kind.SAVE, slots))
+        return self._begin(held, None, partial(self._order, Kind.SAVE, slots))
 
     def begun(self, held: Releasable) -> RankTransfer | None:
         """See `TransferBackend`."""
