@@ -383,3 +383,30 @@ def test_a_position_is_stored_once_write_back_has_made_it_whole(engines: Make) -
     assert engine.tier.storage.stats().pages == 7 + 4 + 2
     forget(engine)
     assert engine.run(STEM, 2).match.usable == 56
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_positions_outlive_all_processes_of_a_node(
+    engines: Make, segment_name: str, tmp_path: Any, ranks: int
+) -> None:
+    """Blocks are written back while requests come and go; then engine and cache are gone, and
+    others begin with what the disk has."""
+
+    def on_disk(cache: Cache) -> StorageTier:
+        return StorageTier.open(cache, f"disk:{tmp_path}/kv?capacity=4MiB")
+
+    how: dict[str, Any] = {"storage": on_disk, "window_blocks": 24, "blocks": 24, "ranks": ranks}
+    how |= {"write": WritePolicy.BACK, "every": NEVER, "low_water": 0.1}
+    prompts = [[*STEM, n] for n in (1, 2)] + [[*OTHER, n] for n in (1, 2)]
+    engine = WindowEngine(f"{segment_name}.first", (WINDOW, CHUNK), **how)
+    for prompt in prompts:
+        engine.run(prompt, 0)
+        engine.settle()
+    assert engine.tier._executor.wait_idle(60.0)
+    engine.close()
+    engine = engines(WINDOW, CHUNK, **how)
+    for prompt in prompts[::2]:
+        match = engine.run(prompt, 2).match
+        assert (match.usable, match.kv.storage) == (56, 56)
+        engine.settle()
