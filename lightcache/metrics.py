@@ -129,6 +129,8 @@ _WINDOWS_HELP = {
     "unusable_tokens": "Tokens with KV, after these, for which a window lacked pages.",
     "no_room": "Windows that the host had no room for.",
     "unsaved": "Windows that were not written to the host, since their blocks had gone.",
+    "demotions": "Blocks that a position needs, written back: freed with a copy on the host.",
+    "demotions_lost": "Blocks that a position needs, written back in vain: freed without one.",
     "freed_blocks": "Blocks that running requests gave back, since no later token sees them.",
 }
 

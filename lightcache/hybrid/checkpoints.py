@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,8 +27,10 @@ from lightcache.manager.backend import TransferBackend
 from lightcache.manager.blocks import capacity_of
 from lightcache.manager.lookup import joined
 from lightcache.manager.request import WritePolicy
+from lightcache.manager.state import check_run
 from lightcache.manager.stats import TierCapacity
 from lightcache.manager.transfers import BlockTransfer, OnEnd, TransferTracker, still_moving
+from lightcache.manager.write_back import WriteBack, WrittenBack
 from lightcache.namespaces import Namespace, NamespaceState
 from lightcache.page_index import PageIndex
 from lightcache.reservations import Reservation
@@ -179,24 +181,6 @@ def _is_of(space: Namespace, weights: str, tenant: str | None) -> bool:
 # ---- Copies: between slots, to the host and back, and their pins
 
 
-@dataclass(frozen=True, eq=False)
-class _Origin:
-    """The checkpoint that a slot holds."""
-
-    path: Path
-    count: int
-
-
-@dataclass(eq=False)
-class _Group:
-    """Slots being written back, pinned until their copies have finished."""
-
-    lease: Lease
-    transfers: list[BlockTransfer]
-    origins: dict[int, _Origin]
-    """Checkpoints to be written to the host, by slot."""
-
-
 @dataclass(eq=False)
 class Copied:
     """A launch from slot to slot: the slots it writes, and the leases it reads from."""
@@ -219,8 +203,6 @@ class StateTransfers:
         self.moves = TransferTracker(owner.lock, time_limit)
         """Between slots and host pages."""
         self._copies: list[Copied] = []
-        self._origins: dict[int, _Origin] = {}
-        self._groups: list[_Group] = []
 
     # ---- from slot to slot
 
@@ -248,11 +230,6 @@ class StateTransfers:
             self._copies.remove(copy)  # last: until here an interrupted look is repeated
 
     # ---- to the host
-
-    def note(self, slot: int, path: Path, count: int) -> None:
-        """Note a slot whose checkpoint goes to the host before its slot is reused."""
-        if self._owner.host is not None:
-            self._origins[slot] = _Origin(path, count)
 
     def offload(
         self,
@@ -343,89 +320,6 @@ class StateTransfers:
                 touched, backend, backend.load, lease, (where, 0), on_result, of=of
             )
 
-    # ---- making room
-
-    def demote(self, n: int) -> int:
-        """Begin to write back up to n checkpoints, in the order of eviction. Their slots are freed
-        when the copies have finished, except slots that are in use by then and slots whose host
-        copy failed. Returns the number being written back."""
-        slots = self._owner.slots
-        if slots is None or n < 1:
-            return 0
-        oldest = slots.oldest(min(n, 4096))
-        group = _Group(oldest.lease, [], {})
-        self._groups.append(group)
-        count = len(oldest)
-        for slot, key in zip(oldest.pages.tolist(), oldest.keys, strict=True):
-            origin = self._origins.get(slot)
-            if origin is None or (origin.path.key(origin.count)[0] != key).any():
-                continue  # evicted and reused
-            group.origins[slot] = origin
-            self.offload(slot, origin.path, origin.count, of=group.transfers)
-        self._look_at_groups()
-        return count
-
-    def overwritten(self, slots: Pages) -> None:
-        """Note that the checkpoints in these slots, if any, were evicted."""
-        lost = 0
-        for slot in slots.tolist():
-            origin = self._origins.pop(slot, None)
-            if origin is not None and self._owner.write is WritePolicy.BACK:
-                known = self._owner.spaces.live(origin.path.space)
-                lost += known and not self._there(origin, Tier.HOST)
-        self._owner.counts.update(demotions_lost=lost)
-
-    @property
-    def going(self) -> int:
-        """Number of slots being written back."""
-        return sum(len(group.lease) for group in self._groups)
-
-    def _look_at_groups(self) -> None:
-        finished = [
-            group
-            for group in self._groups
-            if all(transfer.finished for transfer in group.transfers)
-        ]
-        self._groups = [group for group in self._groups if group not in finished]
-        for group in finished:
-            try:
-                with contextlib.suppress(LightcacheError):  # if unanswered, slots are kept
-                    self._give_up(group)
-            finally:
-                group.lease.close()
-
-    def _give_up(self, group: _Group) -> None:
-        """Free the slots of a group, except those whose host copy is missing: these are pinned
-        again meanwhile, which counts as a use, so that others are tried next."""
-        slots = self._owner.slots
-        assert slots is not None
-        written = {
-            slot: origin for slot, origin in group.origins.items() if self._there(origin, Tier.HOST)
-        }
-        with contextlib.ExitStack() as pins:
-            for slot in group.origins.keys() - written.keys():
-                origin = group.origins[slot]
-                key = np.ascontiguousarray(origin.path.key(origin.count))
-                pins.enter_context(slots.match(key, namespace=origin.path.space.device))
-            discarded = slots.discard(group.lease)
-        left = [slot for slot, origin in written.items() if not self._there(origin, Tier.DEVICE)]
-        for slot in left:
-            self._origins.pop(slot, None)
-        self._owner.counts.update(
-            demotions=len(left),
-            demotions_lost=max(0, discarded - len(left)),
-            kept_unwritten=len(group.origins) - len(written),
-        )
-
-    def _there(self, origin: _Origin, tier: Tier) -> bool:
-        """Whether a tier has that checkpoint; False if it does not answer."""
-        path, key = origin.path, np.ascontiguousarray(origin.path.key(origin.count))
-        for each, _, index in self._owner.tiers:
-            if each is tier:
-                with contextlib.suppress(LightcacheError):
-                    return bool(index.peek(key, namespace=path.space.of(tier)))
-        return False
-
     # ---- upkeep
 
     def busy(self, slots: Pages) -> npt.NDArray[np.bool_]:
@@ -443,7 +337,7 @@ class StateTransfers:
         """See `Checkpoints.poll`."""
         self.moves.poll()
         self._look_at_copies()
-        self._look_at_groups()
+        self._owner.back.poll()
         return self.in_flight
 
     def close(self, timeout: float | None) -> None:
@@ -454,10 +348,116 @@ class StateTransfers:
         self.moves.wait(None, timeout)
         with self._owner.lock:
             self.poll()
-            for group in self._groups:
-                group.lease.release()
-            self._groups.clear()
-            self._origins.clear()
+            self._owner.back.close()
+
+
+# ---- Write-back: a checkpoint goes to the host before its slot is used for another
+
+
+@dataclass(frozen=True, eq=False)
+class _Origin:
+    """The checkpoint that a slot holds."""
+
+    path: Path
+    count: int
+
+    @property
+    def key(self) -> Keys:
+        """The one key of its position."""
+        return np.ascontiguousarray(self.path.key(self.count))
+
+
+@dataclass(eq=False)
+class _Batch(WrittenBack):
+    """Slots being written back."""
+
+    origins: dict[int, _Origin] = field(default_factory=dict)
+    """Checkpoints to be written to the host, by slot."""
+
+
+class StateWriteBack(WriteBack):
+    """The write-back of one `Checkpoints`. Its lock is held around every call. Other than a block
+    of KV, a checkpoint stays if its copy failed or the host had no room."""
+
+    _new = _Batch
+
+    def __init__(self, owner: Checkpoints) -> None:
+        """No slot is being written back."""
+        super().__init__()
+        self._owner = owner
+        self._origins: dict[int, _Origin] = {}
+
+    def note(self, slot: int, path: Path, count: int) -> None:
+        """Note a slot whose checkpoint goes to the host before its slot is reused."""
+        if self._owner.host is not None:
+            self._origins[slot] = _Origin(path, count)
+
+    def overwritten(self, slots: Pages) -> None:
+        """Note that the checkpoints in these slots, if any, were evicted."""
+        lost = 0
+        for slot in slots.tolist():
+            origin = self._origins.pop(slot, None)
+            if origin is not None and self._owner.write is WritePolicy.BACK:
+                known = self._owner.spaces.live(origin.path.space)
+                lost += known and not self._there(origin, Tier.HOST)
+        self._owner.counts.update(demotions_lost=lost)
+
+    def _index(self) -> PageIndex | None:
+        return self._owner.slots
+
+    def _write(self, batch: WrittenBack, pages: Pages, keys: Keys) -> bool:
+        assert isinstance(batch, _Batch)
+        for slot, key in zip(pages.tolist(), keys, strict=True):
+            origin = self._origins.get(slot)
+            if origin is None or (origin.key[0] != key).any():
+                continue  # evicted and reused
+            batch.origins[slot] = origin
+            offload = self._owner.traffic.offload
+            offload(slot, origin.path, origin.count, of=batch.transfers)
+        return True
+
+    def _end(self, batch: WrittenBack) -> None:
+        assert isinstance(batch, _Batch)
+        try:
+            with contextlib.suppress(LightcacheError):  # if unanswered, slots are kept
+                self._give_up(batch)
+        finally:
+            batch.lease.close()
+
+    def _give_up(self, batch: _Batch) -> None:
+        """Free the slots of a batch, except those whose host copy is missing: these are pinned
+        again meanwhile, which counts as a use, so that others are tried next."""
+        slots = self._owner.slots
+        assert slots is not None
+        written = {
+            slot: origin for slot, origin in batch.origins.items() if self._there(origin, Tier.HOST)
+        }
+        with contextlib.ExitStack() as pins:
+            for slot in batch.origins.keys() - written.keys():
+                origin = batch.origins[slot]
+                pins.enter_context(slots.match(origin.key, namespace=origin.path.space.device))
+            discarded = slots.discard(batch.lease)
+        left = [slot for slot, origin in written.items() if not self._there(origin, Tier.DEVICE)]
+        for slot in left:
+            self._origins.pop(slot, None)
+        self._owner.counts.update(
+            demotions=len(left),
+            demotions_lost=max(0, discarded - len(left)),
+            kept_unwritten=len(batch.origins) - len(written),
+        )
+
+    def _there(self, origin: _Origin, tier: Tier) -> bool:
+        """Whether a tier has that checkpoint; False if it does not answer."""
+        for each, _, index in self._owner.tiers:
+            if each is tier:
+                with contextlib.suppress(LightcacheError):
+                    return bool(index.peek(origin.key, namespace=origin.path.space.of(tier)))
+        return False
+
+    def close(self) -> None:
+        """See `WriteBack`."""
+        super().close()
+        self._origins.clear()
 
 
 # ---- Statistics
@@ -699,6 +699,7 @@ class Checkpoints:
                 )
         if host is not None and backend is None:
             raise ConfigError("checkpoints: a host cache needs a transfer backend; give backend=")
+        check_run(backend, run)
         if write not in (WritePolicy.THROUGH, WritePolicy.BACK):
             raise ConfigError(f"write: expected THROUGH or BACK, found {write!r}")
         if storage is not None and host is None:
@@ -723,6 +724,8 @@ class Checkpoints:
         self.counts: Counter[str] = Counter()
         self.spaces = StateSpaces(slots, host, shared)
         self.traffic = StateTransfers(self, backend, time_limit)
+        self.back = StateWriteBack(self)
+        """`traffic` and `back`: for the parts of a manager."""
         self._planned: dict[Hashable, Tier] = {}
         self.most = most
         back = self.write is WritePolicy.BACK and host is not None
@@ -820,7 +823,7 @@ class Checkpoints:
             if self.write is WritePolicy.BACK and self.host is not None:
                 self._make_room(n, self.slots)
             slots = self.slots.allocate(n)
-            self.traffic.overwritten(slots.pages)
+            self.back.overwritten(slots.pages)
             return slots
 
     def _make_room(self, n: int, slots: PageIndex) -> None:
@@ -828,7 +831,7 @@ class Checkpoints:
         missing = n - slots.stats().free
         if missing > 0 and slots.can_allocate(n + missing):
             with contextlib.suppress(LightcacheError):  # then they are evicted without a host copy
-                self.traffic.demote(missing)
+                self.back.demote(missing)
 
     def free(self, slots: Pages) -> None:
         """Give back slots that were acquired and not donated. No copy may touch them.
@@ -894,7 +897,7 @@ class Checkpoints:
             self.counts.update(donated=int(pinned == slot), merged=int(pinned != slot))
             transfer = None
             if host:
-                self.traffic.note(pinned, path, count)
+                self.back.note(pinned, path, count)
             at_once = self.write is WritePolicy.THROUGH or self.storage is not None
             if host and at_once and self.host is not None:
                 transfer = self.traffic.offload(pinned, path, count, pins=pins)
@@ -980,7 +983,7 @@ class Checkpoints:
         slots. Checkpoints whose host copy fails stay, and count as just used. Returns the number
         being written back."""
         with self.lock:
-            return self.traffic.demote(n)
+            return self.back.demote(n)
 
     # ---- checkpoints of a path, independent of requests
 
@@ -1060,9 +1063,9 @@ class Checkpoints:
         with self.lock:
             self.give_back(self.loose[:])
             if self.slots is not None and self.low_water and self.host is not None:
-                missing = self.low_water - self.slots.stats().free - self.traffic.going
+                missing = self.low_water - self.slots.stats().free - self.back.blocks
                 with contextlib.suppress(LightcacheError):  # later, when the indexes answer
-                    self.traffic.demote(missing)
+                    self.back.demote(missing)
             going = self.traffic.poll()
             self.traffic.moves.foreign.raise_first()
             return going
@@ -1129,6 +1132,7 @@ __all__ = [
     "StateSpace",
     "StateSpaces",
     "StateTransfers",
+    "StateWriteBack",
     "Tier",
     "clear_states",
     "last_ready",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,6 +51,7 @@ from lightcache.manager.request import (
 )
 from lightcache.manager.stats import TierCapacity, TierGauges
 from lightcache.manager.weights import WeightsState
+from lightcache.manager.write_back import when_there_is_room
 from lightcache.plans import TIMEOUT
 
 if TYPE_CHECKING:
@@ -426,19 +428,26 @@ class HybridManager:
                 others stay the request's: call again, or release it.
             ConfigError, LeaseLost: as `KVCacheManager.allocate`.
         """
-        tables = {}
-        if self.windows:
-            with self._lock:
-                running, windows = self._request(request), self.parts.windows
-                wanted = count(tokens, "tokens", 0, 1 << 62)
-                try:
-                    windows.grow(running, wanted)
-                except OutOfPages:  # unless finished copies still pin blocks
-                    self.inner.transfers.poll()
-                    self._donor.poll()
-                    windows.grow(running, wanted)
-                tables = {table.window.rule.name: table.blocks for table in running.tables}
-        return {PREFIX: self.manager.allocate(request, tokens, timeout=timeout), **tables}
+        if not self.windows:
+            return {PREFIX: self.manager.allocate(request, tokens, timeout=timeout)}
+        limit = seconds_of(timeout)
+        end = None if limit is None else time.monotonic() + limit
+        grown = partial(self._grown, request, tokens)
+        tables = when_there_is_room(self._lock, grown, self.parts.windows.writing, limit)
+        left = None if end is None else max(0.0, end - time.monotonic())
+        return {PREFIX: self.manager.allocate(request, tokens, timeout=left), **tables}
+
+    def _grown(self, request: Hashable, tokens: int) -> dict[str, Pages]:
+        """The tables of windows, with blocks for so many tokens."""
+        running, windows = self._request(request), self.parts.windows
+        wanted = count(tokens, "tokens", 0, 1 << 62)
+        try:
+            windows.grow(running, wanted)
+        except OutOfPages:  # unless finished copies still pin blocks
+            self.inner.transfers.poll()
+            self._donor.poll()
+            windows.grow(running, wanted)
+        return {table.window.rule.name: table.blocks for table in running.tables}
 
     can_allocate = of_kv(KVCacheManager.can_allocate)
 
@@ -893,7 +902,7 @@ class HybridManager:
                     states = self.checkpoints.poll()
                 finally:
                     self._donor.poll()
-                    self.parts.windows.free()
+                    self.parts.windows.poll()
             return going + states
 
     # ---- blocks of the device
@@ -921,6 +930,7 @@ class HybridManager:
         with self._lock:
             self._planner.close()
             self.release_many(list(self._requests), publish=False)
+            self.parts.windows.close()
         if self.windows:  # their copies are the KV manager's
             self.manager.resume()
         try:

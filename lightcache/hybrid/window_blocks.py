@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,7 +17,7 @@ from lightcache.leases import Allocation, Lease, NamingResult
 from lightcache.manager.backend import TransferBackend
 from lightcache.manager.blocks import ManagedBlocks
 from lightcache.manager.request import HELD, PINNED
-from lightcache.manager.state import check_blocks
+from lightcache.manager.state import check_blocks, check_run
 from lightcache.namespaces import Namespace
 from lightcache.page_index import PageIndex
 from lightcache.runs import PLAIN, Run
@@ -72,6 +73,7 @@ class WindowBlocks(ManagedBlocks):
                 f"run: expected one with a group from 1 on together with a backend, found {run} "
                 f"and backend {backend!r}; group 0 is full attention"
             )
+        check_run(backend, run)
         check_blocks(backend, blocks, block_tokens)
         self.rule, self.backend, self.run = rule, backend, run
         super().__init__(
@@ -130,11 +132,12 @@ class WindowTable:
     naming: tuple[NamingResult, int] | None = None
     """A naming whose result is not in the table yet, and its first block."""
 
-    def grow(self, tokens: int) -> None:
-        """Add blocks up to so many tokens. Raises OutOfPages; nothing changed."""
+    def grow(self, tokens: int, hold: Callable[[int], Allocation]) -> None:
+        """Add blocks up to so many tokens, as `hold` gives them. Raises OutOfPages; nothing
+        changed."""
         missing = -(-tokens // self.window.block_tokens) - len(self.blocks)
         if missing > 0:
-            fresh = self.window.hold(missing)
+            fresh = hold(missing)
             blocks = np.concatenate([self.blocks, fresh.pages])
             kind = self.kind + bytes([HELD]) * missing
             assign((self, self, fresh), ("blocks", "kind", "ended"), (blocks, kind, True))

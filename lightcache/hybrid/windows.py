@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from lightcache._arguments import Keys, count
+from lightcache._arguments import Keys, Pages, count
 from lightcache.errors import (
     Abandoned,
     ConfigError,
@@ -33,8 +33,18 @@ from lightcache.leases import Allocation, Lease, NamingResult
 from lightcache.manager.blocks import NONE, ManagedBlocks
 from lightcache.manager.lookup import LookupRequest
 from lightcache.manager.manager import KVCacheManager
-from lightcache.manager.request import PINNED, CacheScope, Prompt, RequestOptions, slots_of
+from lightcache.manager.request import (
+    PINNED,
+    CacheScope,
+    Prompt,
+    RequestOptions,
+    WritePolicy,
+    slots_of,
+)
+from lightcache.manager.transfers import BlockTransfer
+from lightcache.manager.write_back import BlockWriteBack, WrittenBack
 from lightcache.namespaces import Namespace
+from lightcache.page_index import PageIndex
 from lightcache.runs import PLAIN
 from lightcache.shm.locking import Hurried
 
@@ -87,6 +97,10 @@ class WindowStats:
     unsaved: int = 0
     """Windows that were not written: their blocks had no key, or were evicted, or the weights had
     gone."""
+    demotions: int = 0
+    """With write-back: blocks that a position needs, freed with a copy on the host."""
+    demotions_lost: int = 0
+    """Such blocks freed without one: the host had no room, or the copy failed."""
     freed_blocks: int = 0
     """Blocks that running requests gave back, since no later token sees them."""
     groups: Mapping[str, GroupHits] = field(default_factory=dict)
@@ -158,6 +172,129 @@ Chosen = dict[str, Side]
 """By name of a rule: where its pages are pinned, or taken from."""
 
 
+# ---- Pages that positions need, from the device to the host
+
+
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """Tokens of a window in whole blocks and whole host pages."""
+
+    space: CacheScope
+    own: Namespace
+    """The device's. It stays, where `WindowBlocks.beside` would open a new one after a clear."""
+    device_keys: Keys
+    """Of its blocks."""
+    host_keys: Keys
+    """Of its pages."""
+    stored: Keys | None = None
+    """With a storage: KV's keys up to the position that needs it."""
+
+
+@dataclass(eq=False)
+class _Batch(WrittenBack):
+    """Blocks of a window that are being written back."""
+
+    marks: dict[int, tuple[Stretch, Keys]] = field(default_factory=dict)
+    """What positions need of each block, and the block's key."""
+
+
+class WindowWriteBack(BlockWriteBack):
+    """The write-back of one window. Most blocks of a window are needed by no position, and go
+    unwritten; a block that a position needs has a mark, which outlives the request. The manager's
+    lock is around every call."""
+
+    _new = _Batch
+
+    def __init__(self, groups: WindowGroups, window: WindowBlocks, host: GroupIndex) -> None:
+        """No block has a mark."""
+        super().__init__(groups.state, window)
+        self._groups, self._window, self._host = groups, window, host
+        self._marks: dict[int, Stretch] = {}
+        """By block. A mark is stale if the block has another key by now."""
+
+    def note(self, blocks: Pages, needed: Stretch, unit: int) -> None:
+        """Mark the blocks of a position: before one of `unit` blocks that begin at a multiple of
+        `unit` is evicted, the host gets the pages of all of them."""
+        pages = len(needed.host_keys) * unit // len(blocks)
+        for i in range(len(blocks) // unit):
+            own = slice(i * unit, (i + 1) * unit)
+            keys = needed.host_keys[i * pages : (i + 1) * pages].copy()
+            blocks_keys = needed.device_keys[own].copy()
+            mark = Stretch(needed.space, needed.own, blocks_keys, keys, needed.stored)
+            self._marks.update(dict.fromkeys(blocks[own].tolist(), mark))
+
+    def _write(self, batch: WrittenBack, pages: Pages, keys: Keys) -> bool:
+        assert isinstance(batch, _Batch)
+        ours: dict[int, tuple[Stretch, dict[bytes, int]]] = {}
+        for block, key in zip(pages.tolist(), keys, strict=True):
+            mark = self._marks.get(block)
+            if mark is not None and (mark.device_keys == key).all(axis=1).any():
+                batch.marks[block] = mark, key.reshape(1, 2)
+                ours.setdefault(id(mark), (mark, {}))[1][key.tobytes()] = block
+        for mark, blocks in ours.values():
+            try:
+                if not self._on_host(mark) and self._state.weights.is_valid(mark.space):
+                    self._copy(batch, mark, blocks)
+            except LightcacheError:  # each may be a long wait
+                self._groups.count(failed_offloads=1)
+                return False
+        return True
+
+    def _copy(self, batch: WrittenBack, mark: Stretch, ours: Mapping[bytes, int]) -> None:
+        """Begin to write what a mark says, if all of its blocks are there. Only blocks that are not
+        written back are matched: that would be a use, and others would be evicted instead.
+
+        Args:
+            ours: its blocks of the batch, by key.
+        """
+        names = [key.tobytes() for key in mark.device_keys]
+        others = [i for i, name in enumerate(names) if name not in ours]
+        blocks = np.array([ours.get(name, -1) for name in names], np.int32)
+        with contextlib.ExitStack() as unless_copied:
+            if others:
+                index = self._window.open_index
+                pins = index.match(mark.device_keys[others], namespace=mark.own)
+                unless_copied.callback(pins.close)
+                if len(pins) < len(others):
+                    return
+                blocks[others] = pins.pages
+            pages = unless_copied.pop_all()
+            self._groups.copy(self._window, mark, blocks, pages, batch.transfers)
+
+    def _on_host(self, mark: Stretch) -> bool:
+        found = self._host.peek(mark.host_keys, namespace=mark.space.host)
+        return found == len(mark.host_keys)
+
+    def _freed(self, batch: WrittenBack, index: PageIndex, listed: int, freed: int) -> None:
+        assert isinstance(batch, _Batch)
+        for block, (mark, key) in batch.marks.items():
+            if index.peek(key, namespace=mark.own):
+                continue  # a request has matched it meanwhile
+            if self._marks.get(block) is mark:
+                del self._marks[block]
+            self._groups.count(**{"demotions" if self._on_host(mark) else "demotions_lost": 1})
+
+    def _store(self, batch: WrittenBack) -> None:
+        """Positions that the host has whole since these pages came there."""
+        assert isinstance(batch, _Batch)
+        positions = {
+            (mark.space, mark.stored[-1].tobytes()): mark.stored
+            for mark, _ in batch.marks.values()
+            if mark.stored is not None and not batch.stay
+        }
+        for (space, _), kv in positions.items():
+            if not self._state.weights.is_valid(space):
+                continue
+            keys = self._groups.whole(kv, space, [len(kv)])
+            if len(keys) and self._state.host.peek(kv, namespace=space.host) == len(kv):
+                self._write_to_storage(keys, space)
+
+    def close(self) -> None:
+        """See `WriteBack`."""
+        super().close()
+        self._marks.clear()
+
+
 # ---- The windows of a manager
 
 
@@ -181,7 +318,7 @@ class WindowGroups:
             ConfigError: see `HybridManager`.
         """
         self.blocks = tuple(windows)
-        self._manager, self._state, self._states = manager, manager.state, states
+        self._manager, self.state, self._states = manager, manager.state, states
         self._check(manager)
         block, page = manager.device.block_tokens, manager.page_tokens
         self.unit = max(block, page)
@@ -200,6 +337,12 @@ class WindowGroups:
         for window in self.blocks:
             if window.backend is not None:
                 self._indexes[window, Tier.HOST] = GroupIndex(manager.host.index, window.run)
+        back = manager.config.write is WritePolicy.BACK
+        self._backs = {
+            window: WindowWriteBack(self, window, index)
+            for (window, tier), index in self._indexes.items()
+            if back and tier is Tier.HOST
+        }
         self.groups = [
             (Rule.prefix(), PLAIN),
             *((window.rule, window.run) for window in self.blocks),
@@ -340,11 +483,16 @@ class WindowGroups:
         Args:
             keys: of the pages of KV that may be stored.
         """
-        page, space, end = self._manager.page_tokens, running.inner.space, 0
+        page, space = self._manager.page_tokens, running.inner.space
         assert space is not None
+        return self.whole(keys, space, [position // page for position in running.positions])
+
+    def whole(self, keys: Keys, space: CacheScope, positions: Sequence[int]) -> Keys:
+        """What storage gets of these positions, in pages, ascending: see `stored`."""
+        page, end = self._manager.page_tokens, 0
         ends = dict.fromkeys(self.blocks, 0)
         spans: list[tuple[WindowBlocks, int, int]] = []
-        for last in [position // page for position in running.positions]:
+        for last in positions:
             needed = [
                 (window, max(self.start(window.rule, last * page) // page, ends[window]), last)
                 for window in self.blocks
@@ -379,7 +527,7 @@ class WindowGroups:
             kind = bytearray([PINNED]) * len(blocks)
             running.tables.append(WindowTable(window, blocks, kind, begin, len(blocks), lease))
         running.positions += [match.usable] if match.usable else []
-        if self._state.storage is not None:
+        if self.state.storage is not None:
             running.inner.stored_with = partial(self.stored, running)
         return ours
 
@@ -392,7 +540,8 @@ class WindowGroups:
         try:
             with Hurried(self._manager.config.time_limit):
                 for table in running.tables:
-                    table.grow(tokens)
+                    back = self._backs.get(table.window)
+                    table.grow(tokens, table.window.hold if back is None else back.hold)
         except LockTimeout as error:
             raise OutOfPages(f"allocate: not now; ask in the next step: {error}") from error
 
@@ -401,13 +550,13 @@ class WindowGroups:
         window, end = table.window, running.match.usable
         slots = slots_of(table.blocks, window.block_tokens, self.start(window.rule, end), end)
         assert window.backend is not None
-        self._state.transfers.begin(
+        self.state.transfers.begin(
             NONE,  # its blocks are of another device index than KV's
             window.backend,
             window.backend.load,
             lease,
             (slots, 0),
-            lambda ok, _: self._count(**{"loads" if ok else "failed_loads": 1}),
+            lambda ok, _: self.count(**{"loads" if ok else "failed_loads": 1}),
             of=running.loads,
             instead_of=(table, "host"),
         )
@@ -420,7 +569,7 @@ class WindowGroups:
         """
         inner, space, sound = running.inner, running.inner.space, running.sound()
         limit = inner.publishable() if sound else 0
-        if space is None or not inner.on_device or not self._state.weights.is_valid(space):
+        if space is None or not inner.on_device or not self.state.weights.is_valid(space):
             return
         for table in running.tables:
             self._name(running, table, space, limit)
@@ -465,43 +614,73 @@ class WindowGroups:
         """Write the pages that a position needs to the host, except those that are there."""
         window, inner, options = table.window, running.inner, running.inner.options
         begin, block = self.start(window.rule, position), window.block_tokens
-        backend, page = window.backend, self._manager.page_tokens
-        if backend is None or begin == position:
+        page, back = self._manager.page_tokens, self._backs.get(window)
+        if window.backend is None or begin == position:
             return
         if "host" not in options.tiers or options.priority < 0:
             return
+        stored = self.state.storage is not None and "storage" in options.tiers
+        needed = Stretch(
+            space,
+            window.beside(space.host),
+            np.ascontiguousarray(inner.device_chain.keys[begin // block : position // block]),
+            np.ascontiguousarray(inner.host_chain.keys[begin // page : position // page]),
+            inner.host_chain.keys[: position // page] if back is not None and stored else None,
+        )
+        # What is stored when the request has ended is on the host by then.
+        of = None if self.state.storage is None else inner.transfers
         # The copy's own pins: the request may give these blocks back while it runs.
-        keys = np.ascontiguousarray(inner.device_chain.keys[begin // block : position // block])
-        pins = window.open_index.match(keys, namespace=window.beside(space.host))
+        pins = window.open_index.match(needed.device_keys, namespace=needed.own)
         with contextlib.ExitStack() as unless_copied:
             unless_copied.callback(pins.close)
-            if len(pins) < len(keys):
-                self._count(unsaved=1)
+            if len(pins) < len(needed.device_keys):
+                self.count(unsaved=1)
                 return
-            keys = np.ascontiguousarray(inner.host_chain.keys[begin // page : position // page])
+            if back is not None:
+                back.note(pins.pages, needed, self.unit // block)
+            if back is None or self.state.storage is not None:
+                self.copy(window, needed, pins.pages.copy(), unless_copied.pop_all(), of)
+
+    def copy(
+        self,
+        window: WindowBlocks,
+        needed: Stretch,
+        blocks: Pages,
+        pins: contextlib.ExitStack,
+        of: list[BlockTransfer] | None,
+    ) -> None:
+        """Write pages to the host, except those that are there.
+
+        Args:
+            blocks: those that have them.
+            pins: what is closed when the copy has finished, or did not begin.
+            of: see `TransferTracker.begin`.
+        """
+        page, space, backend = self._manager.page_tokens, needed.space, window.backend
+        assert backend is not None
+        with pins:
             index, limit = self._indexes[window, Tier.HOST], self._manager.config.time_limit
             try:
                 new = index.reserve(
-                    keys, 0, shards=backend.shards, namespace=space.host, timeout=limit
+                    needed.host_keys, 0, shards=backend.shards, namespace=space.host, timeout=limit
                 )
             except Abandoned:  # another process has cleared the weights
-                self._count(unsaved=1)
+                self.count(unsaved=1)
                 return
             if not len(new.pages):
-                self._count(no_room=int(len(new.missing) > 0))
+                self.count(no_room=int(len(new.missing) > 0))
                 new.release()
                 return
-            unless_copied.pop_all()
-        self._state.transfers.begin(
+            held = pins.pop_all()
+        self.state.transfers.begin(
             NONE,  # its blocks are of another device index than KV's
             backend,
             backend.offload,
             new,
-            (slots_of(pins.pages, block, 0, position - begin),),
-            lambda ok, _: self._count(**{"offloads" if ok else "failed_offloads": 1}),
-            # What is stored when the request has ended is on the host by then.
-            of=None if self._state.storage is None else inner.transfers,
-            on_end=lambda _: pins.close(),
+            (slots_of(blocks, window.block_tokens, 0, len(needed.host_keys) * page),),
+            lambda ok, _: self.count(**{"offloads" if ok else "failed_offloads": 1}),
+            of=of,
+            on_end=lambda _: held.close(),
         )
 
     def trim(self, running: HybridRequest) -> None:
@@ -511,13 +690,29 @@ class WindowGroups:
         for table in running.tables:
             begin, window = table.begin, table.window
             self._give_back(table, self.start(window.rule, running.inner.total))
-            self._count(freed_blocks=table.begin - begin)
+            self.count(freed_blocks=table.begin - begin)
 
     def _give_back(self, table: WindowTable, tokens: int) -> None:
         held = table.give_back(tokens // table.window.block_tokens)
         if held is not None:
             self._unfreed.append(held)
             self.free()
+
+    def writing(self) -> BlockTransfer | None:
+        """A copy in flight that makes room for blocks; None: there is none."""
+        return next(filter(None, (back.running() for back in self._backs.values())), None)
+
+    def poll(self) -> None:
+        """Free what has been written back, and write back ahead of need."""
+        for back in self._backs.values():
+            back.poll()
+            back.keep_free(self._manager.config.kept_free)
+        self.free()
+
+    def close(self) -> None:
+        """Nothing is written back any more."""
+        for back in self._backs.values():
+            back.close()
 
     def free(self) -> None:
         """Free blocks without a key; the next `poll` tries again where an index does not answer."""
@@ -593,7 +788,8 @@ class WindowGroups:
         }
         return WindowStats(**{name: counts[name] for name in _NAMES}, groups=groups)
 
-    def _count(self, **counts: int) -> None:
+    def count(self, **counts: int) -> None:
+        """Add to the counters of `WindowStats`."""
         assert counts.keys() <= _NAMES, counts
         self._counts.update(counts)
 
@@ -604,4 +800,5 @@ __all__ = [
     "Side",
     "WindowGroups",
     "WindowStats",
+    "WindowWriteBack",
 ]

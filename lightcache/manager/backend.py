@@ -80,9 +80,13 @@ class RankBackend(Protocol):
     def load(self, lease: Lease, slots: Slots, first: int) -> TransferHandle:
         """As `TransferBackend.load`."""
 
-    def offload(self, new: ReservationShard, slots: Slots) -> TransferHandle:
+    def offload(
+        self, new: ReservationShard, slots: Slots, *, positions: Slots | None = None
+    ) -> TransferHandle:
         """Device to host: publishes the shard when it is written, and releases it if that fails.
-        `slots` has the slots of its pages alone, in order."""
+        `slots` has the slots of its pages alone, in order. `positions` is given only if pages in
+        parts are to be written of which some parts were there: where those of the shard lie among
+        all parts of the pages of `slots`."""
 
     def save(self, held: Lease, slots: Slots) -> TransferHandle:
         """As `TransferBackend.save`."""
@@ -113,7 +117,13 @@ class EngineBackend:
         """
         return Load(self.engine, lease, slots, first=first, **self._how)
 
-    def offload(self, new: Reservation | ReservationShard, slots: Slots) -> TransferHandle:
+    def offload(
+        self,
+        new: Reservation | ReservationShard,
+        slots: Slots,
+        *,
+        positions: Slots | None = None,
+    ) -> TransferHandle:
         """See `TransferBackend`, and `RankBackend`.
 
         Raises:
@@ -122,7 +132,7 @@ class EngineBackend:
             LeaseLost: the reservation or shard has ended before.
             Otherwise as `Engine.offload`.
         """
-        return Offload(self.engine, new, slots, **self._how)
+        return Offload(self.engine, new, slots, positions=positions, **self._how)
 
     def save(self, held: Allocation | Lease, slots: Slots) -> TransferHandle:
         """See `TransferBackend`.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -42,7 +41,7 @@ from lightcache.manager.frees import PendingFrees
 from lightcache.manager.limits import nothing, seconds_of
 from lightcache.manager.load import LoadHandle, begin_load, no_load
 from lightcache.manager.lookup import PendingRequest, PrefixLookup, begin_when_read
-from lightcache.manager.offload import NOTHING, FullBlocks, Offloader, WriteBack
+from lightcache.manager.offload import NOTHING, FullBlocks, KVWriteBack, Offloader
 from lightcache.manager.request import (
     ANY,
     DEVICE_ALONE,
@@ -67,6 +66,7 @@ from lightcache.manager.request import (
 from lightcache.manager.state import ManagerState, check_blocks, check_parts, storage_of
 from lightcache.manager.stats import Counters, ManagerStats, TierGauges
 from lightcache.manager.weights import WeightsState, open_keys
+from lightcache.manager.write_back import when_there_is_room
 from lightcache.shm.errors import leave
 from lightcache.shm.locking import Hurried
 
@@ -159,7 +159,7 @@ class KVCacheManager:
         """Also for a manager that is built on this one."""
         self.offloader = Offloader(state)
         self._counters, self._added, self._add_at = counters, Counters(), 0.0
-        self._write_back = WriteBack(state, self.offloader)
+        self._write_back = KVWriteBack(state, self.offloader)
         self._full_blocks = FullBlocks(state, self._write_back)
         self._frees = PendingFrees(state, self.offloader, self._full_blocks)
 
@@ -393,19 +393,8 @@ class KVCacheManager:
             ConfigError: no number of tokens, or of seconds; or the blocks are mirrored.
             LeaseLost: no such request.
         """
-        limit = seconds_of(timeout)
-        end = None if limit is None else time.monotonic() + limit
-        while True:
-            with self.state.lock:
-                try:
-                    return self._allocated(request, tokens)
-                except OutOfPages:
-                    copy = self._write_back.running()
-                    left = None if end is None else end - time.monotonic()
-                    if not copy or (left is not None and left <= 0):
-                        raise
-            with contextlib.suppress(WaitTimeout):  # the next try raises OutOfPages
-                copy.block(left)  # other threads may call meanwhile
+        allocated = partial(self._allocated, request, tokens)
+        return when_there_is_room(self.state.lock, allocated, self._write_back.running, timeout)
 
     def _allocated(self, request: Hashable, tokens: int) -> Pages:
         device, running = self._owned("allocate"), self.request(request)
@@ -431,14 +420,7 @@ class KVCacheManager:
     def _fresh_blocks(self, device: ManagedBlocks, missing: int) -> Allocation:
         if self.config.write is not WritePolicy.BACK or device.index is None:
             return device.hold(missing)
-        free = self._write_back.make_room(missing)
-        if free < missing and (leaving := self._write_back.blocks):
-            raise OutOfPages(
-                f"allocate: {missing} blocks were asked for, {free} are free, and {leaving} are "
-                "being written to the host first; `poll`, and ask again"
-                + (", when transfers are resumed" if self.state.transfers.paused else "")
-            )
-        return device.hold(missing)
+        return self._write_back.hold(missing)
 
     def can_allocate(self, blocks: int, *, evict: bool = False) -> bool:
         """Managed blocks: whether so many blocks are available now. Advisory unless `evict`.
@@ -819,20 +801,11 @@ class KVCacheManager:
             going = self.state.transfers.poll()
             self._frees.poll()
             self._write_back.poll()
-            self._keep_low_water()
+            self._write_back.keep_free(self.config.kept_free)
             if self._counters is not None and time.monotonic() >= self._add_at:
                 self._add_to_node()
             self.state.transfers.foreign.raise_first()
             return going
-
-    def _keep_low_water(self) -> None:
-        device = self.device
-        if self.config.kept_free and isinstance(device, ManagedBlocks) and device.index is not None:
-            wanted = int(self.config.kept_free * device.blocks)
-            missing = wanted - device.free - self._write_back.blocks
-            if missing > 0:
-                demote = partial(self._write_back.demote, missing, "low_water")
-                self.state.fail_open.run(demote, lambda: 0, proves=False)
 
     def in_flight(self, blocks: Pages | Sequence[int] | None = None) -> Any:
         """Which of these device blocks a copy reads or writes: bool of their shape; False for what

@@ -1,7 +1,7 @@
 """What a commit does with full blocks and pages, and what becomes of them before they are evicted.
 
 `FullBlocks` gives full blocks their keys in the device's index. `Offloader` says which pages are
-written to the host and to storage, and when. `WriteBack` writes blocks to the host before the
+written to the host and to storage, and when. `KVWriteBack` writes blocks to the host before the
 device evicts them: a host page may span several blocks, and when the last of them is named, it
 notes the blocks and the key of the page.
 """
@@ -24,9 +24,9 @@ from lightcache.breaker import CircuitBreaker
 from lightcache.errors import Abandoned, LeaseLost, LightcacheError, LockTimeout
 from lightcache.kernels.moves import slots_of_blocks
 from lightcache.layout import KeyStatus
-from lightcache.leases import Lease, NamingResult
+from lightcache.leases import NamingResult
 from lightcache.manager.backend import RanksLost
-from lightcache.manager.blocks import ManagedBlocks, MirroredBlocks
+from lightcache.manager.blocks import MirroredBlocks
 from lightcache.manager.limits import nothing
 from lightcache.manager.request import (
     HELD,
@@ -39,6 +39,7 @@ from lightcache.manager.request import (
 )
 from lightcache.manager.state import ManagerState
 from lightcache.manager.transfers import BlockTransfer, OnEnd, State
+from lightcache.manager.write_back import BlockWriteBack, WrittenBack
 from lightcache.notices import Notices
 from lightcache.reservations import Reservation
 
@@ -457,39 +458,30 @@ class _Home:
 
 
 @dataclass(eq=False)
-class _Group:
-    """Blocks that are being written back, pinned until their copies have finished."""
+class _Batch(WrittenBack):
+    """Blocks of KV that are being written back."""
 
-    lease: Lease
-    transfers: list[BlockTransfer]
-    homes: dict[int, _Home]
+    homes: dict[int, _Home] = field(default_factory=dict)
     """Homes of the blocks that lie in a host page, by block number."""
-    cause: str
-    """"room", "low_water" or "demote"."""
-    stay: bool
-    """Whether the blocks stay on the device: the host failed, so not all of them are written."""
     written: list[_Origin] = field(default_factory=list)
     """Pages that are being written to the host, and to storage afterwards."""
 
 
-class WriteBack:
-    """The write-back of one manager. Its lock is around every call."""
+class KVWriteBack(BlockWriteBack):
+    """The write-back of one manager's KV. Its lock is around every call."""
+
+    _new = _Batch
 
     def __init__(self, state: ManagerState, offloader: Offloader) -> None:
         """No block is being written back."""
-        self._state, self._offloader = state, offloader
+        super().__init__(state, state.device)
+        self._offloader = offloader
         self._origins: dict[int, dict[bytes, _Origin]] = {}
         """Pages by last block and page key."""
         self._homes: dict[int, _Home] = {}
         """Managed blocks: homes by block. A home is stale if its block has another key by now."""
-        self._groups: list[_Group] = []
         self._evicting: list[tuple[list[BlockTransfer], list[_Origin]]] = []
         """Mirrored blocks: copies of blocks that the engine is going to evict, and their pages."""
-
-    @property
-    def blocks(self) -> int:
-        """Number of blocks that are being written back."""
-        return sum(len(group.lease) for group in self._groups)
 
     def note(self, request: Request, begin: int, end: int) -> None:
         """Note that blocks [begin, end) of a request's table were named."""
@@ -531,26 +523,15 @@ class WriteBack:
         device = self._state.device
         return device.lives(blocks) if isinstance(device, MirroredBlocks) else None
 
-    def demote(self, n: int, cause: str) -> int:
-        """Begin to write back up to n blocks, those that eviction would take next. They are freed
-        when their copies have finished, unless a request matches them. Returns their number.
+    def demote(self, n: int, cause: str = "demote") -> int:
+        """See `WriteBack`. While copies are disabled none: allocating evicts blocks unwritten, as
+        if the host had no room."""
+        return super().demote(n, cause) if self._offloader.may_copy() else 0
 
-        Args:
-            cause: counts them as "room", "low_water" or "demote".
-        """
-        device = self._state.device
-        if not isinstance(device, ManagedBlocks) or device.index is None or n < 1:
-            return 0
-        if not self._offloader.may_copy():
-            return 0  # allocating evicts them unwritten, as if the host had no room
-        oldest = device.index.oldest(min(n, 4096))
-        blocks = oldest.pages.copy()
-        homes = self._homes_of(blocks, oldest.keys)
-        group = _Group(oldest.lease, [], homes, cause, stay=True)
-        self._groups.append(group)
-        group.stay = not self.write(blocks, oldest.keys, group.transfers, group.written)
-        self.poll()
-        return len(blocks)
+    def _write(self, batch: WrittenBack, pages: Pages, keys: Keys) -> bool:
+        assert isinstance(batch, _Batch)
+        batch.homes = self._homes_of(pages, keys)
+        return self.write(pages, keys, batch.transfers, batch.written)
 
     def evicting(self, blocks: Pages, keys: Keys) -> int:
         """Mirrored blocks: see `KVCacheManager.evicting`. Returns how many copies were begun."""
@@ -560,34 +541,6 @@ class WriteBack:
         self.write(blocks, keys, begun, written)
         self.poll()
         return len(begun)
-
-    def make_room(self, wanted: int) -> int:
-        """Begin to write back the blocks that eviction would take next, until `wanted` blocks are
-        free or being written. Begins none if that many cannot be made available. An error leaves
-        the blocks as they were. Returns the number of free blocks now."""
-        device, state = self._state.device, self._state
-        assert isinstance(device, ManagedBlocks)
-        free = device.free
-        if free < wanted:
-            state.transfers.poll()  # also while the manager is disabled: copies in flight finish
-            self.poll()
-            state.fail_open.run(partial(self._make_room, device, wanted), nothing, proves=False)
-            free = device.free
-        return free
-
-    def _make_room(self, device: ManagedBlocks, wanted: int) -> None:
-        assert device.index is not None
-        coming = device.free + self.blocks
-        while coming < wanted and device.index.can_allocate(wanted - self.blocks):
-            self.demote(wanted - coming, "room")
-            before, coming = coming, device.free + self.blocks
-            if coming <= before:
-                return  # no other block can be written back now
-
-    def running(self) -> BlockTransfer | None:
-        """A copy in flight of blocks that are being written back; None: there is none."""
-        transfers = (transfer for group in self._groups for transfer in group.transfers)
-        return next((transfer for transfer in transfers if transfer.state is State.RUNNING), None)
 
     def write(
         self, blocks: Pages, keys: Keys, begun: list[BlockTransfer], written: list[_Origin]
@@ -612,14 +565,14 @@ class WriteBack:
                     self._offloader.count_unwritten("disabled", 1)
                     return False
                 try:
-                    self._write(origin, begun, written, refused)
+                    self._write_page(origin, begun, written, refused)
                 except LightcacheError as error:
                     self._state.counts.add(failed_offloads=1)
                     self._offloader.count_unwritten("refused", 1, str(error))
                     return False
         return True
 
-    def _write(
+    def _write_page(
         self,
         origin: _Origin,
         begun: list[BlockTransfer],
@@ -667,58 +620,37 @@ class WriteBack:
             every, self._evicting = self._evicting, []
             for begun, written in every:
                 if all(transfer.finished for transfer in begun):
-                    self._guard_store(written)
+                    store = partial(self._store_pages, written)
+                    self._state.fail_open.run(store, nothing, proves=False)
                 else:
                     self._evicting.append((begun, written))
-        finished = [
-            group
-            for group in self._groups
-            if all(transfer.finished for transfer in group.transfers)
-        ]
-        if not finished:
-            return
-        self._groups = [group for group in self._groups if group not in finished]
-        for group in finished:
-            give_up = partial(self._give_up, group)
-            self._state.fail_open.run(give_up, group.lease.close, proves=False)
-            self._guard_store(group.written)
+        super().poll()
 
-    def _guard_store(self, written: list[_Origin]) -> None:
-        self._state.fail_open.run(partial(self._store, written), nothing, proves=False)
+    def _store(self, batch: WrittenBack) -> None:
+        assert isinstance(batch, _Batch)
+        self._store_pages(batch.written)
 
-    def _store(self, written: list[_Origin]) -> None:
+    def _store_pages(self, written: list[_Origin]) -> None:
         """Write pages that were written back from the host to storage, each prompt as far as it was
         written. The host did not have these pages when their request ended."""
-        storage, last = self._state.storage, dict[bytes, _Origin]()
-        if storage is None:
-            return
+        last = dict[bytes, _Origin]()
         for origin in sorted(written, key=lambda each: len(each.host_keys)):
             if origin.to_storage and self._state.weights.is_valid(origin.space):
                 if len(origin.host_keys) > 1:
                     last.pop(origin.host_keys[-2].tobytes(), None)
                 last[origin.host_keys[-1].tobytes()] = origin
         for origin in last.values():
-            try:
-                task = storage.write(origin.host_keys, namespace=origin.space.host)
-                self._state.tasks.add(task)
-            except LightcacheError:
-                self._state.counts.add(errors=1)
-            except Exception as error:
-                self._state.transfers.foreign.note(error)
+            self._write_to_storage(origin.host_keys, origin.space)
 
-    def _give_up(self, group: _Group) -> None:
-        index, n = self._state.device.index, len(group.lease)
-        if group.stay or index is None:
-            group.lease.close()
-            return
-        discarded = index.discard(group.lease)
-        ask = partial(self._on_host, group, index)
-        present = min(discarded, self._state.fail_open.run(ask, lambda: 0, proves=False))
+    def _freed(self, batch: WrittenBack, index: PageIndex, listed: int, freed: int) -> None:
+        assert isinstance(batch, _Batch)
+        ask = partial(self._on_host, batch, index)
+        present = min(freed, self._state.fail_open.run(ask, lambda: 0, proves=False))
         self._state.counts.add(
             demotions=present,
-            demotions_lost=discarded - present,
-            kept_by_match=n - discarded,
-            **{f"device_evicted_{group.cause}": discarded},
+            demotions_lost=freed - present,
+            kept_by_match=listed - freed,
+            **{f"device_evicted_{batch.cause}": freed},
         )
 
     def _homes_of(self, blocks: Pages, keys: Keys) -> dict[int, _Home]:
@@ -730,11 +662,11 @@ class WriteBack:
                 homes[block] = home
         return homes
 
-    def _on_host(self, group: _Group, index: PageIndex) -> int:
-        """Number of a group's blocks that the device has freed and the host has. Looks on the host:
+    def _on_host(self, batch: _Batch, index: PageIndex) -> int:
+        """Number of a batch's blocks that the device has freed and the host has. Looks on the host:
         pages that were there before count, and pages whose copy failed do not."""
         present, host = 0, self._state.host
-        for block, home in group.homes.items():
+        for block, home in batch.homes.items():
             if index.peek(home.device_key, namespace=home.space.device):
                 continue  # it stayed on the device
             if self._homes.get(block) is home:
@@ -744,9 +676,7 @@ class WriteBack:
 
     def close(self) -> None:
         """Stop: blocks that are being written back stay on the device."""
-        for group in self._groups:
-            group.lease.release()
-        self._groups.clear()
+        super().close()
         self._evicting.clear()
         self._origins.clear()
         self._homes.clear()
@@ -768,7 +698,7 @@ class _RequestNaming:
 class FullBlocks:
     """Names full blocks of running requests. The manager's lock is around every call."""
 
-    def __init__(self, state: ManagerState, write_back: WriteBack) -> None:
+    def __init__(self, state: ManagerState, write_back: KVWriteBack) -> None:
         """No block is being named."""
         self._state, self._write_back = state, write_back
         self._naming: _RequestNaming | None = None
@@ -860,4 +790,4 @@ class FullBlocks:
         self._state.counts.add(duplicates=len(exchanged))
 
 
-__all__ = ["NOTHING", "FullBlocks", "Offloader", "WriteBack"]
+__all__ = ["NOTHING", "FullBlocks", "KVWriteBack", "Offloader"]

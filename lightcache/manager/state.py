@@ -17,6 +17,7 @@ from lightcache.manager.request import ManagerConfig, Request
 from lightcache.manager.stats import Counters, Recent, Tasks
 from lightcache.manager.transfers import TransferTracker
 from lightcache.manager.weights import Weights
+from lightcache.runs import PLAIN, Run
 
 if TYPE_CHECKING:
     from lightcache.storage.tier import BaseTier
@@ -137,6 +138,7 @@ def check_parts(host: Any, device: Any, backend: Any, config: Any, storage: Any)
             "backend: expected one, such as EngineBackend(engine), found None; only a manager "
             "without a host cache moves nothing"
         )
+    check_run(backend, PLAIN)
     if host is None and storage is not None:
         raise ConfigError(
             f"storage: expected None without a host cache, found {storage!r}; storage is read into "
@@ -156,6 +158,21 @@ def check_blocks(backend: Any, blocks: int, block_tokens: int) -> None:
             f"blocks: {blocks} blocks of {block_tokens} tokens are {blocks * block_tokens} slots, "
             f"and the planes of the transfer engine hold {slots}; give at most "
             f"{slots // block_tokens} blocks, or describe all of the device's memory"
+        )
+
+
+def check_run(backend: Any, run: Run) -> None:
+    """Check that a transfer backend which knows how the pages lie that it copies is for these.
+
+    Raises:
+        ConfigError: it is for pages of another group.
+    """
+    found = getattr(backend, "run", run)
+    if found != run:
+        raise ConfigError(
+            f"backend: expected one for pages of {run}, found {backend!r} for pages of {found}; "
+            "ranks copy a group with `RankCoordinator.group(run)`, and KV with the coordinator "
+            "itself"
         )
 
 
@@ -189,4 +206,4 @@ def storage_of(host: Cache, storage: BaseTier | str | Sequence[str] | None) -> B
     return tier
 
 
-__all__ = ["ManagerState", "check_blocks", "check_parts", "storage_of"]
+__all__ = ["ManagerState", "check_blocks", "check_parts", "check_run", "storage_of"]

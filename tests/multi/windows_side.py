@@ -15,7 +15,7 @@ from support.window_engine import AtOnce, LateBackend, OutOfPages, WindowEngine
 
 from lightcache import Cache
 from lightcache.groups import Rule
-from lightcache.manager import Prompt
+from lightcache.manager import Prompt, WritePolicy
 from lightcache.storage import StorageSpec, StorageTier
 
 RULES = (Rule.window(11), Rule.chunk(24))
@@ -34,6 +34,9 @@ STAGES = {
     "saved KV alone": 56,
     "saved one window": 56,
     "published": 88,
+    "writing back": 0,
+    "written back one window": 0,
+    "written back": 88,
     "reading from storage": 0,
 }
 
@@ -49,13 +52,30 @@ def gated(cache: Cache) -> StorageTier:
 class Side:
     """The engine."""
 
-    def __init__(self, name: str, wrap: Any, storage: Any = None) -> None:
-        how = {"wrap": wrap, "storage": storage, **SHAPE}
+    def __init__(self, name: str, wrap: Any, storage: Any = None, back: bool = False) -> None:
+        write = WritePolicy.BACK if back else WritePolicy.THROUGH
+        how = {"wrap": wrap, "storage": storage, "write": write, "low_water": 0.0, **SHAPE}
         self.engine = WindowEngine(f"{name}.side", RULES, host=name, **how)
+
+    def write_back(self, finished: int) -> None:
+        """So many of KV and the windows have been written back, the others are being written."""
+        engine = self.engine
+        engine.run(LONGER, 0)
+        assert not any(backend.going for backend in engine.backends)
+        assert engine.manage.demote(64) > 0
+        for back in engine.manage.parts.windows._backs.values():
+            assert back.demote(64) > 0
+        assert all(backend.going for backend in engine.backends)
+        for backend in engine.backends[:finished]:
+            backend.finish()
+        engine.manage.poll()
 
     def reach(self, stage: str) -> None:
         """Come as far as that."""
         engine = self.engine
+        if "back" in stage:
+            self.write_back({"writing back": 0, "written back one window": 2}.get(stage, 3))
+            return
         engine.run(PROMPT, 0)
         engine.settle()
         engine.forget_device()
@@ -107,7 +127,7 @@ class Side:
 if __name__ == "__main__":
     if sys.argv[2] in STAGES:
         storage = gated if sys.argv[2] == "reading from storage" else None
-        Side(sys.argv[1], LateBackend, storage).reach(sys.argv[2])
+        Side(sys.argv[1], LateBackend, storage, "back" in sys.argv[2]).reach(sys.argv[2])
         print("here", flush=True)
         sys.stdin.read()
         raise SystemExit("the kill did not come")

@@ -20,6 +20,7 @@ from lightcache.manager import KVCacheManager, ManagedBlocks, NullBackend, Promp
 from lightcache.manager.ranks.coordinator import RankCoordinator
 from lightcache.manager.ranks.messages import Decisions
 from lightcache.manager.ranks.worker import RankWorker
+from lightcache.runs import PLAIN, Run
 from lightcache.shm import SharedLog
 
 LAYERS = (0, 1, 3)
@@ -63,7 +64,7 @@ def of_rank(whole: Any, part: StatePart, rank: int, ranks: int) -> Any:
 class StateRank:
     """One rank: its tensors, its engine, its worker."""
 
-    def __init__(self, states: str, log: str, rank: int, ranks: int) -> None:
+    def __init__(self, states: str, log: str, rank: int, ranks: int, run: Run) -> None:
         self.rank, self.ranks = rank, ranks
         self.tensors = {
             (layer, part.name): torch.zeros(
@@ -74,7 +75,9 @@ class StateRank:
             for layer in LAYERS
             for part in PARTS
         }
-        mine = Shard(GEOMETRY, rank, ranks)
+        self.cache = Cache.attach(states, secret=SECRET, role=f"rank {rank}")
+        geometry = GEOMETRY if run == PLAIN else in_parts(self.cache)
+        mine = Shard(geometry, rank, ranks)
         recurrent, conv, scale = (
             {layer: self.tensors[layer, part.name] for layer in LAYERS} for part in PARTS
         )
@@ -83,11 +86,11 @@ class StateRank:
             layouts.convolution(mine, "state", ["conv_q", "conv_k", "conv_v"], conv, axes="tcr"),
             layouts.plane(mine, "state.whole", "scale", scale, axes="tc"),
         )
-        self.cache = Cache.attach(states, secret=SECRET, role=f"rank {rank}")
         self.log = SharedLog.attach(log)
-        self.engine = self.cache.transfer_engine(GEOMETRY, planes, share=mine.share(), threads=1)
-        self.worker = RankWorker(self.log, self.cache, self.engine, rank)
-        self.copier = StateCopier(GEOMETRY, planes, share=mine.share())
+        self.engine = self.cache.transfer_engine(geometry, planes, share=mine.share(), threads=1)
+        others = {run.group: self.engine} if run.group else {}
+        self.worker = RankWorker(self.log, self.cache, self.engine, rank, groups=others)
+        self.copier = StateCopier(geometry, planes, share=mine.share())
 
     def bytes_of(self, slot: int, layer: int, part: StatePart) -> Any:
         """What a slot has, as a view of (..., dtype_bytes)."""
@@ -121,14 +124,21 @@ class StateTeam:
     """A scheduler and so many ranks. KV is nobody's business here, so none is moved."""
 
     def __init__(self, name: str, host: Cache, states: Cache, ranks: int) -> None:
-        """Caches are the caller's to close."""
+        """Caches are the caller's to close; states may share that of KV."""
+        run = PLAIN if states is not host else Run(1, in_parts(host).parts)
         self.log = SharedLog.create(f"{name}.log", capacity=64, message_bytes=256)
-        self.ranks = [StateRank(states.name, f"{name}.log", rank, ranks) for rank in range(ranks)]
+        self.ranks = [
+            StateRank(states.name, f"{name}.log", rank, ranks, run) for rank in range(ranks)
+        ]
         self.coordinator = RankCoordinator(self.log, [each.cache.client_id for each in self.ranks])
         self.device = ManagedBlocks(f"{name}.device", block_tokens=PAGE, blocks=32)
         self.manager = KVCacheManager(host, self.device, NullBackend())
         self.slots = create_slots(f"{name}.slots", SLOTS)
-        self.checkpoints = Checkpoints(self.slots, states, self.coordinator, Everywhere(self.ranks))
+        copies: Any = self.coordinator
+        if run.group:
+            copies = self.coordinator.group(run, page_tokens=1)
+        everywhere = Everywhere(self.ranks)
+        self.checkpoints = Checkpoints(self.slots, states, copies, everywhere, run=run)
         self.hybrid = HybridManager(self.manager, self.checkpoints, Grid(PAGE, PAGE, PAGE))
         self.steps = 0
 
@@ -193,6 +203,25 @@ class StateTeam:
         self.log.close()
 
 
+def in_parts(host: Cache) -> PageGeometry:
+    """The geometry of states in a cache of KV."""
+    return PageGeometry(state_groups(PARTS, LAYERS), part_bytes=host.page_bytes)
+
+
+def open_host_of_both(name: str, pages: int = 200) -> Cache:
+    """A host cache of KV, in which these states lie as well."""
+    geometry = PageGeometry(state_groups(PARTS, LAYERS), part_bytes=256)
+    return Cache.open(
+        name,
+        pages=pages,
+        page_bytes=256,
+        page_tokens=PAGE,
+        fingerprint=f"kv {geometry.fingerprint()}",
+        kv_groups=("kv", "states"),
+        secret=SECRET,
+    )
+
+
 def open_host_states(name: str, pages: int = 8) -> Cache:
     """A host cache of these states."""
     return Cache.open(
@@ -206,4 +235,4 @@ def open_host_states(name: str, pages: int = 8) -> Cache:
     )
 
 
-__all__ = ["GEOMETRY", "PARTS", "StateTeam", "open_host_states", "state"]
+__all__ = ["GEOMETRY", "PARTS", "StateTeam", "open_host_of_both", "open_host_states", "state"]

@@ -7,14 +7,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
-from lightcache import Cache
+from lightcache import Cache, ClientId
 from lightcache.errors import Abandoned, OutOfPages, TransferFailed, WaitTimeout
 from lightcache.groups import Rule
 from lightcache.hybrid import HybridManager, HybridMatch
@@ -30,7 +30,11 @@ from lightcache.manager import (
     RequestOptions,
     WritePolicy,
 )
+from lightcache.manager.ranks.coordinator import RankCoordinator
+from lightcache.manager.ranks.messages import Decisions
+from lightcache.manager.ranks.worker import RankWorker
 from lightcache.runs import Run
+from lightcache.shm import SharedLog
 
 SECRET = bytes(range(16))
 M = 2**31 - 1
@@ -112,9 +116,9 @@ class LateBackend(AtOnce):
         """See `TransferBackend`."""
         return self._later(partial(super().load, lease, slots, first), lease)
 
-    def offload(self, new: Any, slots: Any) -> Any:
-        """See `TransferBackend`."""
-        return self._later(partial(super().offload, new, slots), new)
+    def offload(self, new: Any, slots: Any, **how: Any) -> Any:
+        """See `TransferBackend`, and `RankBackend`."""
+        return self._later(partial(super().offload, new, slots, **how), new)
 
     def _later(self, begin: Any, held: Any) -> LateCopy:
         self.going.append(LateCopy(begin, held))
@@ -155,6 +159,61 @@ class Sequence:
     load: Any = None
 
 
+class WindowRank:
+    """One rank of an engine: its arrays, and what copies its share of the host's pages."""
+
+    def __init__(
+        self, cache: Cache, rank: int, ranks: int, shape: dict[str, Any], wrap: Any
+    ) -> None:
+        """Args:
+        cache: of this rank; the caller closes it.
+        shape: of `geometries` and of the arrays: see `WindowEngine`.
+        """
+        self.cache, self.rank = cache, rank
+        self.log: SharedLog | None = None
+        self.worker: RankWorker | None = None
+        self.engines: list[Any] = []
+        self.backends: list[Any] = []
+        self.rows: dict[str, list[Any]] = {}
+        sizes = [shape["blocks"], *[shape["window_blocks"]] * len(shape["rules"])]
+        for geometry, blocks in zip(geometries(shape, ranks), sizes, strict=True):
+            (group,) = geometry.groups
+            rows = [np.zeros((blocks, shape["block"], 1), np.uint64) for _ in group.layers]
+            self.rows[group.name] = rows
+            mine = Shard(geometry, rank, ranks)
+            planes = layouts.plane(mine, group.name, "kv", dict(enumerate(rows)), axes="bnc")
+            how = {} if ranks == 1 else {"share": mine.share()}
+            self.engines.append(self.cache.transfer_engine(geometry, planes, threads=1, **how))
+            self.backends.append(wrap(self.engines[-1]))
+
+    def join(self, log: str) -> RankWorker:
+        """Follow the orders in this log."""
+        self.log = SharedLog.attach(log)
+        kv, *windows = self.backends
+        others = dict(enumerate(windows, 1))
+        self.worker = RankWorker(self.log, self.cache, kv, self.rank, groups=others)
+        return self.worker
+
+    def close(self) -> None:
+        """Leave."""
+        for closeable in (self.worker, *self.engines, self.log):
+            if closeable is not None:
+                closeable.close()
+
+
+def geometries(shape: dict[str, Any], ranks: int) -> list[PageGeometry]:
+    """Of full attention and of each rule. Each rank has a head, if there are several."""
+    page, rules = shape["page"], shape["rules"]
+    kv = PageGeometry([_group(PREFIX, 1, page, Rule.prefix(), ranks)])
+    return [
+        kv,
+        *(
+            PageGeometry([_group(rule.name, LAYERS, page, rule, ranks)], part_bytes=kv.page_bytes)
+            for rule in rules
+        ),
+    ]
+
+
 class WindowEngine:
     """One engine. Sizes are in tokens, blocks and pages."""
 
@@ -175,6 +234,10 @@ class WindowEngine:
         weights: str = "",
         storage: Any = None,
         write: WritePolicy = WritePolicy.THROUGH,
+        low_water: float | None = None,
+        timeout: float | None = 0.0,
+        ranks: int = 0,
+        others: Callable[[str, str], list[ClientId]] | None = None,
     ) -> None:
         """Opens everything; `close` closes it.
 
@@ -182,16 +245,24 @@ class WindowEngine:
             host: the cache that engines share; None: its own.
             wrap: makes a transfer backend of a transfer engine.
             storage: makes a tier of the cache; None: there is none.
+            timeout: of an allocation.
+            ranks: that share each page, in this process; 0: the engine copies by itself.
+            others: further ranks, of other processes; given the names of cache and log.
         """
+        self.name, self.timeout = name, timeout
         self.rules = tuple(rules.values()) if isinstance(rules, Mapping) else rules
         self.block, self.random = block, np.random.default_rng(seed)
-        kv = PageGeometry([_group("kv", 1, page, Rule.prefix())])
+        shape = {
+            "rules": self.rules,
+            "page": page,
+            "block": block,
+            "blocks": blocks,
+            "window_blocks": window_blocks,
+        }
+        total = max(1, ranks + (others is not None))
+        kv, *windows = geometries(shape, total)
         parts = kv.page_bytes
-        geometries = [
-            PageGeometry([_group(rule.name, LAYERS, page, rule)], part_bytes=parts)
-            for rule in self.rules
-        ]
-        words = " ".join(each.fingerprint() for each in (kv, *geometries))
+        words = " ".join(each.fingerprint() for each in (kv, *windows))
         self.host = Cache.open(
             host or f"{name}.host",
             pages=pages,
@@ -202,31 +273,51 @@ class WindowEngine:
             kv_groups=("kv", *(rule.name for rule in self.rules)),
         )
         self.unit = max(block, page)
-        self.engines: list[Any] = []
-        self.backends: list[Any] = []
-        self.rows = {PREFIX: [np.zeros((blocks, block, 1), np.uint64)]}
+        self.caches = [
+            Cache.attach(self.host.name, secret=SECRET, role=f"rank {rank}")
+            for rank in range(ranks)
+        ]
+        self.team = [
+            WindowRank(cache, rank, total, shape, wrap)
+            for rank, cache in enumerate(self.caches or [self.host])
+        ]
+        self.backends = [backend for rank in self.team for backend in rank.backends]
+        self.coordinator: RankCoordinator | None = None
+        own: list[Any] = self.team[0].backends
+        self.workers: list[RankWorker] = []
+        self.log: SharedLog | None = None
+        if ranks:
+            log = f"{name}.log"
+            self.log = SharedLog.create(log, capacity=1024, message_bytes=256)
+            self.workers = [rank.join(log) for rank in self.team]
+            clients = [rank.cache.client_id for rank in self.team]
+            clients += [] if others is None else others(self.host.name, log)
+            self.coordinator = RankCoordinator(self.log, clients)
+            runs = [Run(number, each.parts) for number, each in enumerate(windows, 1)]
+            own = [self.coordinator, *map(self.coordinator.group, runs)]
+        self.steps = 0
+        self.rows = {
+            name: [rows for rank in self.team for rows in rank.rows[name]]
+            for name in self.team[0].rows
+        }
         self.device = ManagedBlocks(f"{name}.device", block_tokens=block, blocks=blocks)
-        self.backends.append(wrap(self._engine(kv, "kv", self.rows[PREFIX])))
         self.tier = None if storage is None else storage(self.host)
         self.manager = KVCacheManager(
             self.host,
             self.device,
-            self.backends[0],
+            own[0],
             weights=weights,
             storage=self.tier,
-            config=ManagerConfig(write=write),
+            config=ManagerConfig(write=write, low_water=low_water),
         )
         self.windows = []
-        for number, (rule, geometry) in enumerate(zip(self.rules, geometries, strict=True), 1):
-            rows = [np.zeros((window_blocks, block, 1), np.uint64) for _ in range(LAYERS)]
-            self.rows[rule.name] = rows
-            self.backends.append(wrap(self._engine(geometry, rule.name, rows)))
+        for number, (rule, geometry) in enumerate(zip(self.rules, windows, strict=True), 1):
             window = WindowBlocks(
                 f"{name}.{rule.name}",
                 rule=rule,
                 block_tokens=block,
                 blocks=window_blocks,
-                backend=self.backends[-1],
+                backend=own[number],
                 run=Run(number, geometry.parts),
             )
             self.windows.append(window)
@@ -235,12 +326,6 @@ class WindowEngine:
         """Counts the changes of weights."""
         self.running: dict[int, Sequence] = {}
         self.ids = itertools.count()
-
-    def _engine(self, geometry: PageGeometry, group: str, rows: list[Any]) -> Any:
-        planes = layouts.plane(Shard(geometry), group, "kv", dict(enumerate(rows)), axes="bnc")
-        engine = self.host.transfer_engine(geometry, planes, threads=1)
-        self.engines.append(engine)
-        return engine
 
     # ---- requests
 
@@ -258,6 +343,7 @@ class WindowEngine:
         Raises:
             OutOfPages: it needs more blocks.
         """
+        self.order()
         seq = self.running[request]
         if seq.load is None:
             self.grow(request, seq.match.usable)
@@ -303,7 +389,7 @@ class WindowEngine:
         """Blocks for so many tokens. What new ones hold is anybody's."""
         seq = self.running[request]
         before = {name: len(table) for name, table in seq.tables.items()}
-        fresh = self.manage.allocate(request, tokens)
+        fresh = self.manage.allocate(request, tokens, timeout=self.timeout)
         for name, table in fresh.items():
             begin = before.get(name)
             if begin is None:  # those of the match, if any, are on the device already
@@ -322,12 +408,14 @@ class WindowEngine:
         """Compute one token: write its rows, read those that it sees."""
         value = seq.tokens[token]
         self._write(seq, PREFIX, token, row_of(value, seq.weights))
-        mixed = weighed(self._read(seq, PREFIX, 0, token + 1)[0])
+        rows, *others = self._read(seq, PREFIX, 0, token + 1)
+        _compare(PREFIX, rows, others)
+        mixed = weighed(rows)
         total = mixed
         for number, rule in enumerate(self.rules):
             self._write(seq, rule.name, token, window_row(mixed, value, number))
-            rows, other = self._read(seq, rule.name, seen(rule, token), token + 1)
-            assert (other == rows * np.uint64(2)).all(), f"{rule.name}: layers disagree"
+            rows, *others = self._read(seq, rule.name, seen(rule, token), token + 1)
+            _compare(rule.name, rows, others)
             total += weighed(rows)
         return total % 97 + 1
 
@@ -357,11 +445,23 @@ class WindowEngine:
 
     # ---- the world around it
 
+    def order(self) -> None:
+        """The ranks take the orders that were given, and tell which copies have finished."""
+        if self.coordinator is not None:
+            self.coordinator.step(Decisions(self.steps))
+            self.steps += 1
+            for worker in self.workers:
+                worker.step(60)
+                worker.poll()
+
     def settle(self) -> None:
         """Let all copies end."""
         while self.manage.poll() or self.manage.leaving:
+            self.order()
             for backend in self.backends:
                 backend.finish()
+            for worker in self.workers:
+                worker.drain(60)
             self.manager.wait_blocks()
 
     def change(self) -> None:
@@ -396,21 +496,38 @@ class WindowEngine:
         self.manager.close()
         if self.tier is not None:
             self.tier.close()
-        for closeable in (*self.engines, self.device, *self.windows, self.host):
-            closeable.close()
+        for closeable in (*self.team, *self.caches, self.log, self.device, *self.windows):
+            if closeable is not None:
+                closeable.close()
+        self.host.close()
 
 
-def _group(name: str, layers: int, page: int, rule: Rule) -> KVGroup:
+def _compare(name: str, rows: Any, others: list[Any]) -> None:
+    """Each layer of each rank has a multiple of what the first one has."""
+    for times, other in enumerate(others, 2):
+        assert (other == rows * np.uint64(times)).all(), f"{name}: layers or ranks disagree"
+
+
+def _group(name: str, layers: int, page: int, rule: Rule, ranks: int) -> KVGroup:
     return KVGroup.attention(
         name,
         layers=layers,
-        heads=1,
+        heads=ranks,
         head_dim=1,
         dtype_bytes=8,
         page_tokens=page,
         content="single",
         rule=rule,
+        head_groups=ranks,
     )
 
 
-__all__ = ["AtOnce", "LateBackend", "OutOfPages", "Sequence", "WindowEngine", "uncached"]
+__all__ = [
+    "AtOnce",
+    "LateBackend",
+    "OutOfPages",
+    "Sequence",
+    "WindowEngine",
+    "WindowRank",
+    "uncached",
+]

@@ -223,7 +223,7 @@ def test_any_error_is_a_verdict(crews: Any, what: str) -> None:
     write(crew)
     crew.step()
     worker = crew.ranks[1].worker
-    worker._backend = Broken()
+    worker._backends[0] = Broken()
     held = crew.cache.index.allocate(1)
     if what == "load":
         made = crew.coordinator.load(crew.cache.match(prompt(1, 2)), SLOTS, 0)

@@ -7,10 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from lightcache import layout
+from lightcache._arguments import count
 from lightcache._core import Core
 from lightcache.errors import (
     ConfigError,
@@ -25,6 +28,7 @@ from lightcache.manager.backend import RanksLost, Slots
 from lightcache.manager.ranks.messages import Decisions, Kind, Order, append, check_entries
 from lightcache.page_transfers import Keeper
 from lightcache.reservations import Reservation
+from lightcache.runs import PLAIN, Run
 from lightcache.shm import Event, SharedLog
 
 # ---- RankTransfer
@@ -178,7 +182,6 @@ def living(core: Core) -> set[ClientId]:
 # ---- RankCoordinator
 
 _LOOK_FOR_THE_DEAD = 0.05  # seconds between two looks for dead ranks, while copies are in flight
-Give = Callable[[list[ClientId]], Ticket]
 
 
 class RankCoordinator:
@@ -187,8 +190,12 @@ class RankCoordinator:
     a log that the ranks read (`RankWorker`), and hands them pages by tickets. There is no
     collective operation, and the only reply is the ticket's verdict.
 
-    Threads may share it.
+    It copies pages of KV; `group` makes the transfer backend of windows, or of states that share
+    the cache. Threads may share it.
     """
+
+    run = PLAIN
+    """Of the pages that it copies."""
 
     def __init__(
         self,
@@ -226,6 +233,7 @@ class RankCoordinator:
         self.ranks: tuple[ClientId, ...] = ()
         """The clients that adopt new orders."""
         self._set_ranks(ranks)
+        self._kv = self.group(self.run)
 
     def _set_ranks(self, ranks: Sequence[ClientId]) -> None:
         found = tuple(ClientId(*client) for client in ranks)
@@ -255,6 +263,19 @@ class RankCoordinator:
 
     # ---- Copies
 
+    def group(self, run: Run, *, page_tokens: int | None = None) -> RankGroup:
+        """The transfer backend of another group of the host cache, for `WindowBlocks` or
+        `Checkpoints`. The ranks copy its pages with what `RankWorker` has for that group.
+
+        Args:
+            run: how its pages lie in the cache.
+            page_tokens: slots of a page: 1 for states. None: the cache's, as windows have.
+
+        Raises:
+            ConfigError: no number of slots.
+        """
+        return RankGroup(self, run, page_tokens, self._order)
+
     def load(self, lease: Lease, slots: Slots, first: int) -> RankTransfer:
         """See `TransferBackend`: every rank loads its share.
 
@@ -264,12 +285,7 @@ class RankCoordinator:
             LockTimeout, Detached.
             After each of these the lease is still the caller's.
         """
-        return self._order(
-            lease,
-            lambda ranks: lease.ticket(ranks, timeout=self._adopt_timeout),
-            Keeper(lease),
-            (Kind.LOAD, slots, first),
-        )
+        return self._kv.load(lease, slots, first)
 
     def offload(self, new: Reservation, slots: Slots) -> RankTransfer:
         """See `TransferBackend`: every rank writes its shard; the last one makes the pages ready.
@@ -278,30 +294,12 @@ class RankCoordinator:
             ConfigError: the reservation's shards are not as many as the ranks.
             Otherwise as `load`.
         """
-        if new.shards != self.shards:
-            raise ConfigError(
-                f"offload: expected a reservation of {self.shards} shards, one for each rank, "
-                f"found {new.shards}"
-            )
-        tokens = new.hold().core.page_tokens
-        rows = np.ascontiguousarray(slots, np.int64)
-        of_new = rows[: len(rows) // tokens * tokens].reshape(-1, tokens)[new.new].reshape(-1)
-        return self._order(
-            new,
-            lambda ranks: new.ticket(ranks, timeout=self._adopt_timeout),
-            Keeper(new),
-            (Kind.OFFLOAD, of_new, 0),
-        )
+        return self._kv.offload(new, slots)
 
     def save(self, held: Allocation, slots: Slots) -> RankTransfer:
         """See `TransferBackend`: every rank writes its share of pages without a key, which stay the
         caller's. Raises as `load`."""
-        return self._order(
-            held,
-            lambda ranks: held.ticket(ranks, timeout=self._adopt_timeout),
-            None,
-            (Kind.SAVE, slots, 0),
-        )
+        return self._kv.save(held, slots)
 
     def begun(self, held: Releasable) -> RankTransfer | None:
         """See `TransferBackend`."""
@@ -313,16 +311,19 @@ class RankCoordinator:
     def _order(
         self,
         held: Lease | Reservation | Allocation,
-        give: Give,
         keeper: Keeper | None,
-        message: tuple[Kind, Slots, int],
+        order: Callable[[int, bytes], Order],
     ) -> RankTransfer:
-        kind, slots, first = message
+        """Order a copy of these pages.
+
+        Args:
+            order: makes the message from the copy's number and its ticket.
+        """
         with self._lock:
-            ticket = self._ticket(held.hold().core, give)
+            ticket = self._ticket(held)
             self._number += 1
             transfer = RankTransfer(self, self._number, held, ticket)
-            order = Order(kind, transfer.number, bytes(ticket), slots, first)
+            message = order(transfer.number, bytes(ticket))
             # From here on ranks may copy: after an interrupt it stays in flight, with its pages,
             # and `poll` finishes it.
             self._running[transfer.number] = transfer
@@ -330,7 +331,7 @@ class RankCoordinator:
                 keeper.take()
                 transfer._keeper = keeper
             try:
-                append(self.log, order, self._append_timeout)
+                append(self.log, message, self._append_timeout)
             except LightcacheError as error:  # no rank has read the whole order, or will
                 del self._running[transfer.number]
                 if keeper is not None:
@@ -340,11 +341,11 @@ class RankCoordinator:
                 raise TransferFailed(f"copy {transfer.number}: not ordered: {error}") from error
             return transfer
 
-    def _ticket(self, core: Core, give: Give) -> Ticket:
+    def _ticket(self, held: Lease | Reservation | Allocation) -> Ticket:
         try:
-            return give(list(self.ranks))
+            return held.ticket(list(self.ranks), timeout=self._adopt_timeout)
         except (ConfigError, LeaseLost) as error:
-            alive = living(core)
+            alive = living(held.hold().core)
             dead = [rank for rank, client in enumerate(self.ranks) if client not in alive]
             if not dead:
                 raise
@@ -414,4 +415,63 @@ class RankCoordinator:
             core.reap()
 
 
-__all__ = ["RankCoordinator", "RankTransfer", "living"]
+# ---- The copies of one group
+
+
+class RankGroup:
+    """A `TransferBackend` for one group of a host cache, whose copies the ranks of a
+    `RankCoordinator` make, each of its share. `RankCoordinator.group` makes it."""
+
+    def __init__(
+        self,
+        coordinator: RankCoordinator,
+        run: Run,
+        page_tokens: int | None,
+        begin: Callable[..., RankTransfer],
+    ) -> None:
+        """For `RankCoordinator.group`."""
+        if page_tokens is not None:
+            page_tokens = count(page_tokens, "page_tokens", 1, 1 << 20)
+        self._coordinator, self.run, self._page_tokens = coordinator, run, page_tokens
+        self._begin = begin
+
+    @property
+    def shards(self) -> int:
+        """Parts of every page, one for each rank."""
+        return self._coordinator.shards
+
+    def load(self, lease: Lease, slots: Slots, first: int) -> RankTransfer:
+        """See `RankCoordinator.load`."""
+        order = partial(self._order, Kind.LOAD, slots, first=first)
+        return self._begin(lease, Keeper(lease), order)
+
+    def offload(self, new: Reservation, slots: Slots) -> RankTransfer:
+        """See `RankCoordinator.offload`."""
+        if new.shards != self.shards:
+            raise ConfigError(
+                f"offload: expected a reservation of {self.shards} shards, one for each rank, "
+                f"found {new.shards}"
+            )
+        tokens, parts = self._page_tokens or new.hold().core.page_tokens, self.run.parts
+        # Pages of which any part is new, and where the new parts lie among theirs.
+        pages, row = np.unique(new.new // parts, return_inverse=True)
+        where = row * parts + new.new % parts
+        positions = None if len(where) == len(pages) * parts else tuple(where.tolist())
+        rows = np.ascontiguousarray(slots, np.int64)
+        own = rows[: len(rows) // tokens * tokens].reshape(-1, tokens)[pages].reshape(-1)
+        order = partial(self._order, Kind.OFFLOAD, own, positions=positions)
+        return self._begin(new, Keeper(new), order)
+
+    def save(self, held: Allocation, slots: Slots) -> RankTransfer:
+        """See `RankCoordinator.save`."""
+        return self._begin(held, None, partial(self._order, Kind.SAVE, slots))
+
+    def begun(self, held: Releasable) -> RankTransfer | None:
+        """See `TransferBackend`."""
+        return self._coordinator.begun(held)
+
+    def _order(self, kind: Kind, slots: Slots, number: int, ticket: bytes, **how: Any) -> Order:
+        return Order(kind, number, ticket, slots, group=self.run.group, **how)
+
+
+__all__ = ["RankCoordinator", "RankGroup", "RankTransfer", "living"]

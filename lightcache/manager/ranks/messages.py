@@ -25,7 +25,7 @@ Slots = npt.NDArray[np.int64]
 RequestId = int | str
 """A request's id in messages; the same value on both sides."""
 
-VERSION = 1
+VERSION = 2
 _PART = struct.Struct("<BB")  # version, flags
 _BEGINS, _ENDS = 1, 2
 _HEAD = struct.Struct("<BI")  # kind, bytes of JSON
@@ -90,6 +90,11 @@ class Order:
     slots: Slots
     """Slots of all tokens of the ticket's pages from `first` on; -1 skips a token."""
     first: int = 0
+    group: int = 0
+    """Of the host cache's groups: the one whose pages these are."""
+    positions: tuple[int, ...] | None = None
+    """Of an offload of pages in parts of which some were there: where the ticket's parts lie among
+    all parts of the pages of `slots`. None: all of them are the ticket's."""
 
 
 Message = Order | Decisions | None
@@ -109,6 +114,10 @@ def encode(message: Message) -> bytes:
         return _packed(Kind.STARTUP, {}, b"")
     if isinstance(message, Order):
         fields: dict[str, Any] = {"n": message.number, "f": message.first}
+        if message.group:
+            fields["g"] = message.group
+        if message.positions is not None:
+            fields["p"] = list(message.positions)
         return _packed(message.kind, fields, message.ticket + _runs(message.slots))
     lengths = [[request, int(have), int(use)] for request, (have, use) in message.lengths.items()]
     fields = {
@@ -135,7 +144,16 @@ def decode(data: bytes) -> Message:
             return None
         if Kind(kind) is not Kind.STEP:
             ticket, runs = rest[:TICKET_BYTES], rest[TICKET_BYTES:]
-            return Order(Kind(kind), int(fields["n"]), ticket, _slots(runs), int(fields["f"]))
+            parts = fields.get("p")
+            return Order(
+                Kind(kind),
+                int(fields["n"]),
+                ticket,
+                _slots(runs),
+                int(fields["f"]),
+                int(fields.get("g", 0)),
+                None if parts is None else tuple(int(part) for part in parts),
+            )
         return Decisions(
             int(fields["n"]),
             {one: (int(have), int(use)) for one, have, use in fields["l"]},

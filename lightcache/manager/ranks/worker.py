@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import cast
 
+import numpy as np
+
 from lightcache.cache import Cache
-from lightcache.errors import Abandoned, LightcacheError, LockTimeout, WaitTimeout
+from lightcache.errors import Abandoned, ConfigError, LightcacheError, LockTimeout, WaitTimeout
 from lightcache.kernels.moves import Engine
 from lightcache.leases import Lease
 from lightcache.manager.backend import EngineBackend, RankBackend, TransferHandle
@@ -53,6 +55,7 @@ class RankWorker:
         backend: RankBackend | Engine,
         rank: int,
         *,
+        groups: Mapping[int, RankBackend | Engine] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """The caller closes log, cache and transfer backend, after `close`.
@@ -63,6 +66,8 @@ class RankWorker:
             backend: makes the copies: a transfer engine with this rank's share
                 (`Cache.transfer_engine`), or a `RankBackend`.
             rank: number of this rank and its shard.
+            groups: the same of the other groups of the cache, by number: see
+                `RankCoordinator.group`. None: there are none.
             clock: in seconds.
 
         Raises:
@@ -70,8 +75,10 @@ class RankWorker:
         """
         check_entries(log)
         self.log, self.cache, self.rank = log, cache, rank
-        engine = backend if not hasattr(backend, "save") else None
-        self._backend = cast(RankBackend, backend) if engine is None else EngineBackend(engine)
+        self._backends = {
+            group: cast(RankBackend, each) if hasattr(each, "save") else EngineBackend(each)
+            for group, each in {**(groups or {}), 0: backend}.items()
+        }
         self._clock = clock
         self._joiner = Joiner()
         self._waiting: deque[Order] = deque()
@@ -213,11 +220,18 @@ class RankWorker:
         return True
 
     def _moving(self, order: Order, held: Lease | ReservationShard) -> _Copy:
+        backend = self._backends.get(order.group)
+        if backend is None:
+            raise ConfigError(
+                f"rank {self.rank}: expected a transfer backend for group {order.group}, which the "
+                f"coordinator has, found {sorted(self._backends)}; give groups={{...}}"
+            )
         if isinstance(held, ReservationShard):
-            return _Copy(order, None, self._backend.offload(held, order.slots))
+            how = {} if order.positions is None else {"positions": np.array(order.positions)}
+            return _Copy(order, None, backend.offload(held, order.slots, **how))
         if order.kind is Kind.SAVE:
-            return _Copy(order, held, self._backend.save(held, order.slots))
-        return _Copy(order, None, self._backend.load(held, order.slots, order.first))
+            return _Copy(order, held, backend.save(held, order.slots))
+        return _Copy(order, None, backend.load(held, order.slots, order.first))
 
     def _look(self, copy: _Copy) -> None:
         ok = True
