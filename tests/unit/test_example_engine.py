@@ -87,10 +87,11 @@ def start(
 
     yield make
     for engine in engines:
-        if engine is engines[-1]:
-            while engine.manager.poll():
-                pass
-            assert held(engine.cache.cache) == (0, 0)
+        while engine.manager.poll():
+            pass
+        assert engine.manager.device.available == engine.manager.device.blocks
+    assert held(engines[0].cache.cache) == (0, 0)
+    for engine in engines:
         engine.close()
     Segment.unlink(segment_name)
 
