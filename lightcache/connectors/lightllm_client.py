@@ -97,6 +97,7 @@ class _Ledger:
         self._lent: Counter[int] = Counter()
         self._rings: dict[tuple[int, int], SharedRing] = {}
         self._last: dict[tuple[int, int], int] = {}
+        self._gone: set[tuple[int, int]] = set()
         self._lock, self._ended = threading.RLock(), threading.Event()
         threading.Thread(target=self._tick, name="lightcache-lightllm", daemon=True).start()
 
@@ -135,17 +136,16 @@ class _Ledger:
                         if number > self._last.get(giver, -1):  # else it was pushed twice
                             self._last[giver] = number
                             self.give_back(np.frombuffer(message, "<i4", offset=8).tolist())
-                if discover and not givers[giver].alive:
+                if discover and not (giver in givers and givers[giver].alive):
+                    self._gone.add(giver)
                     self._rings.pop(giver).close()
 
     def _discover(self) -> dict[tuple[int, int], ClientInfo]:
         clients = self._cache.index.segment.clients()
         givers = {(one.slot, one.epoch): one for one in clients if one.role == self._role}
-        for giver, info in givers.items():
-            if info.alive and giver not in self._rings:
-                self._rings[giver] = SharedRing.open(ring_name(self._service, *giver), **RING)
-        for giver in self._rings.keys() - givers.keys():  # reaped before
-            self._rings.pop(giver).close()
+        for giver in givers.keys() - self._rings.keys() - self._gone:
+            # Of a dead one too: what it had said counts, and its ring goes with this process.
+            self._rings[giver] = SharedRing.open(ring_name(self._service, *giver), **RING)
         return givers
 
     def _tick(self) -> None:
@@ -223,7 +223,7 @@ class Client:
 
         if pinned and _has_cuda():
             self.cache.pin(device=torch.cuda.current_device()).wait()
-        flat = self.cache.pool.tensor.view(getattr(torch, self._service.dtype))
+        flat = self.cache.pool.tensor().view(getattr(torch, self._service.dtype))
         return flat.view(self.page_num, *self._service.shape)
 
     # ---- the manager's process

