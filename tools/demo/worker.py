@@ -2,7 +2,7 @@
 
 `Worker` is what the engine of a dense model writes around a `KVCacheManager`, `HybridWorker` what
 changes for a model with recurrent states, around a `HybridManager`. A worker computes one request
-at a time; docs/integration.md has the loop for a queue.
+at a time, and all that a turn reuses has been shared; examples/engine.py has a queue and batches.
 """
 
 from __future__ import annotations
