@@ -37,7 +37,7 @@ from lightcache.connectors.vllm.messages import (
     SaveOrder,
 )
 from lightcache.connectors.vllm.options import Options
-from lightcache.connectors.vllm.prompts import Adapters, prompt_of
+from lightcache.connectors.vllm.prompts import Adapters, keys_of, prompt_of
 from lightcache.connectors.vllm.room import REMEDY
 from lightcache.errors import (
     ConfigError,
@@ -78,6 +78,7 @@ OLDEST = 20.0
 BlocksOf = Callable[[str, int], Sequence[int]]
 """Returns the blocks of a request, of the group with a number."""
 _KEY_BYTES = 16
+_NO_KEYS: Keys = np.empty((0, 2), np.uint64)
 RESET_NAMES = re.compile(r"vllm-([0-9a-f]{8})-[0-9a-f]{16}")
 
 
@@ -146,7 +147,7 @@ class _Request:
     adapter: bytes | None = None
     spec: KeySpec | None = None
     """Of `keys`; None: there are none yet."""
-    keys: Keys = field(default_factory=lambda: np.empty((0, 2), np.uint64))
+    keys: Keys = field(default_factory=lambda: _NO_KEYS)
     hasher: PageHasher | None = None
     offered: int = 0
     """Pages that were offered to be saved, or are there."""
@@ -405,14 +406,16 @@ class SchedulerHalf:
                 return False
             self._adapters.forget(request.request_id)
         try:
-            prompt = prompt_of(request, self._page, state.adapter)
+            if self.options.save_decode:
+                prompt = prompt_of(request, self._page, state.adapter)
+                state.keys, state.hasher = prompt.keys(spec), prompt.hasher(spec)
+            else:
+                state.keys = keys_of(request, spec, state.adapter)
         except ConfigError as error:
             state.barred = True
             self.figures["without_keys"] += 1
             _log.info("lightcache: a request has no keys: %s", error)
             return False
-        state.keys = prompt.keys(spec)
-        state.hasher = prompt.hasher(spec) if self.options.save_decode else None
         state.spec = spec
         return True
 
@@ -449,7 +452,7 @@ class SchedulerHalf:
         if self._rest_until:
             self._rest_until = 0.0
             self.voice.well()
-        if found < limit and self._coming(state, opened, found, limit):
+        if found < limit and state.planned and self._coming(state, opened, found, limit):
             return None, False
         lacking = found < limit and opened.tier is not None and not ended
         if lacking and self._reading(state, opened, found, limit):
@@ -469,8 +472,9 @@ class SchedulerHalf:
                 lease.release()
 
     def _plan(self, state: _Request, opened: Opened, limit: int) -> int:
-        """The pages of the deepest position that can be loaded, pinned. Where the first page is not
-        there nothing is planned: a plan takes ten times as long as to see that."""
+        """The pages of the deepest position that can be loaded, pinned. Where the first page is
+        neither there nor being written, nothing is planned: a plan takes ten times as long as to
+        see that."""
         if not state.planned and opened.finder.nothing(state.keys):
             if not state.missed:
                 opened.cache.index.core.count_lookup(limit, 0)
@@ -799,10 +803,10 @@ class SchedulerHalf:
         del self._requests[identity]
         self._offering.pop(identity, None)
         self._adapters.forget(identity)
-        opened = self._usable()
-        if opened is None or opened.tier is None or state.stale or not state.offered:
+        if not self.options.storage or state.stale or not state.offered:
             return
-        if opened.spec is state.spec:
+        opened = self._usable()
+        if opened is not None and opened.tier is not None and opened.spec is state.spec:
             opened.finder.write(opened.tier, state.keys[: state.offered], identity)
 
     @property
