@@ -61,6 +61,8 @@ REST = 1.0
 """Seconds without a call after an operator has disabled the cache."""
 START = 15.0
 """Seconds that the start of the engine waits for the cache."""
+STORAGE = 1.0
+"""Seconds that the cache waits for its storage. A storage that is there later joins it then."""
 RESET = 5.0
 """Seconds that a reset waits for saves under way."""
 MOST_WAIT = 10.0
@@ -128,7 +130,7 @@ class Opened:
 
     @property
     def tier(self) -> StorageTier | None:
-        """The storage; None: there is none, or it could not be opened and is tried again."""
+        """The storage; None: there is none, or none yet: it is still opened, or tried again."""
         return None if self.storage is None else self.storage.current
 
     def close(self) -> None:
@@ -307,7 +309,7 @@ class SchedulerHalf:
                 voice = Voice("lightcache, scheduler", what="the storage")
                 opens = partial(StorageTier.open, cache, self.options.storage)
                 storage = Link(voice, opens, StorageTier.close)
-                storage.start(START)
+                storage.start(STORAGE)
         except BaseException:
             cache.close()
             raise
