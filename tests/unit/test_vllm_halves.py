@@ -534,6 +534,7 @@ class Hanging:
 
     def __init__(self) -> None:
         self.asked, self.there, self.closed = (threading.Event() for _ in range(3))
+        self.waits: list[float] = []
 
     def open(self, cache: Cache, urls: Any) -> Any:
         self.asked.set()
@@ -556,6 +557,13 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
     monkeypatch.setattr(scheduler, "StorageTier", stand_in)
     monkeypatch.setattr(scheduler, "STORAGE", 0.0)
     monkeypatch.setattr(link, "LATE", 0.01)
+    start = link.Link.start
+
+    def starts(self: Any, timeout: float) -> None:
+        storage.waits.append(timeout)
+        start(self, timeout)
+
+    monkeypatch.setattr(link.Link, "start", starts)
     yield storage
     storage.there.set()
 
@@ -573,6 +581,7 @@ def test_the_cache_is_used_while_its_storage_opens(
         assert (engine.ask(PROMPT), engine.ask(PROMPT)) == (0, 48)
         opened = engine.scheduler._link.current
         assert opened.tier is None
+        assert sorted(hanging.waits)[0] == scheduler.STORAGE
         hanging.there.set()
         wait_until(lambda: opened.tier is not None, "the storage")
         wait_until(lambda: "the storage is used again" in caplog.text, "a word of it")

@@ -61,8 +61,8 @@ REST = 1.0
 """Seconds without a call after an operator has disabled the cache."""
 START = 15.0
 """Seconds that the start of the engine waits for the cache."""
-STORAGE = 1.0
-"""Seconds that the cache waits for its storage. A storage that is there later joins it then."""
+STORAGE = 3.0
+"""Seconds that the cache waits for its storage. One that is there later joins it then."""
 RESET = 5.0
 """Seconds that a reset waits for saves under way."""
 MOST_WAIT = 10.0
@@ -906,7 +906,7 @@ def open_cache(
             secret_file=options.secret_file,
             lifetime="persistent" if options.idle_limit is None else None,
             idle_limit=options.idle_limit,
-            numa=options.numa,
+            numa=options.placement(),
             pool_path=options.pool_path,
             role=role,
             device=device,
