@@ -53,6 +53,7 @@ SECRET_BYTES = 32
 _MIN_SECRET, _MAX_SECRET = 16, 1024
 _FEW = 64  # tokens that are cheaper packed one by one than as an array
 _MANY = 64  # pages that are cheaper hashed by the core than one by one
+_STRIPE = 64  # bytes of a text after its head that the core wants once more
 _SHORTEST = 241  # bytes that the core hashes: fewer than _MANY pages end before, for any spec
 # Packers by number of tokens; a format given as text is looked up at each call.
 _PACKED = [struct.Struct(f"<{n}I").pack for n in range(_FEW + 1)]
@@ -149,15 +150,21 @@ class KeySpec:
             own = _sized(_as_bytes("salt", salt)) + _sized(_as_bytes("lora", lora))
         return self._seed_prefix + own
 
+    def _head(self, salt: str | bytes, lora: bytes) -> tuple[bytes, int]:
+        """Return what stands before the tokens and the seed of xxh3, if the core can hash them:
+        else empty."""
+        if self.algorithm != "xxh3_128":
+            return b"", 0
+        # the seed carries 64 bits of the secret; the first block of data carries all of it
+        return self._key + self._seed_block(salt, lora), self._xxh3_seed
+
     def _start(self, salt: str | bytes, lora: bytes) -> tuple[Digest, bytes, int]:
-        """Return a digest that has hashed the key and the seed block; and, of one that the core can
-        hash, those bytes and the seed of xxh3."""
+        """Return a digest that has hashed the key and the seed block, and what `_head` returns."""
+        head, seed = self._head(salt, lora)
+        if head:
+            return xxhash.xxh3_128(head, seed=seed), head, seed
         block = self._seed_block(salt, lora)
         state: Digest
-        if self.algorithm == "xxh3_128":
-            # the seed carries 64 bits of the secret; the first block of data carries all of it
-            head = self._key + block
-            return xxhash.xxh3_128(head, seed=self._xxh3_seed), head, self._xxh3_seed
         if self.algorithm == "blake2b":
             state = hashlib.blake2b(block, digest_size=16, key=self._key)
         else:
@@ -214,6 +221,25 @@ def hash_pages(
         pages = matchable_pages(canonical.size, spec.page_tokens)
         canonical = canonical[: pages * spec.page_tokens]
     return PageHasher(spec, salt=salt, lora=lora).extend(canonical, extra=extra)
+
+
+def hash_packed(
+    spec: KeySpec, tokens: bytes, *, salt: str | bytes = b"", lora: bytes = b""
+) -> Keys:
+    """`hash_pages` of tokens in the format of `pack_tokens`, in little more time than the core
+    hashes: 0.05 us a page of 16 tokens and 8 us a call.
+
+    Raises:
+        ConfigError: as `hash_pages`.
+    """
+    row = 4 * spec.page_tokens
+    ids = np.frombuffer(tokens, "<u4")
+    if len(tokens) >= row and np.maximum.reduce(ids) < MARK:
+        head, seed = spec._head(salt, lora)
+        if head and len(head) + row >= _SHORTEST:
+            pages = len(tokens) // row
+            return _core_keys(head + tokens[:_STRIPE], len(head), tokens, row, pages, seed)
+    return hash_pages(spec, ids, salt=salt, lora=lora)
 
 
 class PageHasher:
@@ -332,16 +358,9 @@ class PageHasher:
         rest = tokens[first:]
         if short:
             keys[:short] = _digest_rows(state, tokens[:first].view(f"V{row}").tolist())
-        code = layout.load().quick.lci_chain_keys(
-            head + tokens[: first + 16].tobytes(),
-            len(head) + short * row,
-            rest.ctypes.data,
-            row,
-            len(keys) - short,
-            self._seed,
-            _arguments.address(keys[short:]),
-        )
-        check(code, "hash pages")
+        start = head + tokens[: first + _STRIPE // 4].tobytes()
+        before, where = len(head) + short * row, rest.ctypes.data
+        keys[short:] = _core_keys(start, before, where, row, len(keys) - short, self._seed)
         state.update(rest.data)
         return keys
 
@@ -482,6 +501,18 @@ def pack_tokens(tokens: Tokens) -> bytes:
     """
     few = _few(tokens) if type(tokens) is list else None
     return _canonical(tokens).tobytes() if few is None else few
+
+
+def _core_keys(
+    start: bytes, before: int, tokens: int | bytes, row: int, pages: int, seed: int
+) -> Keys:
+    """Keys that the core hashes: after `before` bytes of `start`, which has the first bytes of
+    `tokens` (an address, or the bytes) as well."""
+    keys: Keys = np.empty((pages, 2), np.uint64)
+    where = _arguments.address(keys)
+    code = layout.load().quick.lci_chain_keys(start, before, tokens, row, pages, seed, where)
+    check(code, "hash pages")
+    return keys
 
 
 def _key_bytes(digest: bytes) -> bytes:

@@ -626,9 +626,8 @@ class PageIndex:
             As `peek`.
         """
         where, n = _arguments.keys(keys)
-        ahead: int = self.core.quick.lci_peek_ahead(
-            self.core.handle, where, n, self._ref(namespace)
-        )
+        ref = namespace.ref if type(namespace) is Namespace else self._ref(namespace)
+        ahead: int = self.core.quick.lci_peek_ahead(self._handle, where, n, ref)
         if ahead < 0:
             check(ahead, "peek_ahead")
         return ahead

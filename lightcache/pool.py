@@ -145,6 +145,27 @@ def node_of_pci(address: str, devices: Path = _PCI) -> int | None:
     return node if node >= 0 else None
 
 
+_MAKERS = (0x10DE, 0x1002, 0x8086)
+"""NVIDIA, AMD, Intel: a board's own screen is of others."""
+_DISPLAY, _ACCELERATOR = 0x03, 0x12
+
+
+def nodes_of_gpus(devices: Path = _PCI) -> set[int]:
+    """The memory nodes next to GPUs, and other accelerators, of this machine: also of those that a
+    container does not have. Imports no torch and loads no driver."""
+    found = {node_of_pci(path.name, devices) for path in devices.glob("*") if _is_gpu(path)}
+    return {node for node in found if node is not None}
+
+
+def _is_gpu(device: Path) -> bool:
+    try:
+        kind = int((device / "class").read_text(), 16) >> 16
+        maker = int((device / "vendor").read_text(), 16)
+    except (OSError, ValueError):
+        return False
+    return kind == _ACCELERATOR or (kind == _DISPLAY and maker in _MAKERS)
+
+
 # ---- The object of a pool, in /dev/shm or in the folder that the cache's configuration names.
 #
 # It is made after the header that names it and before the segment is ready, and removed before
@@ -841,6 +862,7 @@ __all__ = [
     "look",
     "make_object",
     "node_of_pci",
+    "nodes_of_gpus",
     "opened",
     "parse_numa",
     "pci_address",

@@ -32,6 +32,7 @@ from lightcache.namespaces import Namespace
 from lightcache.shm import Segment
 
 HOST = "bench"
+FINGERPRINT = "as long as that of a model: " + 8 * "words of facts, about its bytes "
 
 
 @dataclass
@@ -98,7 +99,7 @@ class Scheduler:
         self._name = name
         self.block_tokens = block_tokens or page_tokens
         groups = one_group(self.block_tokens)
-        place = Place(name, "bench", "bench", 64, page_tokens, groups)
+        place = Place(name, "bench", FINGERPRINT, 64, page_tokens, groups)
         options = Options(size=64 * pages, idle_limit=None)
         self.cache = open_cache(place, options, role=role_of(launch_of(name), part_of(0)))
         self.cache.pool.prefault()

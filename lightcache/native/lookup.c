@@ -18,22 +18,22 @@ typedef struct pipeline {
     uint32_t guess[STAGES][BLOCK]; /* always a page of the pool */
 } pipeline;
 
-static inline uint32_t block_end(const pipeline *p, uint32_t from) {
+LC_INLINE uint32_t block_end(const pipeline *p, uint32_t from) {
     return from + BLOCK < p->n ? from + BLOCK : p->n;
 }
 
-static inline uint32_t *guesses(pipeline *p, uint32_t from) {
+LC_INLINE uint32_t *guesses(pipeline *p, uint32_t from) {
     return p->guess[from / BLOCK % STAGES];
 }
 
-static inline void prefetch_buckets(const pipeline *p, uint32_t from) {
+LC_INLINE void prefetch_buckets(const pipeline *p, uint32_t from) {
     uint32_t to = block_end(p, from);
     const lc_dict *d = &p->h->dict;
     for (uint32_t i = from; i < to; i++)
         __builtin_prefetch((const void *)&d->buckets[lc_bucket(d, p->keys[i].lo)]);
 }
 
-static inline void load_heads(pipeline *p, uint32_t from) {
+LC_INLINE void load_heads(pipeline *p, uint32_t from) {
     uint32_t to = block_end(p, from), *guess = guesses(p, from);
     const lc_dict *d = &p->h->dict;
     for (uint32_t i = from; i < to; i++) {
@@ -44,7 +44,7 @@ static inline void load_heads(pipeline *p, uint32_t from) {
     }
 }
 
-static inline void pass_heads(pipeline *p, uint32_t from, bool rows) {
+LC_INLINE void pass_heads(pipeline *p, uint32_t from, bool rows) {
     uint32_t to = block_end(p, from), *guess = guesses(p, from), nodes = p->h->dict.nodes;
     for (uint32_t i = from; i < to; i++) {
         uint32_t at = guess[i - from];
@@ -58,7 +58,7 @@ static inline void pass_heads(pipeline *p, uint32_t from, bool rows) {
     }
 }
 
-static inline void start(pipeline *p, bool rows) {
+LC_INLINE void start(pipeline *p, bool rows) {
     prefetch_buckets(p, 0);
     prefetch_buckets(p, BLOCK);
     prefetch_buckets(p, 2 * BLOCK);
@@ -67,13 +67,13 @@ static inline void start(pipeline *p, bool rows) {
     pass_heads(p, 0, rows);
 }
 
-static inline void advance(pipeline *p, uint32_t from, bool rows) {
+LC_INLINE void advance(pipeline *p, uint32_t from, bool rows) {
     prefetch_buckets(p, from + 3 * BLOCK);
     load_heads(p, from + 2 * BLOCK);
     pass_heads(p, from + BLOCK, rows);
 }
 
-static inline bool ready(uint32_t word, uint32_t ns) {
+LC_INLINE bool ready(uint32_t word, uint32_t ns) {
     return (word & (LCI_STATE_MASK | LCI_NS_MASK)) == (LCI_READY | ns << LCI_NS_SHIFT);
 }
 
@@ -81,7 +81,7 @@ static inline bool ready(uint32_t word, uint32_t ns) {
  * key (it leaves the chain only after it has left that state, and enters it before), and a chain
  * holds a key once. So a record that had an even generation before and after we read from it this
  * key and READY is the answer, and no walk could find another. */
-static inline bool standing(const lci_page *p, const lc_key *key, uint32_t ns, uint32_t *gen) {
+LC_INLINE bool standing(const lci_page *p, const lc_key *key, uint32_t ns, uint32_t *gen) {
     uint32_t g = *gen = lc_load_acquire(&p->gen); /* order: guess-gen */
     uint64_t lo = lc_load(&p->lo), hi = lc_load(&p->hi);
     uint32_t word = lc_load_acquire(&p->word); /* order: guess-word */
@@ -92,8 +92,8 @@ static inline bool standing(const lci_page *p, const lc_key *key, uint32_t ns, u
 }
 
 /* The page of a key, READY; LC_NIL: there is none. The guess first, then the chain. */
-static inline uint32_t find(const lci_handle *h, const lc_key *key, uint32_t guess, uint32_t ns,
-                            uint32_t *gen) {
+LC_INLINE uint32_t find(const lci_handle *h, const lc_key *key, uint32_t guess, uint32_t ns,
+                        uint32_t *gen) {
     lc_found found;
     if (LC_LIKELY(standing(&h->pages[guess], key, ns, gen))) return guess;
     lc_dict_find(&h->dict, key->lo, key->hi, &found);

@@ -19,6 +19,7 @@
 
 #define LC_API __attribute__((visibility("default")))
 #define LC_LIKELY(x) __builtin_expect(!!(x), 1)
+#define LC_INLINE static inline __attribute__((always_inline)) /* where a call costs more than it does */
 #define LC_UNLIKELY(x) __builtin_expect(!!(x), 0)
 
 /* Results. Zero and above are counts; below are errors, which shm/_native.py turns into typed

@@ -21,9 +21,11 @@ from lightcache.errors import ConfigError
 from lightcache.hashing import (
     KeySpec,
     PageHasher,
+    hash_packed,
     hash_pages,
     load_or_create_secret,
     matchable_pages,
+    pack_tokens,
 )
 
 ALGORITHMS = ["xxh3_128", "blake2b", "sha256"]
@@ -44,6 +46,25 @@ def rows(keys):
 
 def every_page(key_spec, tokens, **arguments):
     return hash_pages(key_spec, tokens, leave_one=False, **arguments)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("fingerprint", ["short", "as long as that of a model " * 8])
+@pytest.mark.parametrize("tokens", [0, 3, 4, 7, 299])
+def test_packed_tokens_have_the_same_keys(algorithm, fingerprint, tokens):
+    by = spec(algorithm=algorithm, fingerprint=fingerprint)
+    ids = list(range(1000, 1000 + tokens))
+    for how in ({}, {"salt": "s"}, {"salt": b"s", "lora": b"l"}):
+        found = hash_packed(by, pack_tokens(ids), **how)
+        assert rows(found) == rows(hash_pages(by, ids, **how))
+        assert found.shape == (tokens // 4, 2)
+
+
+@pytest.mark.parametrize("place", [0, 63, 64])
+def test_a_packed_mark_is_no_token(place):
+    data = bytearray(4 * 65)
+    data[4 * place : 4 * place + 4] = b"\xff" * 4
+    refused(ConfigError, f"token {place} is", hash_packed, spec(fingerprint="x" * 300), bytes(data))
 
 
 # ---- the definition, written a second time ----

@@ -46,6 +46,27 @@ def test_the_node_of_a_pci_device(tmp_path: Path, text: str, node: int | None) -
     assert pool.node_of_pci("0000:1c:00.0", tmp_path) is None
 
 
+def test_the_nodes_of_gpus(tmp_path: Path) -> None:
+    """Made-up devices: class, vendor, node. A board's own screen and a network card are none."""
+    devices = {
+        "0000:03:00.0": ("0x030000", "0x1a03", 2),
+        "0000:17:00.0": ("0x020000", "0x15b3", 3),
+        "0000:1b:00.0": ("0x030200", "0x10de", 0),
+        "0000:5d:00.0": ("0x030200", "0x10de", 0),
+        "0000:9b:00.0": ("0x038000", "0x1002", 1),
+        "0000:c1:00.0": ("0x120000", "0x1da3", 4),
+        "0000:c2:00.0": ("0x030200", "0x10de", -1),
+    }
+    for name, (kind, vendor, node) in devices.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        for file, text in (("class", kind), ("vendor", vendor), ("numa_node", node)):
+            (folder / file).write_text(f"{text}\n")
+    (tmp_path / "0000:ff:00.0").mkdir()  # it says nothing
+    assert pool.nodes_of_gpus(tmp_path) == {0, 1, 4}
+    assert pool.nodes_of_gpus(tmp_path / "none") == set()
+
+
 def test_the_address_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     found = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xC4, pci_device_id=3)

@@ -16,10 +16,16 @@ import torch
 from engines import contracts
 
 from lightcache import Cache
-from lightcache.connectors.vllm import Options, room
+from lightcache.connectors.vllm import Options, options, room, scheduler
 from lightcache.connectors.vllm.messages import Place, Report, one_group
 from lightcache.connectors.vllm.model import block_groups, describe, measure, rank_of
-from lightcache.connectors.vllm.prompts import Adapters, adapter_bytes, files_digest, prompt_of
+from lightcache.connectors.vllm.prompts import (
+    Adapters,
+    adapter_bytes,
+    files_digest,
+    keys_of,
+    prompt_of,
+)
 from lightcache.connectors.vllm.scheduler import Stored, open_cache
 from lightcache.errors import ConfigError, NoSpace
 from lightcache.prompt import MultimodalItem, Prompt
@@ -206,6 +212,23 @@ def test_a_cache_for_which_there_is_no_room_says_what_to_do(
         open_cache(place, Options(size="1GiB"), role="r")
 
 
+def test_a_table_reads_the_blocks_that_are_asked_for(connector: Any) -> None:
+    class Block:
+        def __init__(self, number: int) -> None:
+            self.number, self.read = number, 0
+
+        @property
+        def block_id(self) -> int:
+            self.read += 1
+            return self.number
+
+    blocks = [Block(number) for number in range(7, 27)]
+    table = connector.Table(blocks)
+    assert (len(table), table[3], table[4:6], table[20:21]) == (20, 10, [11, 12], [])
+    assert [block.read for block in blocks] == [0, 0, 0, 1, 1, 1, *[0] * 14]
+    assert list(table) == list(range(7, 27))
+
+
 def test_events(connector: Any) -> None:
     off = made(connector, "SCHEDULER", events=False)
     assert not off.of_scheduler.tells
@@ -293,6 +316,28 @@ def test_options() -> None:
     assert Options.of({"storage": [disk, shared]}).storage == (disk, shared)
 
 
+@pytest.mark.parametrize(
+    ("given", "nodes", "wanted"),
+    [
+        (None, {0, 1}, "interleave"),
+        (None, {1}, None),
+        (None, set(), None),
+        (0, {0, 1}, 0),
+        ("interleave", {0}, "interleave"),
+    ],
+)
+def test_a_pool_is_placed_over_the_nodes_of_gpus(
+    monkeypatch: pytest.MonkeyPatch, given: Any, nodes: set[int], wanted: Any
+) -> None:
+    monkeypatch.setattr(options, "nodes_of_gpus", lambda: nodes)
+    asked: dict[str, Any] = {}
+    opens = SimpleNamespace(open=lambda name, **how: asked.update(how))
+    monkeypatch.setattr(scheduler, "Cache", opens)
+    place = Place("any", "model", "x", 1 << 20, 16, one_group(16))
+    open_cache(place, Options(numa=given), role="r")
+    assert asked["numa"] == wanted
+
+
 # ---- keys
 
 
@@ -336,6 +381,9 @@ def test_keys_are_those_of_a_router(segment_name: str) -> None:
         ]
         firsts = {prompt_of(each, 8, b"d").keys(spec)[0].tobytes() for each in others}
         assert len(firsts) == len(others)
+        for each in (asked, *others):
+            keys = prompt_of(each, 8, b"d").keys(spec)
+            assert np.array_equal(keys_of(each, spec, b"d"), keys)
 
 
 def test_overlapping_items_and_large_embeddings_have_no_keys() -> None:

@@ -16,7 +16,7 @@ from support.vllm_stand_in import BLOCK, Engine, Request
 from unit.test_vllm_halves import Gate
 
 from lightcache import Cache
-from lightcache.connectors.vllm import worker
+from lightcache.connectors.vllm import scheduler, worker
 from lightcache.connectors.vllm.scheduler import open_cache
 from lightcache.errors import LightcacheError, NotReady
 from lightcache.runs import Run
@@ -32,6 +32,7 @@ def engines_apart(monkeypatch: pytest.MonkeyPatch, segment_name: str) -> Iterato
     for half in ("scheduler", "worker"):
         apart = partial(open_cache, shared=False)
         monkeypatch.setattr(f"lightcache.connectors.vllm.{half}.open_cache", apart)
+    monkeypatch.setattr(scheduler, "STORAGE", scheduler.START)  # other work may hold it up
     yield
     with contextlib.suppress(LightcacheError):
         Segment.unlink(segment_name)
@@ -132,6 +133,57 @@ def test_a_save_whose_blocks_a_window_gave_up_is_given_up(
             assert [group.pages for group in cache.index.groups()] == [6, 2, 2]
         assert other.ask(PROMPT) == 48
         assert other.ask(PROMPT[:40]) == 0  # the windows before were given up
+
+
+def test_a_step_looks_at_one_block_of_a_group_that_nothing_was_freed_of(segment_name: str) -> None:
+    """However many saves of it are under way; and at one more for each that was."""
+    with engine(segment_name) as one:
+        gate = Gate()
+        one.workers[0]._events = lambda: [gate]
+        request = Request(PROMPT)
+        one.admit(request)
+        for end in (16, 24, 32):
+            one.compute(request, end)
+        half, looks = one.scheduler, []
+
+        class Table(list):  # type: ignore[type-arg]
+            def __getitem__(self, place: Any) -> Any:
+                looks.append(place)
+                return super().__getitem__(place)
+
+        def tables(identity: str, group: int) -> Any:
+            return Table(one.tables[identity][group])
+
+        def step() -> tuple[int, int]:
+            looks.clear()
+            new = SimpleNamespace(new_block_ids=[])
+            output = SimpleNamespace(
+                num_scheduled_tokens={}, preempted_req_ids=(), scheduled_new_reqs=[],
+                scheduled_cached_reqs=new, scheduled_spec_decode_tokens={},
+            )  # fmt: skip
+            assert not half.orders(output, tables).settle
+            return len(looks), sum(job.freed for job in half._jobs.values())
+
+        step()
+        windows = len(one.windows) - 1
+        unfreed = len({job.group for job in half._jobs.values() if not job.freed} - {0})
+        assert len(half._jobs) > 2 * windows
+        before = step()[1]
+        assert step() == (unfreed, before)
+        for group in range(1, windows + 1):
+            one.tables[request.request_id][group][:] = [0] * len(
+                one.tables[request.request_id][group]
+            )
+        looked, freed = step()
+        assert looked == freed - before > 0
+        assert freed == sum(job.group > 0 for job in half._jobs.values())
+        assert step() == (0, freed)
+        assert not half._windowed
+        one.release = lambda identity: None  # type: ignore[method-assign]
+        gate.open.set()
+        one.end(request)
+        one.idle()
+        assert not half._freed
 
 
 def test_blocks_of_a_load_are_settled_too(segment_name: str) -> None:

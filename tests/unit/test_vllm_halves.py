@@ -20,6 +20,7 @@ from lightcache.connectors.vllm import link, prompts, scheduler, worker
 from lightcache.connectors.vllm.scheduler import launch_of, open_cache, team_of
 from lightcache.errors import LightcacheError, NotReady
 from lightcache.shm import Segment
+from lightcache.storage.tier import StorageTier
 from lightcache.tools.maintenance import _switch
 
 pytestmark = pytest.mark.usefixtures("engines_apart")
@@ -32,6 +33,7 @@ def engines_apart(monkeypatch: pytest.MonkeyPatch, segment_name: str) -> Iterato
     for half in ("scheduler", "worker"):
         apart = partial(open_cache, shared=False)
         monkeypatch.setattr(f"lightcache.connectors.vllm.{half}.open_cache", apart)
+    monkeypatch.setattr(scheduler, "STORAGE", scheduler.START)  # other work may hold it up
     yield
     with contextlib.suppress(LightcacheError):
         Segment.unlink(segment_name)
@@ -525,6 +527,86 @@ def test_a_storage_that_cannot_be_opened_leaves_the_cache(
         blocked.unlink()
         wait_until(lambda: "the storage is used again" in caplog.text, "the storage")
         assert engine.scheduler._link.current.tier is not None
+
+
+class Hanging:
+    """A storage that opens when it is told to."""
+
+    def __init__(self) -> None:
+        self.asked, self.there, self.closed = (threading.Event() for _ in range(3))
+        self.waits: list[float] = []
+
+    def open(self, cache: Cache, urls: Any) -> Any:
+        self.asked.set()
+        self.there.wait()
+        tier = StorageTier.open(cache, urls)
+        usual = tier.close
+
+        def close() -> None:
+            usual()
+            self.closed.set()
+
+        tier.close = close  # type: ignore[method-assign]
+        return tier
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
+    storage = Hanging()
+    stand_in = SimpleNamespace(open=storage.open, close=lambda tier: tier.close())
+    monkeypatch.setattr(scheduler, "StorageTier", stand_in)
+    monkeypatch.setattr(scheduler, "STORAGE", 0.0)
+    monkeypatch.setattr(link, "LATE", 0.01)
+    start = link.Link.start
+
+    def starts(self: Any, timeout: float) -> None:
+        storage.waits.append(timeout)
+        start(self, timeout)
+
+    monkeypatch.setattr(link.Link, "start", starts)
+    yield storage
+    storage.there.set()
+
+
+def test_the_cache_is_used_while_its_storage_opens(
+    segment_name: str,
+    hanging: Hanging,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    wait_until: Any,
+) -> None:
+    with Engine(segment_name, storage=f"disk:{tmp_path}?capacity=64MiB") as engine:
+        assert hanging.asked.wait(30)
+        wait_until(lambda: "open the storage: it has not answered" in caplog.text, "a warning")
+        assert (engine.ask(PROMPT), engine.ask(PROMPT)) == (0, 48)
+        opened = engine.scheduler._link.current
+        assert opened.tier is None
+        assert sorted(hanging.waits)[0] == scheduler.STORAGE
+        hanging.there.set()
+        wait_until(lambda: opened.tier is not None, "the storage")
+        wait_until(lambda: "the storage is used again" in caplog.text, "a word of it")
+        assert engine.ask(PROMPT) == 48
+    assert hanging.closed.is_set()
+    texts = warnings_of(caplog)
+    assert len([text for text in texts if "open the storage" in text]) == 1
+    Segment.unlink(segment_name)
+    with Engine(segment_name, storage=f"disk:{tmp_path}?capacity=64MiB") as engine:
+        wait_until(lambda: engine.scheduler._link.current.tier is not None, "the storage")
+        assert engine.ask(PROMPT) == 48  # it has what was saved before it came, as it was used
+
+
+def test_closing_does_not_wait_for_a_storage_that_opens(
+    segment_name: str, hanging: Hanging, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "LEAVE", 0.0)
+    with Engine(segment_name, storage=f"disk:{tmp_path}?capacity=64MiB") as engine:
+        assert hanging.asked.wait(30)
+        thread = engine.scheduler._link.current.storage._thread
+    assert thread.is_alive()
+    assert not hanging.closed.is_set()
+    hanging.there.set()
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_a_storage_is_not_waited_for_when_computing_is_faster(

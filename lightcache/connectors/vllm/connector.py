@@ -4,10 +4,10 @@ error of one is said once and counts as a miss, so no method raises on the engin
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, overload
 
 from lightcache.connectors.vllm.messages import Hello, Orders, Report
 from lightcache.connectors.vllm.model import block_groups, check_served, describe, rank_of
@@ -115,6 +115,32 @@ class LightcacheMetrics(KVConnectorPromMetrics):
         for name, value in transfer_stats_data.items():
             if name in self._counters and value:
                 self._counters[name][engine_idx].inc(value)
+
+
+class Table(Sequence[int]):
+    """Numbers of a request's blocks: only those that are asked for are read, as a prompt may have
+    thousands and a step completes few."""
+
+    def __init__(self, blocks: Sequence[Any]) -> None:
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[int]: ...
+
+    def __getitem__(self, place: int | slice) -> int | list[int]:
+        if isinstance(place, slice):
+            return [block.block_id for block in self._blocks[place]]
+        number: int = self._blocks[place].block_id
+        return number
+
+    def __iter__(self) -> Iterator[int]:
+        return (block.block_id for block in self._blocks)
 
 
 def guarded(default: Callable[[], object]) -> Callable[[F], F]:
@@ -316,10 +342,8 @@ class LightcacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """See vLLM."""
         return StepMetadata(self.of_scheduler.orders(scheduler_output, self._blocks_of))
 
-    def _blocks_of(self, request: str, group: int) -> list[int]:
-        blocks = self._kv_cache_manager.get_blocks(request)
-        ids: list[int] = blocks.get_block_ids(group_ids=(group,))[0]
-        return ids
+    def _blocks_of(self, request: str, group: int) -> Table:
+        return Table(self._kv_cache_manager.get_blocks(request).blocks[group])
 
     @guarded(_nothing)
     def update_connector_output(self, connector_output: Any) -> None:

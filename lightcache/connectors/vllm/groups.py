@@ -42,9 +42,10 @@ class Finder:
         return group.rule.first(pages, self._page)
 
     def nothing(self, keys: Keys) -> bool:
-        """Whether nothing can be found of a prompt: its first page is not there."""
+        """Whether nothing can be found of a prompt, now or soon: its first page is neither there
+        nor being written."""
         index = self.cache.index
-        return self._first is not None and not index.peek(keys[:1], namespace=self.space)
+        return self._first is not None and not index.peek_ahead(keys[:1], namespace=self.space)
 
     def plan(self, request: Hashable, keys: Keys, limit: int) -> int:
         """Pin what the deepest position up to this one needs; returns the position, in pages."""

@@ -3,10 +3,11 @@ engine's thread never waits for it."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 from lightcache.errors import CacheCorrupted, Detached
@@ -15,6 +16,10 @@ T = TypeVar("T")
 _log = logging.getLogger("lightcache.connectors")
 FIRST, MOST = 1.0, 60.0
 """Seconds between two tries to open the cache: the first pause, and the longest."""
+LATE = 15.0
+"""Seconds after which a try that neither opens nor fails is warned of. It is not given up."""
+LEAVE = 1.0
+"""Seconds that closing waits for a try under way: what it opens is closed when it has ended."""
 
 
 class Voice:
@@ -75,6 +80,7 @@ class Link(Generic[T]):
         self._lost: deque[T] = deque()
         self._wake, self._tried = threading.Event(), threading.Event()
         self._ended = False
+        self._closing = threading.Lock()
         self._thread: threading.Thread | None = None
 
     @property
@@ -83,7 +89,7 @@ class Link(Generic[T]):
         return self._current
 
     def start(self, timeout: float) -> None:
-        """Begin, and wait for the first try."""
+        """Begin, and wait so many seconds at most for the end of the first try."""
         self._thread = threading.Thread(target=self._run, name="lightcache-link", daemon=True)
         self._thread.start()
         self._tried.wait(timeout)
@@ -105,11 +111,16 @@ class Link(Generic[T]):
         self._ended = True
         self._wake.set()
         if self._thread is not None:
-            self._thread.join(timeout)
-        if (side := self._current) is not None:
-            self._current = None
-            self._lost.append(side)
-        self._close_lost()
+            self._thread.join(timeout if self._current is not None else min(timeout, LEAVE))
+        self._leave()
+
+    def _leave(self) -> None:
+        """Close what is open. By who closes, and by the thread, which may have opened it later."""
+        with self._closing:
+            if (side := self._current) is not None:
+                self._current = None
+                self._lost.append(side)
+            self._close_lost()
 
     def _run(self) -> None:
         pause = 0.0
@@ -117,15 +128,31 @@ class Link(Generic[T]):
             self._close_lost()
             if self._current is None:
                 try:
-                    self._current = self._opens()
+                    with self._late():
+                        self._current = self._opens()
                     pause = 0.0
                     self._voice.well()
                 except Exception as error:
                     pause = min(MOST, max(FIRST, 2 * pause))
                     self._voice.trouble(f"open {self._voice.what}", error)
                 self._tried.set()
-            self._wake.wait(pause or None)
-            self._wake.clear()
+            if not self._ended:
+                self._wake.wait(pause or None)
+                self._wake.clear()
+        self._leave()
+
+    @contextlib.contextmanager
+    def _late(self) -> Iterator[None]:
+        """Warn of what takes long: this thread cannot, as it is held up."""
+        what = f"open {self._voice.what}"
+        text = f"it has not answered for {LATE:g} s, and joins when it does"
+        timer = threading.Timer(LATE, self._voice.trouble, (what, text))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _close_lost(self) -> None:
         while self._lost:

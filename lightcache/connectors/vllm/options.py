@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from lightcache._arguments import count, parse_size
 from lightcache.errors import ConfigError
 from lightcache.namespaces import NAME_BYTES
-from lightcache.pool import Numa, check_numa
+from lightcache.pool import Numa, check_numa, nodes_of_gpus
 from lightcache.shm.names import object_name
 from lightcache.storage.urls import check_url
 
@@ -51,7 +51,9 @@ class Options:
     one into all containers. None: that of LIGHTCACHE_SECRET_FILE, or that of
     ~/.local/share/lightcache/secret."""
     numa: Numa = None
-    """Where the pool's memory lies: "interleave" or a node; see `Cache.create`."""
+    """Where the pool's memory lies: "interleave" or a node; see `Cache.create`. None: "interleave"
+    where the machine has GPUs next to more than one node, as the first engine would else have it
+    all on its own; elsewhere where it is touched first."""
     pool_path: str | None = None
     """Folder of the pool, such as one of huge pages; None: /dev/shm."""
     idle_limit: float | None = DAY
@@ -93,6 +95,12 @@ class Options:
         if self.name is not None:
             object_name(self.name)
         check_numa(self.numa)
+
+    def placement(self) -> Numa:
+        """`numa`, or its default on this machine."""
+        if self.numa is None and len(nodes_of_gpus()) > 1:
+            return "interleave"
+        return self.numa
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:

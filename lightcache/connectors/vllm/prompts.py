@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from lightcache._arguments import Keys
 from lightcache.errors import ConfigError
+from lightcache.hashing import KeySpec, hash_packed
 from lightcache.prompt import MultimodalItem, Prompt
 
 _MOST_EMBEDS = 64 << 20
@@ -101,16 +103,7 @@ def prompt_of(request: Any, page_tokens: int, adapter: bytes | None) -> Prompt:
     Raises:
         ConfigError: it cannot be keyed: items overlap, or embeddings are too large.
     """
-    count = request.num_prompt_tokens
-    ids = getattr(request, "prompt_token_ids", None)  # a list, so nothing is copied twice
-    if ids is None or len(ids) != count:
-        ids = request.all_token_ids[:count]
-    tokens = np.frombuffer(array("I", ids), np.uint32)
-    tokens.flags.writeable = False  # so it is not copied again
-    lora = b""
-    if request.lora_request is not None:
-        one = request.lora_request
-        lora = adapter_bytes(one.lora_name, one.lora_path, adapter or b"")
+    tokens, salt, lora = _text(request, adapter)
     items = [
         MultimodalItem(
             feature.mm_position.offset,
@@ -120,8 +113,34 @@ def prompt_of(request: Any, page_tokens: int, adapter: bytes | None) -> Prompt:
         for feature in request.mm_features
     ]
     if request.prompt_embeds is not None:
-        items += _embedded(request.prompt_embeds, count, page_tokens)
-    return Prompt(tokens, salt=request.cache_salt or "", lora=lora, items=items)
+        items += _embedded(request.prompt_embeds, request.num_prompt_tokens, page_tokens)
+    return Prompt(np.frombuffer(tokens, np.uint32), salt=salt, lora=lora, items=items)
+
+
+def keys_of(request: Any, spec: KeySpec, adapter: bytes | None) -> Keys:
+    """The keys of its prompt, of text alone in a third of the steps that a `Prompt` takes: what is
+    done once a prompt waits for memory, code included.
+
+    Raises:
+        ConfigError: as `prompt_of`.
+    """
+    if request.mm_features or request.prompt_embeds is not None:
+        return prompt_of(request, spec.page_tokens, adapter).keys(spec)
+    tokens, salt, lora = _text(request, adapter)
+    return hash_packed(spec, tokens, salt=salt, lora=lora)
+
+
+def _text(request: Any, adapter: bytes | None) -> tuple[bytes, str | bytes, bytes]:
+    """Token ids, salt and adapter."""
+    count = request.num_prompt_tokens
+    ids = getattr(request, "prompt_token_ids", None)  # a list, so nothing is copied twice
+    if ids is None or len(ids) != count:
+        ids = request.all_token_ids[:count]
+    lora = b""
+    if request.lora_request is not None:
+        one = request.lora_request
+        lora = adapter_bytes(one.lora_name, one.lora_path, adapter or b"")
+    return array("I", ids).tobytes(), request.cache_salt or b"", lora
 
 
 def _embedded(embeds: Any, count: int, page_tokens: int) -> Iterator[MultimodalItem]:
@@ -134,4 +153,4 @@ def _embedded(embeds: Any, count: int, page_tokens: int) -> Iterator[MultimodalI
         yield MultimodalItem(start, end, hashlib.sha256(data).digest())
 
 
-__all__ = ["Adapters", "adapter_bytes", "files_digest", "prompt_of"]
+__all__ = ["Adapters", "adapter_bytes", "files_digest", "keys_of", "prompt_of"]

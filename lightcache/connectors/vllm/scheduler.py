@@ -14,7 +14,7 @@ import math
 import os
 import re
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +37,7 @@ from lightcache.connectors.vllm.messages import (
     SaveOrder,
 )
 from lightcache.connectors.vllm.options import Options
-from lightcache.connectors.vllm.prompts import Adapters, prompt_of
+from lightcache.connectors.vllm.prompts import Adapters, keys_of, prompt_of
 from lightcache.connectors.vllm.room import REMEDY
 from lightcache.errors import (
     ConfigError,
@@ -61,6 +61,8 @@ REST = 1.0
 """Seconds without a call after an operator has disabled the cache."""
 START = 15.0
 """Seconds that the start of the engine waits for the cache."""
+STORAGE = 3.0
+"""Seconds that the cache waits for its storage. One that is there later joins it then."""
 RESET = 5.0
 """Seconds that a reset waits for saves under way."""
 MOST_WAIT = 10.0
@@ -75,9 +77,10 @@ RENEWALS = 16
 """Of such answers in a step; the requests at the head of vLLM's queue are asked first."""
 OLDEST = 20.0
 """Seconds after which an answer is renewed in any case: plans end after a minute."""
-BlocksOf = Callable[[str, int], list[int]]
+BlocksOf = Callable[[str, int], Sequence[int]]
 """Returns the blocks of a request, of the group with a number."""
-_KEY = np.dtype("V16")
+_KEY_BYTES = 16
+_NO_KEYS: Keys = np.empty((0, 2), np.uint64)
 RESET_NAMES = re.compile(r"vllm-([0-9a-f]{8})-[0-9a-f]{16}")
 
 
@@ -127,7 +130,7 @@ class Opened:
 
     @property
     def tier(self) -> StorageTier | None:
-        """The storage; None: there is none, or it could not be opened and is tried again."""
+        """The storage; None: there is none, or none yet: it is still opened, or tried again."""
         return None if self.storage is None else self.storage.current
 
     def close(self) -> None:
@@ -137,7 +140,7 @@ class Opened:
         self.cache.close()
 
 
-@dataclass
+@dataclass(slots=True)
 class _Request:
     """A request that vLLM has not forgotten yet."""
 
@@ -146,7 +149,7 @@ class _Request:
     adapter: bytes | None = None
     spec: KeySpec | None = None
     """Of `keys`; None: there are none yet."""
-    keys: Keys = field(default_factory=lambda: np.empty((0, 2), np.uint64))
+    keys: Keys = field(default_factory=lambda: _NO_KEYS)
     hasher: PageHasher | None = None
     offered: int = 0
     """Pages that were offered to be saved, or are there."""
@@ -179,7 +182,7 @@ class _Request:
     """Pages that were in memory before the storage was asked."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Answer:
     """What `look` has said of a request, and of what."""
 
@@ -190,11 +193,11 @@ class _Answer:
     found: int
 
 
-@dataclass
+@dataclass(slots=True)
 class _Job:
     request: str
     left: int
-    keys: list[bytes]
+    keys: bytes
     group: int
     first: int
     """Of its blocks, the first one's place in the request's table."""
@@ -245,9 +248,17 @@ class SchedulerHalf:
         self._adapters = Adapters()
         self._requests: dict[str, _Request] = {}
         self._jobs: dict[int, _Job] = {}
-        self._writing: set[bytes] = set()
+        self._offering: dict[str, _Request] = {}
+        """Requests that may have more pages to offer."""
+        self._writing: dict[bytes, _Job] = {}
+        """By the first key of what they save."""
+        self._windowed: dict[tuple[str, int], deque[int]] = {}
+        """Jobs by request and group of a window, whose first blocks stood in its table at the last
+        step: windows give up the first ones first."""
         self._freed: dict[int, int] = {}
         """Jobs by blocks that they read and vLLM may give to others."""
+        self._checked: Opened | None = None
+        """What was found usable since the last step."""
         self._given: list[int] = []
         """Blocks that were given to requests that wait for a load, since the last step."""
         self._orders = Orders()
@@ -298,7 +309,7 @@ class SchedulerHalf:
                 voice = Voice("lightcache, scheduler", what="the storage")
                 opens = partial(StorageTier.open, cache, self.options.storage)
                 storage = Link(voice, opens, StorageTier.close)
-                storage.start(START)
+                storage.start(STORAGE)
         except BaseException:
             cache.close()
             raise
@@ -317,25 +328,33 @@ class SchedulerHalf:
                 cache.clear(space)
 
     def _note_segments(self, segments: Mapping[int, str]) -> None:
+        self._checked = None
         self._segments |= segments
         first, *others = {*self._segments.values()}
         self._agreed = "" if others else first
 
     def _usable(self) -> Opened | None:
-        """What is open, if all ranks have the same open and nothing speaks against a call."""
+        """What is open, if all ranks have the same open and nothing speaks against a call. Looked
+        at once while a step is made: what is removed meanwhile raises an error in a later call."""
         link = self._link
         opened = None if link is None else link.current
+        if opened is not None and opened is self._checked:
+            return opened
         if link is None or opened is None or self._clock() < self._rest_until:
             return None
         if opened.cache.index.segment.retired:
             self.voice.trouble("use the cache", LeaseLost("it was removed, or replaced"))
             link.lose(opened)
             return None
-        return opened if opened.segment == self._agreed else None
+        if opened.segment != self._agreed:
+            return None
+        self._checked = opened
+        return opened
 
     def trouble(self, what: str, error: BaseException) -> None:
         """An error of a call: say it once, and learn from it."""
         self.figures["errors"] += 1
+        self._checked = None
         self.voice.trouble(what, error)
         if isinstance(error, NotReady):
             self._rest_until = self._clock() + REST
@@ -348,6 +367,7 @@ class SchedulerHalf:
         for state in self._requests.values():
             self._release(state)
         self._requests.clear()
+        self._offering.clear()
         self._adapters.close()
         if self._link is not None:
             self._link.close(START)
@@ -371,7 +391,7 @@ class SchedulerHalf:
         if state is None:
             barred = bool(getattr(request, "resumable", False))
             state = _Request(request, self._clock(), barred=barred)
-            self._requests[request.request_id] = state
+            self._requests[request.request_id] = self._offering[request.request_id] = state
         return state
 
     def _keyed(self, state: _Request, opened: Opened) -> bool:
@@ -388,14 +408,16 @@ class SchedulerHalf:
                 return False
             self._adapters.forget(request.request_id)
         try:
-            prompt = prompt_of(request, self._page, state.adapter)
+            if self.options.save_decode:
+                prompt = prompt_of(request, self._page, state.adapter)
+                state.keys, state.hasher = prompt.keys(spec), prompt.hasher(spec)
+            else:
+                state.keys = keys_of(request, spec, state.adapter)
         except ConfigError as error:
             state.barred = True
             self.figures["without_keys"] += 1
             _log.info("lightcache: a request has no keys: %s", error)
             return False
-        state.keys = prompt.keys(spec)
-        state.hasher = prompt.hasher(spec) if self.options.save_decode else None
         state.spec = spec
         return True
 
@@ -432,7 +454,7 @@ class SchedulerHalf:
         if self._rest_until:
             self._rest_until = 0.0
             self.voice.well()
-        if found < limit and self._coming(state, opened, found, limit):
+        if found < limit and state.planned and self._coming(state, opened, found, limit):
             return None, False
         lacking = found < limit and opened.tier is not None and not ended
         if lacking and self._reading(state, opened, found, limit):
@@ -452,8 +474,9 @@ class SchedulerHalf:
                 lease.release()
 
     def _plan(self, state: _Request, opened: Opened, limit: int) -> int:
-        """The pages of the deepest position that can be loaded, pinned. Where the first page is not
-        there nothing is planned: a plan takes ten times as long as to see that."""
+        """The pages of the deepest position that can be loaded, pinned. Where the first page is
+        neither there nor being written, nothing is planned: a plan takes ten times as long as to
+        see that."""
         if not state.planned and opened.finder.nothing(state.keys):
             if not state.missed:
                 opened.cache.index.core.count_lookup(limit, 0)
@@ -572,21 +595,24 @@ class SchedulerHalf:
                 self._settle_freed(orders, output, blocks_of)
             opened = self._usable()
             drafts = output.scheduled_spec_decode_tokens
-            for identity, tokens in output.num_scheduled_tokens.items():
-                state = self._requests.get(identity)
-                if state is None:
-                    continue
+            scheduled, offering = output.num_scheduled_tokens, self._offering
+            for identity in [each for each in scheduled if each in offering]:
+                state = offering[identity]
                 state.started = True
-                if opened is None or state.due == math.inf or state.stale or state.barred:
+                if state.stale or state.barred:
+                    del offering[identity]
                     continue
-                computed = state.request.num_computed_tokens + tokens
+                computed = state.request.num_computed_tokens + scheduled[identity]
                 if drafts:
                     computed -= len(drafts.get(identity, ()))
-                if computed >= state.due:
+                if computed >= state.due and opened is not None:
                     self._offer(orders, opened, state, computed, blocks_of)
+                    if state.due == math.inf:
+                        del offering[identity]
         except Exception as error:
             orders.settle += self._jobs  # which blocks are overwritten may not be known
             self.trouble("save what was computed", error)
+        self._checked = None
         return orders
 
     def _settle(self, orders: Orders, preempted: Iterable[str]) -> None:
@@ -595,16 +621,24 @@ class SchedulerHalf:
             if state is not None:
                 orders.settle += state.jobs
                 state.offered, state.due = 0, 0.0
+                self._offering[identity] = state
 
     def _settle_freed(self, orders: Orders, output: Any, blocks_of: BlocksOf) -> None:
         """A window moves on while its request runs: vLLM may give blocks that are being saved to
         others. The jobs of those that it does give must end before the step."""
-        for number, job in self._jobs.items():
-            if not job.freed and not self._groups[job.group].whole:
-                table = blocks_of(job.request, job.group)
-                if table[job.first : job.first + 1] != [job.blocks[0]]:
+        for (identity, group), numbers in list(self._windowed.items()):
+            table: Sequence[int] | None = None
+            while numbers:
+                job = self._jobs.get(numbers[0])
+                if job is not None:
+                    table = blocks_of(identity, group) if table is None else table
+                    if list(table[job.first : job.first + 1]) == [job.blocks[0]]:
+                        break
                     job.freed = True
-                    self._freed |= dict.fromkeys(job.blocks, number)
+                    self._freed |= dict.fromkeys(job.blocks, numbers[0])
+                numbers.popleft()
+            if not numbers:
+                del self._windowed[identity, group]
         given, self._given = self._given, []
         if not self._freed:
             return
@@ -652,35 +686,30 @@ class SchedulerHalf:
         """What is to be saved of these pages of a group; None: nothing."""
         group, identity = self._groups[number], state.request.request_id
         each = self._page // group.block_tokens
+        table = blocks_of(identity, number)
         if not group.whole:
-            begin = max(begin, -(-_unseen(blocks_of(identity, number)) // each))
-        keys = group.run.keys(state.keys[:upto])
-        start = begin + opened.cache.index.peek(keys[begin:], namespace=opened.space)
-        while self._writing and start < len(keys) and keys[start].tobytes() in self._writing:
-            start += 1  # by another request of this engine
-        if start >= len(keys):
+            begin = max(begin, -(-_unseen(table) // each))
+        keys = group.run.keys(state.keys[:upto]) if group.run.group else state.keys
+        start = begin + opened.cache.index.peek(keys[begin:upto], namespace=opened.space)
+        while start < upto and (other := self._writing.get(keys[start].tobytes())) is not None:
+            start += _alike(other.keys, keys[start:upto])  # by another request of this engine
+        if start >= upto:
             return None
         self._number += 1
         job = self._number
-        new: list[bytes] = keys[start:].view(_KEY).ravel().tolist()
-        blocks = tuple(blocks_of(identity, number)[start * each : upto * each])
+        root = start == 0 or not group.whole
+        data = keys[start if root else start - 1 : upto].tobytes()
+        new = data if root else data[_KEY_BYTES:]
+        blocks = tuple(table[start * each : upto * each])
         source = state.request if self.tells and group.run == PLAIN else None
-        self._jobs[job] = _Job(
+        self._jobs[job] = self._writing[new[:_KEY_BYTES]] = _Job(
             identity, len(self._segments), new, number, start * each, blocks, source=source
         )
-        self._writing.update(new)
+        if not group.whole:
+            self._windowed.setdefault((identity, number), deque()).append(job)
         state.jobs.add(job)
-        self.figures["offered_pages"] += len(new)
-        root = start == 0 or not group.whole
-        return SaveOrder(
-            job,
-            number,
-            opened.segment,
-            opened.space.weights,
-            keys[start if root else start - 1 :].tobytes(),
-            root,
-            blocks,
-        )
+        self.figures["offered_pages"] += upto - start
+        return SaveOrder(job, number, opened.segment, opened.space.weights, data, root, blocks)
 
     def _extend(self, state: _Request) -> None:
         """Hash what was decoded since."""
@@ -707,6 +736,7 @@ class SchedulerHalf:
             self._release(state)
             if state.ended:
                 self._forget(identity, state)
+        self._checked = None
         return free
 
     def _saved(self, number: int, ranks: int, free: set[str]) -> None:
@@ -717,9 +747,13 @@ class SchedulerHalf:
         if job.left > 0:
             return
         del self._jobs[number]
-        self._writing.difference_update(job.keys)
+        first = job.keys[:_KEY_BYTES]
+        if self._writing.get(first) is job:
+            del self._writing[first]
         if job.freed:
-            self._freed = {block: one for block, one in self._freed.items() if one != number}
+            for block in job.blocks:
+                if self._freed.get(block) == number:
+                    del self._freed[block]
         if job.source is not None:
             self._tell(job)
         state = self._requests.get(job.request)
@@ -737,7 +771,7 @@ class SchedulerHalf:
         opened = self._usable()
         if opened is None:
             return
-        keys = np.frombuffer(b"".join(job.keys), np.uint64).reshape(-1, 2)
+        keys = np.frombuffer(job.keys, np.uint64).reshape(-1, 2)
         pages = opened.cache.peek(keys, namespace=opened.space)  # none, if it is of before a reset
         if pages:
             blocks = pages * (self._page // self._groups[job.group].block_tokens)
@@ -769,11 +803,12 @@ class SchedulerHalf:
     def _forget(self, identity: str, state: _Request) -> None:
         """All of it is done: what was computed may go to the storage."""
         del self._requests[identity]
+        self._offering.pop(identity, None)
         self._adapters.forget(identity)
-        opened = self._usable()
-        if opened is None or opened.tier is None or state.stale or not state.offered:
+        if not self.options.storage or state.stale or not state.offered:
             return
-        if opened.spec is state.spec:
+        opened = self._usable()
+        if opened is not None and opened.tier is not None and opened.spec is state.spec:
             opened.finder.write(opened.tier, state.keys[: state.offered], identity)
 
     @property
@@ -799,7 +834,7 @@ class SchedulerHalf:
         if link is None or opened is None:
             return True
         try:
-            writing = b"".join(self._writing)
+            writing = b"".join(job.keys for job in self._jobs.values())
             keys = np.frombuffer(writing, np.uint64).reshape(-1, 2)
             if len(keys):
                 opened.cache.wait(keys, timeout=RESET, namespace=opened.space)
@@ -817,6 +852,14 @@ class SchedulerHalf:
         """The figures since the last call."""
         taken, self.figures = self.figures, Counter()
         return taken
+
+
+def _alike(data: bytes, keys: Keys) -> int:
+    """Pages at the head of both, of which the first is the same: keys are those of prefixes."""
+    own = np.frombuffer(data, np.uint64).reshape(-1, 2)
+    count = min(len(own), len(keys))
+    same = own[:count, 0] == keys[:count, 0]
+    return count if same[-1] else int(same.argmin())
 
 
 def _unseen(table: Sequence[int]) -> int:
@@ -863,7 +906,7 @@ def open_cache(
             secret_file=options.secret_file,
             lifetime="persistent" if options.idle_limit is None else None,
             idle_limit=options.idle_limit,
-            numa=options.numa,
+            numa=options.placement(),
             pool_path=options.pool_path,
             role=role,
             device=device,
