@@ -25,7 +25,7 @@ import numpy as np
 from lightcache import Cache
 from lightcache._arguments import Keys
 from lightcache.connectors.vllm.groups import Finder
-from lightcache.connectors.vllm.link import Link, Voice
+from lightcache.connectors.link import Link, Voice
 from lightcache.connectors.vllm.messages import (
     BlockGroup,
     Hello,

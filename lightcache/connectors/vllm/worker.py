@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from lightcache import Cache, Load, Offload
-from lightcache.connectors.vllm.link import Link, Voice
+from lightcache.connectors.link import Link, Voice
 from lightcache.connectors.vllm.messages import (
     Hello,
     LoadOrder,
