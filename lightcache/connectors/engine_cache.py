@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+import socket
 from collections.abc import Sequence
+from pathlib import Path
 
 from lightcache import Cache
 from lightcache.connectors.engine_options import EngineOptions
@@ -66,6 +68,15 @@ def launch_name(facts: str) -> str:
     return hashlib.blake2b(facts.encode(), digest_size=4, person=b"lightcache run").hexdigest()
 
 
+def host_name() -> str:
+    """Tells machines apart, also of one name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
+
+
 def role_name(engine: str, launch: str, part: str) -> str:
     """How `lightcache ls` and `dump` show a client of an engine."""
     return f"{engine} {launch} {part}"
@@ -96,6 +107,7 @@ def clear_ended(cache: Cache, engine: str, launch: str) -> None:
 __all__ = [
     "REMEDY",
     "clear_ended",
+    "host_name",
     "launch_name",
     "open_engine_cache",
     "role_name",
