@@ -4,19 +4,102 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from engines import contracts
 
+from lightcache import Cache
+from lightcache.shm import Segment
+
 pytestmark = pytest.mark.engines
+NAME = f"engines-{os.getpid()}"
+Answer = dict[str, Any]
 
 
-def test_it_starts_and_answers(in_engine: Callable[..., str], segment_name: str) -> None:
-    said = json.loads(in_engine("sglang_answers.py", segment_name).splitlines()[-1])
-    first, second = said["answers"]
-    assert len(first) == 4
-    assert second == first
-    assert said["cached"] == [0, 288]
-    assert said["contract"] == contracts.SGLANG
-    assert said["where"].startswith(os.environ["LIGHTCACHE_ENGINE_PATH"])
+def prompts(seed: int, count: int) -> list[list[int]]:
+    """Some that have prefixes in common: 15,700 tokens where there are 48."""
+    chance = random.Random(seed)
+    roots = [[chance.randrange(3, 500) for _ in range(400)] for _ in range(8)]
+    found = []
+    for number in range(count):
+        head = roots[number % 8][: chance.randrange(50, 400)]
+        found.append(head + [chance.randrange(3, 500) for _ in range(chance.randrange(10, 200))])
+    return found
+
+
+MANY = prompts(1, 48)
+
+
+class Engines:
+    """Two that share a cache, and what one without it has answered."""
+
+    def __init__(self, start: Callable[..., Any], storage: str) -> None:
+        self._start = start
+        how = {"name": NAME, "size": "64MiB", "storage": storage, "on_reset": "keep"}
+        self._how = json.dumps(how)
+        self.plain_engine = self.start("null")  # alone, as it makes the model
+        self.plain: Answer = self.plain_engine("ask", prompts=MANY)
+        self.contract: Answer = self.plain_engine("contract")
+        self.plain_engine.end()
+        self.first, self.second = (self._start(self._how) for _ in "12")
+        for engine in (self.first, self.second):
+            engine.until("READY")
+
+    def start(self, how: str | None = None, *more: str) -> Any:
+        engine = self._start(how or self._how, *more)
+        engine.until("READY")
+        return engine
+
+
+@pytest.fixture(scope="module")
+def engines(
+    start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engines]:
+    yield Engines(start, f"disk:{tmp_path_factory.mktemp('storage')}?capacity=1GiB")
+    Segment.unlink(NAME, force=True)
+
+
+def check_clean() -> None:
+    """All invariants hold; and nothing is pinned when copies and storage have ended."""
+    with Cache.attach(NAME) as cache:
+
+        def unpinned() -> bool:
+            cache.reap()
+            report = cache.check()
+            report.raise_if_broken()
+            return not report.pins
+
+        until(unpinned)
+
+
+def until(asked: Callable[[], Any]) -> None:
+    """Ask until the answer is not 0."""
+    end = time.monotonic() + 60
+    while not asked():
+        assert time.monotonic() < end
+
+
+def test_the_contract(engines: Engines) -> None:
+    assert engines.contract["calls"] == contracts.SGLANG
+    assert engines.contract["where"].startswith(os.environ["LIGHTCACHE_ENGINE_PATH"])
+
+
+def test_two_at_once_are_equal_to_plain_and_share(engines: Engines) -> None:
+    both = (engines.first, engines.second)
+    for engine in both:
+        engine.begin("ask", prompts=MANY)
+    for engine in both:
+        answer = json.loads(engine.until("OUT"))
+        assert answer["answers"] == engines.plain["answers"]
+        # Of 15,700 tokens: an engine alone 4,400.
+        assert sum(answer["cached"]) > 1.5 * sum(engines.plain["cached"])
+    again = engines.first("ask", prompts=MANY)
+    assert again["answers"] == engines.plain["answers"]
+    assert sum(again["cached"]) > 0.93 * sum(map(len, MANY))
+    for engine in both:
+        assert engine("figures")[0]["count"] == 0
+    check_clean()

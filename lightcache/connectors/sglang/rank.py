@@ -491,7 +491,7 @@ class Rank:
                     each.lease.close()
                 self.trouble("load", error)
         if batch.loads is not None:
-            batch.loads.start(**({"after": after} if after else {}))
+            batch.loads.start(after=after)
         return whole
 
     def wait(self, number: int, layer: int) -> None:
@@ -594,9 +594,7 @@ class Rank:
                 raise _Settled
             if save.queue is not self._offloads:
                 raise LeaseLost("SGLang has dropped its tree since")
-            save.offload = Offload(
-                opened.writer, held, slots, positions=held.new, after=save.after or None
-            )
+            save.offload = Offload(opened.writer, held, slots, positions=held.new, after=save.after)
         except BaseException:
             if begun_with(held) is None:
                 (held.abandon if len(held.new) else held.release)()
