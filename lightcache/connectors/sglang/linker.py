@@ -157,18 +157,26 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
     # ---- saves
 
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
-        """See SGLang. True, always: the ranks count their saves in common."""
-        self._offload(transfers)
+        """See SGLang. The same on all ranks, which count their saves in common: True, unless there
+        is nothing to save or none of them uses the cache."""
+        before, self.before = self.before, None
+        hashes = _keys(transfers)
+        if not hashes or not self._half.serves:
+            return False
+        self._offload(transfers, hashes, before)
         return True
 
     @guarded(lambda: None)
-    def _offload(self, transfers: list[Any]) -> None:
-        before, self.before = self.before, None
-        transfer = next(each for each in transfers if each.name == PoolName.KV)
-        events = self._events()
-        # The first event says that the numbers of the slots are there.
-        slots = partial(_slots, transfer.device_indices, *events[:1])
-        self._half.offload(list(transfer.keys), slots, before, events)
+    def _offload(self, transfers: list[Any], hashes: list[str], before: str | None) -> None:
+        events: list[Any] = []
+        try:
+            events = self._events()
+            indices = next(each for each in transfers if each.name == PoolName.KV).device_indices
+            # The first event says that the numbers of the slots are there.
+            slots = partial(_slots, indices, *events[:1])
+        except Exception as error:  # it has its turn, and fails in it
+            slots = partial(_fail, error)
+        self._half.offload(hashes, slots, before, events)
 
     def _events(self) -> list[Any]:
         return self.record_offload_ready() if self._device else []
@@ -204,6 +212,10 @@ def _slots(indices: Any, ready: Any = None) -> Any:
     if ready is not None:
         ready.synchronize()
     return indices.detach().cpu().numpy().astype(np.int64)
+
+
+def _fail(error: Exception) -> Any:
+    raise error
 
 
 def _place(group: Any) -> tuple[int, int]:

@@ -241,6 +241,11 @@ class Rank:
         """The cache is of no use for this engine."""
         self.voice.trouble("not used", why)
 
+    @property
+    def serves(self) -> bool:
+        """Whether it was started."""
+        return self._thread is not None
+
     def guess_heads(self) -> None:
         """The hash before a piece is not told: remember what was seen."""
         if self._neighbours is None:
