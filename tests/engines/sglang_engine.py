@@ -168,6 +168,12 @@ class Told:
         outputs = self.engine.loop.run_until_complete(both())
         return [output["meta_info"]["finish_reason"]["type"] for output in outputs]
 
+    def chains(self, prompts: list[list[int]]) -> list[list[str]]:
+        """SGLang's hashes of the pages of each."""
+        from sglang.srt.mem_cache.utils import get_hash_str
+
+        return [list(get_hash_str(ids, None, page_size=PAGE)) for ids in prompts]
+
     def contract(self) -> dict[str, Any]:
         """What SGLang calls on a linker, and where lightcache was found."""
         from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker

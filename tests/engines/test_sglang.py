@@ -44,8 +44,11 @@ class Engines:
         self.plain_engine = self.start("null")  # alone, as it makes the model
         self.plain: Answer = self.plain_engine("ask", prompts=MANY)
         self.contract: Answer = self.plain_engine("contract")
+        self.chains = self.plain_engine("chains", prompts=MANY)
         self.plain_engine.end()
-        self.first, self.second = (self._start(self._how) for _ in "12")
+        # The second has a large device: what it looks up are ends of prompts, the heads stay there.
+        self.first = self._start(self._how)
+        self.second = self._start(self._how, "1", "llama", "32768")
         for engine in (self.first, self.second):
             engine.until("READY")
 
@@ -102,4 +105,80 @@ def test_two_at_once_are_equal_to_plain_and_share(engines: Engines) -> None:
     assert sum(again["cached"]) > 0.93 * sum(map(len, MANY))
     for engine in both:
         assert engine("figures")[0]["count"] == 0
+    check_clean()
+
+
+def test_after_an_eviction_no_page_is_found_whose_head_is_gone(engines: Engines) -> None:
+    some = prompts(4, 24)
+    assert engines.second("ask", prompts=some)["answers"]
+    assert engines.second("ask", prompts=some, flush=False)["answers"]
+    engines.second("figures")
+    with Cache.attach(NAME) as cache:
+        keys = cache.engine_keys()
+        cache.evict(cache.stats().ready // 2)
+        there = 0
+        for hashes in engines.chains + engines.second("chains", prompts=some):
+            chain = keys.encode(hashes)
+            each = [cache.peek(chain[place : place + 1]) for place in range(len(chain))]
+            assert each == sorted(each, reverse=True)
+            there += sum(each)
+        assert there > cache.stats().ready // 2
+    answer = engines.first("ask", prompts=MANY)
+    assert answer["answers"] == engines.plain["answers"]
+    check_clean()
+
+
+def test_an_abort_while_loading(engines: Engines) -> None:
+    assert engines.first("ask", prompts=MANY[:4])["answers"] == engines.plain["answers"][:4]
+    engines.first("figures")
+    assert engines.first("abort_while_loading", prompt=MANY[0]) == ["abort"]
+    check_clean()
+    assert engines.first("ask", prompts=MANY[:4])["answers"] == engines.plain["answers"][:4]
+
+
+def test_killed_in_a_save(engines: Engines) -> None:
+    engines.first("hold", what="save")
+    engines.first("ask", prompts=prompts(5, 2))
+    with Cache.attach(NAME, readonly=True) as cache:
+        until(lambda: cache.stats().writing)
+    engines.first.kill()
+    answer = engines.second("ask", prompts=MANY[:12])
+    assert answer["answers"] == engines.plain["answers"][:12]
+    assert min(answer["host"]) > 0
+    engines.second("figures")
+    check_clean()
+
+
+def test_what_is_stored_outlives_all(engines: Engines) -> None:
+    engines.second.end()
+    Segment.unlink(NAME)
+    engines.first = engines.start()
+
+    def found() -> bool:
+        """A lookup begins to read, and promises nothing until it is there."""
+        answer = engines.first("ask", prompts=MANY[:6])
+        assert answer["answers"] == engines.plain["answers"][:6]
+        return min(answer["host"]) > 0
+
+    until(found)
+    assert engines.first("figures")[0]["count"] == 0
+    engines.first.end()
+    check_clean()
+
+
+def test_two_ranks_and_a_plan_that_one_of_them_loses(engines: Engines) -> None:
+    two = engines.start(json.dumps({"name": NAME, "size": "64MiB", "on_reset": "keep"}), "2")
+    answer = two("ask", prompts=MANY[:6])
+    assert answer["answers"] == engines.plain["answers"][:6]
+    assert min(answer["host"]) > 0  # one rank has written it
+    new = prompts(6, 4)
+    wanted = two("ask", prompts=new)["answers"]
+    for figures in two("figures"):
+        assert figures["count"] == figures["absent_pages"] == 0
+    assert min(two("ask", prompts=new)["host"]) > 0
+    two("lose", rank=1)
+    assert set(two("ask_each", prompts=MANY[:2])) == {503}
+    two("lose", rank=1, lost=False)
+    assert two("ask_each", prompts=new) == wanted
+    two.end()
     check_clean()
