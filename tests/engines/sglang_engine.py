@@ -34,6 +34,8 @@ def main() -> None:
     ranks = int(sys.argv[2]) if len(sys.argv) > 2 else 1
     model = sys.argv[3] if len(sys.argv) > 3 else "llama"
     tokens = int(sys.argv[4]) if len(sys.argv) > 4 else 2048
+    if ranks > 1:
+        os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
     how: dict[str, Any] = {}
     name = f"engine-{os.getpid()}"
     if extra is not None:
