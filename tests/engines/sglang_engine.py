@@ -121,7 +121,8 @@ class Told:
 
     def flush(self) -> bool:
         """Empty the device's tree, which tells the linker."""
-        self.engine.flush_cache()
+        while not self.engine.flush_cache().success:  # a request has not ended quite yet
+            time.sleep(0.01)
         return True
 
     def figures(self) -> list[dict[str, int]]:
