@@ -219,8 +219,11 @@ def test_a_save_that_cannot_begin_has_its_turn(made: Any, monkeypatch: pytest.Mo
     one = made(MHATokenToKVPool())
     assert one.offload([]) is False
     assert one.offload(transfer(HASHES)) is True  # it names no slots
+    with monkeypatch.context() as patch:
+        patch.setattr(one, "_events", lambda: 1 / 0)
+        assert one.offload(transfer(HASHES, FIRST)) is True
     assert one.offload(transfer(HASHES, FIRST)) is True
-    assert [pops(one), pops(one)] == [False, True]
+    assert [pops(one) for _ in range(3)] == [False, False, True]
 
 
 def test_a_load_without_pages_fails_its_batch(made: Any) -> None:

@@ -8,11 +8,12 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.sglang_stand_in import PAGE, Engine, hashes_of
 
-from lightcache import Cache
+from lightcache import Cache, OffloadQueue
 from lightcache.connectors.engine_cache import open_engine_cache
 from lightcache.connectors.link import guarded
 from lightcache.connectors.sglang import rank as module
@@ -96,6 +97,16 @@ def test_a_lookup_pins_what_it_promises_until_its_time_is_up(segment_name: str) 
         assert engine.lookup("none", ["ab" * 32]) == 0
         assert list(rank._promises) == []
         assert engine.load("waits", PROMPT, HASHES[3:], 3)  # it looks once more
+
+
+def test_what_a_request_has_computed_all_the_same_is_given_back(segment_name: str) -> None:
+    with Engine(segment_name) as engine:
+        engine.ask(PROMPT)
+        assert engine.lookup("r", HASHES) == engine.lookup("other", HASHES[8:], HASHES[7]) + 8 == 12
+        engine.offload(PROMPT[:24])
+        assert list(engine.ranks[0]._promises) == ["other"]
+        assert engine.saved() == [True]
+        assert pins(segment_name) == 4
 
 
 def test_ranks_load_what_they_have_agreed_on(segment_name: str) -> None:
@@ -236,10 +247,33 @@ def test_a_reset_gives_up_what_reads_the_device(
         rank.reset()
         gate.open.set()
         assert rank.completed() == 0
-        assert engine.ask(PROMPT) == 0
-        assert engine.ask(PROMPT) == 12
         while pins(segment_name):
             pass
+        assert engine.ask(PROMPT) == 0
+        assert engine.ask(PROMPT) == 12
+
+
+def test_a_save_that_has_not_begun_at_a_reset_never_does(
+    segment_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow() -> Any:
+        asked.set()
+        gate.open.wait()
+        return slots
+
+    monkeypatch.setattr(module, "QUIET", 0.01)
+    gate, asked = Gate(), threading.Event()
+    with Engine(segment_name, on_reset="keep") as engine:
+        slots = engine.compute(PROMPT)
+        engine.ranks[0].offload(HASHES, slow, ROOT, [])
+        asked.wait()
+        monkeypatch.setattr(OffloadQueue, "close", lambda *_: True)  # it is not known to it yet
+        engine.ranks[0].reset()
+        monkeypatch.undo()
+        gate.open.set()
+        engine.offload(PROMPT[:4])
+        assert engine.saved() == [True]
+        assert engine.lookup("r", HASHES) == 1
 
 
 def test_a_storage_is_read_before_a_lookup_promises(segment_name: str, tmp_path: Path) -> None:

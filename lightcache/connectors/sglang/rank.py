@@ -535,9 +535,23 @@ class Rank:
             self._neighbours.see(hashes, before)
         if before is None:
             self.figures["unknown_heads"] += 1
+        self._forget_computed(hashes)
         self.figures["offered_pages"] += len(hashes)
         opened = self._usable()
         self._saves.put(_Save(opened, self._offloads, self._weights, hashes, slots, before, after))
+
+    def _forget_computed(self, hashes: list[str]) -> None:
+        """Give back what was promised to requests that have computed it: SGLang had no room for
+        their load, or another rank had nothing. Others that wait look it up again."""
+        computed = set(hashes)
+        found = [name for name, each in self._promises.items() if each.hashes[0] in computed]
+        for request in found:
+            self._unpin(request, self._promises.pop(request))
+
+    @staticmethod
+    def _unpin(request: str, promise: _Promise) -> None:
+        with contextlib.suppress(LightcacheError):  # of a cache that has gone
+            promise.opened.cache.cancel(request)
 
     def completed(self) -> int:
         """Saves that `pop` returns."""
@@ -644,9 +658,7 @@ class Rank:
             self.finish(number)
         self._quiet()
         for request, promise in self._promises.items():
-            if promise.planned:
-                with contextlib.suppress(LightcacheError):  # of a cache that has gone
-                    promise.opened.cache.cancel(request)
+            self._unpin(request, promise)
         self._promises.clear()
         self._misses.clear()
 
