@@ -64,6 +64,7 @@ def main() -> None:
         page_size=PAGE,
         mem_fraction_static=0.5,
         log_level="warning",
+        sleep_on_idle=True,
         **how,
     )
     told = Told(engine, name, ranks)

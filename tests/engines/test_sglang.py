@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,10 +38,11 @@ MANY = prompts(1, 48)
 class Engines:
     """Two that share a cache, and what one without it has answered."""
 
-    def __init__(self, start: Callable[..., Any], storage: str) -> None:
-        self._start = start
-        how = {"name": NAME, "size": "64MiB", "storage": storage, "on_reset": "keep"}
-        self._how = json.dumps(how)
+    def __init__(self, start: Callable[..., Any], folder: Path) -> None:
+        self._start, self.secret = start, folder / "secret"
+        self.how = {"name": NAME, "size": "64MiB", "on_reset": "keep"}
+        self.how["secret_file"] = str(self.secret)
+        self._how = json.dumps(self.how | {"storage": f"disk:{folder}/disk?capacity=1GiB"})
         self.plain_engine = self.start("null")  # alone, as it makes the model
         self.plain: Answer = self.plain_engine("ask", prompts=MANY)
         self.contract: Answer = self.plain_engine("contract")
@@ -62,7 +64,7 @@ class Engines:
 def engines(
     start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engines]:
-    yield Engines(start, f"disk:{tmp_path_factory.mktemp('storage')}?capacity=1GiB")
+    yield Engines(start, tmp_path_factory.mktemp("storage"))
     Segment.unlink(NAME, force=True)
 
 
@@ -113,7 +115,7 @@ def test_after_an_eviction_no_page_is_found_whose_head_is_gone(engines: Engines)
     assert engines.second("ask", prompts=some)["answers"]
     assert engines.second("ask", prompts=some, flush=False)["answers"]
     engines.second("figures")
-    with Cache.attach(NAME) as cache:
+    with Cache.attach(NAME, secret_file=engines.secret) as cache:
         keys = cache.engine_keys()
         cache.evict(cache.stats().ready // 2)
         there = 0
@@ -167,7 +169,7 @@ def test_what_is_stored_outlives_all(engines: Engines) -> None:
 
 
 def test_two_ranks_and_a_plan_that_one_of_them_loses(engines: Engines) -> None:
-    two = engines.start(json.dumps({"name": NAME, "size": "64MiB", "on_reset": "keep"}), "2")
+    two = engines.start(json.dumps(engines.how), "2")
     answer = two("ask", prompts=MANY[:6])
     assert answer["answers"] == engines.plain["answers"][:6]
     assert min(answer["host"]) > 0  # one rank has written it

@@ -18,6 +18,9 @@ class Gate:
     def __init__(self, name: str) -> None:
         self.file = Path(name)
 
+    def synchronize(self) -> None:
+        """Slots are known at once."""
+
     def wait(self) -> None:
         Path(f"{self.file}-seen").touch()
         while self.file.exists():
