@@ -4,19 +4,183 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from engines import contracts
 
+from lightcache import Cache
+from lightcache.shm import Segment
+
 pytestmark = pytest.mark.engines
+NAME = f"engines-{os.getpid()}"
+Answer = dict[str, Any]
 
 
-def test_it_starts_and_answers(in_engine: Callable[..., str], segment_name: str) -> None:
-    said = json.loads(in_engine("sglang_answers.py", segment_name).splitlines()[-1])
-    first, second = said["answers"]
-    assert len(first) == 4
-    assert second == first
-    assert said["cached"] == [0, 288]
-    assert said["contract"] == contracts.SGLANG
-    assert said["where"].startswith(os.environ["LIGHTCACHE_ENGINE_PATH"])
+def prompts(seed: int, count: int) -> list[list[int]]:
+    """Some that have prefixes in common: 15,700 tokens where there are 48."""
+    chance = random.Random(seed)
+    roots = [[chance.randrange(3, 500) for _ in range(400)] for _ in range(8)]
+    found = []
+    for number in range(count):
+        head = roots[number % 8][: chance.randrange(50, 400)]
+        found.append(head + [chance.randrange(3, 500) for _ in range(chance.randrange(10, 200))])
+    return found
+
+
+MANY = prompts(1, 48)
+
+
+class Engines:
+    """Two that share a cache, and what one without it has answered."""
+
+    def __init__(self, start: Callable[..., Any], folder: Path) -> None:
+        self._start, self.secret = start, folder / "secret"
+        self.how = {"name": NAME, "size": "64MiB", "on_reset": "keep"}
+        self.how["secret_file"] = str(self.secret)
+        self._how = json.dumps(self.how | {"storage": f"disk:{folder}/disk?capacity=1GiB"})
+        self.plain_engine = self.start("null")  # alone, as it makes the model
+        self.plain: Answer = self.plain_engine("ask", prompts=MANY)
+        self.contract: Answer = self.plain_engine("contract")
+        self.chains = self.plain_engine("chains", prompts=MANY)
+        self.plain_engine.end()
+        # The second has a large device: what it looks up are ends of prompts, the heads stay there.
+        self.first = self._start(self._how)
+        self.second = self._start(self._how, "1", "llama", "32768")
+        for engine in (self.first, self.second):
+            engine.until("READY")
+
+    def start(self, how: str | None = None, *more: str) -> Any:
+        engine = self._start(how or self._how, *more)
+        engine.until("READY")
+        return engine
+
+
+@pytest.fixture(scope="module")
+def engines(
+    start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engines]:
+    yield Engines(start, tmp_path_factory.mktemp("storage"))
+    Segment.unlink(NAME, force=True)
+
+
+def check_clean() -> None:
+    """All invariants hold; and nothing is pinned when copies and storage have ended."""
+    with Cache.attach(NAME) as cache:
+
+        def unpinned() -> bool:
+            cache.reap()
+            report = cache.check()
+            report.raise_if_broken()
+            return not report.pins
+
+        until(unpinned)
+
+
+def until(asked: Callable[[], Any]) -> None:
+    """Ask until the answer is not 0."""
+    end = time.monotonic() + 60
+    while not asked():
+        assert time.monotonic() < end
+
+
+def test_the_contract(engines: Engines) -> None:
+    assert engines.contract["calls"] == contracts.SGLANG
+    assert engines.contract["where"].startswith(os.environ["LIGHTCACHE_ENGINE_PATH"])
+
+
+def test_two_at_once_are_equal_to_plain_and_share(engines: Engines) -> None:
+    both = (engines.first, engines.second)
+    for engine in both:
+        engine.begin("ask", prompts=MANY)
+    for engine in both:
+        answer = json.loads(engine.until("OUT"))
+        assert answer["answers"] == engines.plain["answers"]
+        # Of 15,700 tokens: an engine alone 4,400.
+        assert sum(answer["cached"]) > 1.5 * sum(engines.plain["cached"])
+    again = engines.first("ask", prompts=MANY)
+    assert again["answers"] == engines.plain["answers"]
+    assert sum(again["cached"]) > 0.93 * sum(map(len, MANY))
+    for engine in both:
+        assert engine("figures")[0]["count"] == 0
+    check_clean()
+
+
+def test_after_an_eviction_no_page_is_found_whose_head_is_gone(engines: Engines) -> None:
+    some = prompts(4, 24)
+    assert engines.second("ask", prompts=some)["answers"]
+    assert engines.second("ask", prompts=some, flush=False)["answers"]
+    engines.second("figures")
+    with Cache.attach(NAME, secret_file=engines.secret) as cache:
+        keys = cache.engine_keys()
+        cache.evict(cache.stats().ready // 2)
+        there = 0
+        for hashes in engines.chains + engines.second("chains", prompts=some):
+            chain = keys.encode(hashes)
+            each = [cache.peek(chain[place : place + 1]) for place in range(len(chain))]
+            assert each == sorted(each, reverse=True)
+            there += sum(each)
+        assert there > cache.stats().ready // 2
+    answer = engines.first("ask", prompts=MANY)
+    assert answer["answers"] == engines.plain["answers"]
+    check_clean()
+
+
+def test_an_abort_while_loading(engines: Engines) -> None:
+    assert engines.first("ask", prompts=MANY[:4])["answers"] == engines.plain["answers"][:4]
+    engines.first("figures")
+    assert engines.first("abort_while_loading", prompt=MANY[0]) == ["abort"]
+    check_clean()
+    assert engines.first("ask", prompts=MANY[:4])["answers"] == engines.plain["answers"][:4]
+
+
+def test_killed_in_a_save(engines: Engines) -> None:
+    engines.first("hold", what="save")
+    engines.first("ask", prompts=prompts(5, 2))
+    with Cache.attach(NAME, readonly=True) as cache:
+        until(lambda: cache.stats().writing)
+    engines.first.kill()
+    answer = engines.second("ask", prompts=MANY[:12])
+    assert answer["answers"] == engines.plain["answers"][:12]
+    assert min(answer["host"]) > 0
+    engines.second("figures")
+    check_clean()
+
+
+def test_what_is_stored_outlives_all(engines: Engines) -> None:
+    engines.second.end()
+    Segment.unlink(NAME)
+    engines.first = engines.start()
+
+    def found() -> bool:
+        """A lookup begins to read, and promises nothing until it is there."""
+        answer = engines.first("ask", prompts=MANY[:6])
+        assert answer["answers"] == engines.plain["answers"][:6]
+        return min(answer["host"]) > 0
+
+    until(found)
+    assert engines.first("figures")[0]["count"] == 0
+    engines.first.end()
+    check_clean()
+
+
+def test_two_ranks_and_a_plan_that_one_of_them_loses(engines: Engines) -> None:
+    two = engines.start(json.dumps(engines.how), "2")
+    answer = two("ask", prompts=MANY[:6])
+    assert answer["answers"] == engines.plain["answers"][:6]
+    assert min(answer["host"]) > 0  # one rank has written it
+    new = prompts(6, 4)
+    wanted = two("ask", prompts=new)["answers"]
+    for figures in two("figures"):
+        assert figures["count"] == figures["absent_pages"] == 0
+    assert min(two("ask", prompts=new)["host"]) > 0
+    two("lose", rank=1)
+    assert set(two("ask_each", prompts=MANY[:2])) == {503}
+    two("lose", rank=1, lost=False)
+    assert two("ask_each", prompts=new) == wanted
+    two.end()
+    check_clean()

@@ -16,7 +16,8 @@ import pytest
 from support.vllm_stand_in import BLOCK, Engine, Request
 
 from lightcache import Cache
-from lightcache.connectors.vllm import link, prompts, scheduler, worker
+from lightcache.connectors import link
+from lightcache.connectors.vllm import prompts, scheduler, worker
 from lightcache.connectors.vllm.scheduler import launch_of, open_cache, team_of
 from lightcache.errors import LightcacheError, NotReady
 from lightcache.shm import Segment

@@ -3,12 +3,12 @@ error of one is said once and counts as a miss, so no method raises on the engin
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, TypeVar, cast, overload
+from typing import Any, overload
 
+from lightcache.connectors.link import guarded
 from lightcache.connectors.vllm.messages import Hello, Orders, Report
 from lightcache.connectors.vllm.model import block_groups, check_served, describe, rank_of
 from lightcache.connectors.vllm.options import Options
@@ -31,7 +31,6 @@ except ImportError as error:
         "the environment of vLLM with: pip install 'lightcache[vllm]'"
     ) from error
 
-F = TypeVar("F", bound=Callable[..., Any])
 FIGURES = (
     "loaded_tokens",
     "loaded_bytes",
@@ -141,23 +140,6 @@ class Table(Sequence[int]):
 
     def __iter__(self) -> Iterator[int]:
         return (block.block_id for block in self._blocks)
-
-
-def guarded(default: Callable[[], object]) -> Callable[[F], F]:
-    """An error of the method is said once, and `default()` is its answer."""
-
-    def wrap(method: F) -> F:
-        @functools.wraps(method)
-        def call(self: LightcacheConnector, *arguments: Any, **named: Any) -> Any:
-            try:
-                return method(self, *arguments, **named)
-            except Exception as error:
-                self.half.trouble(method.__name__, error)
-                return default()
-
-        return cast(F, call)
-
-    return wrap
 
 
 def _nothing() -> None:

@@ -4,16 +4,22 @@ to others. It reads vLLM's objects and imports nothing of vLLM."""
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
+from lightcache.connectors.model_facts import (
+    config_digest,
+    digest,
+    name_of,
+    version_of,
+    word,
+    words,
+)
 from lightcache.connectors.vllm.messages import BlockGroup, Place
 from lightcache.connectors.vllm.options import Options
 from lightcache.errors import ConfigError
@@ -213,7 +219,7 @@ class _Part:
         return [
             f"block={self.tokens}",
             f"element={str(self.dtype).removeprefix('torch.')}",
-            f"layers={_digest(self.names)}",
+            f"layers={digest(self.names)}",
             *_layout_facts(vllm_config, self.layers, self.tokens),
         ]
 
@@ -278,52 +284,31 @@ def _one_form(layers: Mapping[str, Any]) -> tuple[tuple[int, ...], Any]:
 
 def model_name(vllm_config: Any) -> str:
     """As in caches' names: the one on the hub, or the last folder of a path."""
-    name = str(vllm_config.model_config.model)
-    return Path(name).resolve().name if Path(name).exists() else name
+    return name_of(str(vllm_config.model_config.model))
 
 
 def model_facts(vllm_config: Any) -> list[str]:
     """Words of the fingerprint: model, revision, quantisation, dtypes, drafts."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     config: Any = getattr(model, "hf_config", None)
-    folder = Path(str(model.model))
-    version = getattr(config, "_commit_hash", None) or getattr(model, "revision", None)
-    if folder.is_dir():
-        version = _digest(_files(folder))
+    version = version_of(str(model.model), config, getattr(model, "revision", None))
     load = vllm_config.load_config
     dummy = f"{load.load_format}-{model.seed}" if load.load_format == "dummy" else None
-    described = config.to_dict() if hasattr(config, "to_dict") else {}
-    own = {name: value for name, value in described.items() if not name.startswith("_")}
     speculative = vllm_config.speculative_config
     drafts = None
     if speculative is not None:
         drafts = f"{getattr(speculative, 'method', None)}:{getattr(speculative, 'model', None)}"
-    words = {
+    facts = {
         "model": model_name(vllm_config),
         "version": version,
-        "config": _digest(own),
+        "config": config_digest(config),
         "quant": getattr(model, "quantization", None),
         "kv": cache.cache_dtype,
         "dtype": str(model.dtype).removeprefix("torch."),
         "drafts": drafts,
         "dummy": dummy,
     }
-    return [_word(f"{name}={value}") for name, value in words.items() if value is not None]
-
-
-def _files(folder: Path) -> list[tuple[str, int, int]]:
-    """Of a model in a folder: names, sizes and times, as reading all bytes takes minutes."""
-    stats = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-
-
-def _digest(facts: Any) -> str:
-    data = json.dumps(facts, sort_keys=True, default=str).encode()
-    return hashlib.blake2b(data, digest_size=6, person=b"lightcache vllm").hexdigest()
-
-
-def _word(text: str) -> str:
-    return re.sub(r"\s+", "_", text)
+    return words(facts)
 
 
 # ---- The layout of a backend, as measured.
@@ -339,7 +324,7 @@ def _layout_facts(vllm_config: Any, layers: Mapping[str, Any], tokens: int) -> l
         # Then two releases are different though they may not be: a miss, never a wrong byte.
         _log.info("lightcache: the layout of %s is not measured: %s", backends, error)
         measured = f"release-{_release()}"
-    return [_word(f"backend={'+'.join(backends)}"), _word(f"layout={measured}")]
+    return [word(f"backend={'+'.join(backends)}"), word(f"layout={measured}")]
 
 
 def _backend(layer: Any) -> str:

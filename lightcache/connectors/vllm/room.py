@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 from lightcache._arguments import format_size, parse_size
+from lightcache.connectors.engine_cache import REMEDY
 from lightcache.connectors.vllm.options import Options
 from lightcache.errors import LightcacheError
 from lightcache.shm import list_segments
@@ -15,10 +16,6 @@ from lightcache.shm.names import FOLDER
 from lightcache.shm.objects import memory_of
 
 _log = logging.getLogger("lightcache.connectors")
-REMEDY = (
-    "give more with Docker's --ipc=host or --shm-size, in Kubernetes with an emptyDir of medium "
-    "Memory or a hostPath at /dev/shm, and with a higher memory limit"
-)
 
 
 def shortage(options: Options, index_bytes: int = 0, held: int = 0) -> str | None:
@@ -51,4 +48,4 @@ def warn_of_shortage(options: Options) -> None:
         _log.warning("lightcache: %s. vLLM runs without the cache until there is room", lacking)
 
 
-__all__ = ["REMEDY", "shortage", "warn_of_shortage"]
+__all__ = ["shortage", "warn_of_shortage"]

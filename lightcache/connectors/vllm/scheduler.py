@@ -16,7 +16,7 @@ import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,15 @@ import numpy as np
 
 from lightcache import Cache
 from lightcache._arguments import Keys
+from lightcache.connectors.engine_cache import (
+    clear_ended,
+    launch_name,
+    open_engine_cache,
+    role_name,
+    weights_after_reset,
+)
+from lightcache.connectors.link import Link, Voice
 from lightcache.connectors.vllm.groups import Finder
-from lightcache.connectors.vllm.link import Link, Voice
 from lightcache.connectors.vllm.messages import (
     BlockGroup,
     Hello,
@@ -38,12 +45,10 @@ from lightcache.connectors.vllm.messages import (
 )
 from lightcache.connectors.vllm.options import Options
 from lightcache.connectors.vllm.prompts import Adapters, keys_of, prompt_of
-from lightcache.connectors.vllm.room import REMEDY
 from lightcache.errors import (
     ConfigError,
     LeaseLost,
     LightcacheError,
-    NoSpace,
     NotReady,
     OutOfPages,
 )
@@ -81,13 +86,12 @@ BlocksOf = Callable[[str, int], Sequence[int]]
 """Returns the blocks of a request, of the group with a number."""
 _KEY_BYTES = 16
 _NO_KEYS: Keys = np.empty((0, 2), np.uint64)
-RESET_NAMES = re.compile(r"vllm-([0-9a-f]{8})-[0-9a-f]{16}")
+ENGINE = "vllm"
 
 
 def launch_of(engine_id: str) -> str:
     """Names one start of an engine, the same in all its data-parallel ranks: 8 hex digits."""
-    whole = re.sub(r"_dp\d+$", "", engine_id)
-    return hashlib.blake2b(whole.encode(), digest_size=4, person=b"lightcache run").hexdigest()
+    return launch_name(re.sub(r"_dp\d+$", "", engine_id))
 
 
 def team_of(engine_id: str) -> int:
@@ -98,7 +102,7 @@ def team_of(engine_id: str) -> int:
 
 def role_of(launch: str, part: str) -> str:
     """How `lightcache ls` and `dump` show a client of an engine."""
-    return f"vllm {launch} {part}"
+    return role_name(ENGINE, launch, part)
 
 
 def part_of(rank: int) -> str:
@@ -302,7 +306,7 @@ class SchedulerHalf:
         cache = open_cache(self._place, self.options, role=role, device=self._device)
         try:
             if self._resets:
-                self._clear_gone(cache)
+                clear_ended(cache, ENGINE, self.launch)
             finder = self._finder(cache)
             storage = None
             if self.options.storage:
@@ -318,14 +322,6 @@ class SchedulerHalf:
     def _finder(self, cache: Cache) -> Finder:
         """For the weights that are in use now."""
         return Finder(cache, cache.namespace(self._weights), self._groups, self._page)
-
-    def _clear_gone(self, cache: Cache) -> None:
-        """Clear the namespaces of launches that have ended: there are 256."""
-        roles = {client.role.split()[1] for client in cache.clients() if client.role[:5] == "vllm "}
-        for space in cache.index.namespaces():
-            found = RESET_NAMES.fullmatch(space.weights)
-            if found and found[1] not in roles | {self.launch}:
-                cache.clear(space)
 
     def _note_segments(self, segments: Mapping[int, str]) -> None:
         self._checked = None
@@ -822,9 +818,7 @@ class SchedulerHalf:
         if self.options.on_reset == "keep":
             return True
         self._resets += 1
-        facts = f"{self.options.weights}\0{self.launch}\0{self._resets}".encode()
-        digest = hashlib.blake2b(facts, digest_size=8, person=b"lightcache set").hexdigest()
-        self._weights = f"vllm-{self.launch}-{digest}"
+        self._weights = weights_after_reset(ENGINE, self.options.weights, self.launch, self._resets)
         self._stored.clear()
         link = self._link
         opened = None if link is None else link.current
@@ -841,7 +835,7 @@ class SchedulerHalf:
         except LightcacheError as error:
             self.trouble("wait for saves", error)
         try:
-            self._clear_gone(opened.cache)
+            clear_ended(opened.cache, ENGINE, self.launch)
             opened.finder = self._finder(opened.cache)
         except (LightcacheError, OutOfPages) as error:
             self.trouble("forget the old weights", error)
@@ -895,26 +889,17 @@ def open_cache(
     place: Place, options: Options, *, role: str, device: bool = False, shared: bool = True
 ) -> Cache:
     """The cache of a place. Parts of one process share a client."""
-    try:
-        return Cache.open(
-            place.name,
-            size=options.size,
-            page_bytes=place.page_bytes,
-            page_tokens=place.page_tokens,
-            fingerprint=place.fingerprint,
-            model=place.model,
-            secret_file=options.secret_file,
-            lifetime="persistent" if options.idle_limit is None else None,
-            idle_limit=options.idle_limit,
-            numa=options.placement(),
-            pool_path=options.pool_path,
-            role=role,
-            device=device,
-            shared=shared,
-            kv_groups=_names(place.groups),
-        )
-    except NoSpace as error:
-        raise NoSpace(f"{error}; {REMEDY}") from error
+    return open_engine_cache(
+        replace(options, name=place.name),
+        model=place.model,
+        fingerprint=place.fingerprint,
+        page_bytes=place.page_bytes,
+        page_tokens=place.page_tokens,
+        role=role,
+        device=device,
+        shared=shared,
+        kv_groups=_names(place.groups),
+    )
 
 
 def _names(groups: Sequence[BlockGroup]) -> list[str] | None:

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import os
 import queue
-import socket
 import threading
 import time
 from collections import Counter, deque
@@ -24,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from lightcache import Cache, Load, Offload
-from lightcache.connectors.vllm.link import Link, Voice
+from lightcache.connectors.engine_cache import host_name
+from lightcache.connectors.link import Link, Voice
 from lightcache.connectors.vllm.messages import (
     Hello,
     LoadOrder,
@@ -170,10 +170,11 @@ class WorkerHalf:
         """For the scheduler's half, once."""
         self._told = self._segment()
         place = None if self._format is None else self._format.place
-        host = f"{socket.gethostname()} {_boot()}"
         device = self._format is not None and self._format.device != "cpu"
         troubles = self.voice.take()
-        return Hello(self.rank, place, self._why, self._told, os.getpid(), host, device, troubles)
+        return Hello(
+            self.rank, place, self._why, self._told, os.getpid(), host_name(), device, troubles
+        )
 
     def _segment(self) -> str:
         link = self._link
@@ -425,15 +426,6 @@ def _event_now() -> list[Any]:
     event = import_module("torch").cuda.Event()
     event.record()
     return [event]
-
-
-def _boot() -> str:
-    """Tells machines of one name apart."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
 
 
 __all__ = ["Opened", "WorkerHalf"]

@@ -1,18 +1,20 @@
-"""A half's way to the cache: opened, closed and opened again in a thread of its own, so that the
-engine's thread never waits for it."""
+"""A connector's way to the cache: opened, closed and opened again in a thread of its own, so that
+the engine's thread never waits for it; troubles, each said once; methods that never raise."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from lightcache.errors import CacheCorrupted, Detached
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 _log = logging.getLogger("lightcache.connectors")
 FIRST, MOST = 1.0, 60.0
 """Seconds between two tries to open the cache: the first pause, and the longest."""
@@ -25,9 +27,19 @@ LEAVE = 1.0
 class Voice:
     """Says each kind of trouble once, until all is well again."""
 
-    def __init__(self, who: str, keeps: bool = False, what: str = "the cache") -> None:
-        """`keeps`: what there is to say is kept until it is taken, as another says it."""
-        self._who, self.what = who, what
+    def __init__(
+        self,
+        who: str,
+        keeps: bool = False,
+        what: str = "the cache",
+        then: str = "the engine computes instead",
+    ) -> None:
+        """
+        Args:
+            keeps: what there is to say is kept until it is taken, as another says it.
+            then: what becomes of it.
+        """
+        self._who, self.what, self._then = who, what, then
         self._said: set[str] = set()
         self._kept: dict[str, str] | None = {} if keeps else None
         self.count = 0
@@ -46,7 +58,7 @@ class Voice:
         if (kept := self._kept) is not None:
             kept[kind] = text
         else:
-            _log.warning("%s: %s; the engine computes instead", self._who, text)
+            _log.warning("%s: %s; %s", self._who, text, self._then)
 
     def take(self) -> tuple[tuple[str, str], ...]:
         """Kinds and texts that were kept. From now on it speaks for itself."""
@@ -163,4 +175,37 @@ class Link(Generic[T]):
                 _log.info("lightcache: what was lost could not be closed: %s", error)
 
 
-__all__ = ["Link", "Voice"]
+class Part(Protocol):
+    """What of a connector does the work."""
+
+    def trouble(self, what: str, error: BaseException) -> None:
+        """An error of a call: say it once, and learn from it."""
+
+
+class Guarded(Protocol):
+    """A connector: an engine calls its methods."""
+
+    @property
+    def half(self) -> Part:
+        """What does the work of its methods."""
+        ...
+
+
+def guarded(default: Callable[[], object]) -> Callable[[F], F]:
+    """An error of the method is said once, and `default()` is its answer."""
+
+    def wrap(method: F) -> F:
+        @functools.wraps(method)
+        def call(self: Guarded, *arguments: Any, **named: Any) -> Any:
+            try:
+                return method(self, *arguments, **named)
+            except Exception as error:
+                self.half.trouble(method.__name__, error)
+                return default()
+
+        return cast(F, call)
+
+    return wrap
+
+
+__all__ = ["Guarded", "Link", "Part", "Voice", "guarded"]

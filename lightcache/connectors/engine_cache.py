@@ -1,0 +1,115 @@
+"""The cache of an engine's pages: how its processes open it and are named in it, and where they
+continue after a reset."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightcache import Cache
+from lightcache.connectors.engine_options import EngineOptions
+from lightcache.errors import NoSpace
+
+REMEDY = (
+    "give more with Docker's --ipc=host or --shm-size, in Kubernetes with an emptyDir of medium "
+    "Memory or a hostPath at /dev/shm, and with a higher memory limit"
+)
+
+
+def open_engine_cache(
+    options: EngineOptions,
+    *,
+    model: str,
+    fingerprint: str,
+    page_bytes: int,
+    page_tokens: int,
+    role: str,
+    device: bool,
+    shared: bool = True,
+    kv_groups: Sequence[str] | None = None,
+) -> Cache:
+    """The cache that the options name, or the default one of the model and fingerprint. Parts of
+    one process share a client.
+
+    Raises:
+        As `Cache.open`.
+    """
+    try:
+        return Cache.open(
+            options.name,
+            size=options.size,
+            page_bytes=page_bytes,
+            page_tokens=page_tokens,
+            fingerprint=fingerprint,
+            model=model,
+            secret_file=options.secret_file,
+            lifetime="persistent" if options.idle_limit is None else None,
+            idle_limit=options.idle_limit,
+            numa=options.placement(),
+            pool_path=options.pool_path,
+            role=role,
+            device=device,
+            shared=shared,
+            kv_groups=kv_groups,
+        )
+    except NoSpace as error:
+        raise NoSpace(f"{error}; {REMEDY}") from error
+
+
+# ---- Launches: starts of an engine.
+
+
+def launch_name(facts: str) -> str:
+    """Names one start of an engine by what is the same in all its processes and in no other start:
+    8 hex digits."""
+    return hashlib.blake2b(facts.encode(), digest_size=4, person=b"lightcache run").hexdigest()
+
+
+def host_name() -> str:
+    """Tells machines apart, also of one name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
+
+
+def role_name(engine: str, launch: str, part: str) -> str:
+    """How `lightcache ls` and `dump` show a client of an engine."""
+    return f"{engine} {launch} {part}"
+
+
+def weights_after_reset(engine: str, weights: str, launch: str, resets: int) -> str:
+    """Names the weights of a launch that was told so many times that they may be others: the same
+    in all processes of the launch, and in no other launch."""
+    facts = f"{weights}\0{launch}\0{resets}".encode()
+    digest = hashlib.blake2b(facts, digest_size=8, person=b"lightcache set").hexdigest()
+    return f"{engine}-{launch}-{digest}"
+
+
+def clear_ended(cache: Cache, engine: str, launch: str) -> None:
+    """Clear the namespaces after resets of launches that have ended: there are 256. This launch's
+    are kept."""
+    begins = f"{engine} "
+    living = {
+        client.role.split()[1] for client in cache.clients() if client.role.startswith(begins)
+    }
+    pattern = re.compile(rf"{engine}-([0-9a-f]{{8}})-[0-9a-f]{{16}}")
+    for space in cache.index.namespaces():
+        found = pattern.fullmatch(space.weights)
+        if found and found[1] not in living | {launch}:
+            cache.clear(space)
+
+
+__all__ = [
+    "REMEDY",
+    "clear_ended",
+    "host_name",
+    "launch_name",
+    "open_engine_cache",
+    "role_name",
+    "weights_after_reset",
+]

@@ -1,0 +1,125 @@
+"""What an operator may write for any engine: the options that their connectors have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Literal, TypeVar, get_args
+
+from lightcache._arguments import parse_size
+from lightcache.errors import ConfigError
+from lightcache.namespaces import NAME_BYTES
+from lightcache.pool import Numa, check_numa, nodes_of_gpus
+from lightcache.shm.names import object_name
+from lightcache.storage.urls import check_url
+
+OnReset = Literal["new", "keep"]
+DAY = 24 * 3600.0
+T = TypeVar("T", bound="EngineOptions")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Each has a default, so `{}` is a configuration."""
+
+    given_in: ClassVar[str]
+    """What the engine calls the mapping, for errors."""
+
+    size: int | str = "8GiB"
+    """Memory for pages: bytes, or with a unit. An existing cache with a default name keeps its own;
+    under a given `name` it must be equal."""
+    name: str | None = None
+    """Of the cache. None: the model's name and a digest of what decides the bytes of a page, so
+    engines whose pages differ never meet."""
+    weights: str = ""
+    """Version of the weights, at most 47 bytes: pages of another one are not found."""
+    storage: tuple[str, ...] = ()
+    """URLs of storages, the nearer first, such as "disk:/mnt/nvme/cache?capacity=1TiB"; one may be
+    given as a text. What the cache evicts is read from there again."""
+    on_reset: OnReset = "new"
+    """After the engine has dropped its own prefix cache, as a weight update does and so do sleep
+    and pause: "new": pages saved before are not found by this engine. "keep": they are; for engines
+    whose weights never change."""
+    secret_file: str | None = None
+    """File of the secret that keys are made with. Engines share pages only if it is the same: mount
+    one into all containers. None: that of LIGHTCACHE_SECRET_FILE, or that of
+    ~/.local/share/lightcache/secret."""
+    numa: Numa = None
+    """Where the pool's memory lies: "interleave" or a node; see `Cache.create`. None: "interleave"
+    where the machine has GPUs next to more than one node, as the first engine would else have it
+    all on its own; elsewhere where it is touched first."""
+    pool_path: str | None = None
+    """Folder of the pool, such as one of huge pages; None: /dev/shm."""
+    idle_limit: float | None = DAY
+    """Seconds without use after which a new cache may be removed when its room is needed. None:
+    never."""
+    prefill_tokens_per_s: float | None = None
+    """The model's prefill speed, to give up reading from a storage when computing is faster. None:
+    it is measured, by engines whose connector can."""
+
+    def __post_init__(self) -> None:
+        given = asdict(self)  # of any type: an operator wrote it
+        if parse_size(self.size, "size") < 1:
+            raise ConfigError(f"size: expected at least a page, found {self.size!r}")
+        self.check_choice("on_reset", OnReset)
+        for name in ("name", "secret_file", "pool_path"):
+            if given[name] is not None and not (isinstance(given[name], str) and given[name]):
+                raise ConfigError(f"{name}: expected text, found {given[name]!r}")
+        weights = given["weights"]
+        if not isinstance(weights, str) or len(weights.encode()) > NAME_BYTES:
+            raise ConfigError(
+                f"weights: expected text of {NAME_BYTES} bytes at most, found {weights!r}"
+            )
+        for name in ("idle_limit", "prefill_tokens_per_s"):
+            number = isinstance(given[name], (int, float)) and not isinstance(given[name], bool)
+            if given[name] is not None and not (number and given[name] > 0):
+                raise ConfigError(f"{name}: expected a number above 0, found {given[name]!r}")
+        if not all(isinstance(url, str) and url for url in given["storage"]):
+            raise ConfigError(f"storage: expected URLs, found {self.storage!r}")
+        if self.storage:
+            check_url(self.storage if len(self.storage) > 1 else self.storage[0])
+        if self.name is not None:
+            object_name(self.name)
+        check_numa(self.numa)
+
+    def placement(self) -> Numa:
+        """`numa`, or its default on this machine."""
+        if self.numa is None and len(nodes_of_gpus()) > 1:
+            return "interleave"
+        return self.numa
+
+    def check_choice(self, name: str, choices: Any) -> None:
+        """Refuse a value that is none of a `Literal`.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        if getattr(self, name) not in get_args(choices):
+            raise ConfigError(
+                f"{name}: expected one of {get_args(choices)}, found {getattr(self, name)!r}"
+            )
+
+    @classmethod
+    def of(cls: type[T], given: Mapping[str, Any]) -> T:
+        """The options of an engine's extra configuration.
+
+        Raises:
+            ConfigError: an option that there is not, or a value that it cannot have.
+        """
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(set(given) - set(known)):
+            raise ConfigError(
+                f"{cls.given_in}: expected options among {', '.join(known)}, found "
+                f"{', '.join(unknown)}"
+            )
+        values = dict(given)
+        if "storage" in values:
+            urls = values["storage"]
+            listed = [urls] if isinstance(urls, str) else urls
+            if not isinstance(listed, (list, tuple)):
+                raise ConfigError(f"storage: expected a URL or a list of URLs, found {urls!r}")
+            values["storage"] = tuple(listed)
+        return cls(**values)
+
+
+__all__ = ["DAY", "EngineOptions", "OnReset"]

@@ -1,0 +1,258 @@
+"""SGLang's interface, of release 0.5.23: `LightcacheLinker`. It only carries calls to `Rank`; an
+error of one is said once and is answered, so no method raises on the scheduler's thread."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightcache.connectors.engine_cache import host_name, launch_name
+from lightcache.connectors.link import guarded
+from lightcache.connectors.sglang.options import Options
+from lightcache.connectors.sglang.pools import Format, check_served, describe
+from lightcache.connectors.sglang.rank import Rank
+from lightcache.connectors.sglang.tree import tell_linkers
+from lightcache.errors import ConfigError, NotInstalled
+
+try:
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+    from sglang.srt.mem_cache.unified_cache import unified_cache_linker as interface
+except ImportError as error:
+    raise NotInstalled(
+        f"lightcache.connectors.sglang needs SGLang 0.5.23 or later ({error}); install lightcache "
+        "into the environment of SGLang with: pip install 'lightcache[sglang]'"
+    ) from error
+
+
+class LayerCounter:
+    """What a forward pass waits for: the loads of its batch, layer by layer. It never raises."""
+
+    def __init__(self, half: Rank) -> None:
+        """No batch is consumed."""
+        self._half = half
+        self.consumer_index = -1
+
+    @property
+    def half(self) -> Rank:
+        """Whose loads they are."""
+        return self._half
+
+    def set_consumer(self, index: int) -> None:
+        """The pass that comes next is that of this batch; -1: it has no loads."""
+        self.consumer_index = index
+
+    @guarded(lambda: None)
+    def wait_until(self, threshold: int) -> None:
+        """Wait for a layer."""
+        self._half.wait(self.consumer_index, threshold)
+
+
+class LightcacheLinker(interface.UnifiedCacheLinker):
+    """See the package. Made by SGLang, in each rank."""
+
+    before: str | None = None
+    """See `tree.Told`."""
+
+    def __init__(
+        self,
+        server_args: Any,
+        params: Any,
+        *,
+        components: Any,
+        extra_config: dict[str, Any] | None = None,
+        forward_stream: Any = None,
+    ) -> None:
+        """Opens the cache, or says once why it is not used.
+
+        Raises:
+            ConfigError: an option of `linker_extra_config` that there is not, or a value that it
+                cannot have.
+        """
+        options = Options.of(extra_config or {})
+        self.forward_stream = forward_stream
+        group = params.attn_tp_cache_group or params.tp_cache_group
+        rank, ranks = _place(group)
+        self._half = Rank(options, _launch(), rank)
+        self._device = False
+        self.pools: dict[Any, Any] = {}
+        self.layer_done_counter = LayerCounter(self._half)
+        self._start(server_args, params, components, (rank, ranks), group)
+
+    @property
+    def half(self) -> Rank:
+        """What does the work."""
+        return self._half
+
+    def _start(
+        self, server: Any, params: Any, components: Any, place: tuple[int, int], group: Any
+    ) -> None:
+        found, why = None, ""
+        try:
+            pool = params.token_to_kv_pool_allocator.get_kvcache()
+            check_served(pool, params, components)
+            model = import_module("sglang.srt.runtime_context").process_model_config()
+            release = str(import_module("sglang.version").__version__)
+            found = describe(server, model, pool, params.page_size, place, release)
+            self.pools = {PoolName.KV: pool}
+        except Exception as error:
+            why = str(error) if isinstance(error, ConfigError) else repr(error)
+        # Each rank gets here, so that none waits for another: either all use the cache or none.
+        team, why = _agree(found, why, place, group)
+        if why or found is None:
+            self._half.refuse(why)
+            return
+        self._device = found.device != "cpu"
+        if not tell_linkers(interface.UnifiedCacheLinkerWrapper, LightcacheLinker):
+            self._half.guess_heads()
+            self._half.voice.trouble(
+                "save pieces of prompts",
+                "this release of SGLang does not tell what is before them, so heads of prompts may "
+                "be evicted under their rests",
+            )
+        self._half.start(found, team)
+
+    # ---- lookups and loads
+
+    @guarded(list)
+    def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
+        """See SGLang."""
+        before, self.before = self.before, None
+        hashes = _keys(transfers)
+        found = self._half.lookup(rid, hashes, before) if hashes else 0
+        return list(range(1, found + 1))
+
+    def load(self, rid: str, transfers: list[Any]) -> bool:
+        """See SGLang. True, always: ranks that answer otherwise than others wait for ever. What is
+        lost is said by `finish_layer_wise_loading`."""
+        self._load(rid, transfers)
+        return True
+
+    @guarded(lambda: None)
+    def _load(self, rid: str, transfers: list[Any]) -> None:
+        transfer = next(each for each in transfers if each.name == PoolName.KV)
+        self._half.load(rid, list(transfer.keys), partial(_slots, transfer.device_indices))
+
+    @guarded(bool)
+    def cancel_queued_load(self, rid: str) -> bool:
+        """See SGLang."""
+        return self._half.cancel_load(rid)
+
+    @guarded(lambda: -1)
+    def start_layer_wise_loading(self) -> int:
+        """See SGLang. The loads wait for all work that is queued by now: it may still read the
+        slots."""
+        return self._half.begin(self._events)
+
+    @guarded(bool)
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        """See SGLang."""
+        return self._half.finish(counter_index)
+
+    # ---- saves
+
+    def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
+        """See SGLang. The same on all ranks, which count their saves in common: True, unless there
+        is nothing to save or none of them uses the cache."""
+        before, self.before = self.before, None
+        hashes = _keys(transfers)
+        if not hashes or not self._half.serves:
+            return False
+        self._offload(transfers, hashes, before)
+        return True
+
+    @guarded(lambda: None)
+    def _offload(self, transfers: list[Any], hashes: list[str], before: str | None) -> None:
+        events: list[Any] = []
+        try:
+            events = self._events()
+            indices = next(each for each in transfers if each.name == PoolName.KV).device_indices
+            # The first event says that the numbers of the slots are there.
+            slots = partial(_slots, indices, *events[:1])
+        except Exception as error:  # it has its turn, and fails in it
+            slots = partial(_fail, error)
+        self._half.offload(hashes, slots, before, events)
+
+    def _events(self) -> list[Any]:
+        return self.record_offload_ready() if self._device else []
+
+    @guarded(int)
+    def num_completed_offloads(self) -> int:
+        """See SGLang."""
+        return self._half.completed()
+
+    @guarded(bool)
+    def pop_completed_offload(self) -> bool:
+        """See SGLang."""
+        return self._half.pop()
+
+    # ---- the end
+
+    @guarded(lambda: None)
+    def reset(self) -> None:
+        """See SGLang."""
+        self._half.reset()
+
+    @guarded(lambda: None)
+    def close(self) -> None:
+        """See SGLang."""
+        self._half.close()
+
+
+def _keys(transfers: list[Any]) -> list[str]:
+    return next((list(each.keys or ()) for each in transfers if each.name == PoolName.KV), [])
+
+
+def _slots(indices: Any, ready: Any = None) -> Any:
+    if ready is not None:
+        ready.synchronize()
+    return indices.detach().cpu().numpy().astype(np.int64)
+
+
+def _fail(error: Exception) -> Any:
+    raise error
+
+
+def _place(group: Any) -> tuple[int, int]:
+    """The rank and the number of ranks that hold the same tokens."""
+    distributed = import_module("torch").distributed
+    if group is None or not distributed.is_initialized():
+        return 0, 1
+    return distributed.get_rank(group), distributed.get_world_size(group)
+
+
+def _agree(
+    found: Format | None, why: str, place: tuple[int, int], group: Any
+) -> tuple[int | None, str]:
+    """What the ranks write together by, and why none of them uses the cache, if so."""
+    if place[1] == 1:
+        return None, why
+    mine = (secrets.randbits(63) + 1, host_name(), "" if found is None else found.fingerprint, why)
+    said: list[Any] = [None] * place[1]
+    import_module("torch").distributed.all_gather_object(said, mine, group=group)
+    teams, hosts, fingerprints, reasons = zip(*said, strict=True)
+    why = "; ".join(sorted(set(filter(None, reasons))))
+    if not why and len(set(hosts)) > 1:
+        why = "ranks on other nodes"
+    if not why and len(set(fingerprints)) > 1:
+        why = "the ranks describe different pages"
+    return teams[0], why
+
+
+def _launch() -> str:
+    """Of this start of SGLang: all its schedulers on a machine have one parent."""
+    parent = os.getppid()
+    try:
+        stat = Path(f"/proc/{parent}/stat").read_text()
+        begun = stat.rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        begun = ""
+    return launch_name(f"sglang {host_name()} {parent} {begun}")
+
+
+__all__ = ["LayerCounter", "LightcacheLinker"]

@@ -1,0 +1,172 @@
+"""What a rank finds out about its engine: the format of pages, and what makes their bytes useless
+to others. It reads SGLang's objects and imports nothing of SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightcache.connectors.model_facts import (
+    config_digest,
+    digest,
+    files_of,
+    name_of,
+    version_of,
+    words,
+)
+from lightcache.errors import ConfigError
+from lightcache.kernels import DevicePlanes, KVGroup, PageGeometry, Shard, layouts
+
+GROUP = "kv"
+_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
+
+
+@dataclass(frozen=True)
+class Format:
+    """Of one rank."""
+
+    model: str
+    fingerprint: str
+    page_tokens: int
+    geometry: PageGeometry
+    shard: Shard
+    planes: DevicePlanes
+
+    @property
+    def device(self) -> str:
+        """Where its tensors are."""
+        return self.planes.device
+
+
+def check_served(pool: Any, params: Any, components: Iterable[Any]) -> None:
+    """Refuse what the linker does not serve.
+
+    Raises:
+        ConfigError: says what.
+    """
+    kinds = sorted(getattr(component, "name", str(component)) for component in components)
+    if kinds != ["FULL"]:
+        raise ConfigError(
+            f"expected a model with full attention alone, found {', '.join(kinds)}: sliding "
+            "windows and recurrent states are not served yet"
+        )
+    if type(pool).__name__ not in _POOLS:
+        raise ConfigError(
+            f"expected a pool of {' or '.join(_POOLS)}, found {type(pool).__name__}: sparse "
+            "indexes, compressed and quantised caches are not served yet"
+        )
+    if getattr(pool, "kv_cache_layout", "nhd") != "nhd":
+        raise ConfigError(f"expected KV with tokens first (nhd), found {pool.kv_cache_layout}")
+    scales = ("k_scale_buffer", "v_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer")
+    if any(getattr(pool, name, None) is not None for name in scales):
+        raise ConfigError("expected KV without scales, found a quantised cache: not served yet")
+    for name in ("pp_size", "attn_cp_size"):
+        if getattr(params, name, 1) > 1:
+            raise ConfigError(f"expected {name} 1, found {getattr(params, name)}: not served yet")
+    drafts = ("mtp_draft_device_pools", "sidecar_draft_device_pools", "mtp_draft_mamba_pools")
+    if getattr(params, "is_eagle", False) or any(getattr(params, name, ()) for name in drafts):
+        raise ConfigError(
+            "expected no speculative decoding with a draft's own KV, found one: not served yet"
+        )
+
+
+def describe(
+    server: Any,
+    model: Any,
+    pool: Any,
+    page_tokens: int,
+    place: tuple[int, int],
+    release: str,
+) -> Format:
+    """The format of this rank's pages, from the tensors that SGLang has allocated.
+
+    Args:
+        server: SGLang's arguments.
+        model: its configuration of the model.
+        place: the rank and the number of ranks.
+        release: of SGLang.
+
+    Raises:
+        ConfigError: tensors that are not served.
+    """
+    rank, ranks = place
+    latent = type(pool).__name__.startswith("MLA")
+    keys: list[Any] = list(pool.kv_buffer if latent else pool.k_buffer)
+    values: list[Any] = [] if latent else list(pool.v_buffer)
+    _, held, width = _one_form(keys)
+    heads = 1 if latent else int(model.get_total_num_kv_heads())
+    if max(1, heads // ranks) != held:
+        raise ConfigError(
+            f"expected {max(1, heads // ranks)} of {heads} KV heads in rank {rank} of {ranks}, "
+            f"found tensors of {tuple(keys[0].shape)}"
+        )
+    group = KVGroup.attention(
+        GROUP,
+        layers=len(keys),
+        heads=heads,
+        head_dim=width,
+        value_dim=_one_form(values)[2] if values else None,
+        dtype_bytes=keys[0].element_size(),
+        page_tokens=page_tokens,
+        content="single" if latent else "separate",
+        head_groups=heads,
+    )
+    geometry = PageGeometry([group])
+    shard = Shard(geometry, rank, ranks)
+    planes = layouts.sglang(shard, GROUP, keys, values or None)
+    facts = [*_facts(server, model, pool, release), f"page={page_tokens}", geometry.fingerprint()]
+    name = name_of(str(server.model_path))
+    return Format(name, " ".join(facts), page_tokens, geometry, shard, planes)
+
+
+def _one_form(tensors: Sequence[Any]) -> tuple[int, int, int]:
+    forms = {(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors}
+    if len(forms) != 1 or len(next(iter(forms))[0]) != 3:
+        raise ConfigError(
+            "expected layers of one shape [tokens, heads, elements] and one dtype, found "
+            f"{sorted(map(str, forms)) or 'none'}"
+        )
+    tokens, heads, width = forms.pop()[0]
+    return tokens, heads, width
+
+
+def _facts(server: Any, model: Any, pool: Any, release: str) -> list[str]:
+    config = getattr(model, "hf_config", None)
+    path = str(server.model_path)
+    dummy = server.load_format == "dummy"
+    backends = [
+        getattr(server, f"{part}attention_backend", None) for part in ("", "prefill_", "decode_")
+    ]
+    facts = {
+        "engine": f"sglang-{release}",
+        "model": name_of(path),
+        "version": version_of(path, config, getattr(server, "revision", None)),
+        "config": config_digest(config),
+        "quant": getattr(server, "quantization", None),
+        "dtype": str(getattr(model, "dtype", None)).removeprefix("torch."),
+        "kv": str(pool.dtype).removeprefix("torch."),
+        "dummy": f"dummy-{getattr(server, 'random_seed', None)}" if dummy else None,
+        "adapters": _adapters(server),
+        "backend": "+".join(str(name) for name in dict.fromkeys(backends) if name),
+    }
+    return words(facts)
+
+
+def _adapters(server: Any) -> str | None:
+    """A digest of the adapters of the start: SGLang's hashes name them by name and path, so they
+    would stay the same if their files are replaced. An adapter that is loaded later has a number
+    of its own in each engine."""
+    found = []
+    for each in getattr(server, "lora_paths", None) or ():
+        path = str(getattr(each, "lora_path", each))
+        try:
+            files: Any = files_of(Path(path))
+        except OSError:
+            files = None
+        found.append((str(getattr(each, "lora_name", "")), path, files))
+    return digest(sorted(found, key=str)) if found else None
+
+
+__all__ = ["GROUP", "Format", "check_served", "describe"]

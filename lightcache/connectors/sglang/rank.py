@@ -1,0 +1,677 @@
+"""A rank's part: what it finds, loads and saves, by SGLang's hashes. docs/design/sglang.md has the
+states and the promises.
+
+SGLang's thread plans, takes and begins loads, which takes no lock. Saves are reserved, begun and
+published by threads of ours. It imports nothing of SGLang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightcache import Cache, LayerLoads, Offload, OffloadQueue
+from lightcache._arguments import Keys
+from lightcache.connectors.engine_cache import (
+    clear_ended,
+    open_engine_cache,
+    role_name,
+    weights_after_reset,
+)
+from lightcache.connectors.link import Link, Voice
+from lightcache.connectors.sglang.options import Options
+from lightcache.connectors.sglang.pools import Format
+from lightcache.engine_keys import EngineKeys
+from lightcache.errors import Abandoned, LeaseLost, LightcacheError, NotReady, OutOfPages
+from lightcache.kernels.moves import Engine
+from lightcache.kernels.pinned import PinnedPages
+from lightcache.leases import Lease
+from lightcache.namespaces import Namespace
+from lightcache.page_transfers import begun_with
+from lightcache.storage.tasks import StorageTask
+from lightcache.storage.tier import StorageTier
+
+ENGINE = "sglang"
+LIMIT = 900.0
+"""Seconds after its last lookup until the pages of a request are given back: SGLang does not say
+when a waiting request has gone."""
+LOAD = 30.0
+"""Seconds that a batch's loads may take; then it has failed."""
+LATE = 60.0
+"""Seconds more that a failed load is waited for while it writes: its slots are freed then."""
+LOCK = 5.0
+"""Seconds that the thread of saves waits for the index's lock."""
+JOIN = 15.0
+"""Seconds that a save waits for a rank that does not begin it."""
+QUIET = 10.0
+"""Seconds that a reset or a close waits for saves; then they are given up."""
+START = 15.0
+"""Seconds that the start of the engine waits for the cache."""
+REST = 1.0
+"""Seconds without a call after an operator has disabled the cache."""
+MISSES = 512
+"""Requests of which nothing was found that are remembered, so that they are not hashed again."""
+NEIGHBOURS = 1 << 16
+"""Hashes whose predecessor is known, where SGLang's tree does not say it."""
+ROOT = ""
+"""In place of the hash before a piece: it begins the prompt."""
+Slots = Callable[[], npt.NDArray[np.int64]]
+"""Returns the token slots of pages; may wait for a device."""
+
+
+@dataclass
+class Opened:
+    """What a rank has open."""
+
+    cache: Cache
+    reader: Engine
+    writer: Engine
+    """Another than `reader` only where ranks hold the same heads: each writes a part."""
+    memory: PinnedPages | None
+    """None: the tensors are in host memory."""
+    storage: Link[StorageTier] | None
+    _spaces: dict[str, tuple[Namespace, EngineKeys]] = field(default_factory=dict)
+
+    def space(self, weights: str) -> tuple[Namespace, EngineKeys]:
+        """The namespace of a version of the weights, and its keys. May take the lock the first
+        time."""
+        if weights not in self._spaces:
+            space = self.cache.namespace(weights)
+            self._spaces[weights] = space, self.cache.engine_keys(namespace=space)
+        return self._spaces[weights]
+
+    @property
+    def tier(self) -> StorageTier | None:
+        """The storage; None: there is none, or it could not be opened and is tried again."""
+        return None if self.storage is None else self.storage.current
+
+    @property
+    def loads(self) -> bool:
+        """Whether any page can be loaded: the driver registers the pool in the background."""
+        return self.memory is None or self.memory.ready >= self.cache.pages
+
+    def close(self) -> None:
+        """Wait for copies, and leave: the storage first."""
+        if self.storage is not None:
+            self.storage.close(START)
+        for engine in {id(each): each for each in (self.reader, self.writer)}.values():
+            engine.close()
+        self.cache.close()
+
+
+@dataclass
+class _Promise:
+    """What the last lookup of a request has said."""
+
+    opened: Opened
+    weights: str
+    hashes: list[str]
+    keys: Keys
+    after: Keys | None
+    until: float = 0.0
+    planned: bool = False
+    missed: bool = False
+    """It has counted as one that nothing was found of."""
+    read: StorageTask | None = None
+
+
+@dataclass
+class _Queued:
+    """A load that the next batch begins."""
+
+    opened: Opened | None
+    lease: Lease | None
+    """None: the pages have gone, so the batch fails."""
+    slots: Slots
+
+
+@dataclass
+class _Batch:
+    """Loads of a forward pass."""
+
+    loads: LayerLoads | None
+    lost: bool
+
+
+@dataclass
+class _Save:
+    """An offload, from SGLang's call to the report of its end."""
+
+    opened: Opened | None
+    queue: OffloadQueue
+    weights: str
+    hashes: list[str]
+    slots: Slots
+    before: str | None
+    after: list[Any]
+    absent: int = 0
+    """Pages for which there was no room, or no head."""
+    offload: Offload | None = None
+
+
+class _Settled(Exception):
+    """Nothing is to be saved: all is there, is being written, or has no room."""
+
+
+class Neighbours:
+    """The hash before each of the last ones that were seen. Bounded."""
+
+    def __init__(self, most: int = NEIGHBOURS) -> None:
+        """Knows nothing."""
+        self._before: dict[bytes, bytes] = {}
+        self._most = most
+
+    def see(self, hashes: list[str], before: str | None = None) -> None:
+        """Consecutive hashes, and the one before them if it is known."""
+        whole = [ROOT if before is None else before, *hashes]
+        skipped = 1 if before is None else 0
+        for one, other in zip(whole[skipped:], whole[skipped + 1 :], strict=False):
+            self._before[bytes.fromhex(other)] = bytes.fromhex(one)
+        while len(self._before) > self._most:
+            del self._before[next(iter(self._before))]
+
+    def before(self, name: str) -> str | None:
+        """The hash before this one; None: not known."""
+        found = self._before.get(bytes.fromhex(name))
+        return None if found is None else found.hex()
+
+
+class Rank:
+    """See the module. One thread calls, but for `wait`."""
+
+    def __init__(
+        self,
+        options: Options,
+        launch: str,
+        rank: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Opens nothing; see `start`.
+
+        Args:
+            launch: the same in all schedulers of a start of SGLang.
+        """
+        self.options, self.launch, self.rank = options, launch, rank
+        self.voice = Voice(f"lightcache, rank {rank}", then="SGLang continues without it")
+        self.figures: Counter[str] = Counter()
+        """Since the start."""
+        self._clock = clock
+        self._format: Format | None = None
+        self._team: int | None = None
+        self._link: Link[Opened] | None = None
+        self._weights = options.weights
+        self._resets = 0
+        self._rest_until = 0.0
+        self._neighbours: Neighbours | None = None
+        self._promises: OrderedDict[str, _Promise] = OrderedDict()
+        """Of requests with pages that are pinned, the one that ends first in front."""
+        self._misses: OrderedDict[str, _Promise] = OrderedDict()
+        self._queued: dict[str, _Queued] = {}
+        self._started: dict[int, _Batch] = {}
+        self._batches = -1
+        self._offloads = OffloadQueue()
+        self._saves: queue.SimpleQueue[_Save | threading.Event | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    # ---- the cache
+
+    def start(self, found: Format, team: int | None = None) -> None:
+        """The engine's tensors: open the cache for them.
+
+        Args:
+            team: what the ranks of this engine write together by; None: there is one.
+        """
+        self._format, self._team = found, team
+        self._link = Link(self.voice, self._open, Opened.close)
+        self._link.start(START)
+        self._thread = threading.Thread(target=self._run, name="lightcache-saves", daemon=True)
+        self._thread.start()
+
+    def refuse(self, why: str) -> None:
+        """The cache is of no use for this engine."""
+        self.voice.trouble("not used", why)
+
+    @property
+    def serves(self) -> bool:
+        """Whether it was started."""
+        return self._thread is not None
+
+    def guess_heads(self) -> None:
+        """The hash before a piece is not told: remember what was seen."""
+        if self._neighbours is None:
+            self._neighbours = Neighbours()
+
+    def _open(self) -> Opened:
+        of = self._format
+        assert of is not None
+        device = of.device != "cpu"
+        cache = open_engine_cache(
+            self.options,
+            model=of.model,
+            fingerprint=of.fingerprint,
+            page_bytes=of.geometry.page_bytes,
+            page_tokens=of.page_tokens,
+            role=role_name(ENGINE, self.launch, f"rank {self.rank}"),
+            device=device,
+        )
+        engines: list[Engine] = []
+        try:
+            memory = cache.pin(device=of.device) if device else None
+            how: dict[str, Any] = {"memory": memory} if device else {"threads": 1}
+            whole, part = of.shard.share(), of.shard.share(writing=True)
+            make = partial(cache.transfer_engine, of.geometry, of.planes, **how)
+            engines.append(make(share=whole))
+            same = part.cells == whole.cells
+            engines.append(engines[0] if same else make(share=part))
+            if self._resets:
+                clear_ended(cache, ENGINE, self.launch)
+            opened = Opened(cache, engines[0], engines[1], memory, self._storage(cache))
+            opened.space(self._weights)
+        except BaseException:
+            for engine in engines:
+                engine.close()
+            cache.close()
+            raise
+        return opened
+
+    def _storage(self, cache: Cache) -> Link[StorageTier] | None:
+        """Of one rank: pages of a storage are those of all ranks."""
+        if not self.options.storage or self.rank:
+            return None
+        voice = Voice(f"lightcache, rank {self.rank}", what="the storage", then="it is not used")
+        how = {"prefill_tokens_per_s": self.options.prefill_tokens_per_s}
+        opens = partial(StorageTier.open, cache, self.options.storage, **how)
+        storage = Link(voice, opens, StorageTier.close)
+        storage.start(START)
+        return storage
+
+    def _usable(self) -> Opened | None:
+        """What is open, if nothing speaks against a call."""
+        link = self._link
+        opened = None if link is None else link.current
+        if link is None or opened is None or self._clock() < self._rest_until:
+            return None
+        if opened.cache.index.segment.retired:
+            self.voice.trouble("use the cache", LeaseLost("it was removed, or replaced"))
+            link.lose(opened)
+            return None
+        return opened
+
+    def trouble(self, what: str, error: BaseException) -> None:
+        """An error of a call: say it once, and learn from it."""
+        self.figures["errors"] += 1
+        self.voice.trouble(what, error)
+        if isinstance(error, NotReady):
+            self._rest_until = self._clock() + REST
+        opened = None if self._link is None else self._link.current
+        if self._link is not None and opened is not None:
+            self._link.judge(opened, error)
+
+    # ---- lookups
+
+    def lookup(self, request: str, hashes: list[str], before: str | None) -> int:
+        """Pages of this prefix of the hashes that are in memory; they are pinned for `load`.
+
+        Args:
+            before: the hash before them; `ROOT`: there is none; None: it is not known.
+        """
+        opened = self._usable()
+        if opened is None or not opened.loads:
+            return 0
+        self._lapse()
+        promise = self._promise(request, opened, hashes, before)
+        index = opened.cache.index
+        space, _ = opened.space(promise.weights)
+        if not promise.planned and not index.peek(promise.keys[:1], namespace=space):
+            if not promise.missed:
+                index.core.count_lookup(len(hashes), 0)
+                promise.missed = True
+            found = 0
+        else:
+            found = index.plan(
+                request,
+                promise.keys,
+                after=promise.after,
+                namespace=space,
+                timeout=LIMIT,
+                frozen=True,
+            )
+            promise.planned = True
+        if self._rest_until:
+            self._rest_until = 0.0
+            self.voice.well()
+        if not found and promise.planned:
+            promise.planned = False
+            opened.cache.cancel(request)
+        self._keep(request, promise)
+        if found < len(hashes):
+            self._read(opened, promise, space, found)
+        return found
+
+    def _promise(
+        self, request: str, opened: Opened, hashes: list[str], before: str | None
+    ) -> _Promise:
+        """Of this request, for these hashes. The plan of other hashes stays pinned until
+        the next plan has replaced it."""
+        promise = self._promises.get(request) or self._misses.get(request)
+        known = promise is not None and promise.opened is opened
+        if (
+            promise is None
+            or not known
+            or promise.weights != self._weights
+            or promise.hashes != hashes
+        ):
+            if self._neighbours is not None:
+                before = before if before is not None else self._neighbours.before(hashes[0])
+                self._neighbours.see(hashes, before)
+            _, keys = opened.space(self._weights)
+            planned = promise is not None and known and promise.planned
+            found = keys.encode([before, *hashes] if before else hashes)
+            rest, after = (found[1:], found[:1]) if before else (found, None)
+            promise = _Promise(opened, self._weights, list(hashes), rest, after, planned=planned)
+        return promise
+
+    def _keep(self, request: str, promise: _Promise) -> None:
+        """Remember it until its plan ends; what has none, as room allows."""
+        promise.until = self._clock() + LIMIT
+        kept, other = self._promises, self._misses
+        if not promise.planned:
+            kept, other = other, kept
+        other.pop(request, None)
+        kept[request] = promise
+        kept.move_to_end(request)
+        if len(self._misses) > MISSES:
+            self._misses.popitem(last=False)
+
+    def _lapse(self) -> None:
+        """Forget requests that have not been looked up for long: their plans have ended."""
+        now = self._clock()
+        while self._promises:
+            request, promise = next(iter(self._promises.items()))
+            if promise.until > now:
+                return
+            del self._promises[request]
+
+    def _read(self, opened: Opened, promise: _Promise, space: Namespace, found: int) -> None:
+        """Begin to read what is not in memory, once: it is found later."""
+        if opened.tier is None or promise.read is not None:
+            return
+        keys, start = promise.keys, found
+        if promise.after is not None:
+            keys, start = np.concatenate((promise.after, keys)), found + 1
+        promise.read = opened.tier.prefetch(keys, start, namespace=space)
+
+    # ---- loads
+
+    def load(self, request: str, hashes: list[str], slots: Slots) -> None:
+        """The next batch loads these pages, of which all ranks have said that they are there. If
+        they have gone nevertheless, that batch fails: nothing else may differ between ranks."""
+        self.cancel_load(request)
+        queued = self._queued[request] = _Queued(None, None, slots)
+        promise = self._promises.pop(request, None)
+        self._misses.pop(request, None)
+        opened = self._usable()
+        try:
+            if opened is None:
+                raise LeaseLost("the cache has gone since the request was looked up")
+            queued.opened = opened
+            queued.lease = self._lease(request, promise, opened, hashes)
+        except Exception as error:
+            self.trouble("load", error)
+
+    def _lease(
+        self, request: str, promise: _Promise | None, opened: Opened, hashes: list[str]
+    ) -> Lease:
+        if promise is not None and promise.opened is opened and promise.planned:
+            if promise.hashes[: len(hashes)] == hashes and promise.weights == self._weights:
+                with contextlib.suppress(LeaseLost):  # it has lapsed
+                    lease = opened.cache.take(request, pages=len(hashes))
+                    if len(lease) == len(hashes):
+                        return lease
+                    lease.release()
+            else:
+                opened.cache.cancel(request)
+        space, keys = opened.space(self._weights)
+        lease = opened.cache.index.match(keys.encode(hashes), count=False, namespace=space)
+        if len(lease) < len(hashes):
+            found = len(lease)
+            lease.release()
+            raise LeaseLost(f"expected {len(hashes)} pages, found {found}: the others have gone")
+        return lease
+
+    def cancel_load(self, request: str) -> bool:
+        """Give up a load that has not begun. False: there is none."""
+        queued = self._queued.pop(request, None)
+        if queued is None:
+            return False
+        if queued.lease is not None:
+            with contextlib.suppress(LightcacheError):  # of a cache that has gone
+                queued.lease.close()
+        return True
+
+    def begin(self, after: Callable[[], list[Any]]) -> int:
+        """Begin the loads of a batch; returns its number, -1: there are none.
+
+        Args:
+            after: returns the events that they wait for.
+        """
+        queued, self._queued = self._queued, {}
+        if not queued:
+            return -1
+        self._batches += 1
+        batch = self._started[self._batches] = _Batch(None, True)
+        try:
+            batch.lost = not self._begin(batch, queued, after())
+        except Exception as error:
+            self.trouble("load", error)
+        return self._batches
+
+    def _begin(self, batch: _Batch, queued: dict[str, _Queued], after: list[Any]) -> bool:
+        """Whether nothing is lost by now."""
+        whole = True
+        for request, each in queued.items():
+            if each.lease is None or each.opened is None:
+                whole = False
+                continue
+            if batch.loads is None:
+                opened, batch.loads = each.opened, LayerLoads(each.opened.reader, timeout=LOAD)
+            try:
+                if each.opened is not opened:
+                    raise LeaseLost("the cache was replaced since the request was looked up")
+                batch.loads.add(request, each.lease, each.slots())
+                self.figures["loaded_pages"] += len(each.lease)
+            except Exception as error:
+                whole = False
+                with contextlib.suppress(LightcacheError):
+                    each.lease.close()
+                self.trouble("load", error)
+        if batch.loads is not None:
+            batch.loads.start(after=after)
+        return whole
+
+    def wait(self, number: int, layer: int) -> None:
+        """Wait until a layer of a batch is there, or its loads have failed. Any thread."""
+        batch = self._started.get(number)
+        if batch is not None and batch.loads is not None:
+            batch.loads.wait(layer)
+
+    def finish(self, number: int) -> bool:
+        """Wait for a batch; whether all of it was loaded."""
+        batch = self._started.pop(number, None)
+        if batch is None:
+            return False  # its start has failed
+        whole = not batch.lost
+        if batch.loads is not None:
+            errors = batch.loads.finish()
+            for error in errors.values():
+                self.trouble("load", error)
+            whole = whole and not errors
+            end = time.monotonic() + LATE
+            while batch.loads.in_flight and time.monotonic() < end:
+                time.sleep(1e-3)
+        self.figures["failed_batches"] += not whole
+        return whole
+
+    # ---- saves
+
+    def offload(
+        self, hashes: list[str], slots: Slots, before: str | None, after: list[Any]
+    ) -> None:
+        """Save pages. It is reported by `completed` in its turn, whatever becomes of it: ranks that
+        save the same report the same number."""
+        if self._neighbours is not None:
+            if before is None:
+                before = self._neighbours.before(hashes[0])
+            self._neighbours.see(hashes, before)
+        if before is None:
+            self.figures["unknown_heads"] += 1
+        self._forget_computed(hashes)
+        self.figures["offered_pages"] += len(hashes)
+        opened = self._usable()
+        self._saves.put(_Save(opened, self._offloads, self._weights, hashes, slots, before, after))
+
+    def _forget_computed(self, hashes: list[str]) -> None:
+        """Give back what was promised to requests that have computed it: SGLang had no room for
+        their load, or another rank had nothing. Others that wait look it up again."""
+        computed = set(hashes)
+        found = [name for name, each in self._promises.items() if each.hashes[0] in computed]
+        for request in found:
+            self._unpin(request, self._promises.pop(request))
+
+    @staticmethod
+    def _unpin(request: str, promise: _Promise) -> None:
+        with contextlib.suppress(LightcacheError):  # of a cache that has gone
+            promise.opened.cache.cancel(request)
+
+    def completed(self) -> int:
+        """Saves that `pop` returns."""
+        return self._offloads.completed()
+
+    def pop(self) -> bool:
+        """Whether the oldest save has succeeded."""
+        ended = self._offloads.pop()
+        save = ended.tag
+        assert isinstance(save, _Save)
+        error = ended.error
+        if isinstance(error, Abandoned):
+            self.figures["lost_saves"] += 1  # by another rank, or cleared
+        elif error is not None and not isinstance(error, _Settled):
+            self.trouble("save", error)
+        if save.offload is not None and error is None:
+            self.figures["saved_bytes"] += save.offload.nbytes
+        self.figures["absent_pages"] += save.absent
+        saved = (error is None or isinstance(error, _Settled)) and not save.absent
+        if saved:
+            self._store(save)
+        return saved
+
+    def _store(self, save: _Save) -> None:
+        """Write it to the storage: all ranks have published it by now."""
+        opened = self._usable()
+        if opened is None or opened is not save.opened or opened.tier is None:
+            return
+        space, keys = opened.space(save.weights)
+        opened.tier.write(keys.encode(save.hashes), save.hashes[0], namespace=space)
+
+    def _run(self) -> None:
+        """The thread of saves: begins them in order."""
+        while (save := self._saves.get()) is not None:
+            if isinstance(save, threading.Event):
+                save.set()
+            else:
+                with contextlib.suppress(LightcacheError):  # the queue is closed: a reset
+                    save.queue.submit(partial(self._begin_save, save), save)
+            del save  # it keeps the offload, and that the pool's pages
+
+    def _begin_save(self, save: _Save) -> Offload:
+        opened, of = save.opened, self._format
+        if opened is None or of is None:
+            raise LeaseLost("the cache is not open")
+        space, keys = opened.space(save.weights)
+        how: dict[str, Any] = {"namespace": space, "timeout": LOCK}
+        found = keys.encode([save.before, *save.hashes] if save.before else save.hashes)
+        if save.before:
+            found, how["after"] = found[1:], found[:1]
+        if self._team is not None:
+            how |= {"shards": of.shard.ranks, "shard": of.shard.rank, "team": self._team}
+            how["join_timeout"] = JOIN
+        slots = save.slots()
+        held = opened.cache.reserve(found, **how)
+        save.absent = len(held.missing)
+        try:
+            if not len(held.new):
+                raise _Settled
+            if save.queue is not self._offloads:
+                raise LeaseLost("SGLang has dropped its tree since")
+            save.offload = Offload(opened.writer, held, slots, positions=held.new, after=save.after)
+        except BaseException:
+            if begun_with(held) is None:
+                (held.abandon if len(held.new) else held.release)()
+            raise
+        return save.offload
+
+    def _quiet(self) -> None:
+        """No save reads the device any more, or what it reads is given up."""
+        marker = threading.Event()
+        former, self._offloads = self._offloads, OffloadQueue()
+        if self._thread is not None:
+            self._saves.put(marker)
+            marker.wait(QUIET)
+        former.close(QUIET)
+
+    # ---- the end
+
+    def reset(self) -> None:
+        """SGLang has dropped its tree: the weights may be others now. Pages saved before are not
+        found by this launch any more; those of others stay. Waits for copies under way."""
+        self._drop()
+        if self.options.on_reset == "keep":
+            return
+        self._resets += 1
+        self._weights = weights_after_reset(ENGINE, self.options.weights, self.launch, self._resets)
+        link = self._link
+        opened = None if link is None else link.current
+        if link is None or opened is None:
+            return
+        try:
+            clear_ended(opened.cache, ENGINE, self.launch)
+            opened.space(self._weights)
+        except (LightcacheError, OutOfPages) as error:
+            self.trouble("forget the old weights", error)
+            link.lose(opened)  # it is opened again, with the new ones
+
+    def _drop(self) -> None:
+        """Give back all that requests have, and wait for copies."""
+        for request in list(self._queued):
+            self.cancel_load(request)
+        for number in list(self._started):
+            self.finish(number)
+        self._quiet()
+        for request, promise in self._promises.items():
+            self._unpin(request, promise)
+        self._promises.clear()
+        self._misses.clear()
+
+    def close(self) -> None:
+        """Finish the copies under way, and leave the cache."""
+        self._drop()
+        if self._thread is not None:
+            self._saves.put(None)
+            self._thread.join(START)
+            self._thread = None
+        if self._link is not None:
+            self._link.close(START)
+            self._link = None
+
+
+__all__ = ["ROOT", "Neighbours", "Opened", "Rank"]

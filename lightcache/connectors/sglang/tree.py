@@ -1,0 +1,73 @@
+"""The hash before a piece of a prompt. SGLang's tree has it and its interface for linkers leaves it
+out, so two methods of the wrapper that calls linkers are wrapped here."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from lightcache.connectors.sglang.rank import ROOT
+
+_log = logging.getLogger("lightcache.connectors")
+_MARK = "_lightcache_before"
+
+
+class Told(Protocol):
+    """A linker of ours."""
+
+    before: str | None
+    """Hash before the piece of the call that comes next; `ROOT`: there is none; None: unknown."""
+
+
+def tell_linkers(wrapper: type, linker: type) -> bool:
+    """From now on `UnifiedCacheLinkerWrapper` sets `before` of linkers of this class ahead of each
+    call. Linkers of others see no difference. A second call does nothing. False: it has not the
+    methods."""
+    if hasattr(wrapper, _MARK):
+        return True
+    asks: dict[str, Callable[..., str | None]] = {
+        "_tail_hashes": _before_tail,
+        "_offload_node": _before_node,
+    }
+    found = {name: getattr(wrapper, name, None) for name in asks}
+    if not all(map(callable, found.values())):
+        return False
+    for name, ask in asks.items():
+        setattr(wrapper, name, _wrapped(found[name], ask, linker))
+    setattr(wrapper, _MARK, True)
+    return True
+
+
+def _wrapped(method: Any, ask: Callable[..., str | None], linker: type) -> Any:
+    @functools.wraps(method)
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        ours = getattr(self, "cache_linker", None)
+        if isinstance(ours, linker):
+            told: Any = ours
+            try:
+                told.before = ask(self, *arguments, **named)
+            except Exception as error:
+                told.before = None
+                _log.info("lightcache: the hash before a piece is not known: %r", error)
+        return method(self, *arguments, **named)
+
+    return call
+
+
+def _before_tail(self: Any, key: Any, result: Any, device_hit_len: int) -> str | None:
+    """Of what the device lacks of a prompt."""
+    if device_hit_len <= 0:
+        return ROOT
+    found: str | None = self.cache.get_last_hash_value(result.last_device_node)
+    return found
+
+
+def _before_node(self: Any, node_id: Any, transfers: Any) -> str | None:
+    """Of a node of the tree."""
+    chain = self.cache.get_prefix_hash_values(node_id)
+    return str(chain[-1]) if chain else ROOT
+
+
+__all__ = ["Told", "tell_linkers"]

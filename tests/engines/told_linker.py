@@ -1,0 +1,71 @@
+"""The linker, as told by files in the folder of the test: what a test does to a scheduler, which is
+another process."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from lightcache.connectors.sglang.linker import LightcacheLinker
+
+
+class Gate:
+    """An event that copies wait for, while there is a file of this name."""
+
+    def __init__(self, name: str) -> None:
+        self.file = Path(name)
+
+    def synchronize(self) -> None:
+        """Slots are known at once."""
+
+    def wait(self) -> None:
+        Path(f"{self.file}-seen").touch()
+        while self.file.exists():
+            time.sleep(0.005)
+
+
+class ToldLinker(LightcacheLinker):
+    """Does and says what a test asks for."""
+
+    def __init__(self, *arguments: Any, extra_config: dict[str, Any], **how: Any) -> None:
+        extra = dict(extra_config)
+        self.name = extra.pop("told")
+        super().__init__(*arguments, extra_config=extra, **how)
+        self.said = ""
+
+    def file(self, what: str) -> str:
+        return f"{self.name}-{what}"
+
+    def _events(self) -> list[Any]:
+        for what in ("hold-load", "hold-save"):
+            if os.path.exists(self.file(what)):
+                return [Gate(self.file(what))]
+        return []
+
+    def start_layer_wise_loading(self) -> int:
+        usual = self._events
+        self._events = lambda: usual() if os.path.exists(self.file("hold-load")) else []
+        try:
+            return super().start_layer_wise_loading()
+        finally:
+            del self._events
+
+    def load(self, rid: str, transfers: list[Any]) -> bool:
+        if os.path.exists(self.file(f"lose-{self.half.rank}")):
+            # Its plan, and the pages too: else a second look would find them.
+            self.half._link.current.cache.cancel(rid)
+            for transfer in transfers:
+                transfer.keys = ["ab" * 32] * len(transfer.keys)
+        return super().load(rid, transfers)
+
+    def num_completed_offloads(self) -> int:
+        half = self.half
+        said = json.dumps({"count": half.voice.count, "saves": len(half._offloads)} | half.figures)
+        if said != self.said:
+            self.said, target = said, self.file(f"figures-{half.rank}")
+            Path(f"{target}.new").write_text(said)
+            os.replace(f"{target}.new", target)
+        return super().num_completed_offloads()

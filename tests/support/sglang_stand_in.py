@@ -1,0 +1,170 @@
+"""A stand-in for SGLang's ranks: they call `Rank` in SGLang's order, over arrays of numpy.
+
+What it "computes" for a position depends on all tokens up to there, on the head and the channel, so
+a slot with other bytes than its tokens have is seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from typing import Any
+
+import numpy as np
+
+from lightcache.connectors.sglang.options import Options
+from lightcache.connectors.sglang.pools import GROUP, Format
+from lightcache.connectors.sglang.rank import ROOT, Rank
+from lightcache.kernels import KVGroup, PageGeometry, Shard, layouts
+
+PAGE, HEADS, WIDTH, LAYERS, TOKENS = 4, 2, 16, 2, 512
+_numbers = itertools.count()
+
+
+def hashes_of(tokens: list[int], salt: str = "") -> list[str]:
+    """SHA-256 of each whole page, chained, in hex."""
+    found, digest = [], salt.encode()
+    for end in range(PAGE, len(tokens) + 1, PAGE):
+        part = np.asarray(tokens[end - PAGE : end], np.int64).tobytes()
+        digest = hashlib.sha256(digest + part).digest()
+        found.append(digest.hex())
+    return found
+
+
+def computed(tokens: list[int], layer: int, plane: int, heads: int) -> Any:
+    """The KV of all positions: (tokens, heads, elements)."""
+    sums = np.cumsum(np.asarray(tokens) + 1) % 251
+    marks = np.add.outer(np.arange(heads) * 31, np.arange(WIDTH)) + 7 * layer + 3 * plane
+    return ((sums[:, None, None] + marks[None, :, :]) % 256).astype(np.uint8)
+
+
+class Engine:
+    """One engine: `ranks` of them in one process, each with its tensors."""
+
+    def __init__(
+        self, name: str, launch: str = "11111111", ranks: int = 1, latent: bool = False, **how: Any
+    ) -> None:
+        self.options = Options.of({"name": name, "size": "1MiB", **how})
+        heads = 1 if latent else HEADS
+        group = KVGroup.attention(
+            GROUP,
+            layers=LAYERS,
+            heads=heads,
+            head_dim=WIDTH,
+            dtype_bytes=1,
+            page_tokens=PAGE,
+            content="single" if latent else "separate",
+            head_groups=heads,
+        )
+        geometry = PageGeometry([group])
+        self.ranks: list[Rank] = []
+        self.tensors: list[list[list[Any]]] = []
+        self.heads, own = heads, max(1, heads // ranks)
+        for rank in range(ranks):
+            shape = (TOKENS, own, WIDTH)
+            planes = [
+                [np.zeros(shape, np.uint8) for _ in range(LAYERS)]
+                for _ in range(1 if latent else 2)
+            ]
+            shard = Shard(geometry, rank, ranks)
+            views = layouts.sglang(shard, GROUP, planes[0], None if latent else planes[1])
+            text = f"stand-in {geometry.fingerprint()}"
+            found = Format("stand-in", text, PAGE, geometry, shard, views)
+            one = Rank(self.options, launch, rank)
+            one.start(found, 7 if ranks > 1 else None)
+            self.ranks.append(one)
+            self.tensors.append(planes)
+        self.slots = itertools.cycle(range(PAGE, TOKENS, PAGE))
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # ---- a request, step by step
+
+    def take(self, pages: int) -> Any:
+        """Slots for so many pages."""
+        starts = [next(self.slots) for _ in range(pages)]
+        return (np.asarray(starts, np.int64)[:, None] + np.arange(PAGE)).ravel()
+
+    def lookup(self, request: str, hashes: list[str], before: str | None = ROOT) -> int:
+        """Pages that all ranks have."""
+        return min(rank.lookup(request, hashes, before) for rank in self.ranks)
+
+    def load(self, request: str, tokens: list[int], hashes: list[str], begin: int = 0) -> bool:
+        """Load these pages of a prompt; whether all ranks have them, with the right bytes."""
+        slots = self.take(len(hashes))
+        for rank in self.ranks:
+            rank.load(request, hashes, lambda: slots)
+        return self.run({request: (tokens, begin * PAGE, slots)})[request]
+
+    def run(self, loaded: dict[str, tuple[list[int], int, Any]]) -> dict[str, bool]:
+        """A forward pass; whether the loads of all ranks have landed."""
+        numbers = [rank.begin(list) for rank in self.ranks]
+        for rank, number in zip(self.ranks, numbers, strict=True):
+            for layer in range(LAYERS):
+                rank.wait(number, layer)
+        whole = min([rank.finish(number) for rank, number in zip(self.ranks, numbers, strict=True)])
+        if whole:
+            for tokens, begin, slots in loaded.values():
+                self.check(tokens, begin, slots)
+        return dict.fromkeys(loaded, whole)
+
+    def check(self, tokens: list[int], begin: int, slots: Any) -> None:
+        """The slots have what this prompt has from this token on."""
+        for (rank, planes), layer in itertools.product(enumerate(self.tensors), range(LAYERS)):
+            for number, plane in enumerate(planes):
+                wanted = self.part(tokens, layer, number, rank)[begin : begin + len(slots)]
+                np.testing.assert_array_equal(plane[layer][slots], wanted)
+
+    def part(self, tokens: list[int], layer: int, plane: int, rank: int) -> Any:
+        """Of the heads of a rank."""
+        whole = computed(tokens, layer, plane, self.heads)
+        own = max(1, self.heads // len(self.ranks))
+        first = rank * own % self.heads
+        return whole[:, first : first + own]
+
+    def compute(self, tokens: list[int], begin: int = 0) -> Any:
+        """Put the KV of whole pages from this page on into slots."""
+        pages = len(tokens) // PAGE - begin
+        slots = self.take(pages)
+        span = slice(begin * PAGE, (begin + pages) * PAGE)
+        for (rank, planes), layer in itertools.product(enumerate(self.tensors), range(LAYERS)):
+            for number, plane in enumerate(planes):
+                plane[layer][slots] = self.part(tokens, layer, number, rank)[span]
+        return slots
+
+    def offload(
+        self, tokens: list[int], begin: int = 0, before: str | None = None, after: Any = ()
+    ) -> None:
+        """Save the pages from this one on, as one node of the tree."""
+        hashes = hashes_of(tokens)
+        slots = self.compute(tokens, begin)
+        told = before if before is not None else (hashes[begin - 1] if begin else ROOT)
+        for rank in self.ranks:
+            rank.offload(hashes[begin:], lambda: slots, told, list(after))
+
+    def saved(self, count: int = 1) -> list[bool]:
+        """The next results, as SGLang takes them: of all ranks together."""
+        while min(rank.completed() for rank in self.ranks) < count:
+            assert self.ranks[0]._thread is not None
+        return [min([rank.pop() for rank in self.ranks]) for _ in range(count)]
+
+    def ask(self, tokens: list[int], device: int = 0) -> int:
+        """Serve a prompt whose first pages the device has; returns the pages that were loaded."""
+        hashes = hashes_of(tokens)
+        request = f"r{next(_numbers)}"
+        before = hashes[device - 1] if device else ROOT
+        found = self.lookup(request, hashes[device:], before)
+        if found:
+            assert self.load(request, tokens, hashes[device : device + found], device)
+        if device + found < len(hashes):
+            self.offload(tokens, device + found)
+            assert self.saved() == [True]
+        return found

@@ -1,0 +1,324 @@
+"""The linker for SGLang over empty classes in the place of SGLang's, and what it says of pools."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.sglang_stand_in import hashes_of
+
+from lightcache.connectors.sglang.pools import check_served, describe
+from lightcache.errors import ConfigError, LightcacheError
+from lightcache.shm import Segment
+
+torch = pytest.importorskip("torch")
+PAGE, TOKENS = 4, 256
+
+
+class Component(Enum):
+    FULL = 0
+    SWA = 1
+    MAMBA = 2
+
+
+class PoolName(str, Enum):
+    KV = "kv"
+    SWA = "swa"
+
+
+class Wrapper:
+    """Of SGLang's tree: calls the linker."""
+
+    def __init__(self, linker: Any, chains: dict[int, list[str]]) -> None:
+        self.cache_linker, self.cache = linker, self
+        self.chains = chains
+
+    def get_last_hash_value(self, node: int) -> str | None:
+        return self.chains[node][-1]
+
+    def get_prefix_hash_values(self, node: int) -> list[str]:
+        return self.chains[node]
+
+    def _tail_hashes(self, key: Any, result: Any, device_hit_len: int) -> Any:
+        return key
+
+    def _offload_node(self, node_id: int, transfers: Any) -> None:
+        self.cache_linker.offload(transfers)
+
+
+@pytest.fixture
+def linker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module."""
+    mem = "sglang.srt.mem_cache"
+    names = (
+        "sglang",
+        "sglang.version",
+        "sglang.srt",
+        "sglang.srt.runtime_context",
+        mem,
+        f"{mem}.hicache_storage",
+        f"{mem}.unified_cache",
+        f"{mem}.unified_cache.unified_cache_linker",
+    )
+    modules: dict[str, Any] = {name: ModuleType(name) for name in names}
+    modules["sglang.version"].__version__ = "0.5.23"
+    model = SimpleNamespace(
+        get_total_num_kv_heads=lambda: 2, hf_config=SimpleNamespace(), dtype="torch.float32"
+    )
+    modules["sglang.srt.runtime_context"].process_model_config = lambda: model
+    modules[f"{mem}.hicache_storage"].PoolName = PoolName
+    interface = modules[f"{mem}.unified_cache.unified_cache_linker"]
+    interface.UnifiedCacheLinker = type("UnifiedCacheLinker", (), {})
+    interface.UnifiedCacheLinkerWrapper = type("W", (Wrapper,), dict(vars(Wrapper)))
+    modules[f"{mem}.unified_cache"].unified_cache_linker = interface
+    own = "lightcache.connectors.sglang.linker"
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, own, raising=False)
+    yield importlib.import_module(own)
+    sys.modules.pop(own, None)
+
+
+class MHATokenToKVPool:
+    """SGLang's, of two layers."""
+
+    def __init__(self, heads: int = 2, width: int = 8) -> None:
+        self.dtype = torch.float32
+        shape = (TOKENS, heads, width)
+        self.k_buffer, self.v_buffer = ([torch.zeros(shape) for _ in range(2)] for _ in "kv")
+        self.kv_cache_layout = "nhd"
+
+
+class MLATokenToKVPool:
+    """SGLang's, of two layers."""
+
+    def __init__(self) -> None:
+        self.dtype = torch.float32
+        self.kv_buffer = [torch.zeros((TOKENS, 1, 24)) for _ in range(2)]
+
+
+def parameters(pool: Any, **more: Any) -> Any:
+    allocator = SimpleNamespace(get_kvcache=lambda: pool)
+    given = {"tp_cache_group": None, "attn_tp_cache_group": None, "page_size": PAGE}
+    return SimpleNamespace(token_to_kv_pool_allocator=allocator, **(given | more))
+
+
+def arguments(**more: Any) -> Any:
+    given = {"model_path": "tiny", "load_format": "auto", "attention_backend": "torch_native"}
+    return SimpleNamespace(**(given | more))
+
+
+@pytest.fixture
+def made(linker: Any, segment_name: str) -> Iterator[Any]:
+    """`made(pool)`: a linker over it."""
+    found = []
+
+    def make(pool: Any, components: Any = (Component.FULL,), **more: Any) -> Any:
+        extra = {"name": segment_name, "size": "1MiB"}
+        found.append(
+            linker.LightcacheLinker(
+                arguments(),
+                parameters(pool, **more),
+                components=set(components),
+                extra_config=extra,
+            )
+        )
+        return found[-1]
+
+    yield make
+    for each in found:
+        each.close()
+    with contextlib.suppress(LightcacheError):
+        Segment.unlink(segment_name)
+
+
+def transfer(hashes: list[str], slots: Any = None) -> Any:
+    indices = None if slots is None else torch.as_tensor(slots)
+    return [SimpleNamespace(name=PoolName.KV, keys=hashes, device_indices=indices)]
+
+
+HASHES = hashes_of(list(range(40)))
+FIRST, SECOND = np.arange(PAGE, 11 * PAGE), np.arange(20 * PAGE, 30 * PAGE)
+
+
+def pops(one: Any) -> bool:
+    while not one.num_completed_offloads():
+        pass
+    return bool(one.pop_completed_offload())
+
+
+@pytest.mark.parametrize("kind", [MHATokenToKVPool, MLATokenToKVPool])
+def test_calls_in_the_order_of_sglang(made: Any, linker: Any, kind: Any) -> None:
+    pool = kind()
+    one = made(pool)
+    tensors = pool.kv_buffer if kind is MLATokenToKVPool else pool.k_buffer + pool.v_buffer
+    for number, tensor in enumerate(tensors):
+        shape = tensor[FIRST].shape
+        tensor[FIRST] = torch.arange(shape.numel(), dtype=torch.float32).reshape(shape) + number
+    wrapper = linker.interface.UnifiedCacheLinkerWrapper(one, {1: [], 2: HASHES[:4]})
+    wrapper._offload_node(1, transfer(HASHES[:4], FIRST[: 4 * PAGE]))
+    wrapper._offload_node(2, transfer(HASHES[4:], FIRST[4 * PAGE :]))
+    assert [pops(one), pops(one)] == [True, True]
+    assert one.half.figures["unknown_heads"] == 0
+    assert one.half._link.current.cache.evict(5) == 5  # ends first
+    wrapper._tail_hashes(None, None, 0)
+    assert one.lookup("r", transfer(HASHES)) == [1, 2, 3, 4, 5]
+    assert one.before is None
+    assert one.load("r", transfer(HASHES[:5], SECOND[: 5 * PAGE]))
+    index = one.start_layer_wise_loading()
+    counter = one.layer_done_counter
+    counter.set_consumer(index)
+    counter.wait_until(0)
+    counter.wait_until(1)
+    assert one.finish_layer_wise_loading(index)
+    counter.set_consumer(-1)
+    counter.wait_until(0)
+    for tensor in tensors:
+        assert torch.equal(tensor[SECOND[: 5 * PAGE]], tensor[FIRST[: 5 * PAGE]])
+    wrapper._tail_hashes(None, SimpleNamespace(last_device_node=2), 4 * PAGE)
+    assert one.before == HASHES[3]
+    assert one.half.voice.count == 0
+    one.reset()
+    assert one.lookup("r", transfer(HASHES)) == []
+
+
+def test_nothing_is_raised_and_a_load_is_always_true(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError(5, "on purpose")
+
+    one = made(MHATokenToKVPool())
+    for name in ("lookup", "load", "begin", "finish", "offload", "completed", "pop", "cancel_load"):
+        monkeypatch.setattr(one.half, name, fails)
+    with monkeypatch.context() as patch:
+        for name in ("reset", "close"):
+            patch.setattr(one.half, name, fails)
+        assert one.lookup("r", transfer(HASHES)) == []
+        assert one.load("r", transfer(HASHES, FIRST)) is True
+        assert one.start_layer_wise_loading() == -1
+        assert one.finish_layer_wise_loading(0) is False
+        assert one.offload(transfer(HASHES, FIRST)) is True
+        assert one.num_completed_offloads() == 0
+        assert one.pop_completed_offload() is False
+        assert one.cancel_queued_load("r") is False
+        one.reset()
+        one.close()
+    assert one.half.voice.count == 10
+
+
+def test_a_save_that_cannot_begin_has_its_turn(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = made(MHATokenToKVPool())
+    assert one.offload([]) is False
+    assert one.offload(transfer(HASHES)) is True  # it names no slots
+    with monkeypatch.context() as patch:
+        patch.setattr(one, "_events", lambda: 1 / 0)
+        assert one.offload(transfer(HASHES, FIRST)) is True
+    assert one.offload(transfer(HASHES, FIRST)) is True
+    assert [pops(one) for _ in range(3)] == [False, False, True]
+
+
+def test_a_load_without_pages_fails_its_batch(made: Any) -> None:
+    one = made(MHATokenToKVPool())
+    assert one.load("r", transfer(HASHES, FIRST))
+    index = one.start_layer_wise_loading()
+    assert index == 0
+    one.layer_done_counter.set_consumer(index)
+    one.layer_done_counter.wait_until(0)
+    assert one.finish_layer_wise_loading(index) is False
+    assert one.start_layer_wise_loading() == -1
+
+
+def test_a_tree_that_tells_nothing_is_said_once(
+    made: Any, linker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(linker.interface.UnifiedCacheLinkerWrapper, "_tail_hashes")
+    monkeypatch.delattr(Wrapper, "_tail_hashes")
+    one = made(MHATokenToKVPool())
+    assert one.half.voice.count == 1
+    one.offload(transfer(HASHES, FIRST))
+    assert pops(one)
+    assert one.half.figures["unknown_heads"] == 1
+    assert one.lookup("r", transfer(HASHES)) == list(range(1, 11))
+
+
+def test_what_is_not_served_runs_without_the_cache(made: Any) -> None:
+    one = made(MHATokenToKVPool(), (Component.FULL, Component.SWA))
+    assert one.half.voice.count == 1
+    assert one.pools == {}
+    assert one.lookup("r", transfer(HASHES)) == []
+    assert one.offload(transfer(HASHES, FIRST)) is False  # True would lock a node for ever
+    assert one.num_completed_offloads() == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "components", "said"),
+    [
+        ({}, "FULL SWA", "expected a model with full attention alone, found FULL, SWA"),
+        ({}, "FULL MAMBA", "found FULL, MAMBA"),
+        ({"pp_size": 2}, "FULL", "expected pp_size 1, found 2"),
+        ({"attn_cp_size": 2}, "FULL", "expected attn_cp_size 1, found 2"),
+        ({"is_eagle": True}, "FULL", "speculative"),
+        ({"sidecar_draft_device_pools": (1,)}, "FULL", "speculative"),
+    ],
+)
+def test_what_is_refused(more: dict[str, Any], components: str, said: str) -> None:
+    kinds = [Component[name] for name in components.split()]
+    with pytest.raises(ConfigError, match=said):
+        check_served(MHATokenToKVPool(), parameters(None, **more), kinds)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("kv_cache_layout", "hnd", "tokens first"),
+        ("k_scale_buffer", [1], "without scales"),
+    ],
+)
+def test_pools_that_are_refused(name: str, value: Any, said: str) -> None:
+    pool = MHATokenToKVPool()
+    setattr(pool, name, value)
+    with pytest.raises(ConfigError, match=said):
+        check_served(pool, parameters(pool), [Component.FULL])
+    other = type("MHATokenToKVPoolFP4", (MHATokenToKVPool,), {})()
+    with pytest.raises(ConfigError, match="found MHATokenToKVPoolFP4"):
+        check_served(other, parameters(other), [Component.FULL])
+
+
+def described(place: tuple[int, int] = (0, 1), release: str = "0.5.23", **more: Any) -> Any:
+    model = SimpleNamespace(get_total_num_kv_heads=lambda: 2, hf_config=None, dtype="float32")
+    pool = MHATokenToKVPool(2 // place[1])
+    return describe(arguments(**more), model, pool, PAGE, place, release)
+
+
+def test_what_makes_pages_differ(tmp_path: Path) -> None:
+    one = described()
+    assert described((0, 2)).fingerprint == described((1, 2)).fingerprint == one.fingerprint
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "weights").write_text("1")
+    lora = {"lora_paths": [SimpleNamespace(lora_name="a", lora_path=str(adapter))]}
+    with_adapter = described(**lora).fingerprint
+    assert described(**lora).fingerprint == with_adapter
+    (adapter / "weights").write_text("12")
+    others = [
+        described(release="0.5.24").fingerprint,
+        described(model_path="other").fingerprint,
+        described(attention_backend="triton").fingerprint,
+        described(quantization="fp8").fingerprint,
+        described(**lora).fingerprint,
+        with_adapter,
+        one.fingerprint,
+    ]
+    assert len(set(others)) == len(others)
+    model = SimpleNamespace(get_total_num_kv_heads=lambda: 2)
+    with pytest.raises(ConfigError, match="expected 1 of 2 KV heads in rank 0 of 2"):
+        describe(arguments(), model, MHATokenToKVPool(2), PAGE, (0, 2), "")
