@@ -344,3 +344,62 @@ def test_two_ranks_read_the_windows_of_one(windowed: Callable[..., Any]) -> None
     assert found["answers"] == wanted
     assert sum(found["cached"]) > 0.9 * sum(map(len, some))
     both.end()
+
+
+STATES = f"{NAME}-states"
+
+
+@pytest.fixture
+def stateful(start: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """`stateful(model, plain)`: an engine of a model with recurrent states."""
+    how = json.dumps({"name": STATES, "size": "64MiB"})
+
+    def begin(model: str, plain: bool = False) -> Any:
+        engine = start("null" if plain else how, "1", model)
+        engine.until("READY")
+        return engine
+
+    yield begin
+    Segment.unlink(STATES, force=True)
+
+
+@pytest.mark.parametrize(("model", "block"), [("next", 96), ("mamba", 32)])
+def test_states_are_found_and_equal(stateful: Callable[..., Any], model: str, block: int) -> None:
+    base, *others = prompts(11, 5)
+    some = [base, *others, base[:250] + others[0][:90], base + [7, 8, 9]]
+
+    def ask(engine: Any, prompt: list[int]) -> tuple[list[int], int]:
+        answer = engine("ask", prompts=[prompt])
+        return answer["answers"][0], answer["cached"][0]
+
+    plain = stateful(model, True)
+    wanted = [ask(plain, prompt)[0] for prompt in some]
+    plain.end()
+    first = stateful(model)
+    for prompt, answer in zip(some, wanted, strict=True):
+        assert ask(first, prompt)[0] == answer
+        first("idle")
+
+    def last(prompt: list[int]) -> int:
+        return (len(prompt) - 1) // block * block
+
+    expected = [last(prompt) for prompt in some]
+    assert [ask(first, prompt) for prompt in some] == list(zip(wanted, expected, strict=True))
+    first("fail_loads", count=1)
+    assert ask(first, base) == (wanted[0], 0)
+    assert first("errors") == 1
+    first.end()
+    second = stateful(model)
+    together = second("ask", prompts=some)
+    assert together["cached"] == expected
+    assert [ask(second, prompt) for prompt in some] == list(zip(wanted, expected, strict=True))
+    assert second("errors") == 0
+    second("idle")
+    second.end()
+    with Cache.attach(STATES) as cache:
+        report = cache.check()
+        report.raise_if_broken()
+        assert report.pins == 0
+        names = {group.name for group in cache.index.groups() if group.pages}
+        states = {"state", "state-2", "state-3"}
+        assert names == (states | {"full"} if model == "next" else {"state"})
