@@ -1,5 +1,5 @@
-"""Models of random weights with recurrent states: a Qwen3-Next of three layers of Gated DeltaNet and
-one of full attention, for which vLLM makes a group each; and a Mamba 2."""
+"""Models of random weights with recurrent states: a Qwen3-Next of three layers of Gated DeltaNet
+and one of full attention, for which vLLM makes a group each; and a Mamba 2."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tiny_llama import VOCABULARY
 from transformers import Mamba2Config, Mamba2ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
 BLOCK = 96
-"""Tokens of a block of the first, as vLLM chooses it: its attention has as many bytes as a state."""
+"""Tokens of a block of the first, as vLLM chooses it."""
 
 
 def save_next(folder: str) -> None:

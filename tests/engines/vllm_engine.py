@@ -29,10 +29,10 @@ MODELS = {
     "mamba": tiny_states.save_mamba,
 }
 # Steps of one block, so that a prompt is divided in the same way after any hit: vLLM's kernels for
-# CPUs want bfloat16 of the one, and the other's have no state within a step.
+# CPUs want bfloat16 of the one, and those of the other have no state within a step.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "next": {"dtype": "bfloat16", "long_prefill_token_threshold": tiny_states.BLOCK},
-    "mamba": {"long_prefill_token_threshold": BLOCK},
+    "next": {"dtype": "bfloat16", "max_num_batched_tokens": tiny_states.BLOCK},
+    "mamba": {"max_num_batched_tokens": BLOCK},
 }
 
 
@@ -44,7 +44,11 @@ def main() -> None:
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_CPU_OMP_THREADS_BIND="0|1")
     from vllm import LLM
 
-    how: dict[str, Any] = {"dtype": "float32", **SETTINGS.get(model, {})}
+    how: dict[str, Any] = {
+        "dtype": "float32",
+        "max_num_batched_tokens": 256,
+        **SETTINGS.get(model, {}),
+    }
     if extra is not None:
         how["kv_transfer_config"] = {
             "kv_connector": "LightcacheConnector",
@@ -67,7 +71,6 @@ def main() -> None:
         block_size=16 if model == "latent" else BLOCK,
         enforce_eager=True,
         max_model_len=1024,
-        max_num_batched_tokens=256,
         max_num_seqs=8,
         num_gpu_blocks_override=80,
         tensor_parallel_size=ranks,

@@ -159,6 +159,8 @@ class _Request:
     due: float = 0.0
     """Computed tokens with which there are more pages to offer."""
     planned: bool = False
+    shared: int = 0
+    """Tokens of a prefix that others have, but no state after it: it is worth saving one there."""
     missed: bool = False
     """It has counted as one that nothing was found of."""
     answer: _Answer | None = None
@@ -433,6 +435,7 @@ class SchedulerHalf:
         if last is not None and last.opened is opened and last.tokens == counts:
             now = self._clock()
             if now < last.until or (self._renewed >= RENEWALS and now < last.until + OLDEST):
+                self._mark(state)
                 return last.found, last.found > 0
             self._renewed += 1
         asks = state.spec is None and self._asks(state)  # first: it may become known meanwhile
@@ -456,7 +459,14 @@ class SchedulerHalf:
         if not tokens:
             self._cancel(state, opened)
         state.answer = _Answer(opened, counts, self._clock() + ASK, tokens)
+        self._mark(state)
         return tokens, tokens > 0
+
+    def _mark(self, state: _Request) -> None:
+        """Tell vLLM of a prefix that this prompt shares with others and that has no state yet: it
+        ends a step there, as it does for a prefix that its own index has, and keeps the state."""
+        if self._states and state.shared > state.request.shared_prefix_boundary:
+            state.request.shared_prefix_boundary = state.shared
 
     @staticmethod
     def _release(state: _Request) -> None:
@@ -474,8 +484,10 @@ class SchedulerHalf:
                 opened.cache.index.core.count_lookup(limit, 0)
             state.missed = True
             return 0
-        found = opened.finder.plan(state.request.request_id, state.keys, limit)
+        found, whole = opened.finder.plan(state.request.request_id, state.keys, limit)
         state.planned = True
+        prefixed = any(group.whole for group in self._groups)
+        state.shared = whole * self._page if prefixed and whole > found else 0
         return found
 
     def _cancel(self, state: _Request, opened: Opened | None) -> None:
