@@ -41,8 +41,8 @@ NOT_SERVED = (
 STATES = (
     "a model with recurrent states is served only with --enable-prefix-caching, and with its "
     "default of --mamba-cache-mode, align. vLLM keeps the state after a prompt's last whole block, "
-    "and that after a prefix which prompts share; --prefix-cache-retention-interval N keeps one "
-    "every N tokens more, a multiple of the block"
+    "and that after a prefix which prompts share; --prefix-cache-retention-interval N, a "
+    "multiple of the block, keeps more of a long prompt: those of steps that end at a multiple of N"
 )
 STATE_KINDS = {"linear_attention", "mamba", "mamba2", "conv"}
 STATE_WORDS = (
