@@ -386,9 +386,8 @@ BY_HAND = "CI" not in os.environ
     ],
 )
 def test_states_are_found_and_equal(stateful: Callable[..., Any], model: str, block: int) -> None:
-    base, other = prompts(11, 2)
-    shared = [[*base[:250], *other[place : place + 90]] for place in (0, 100)]
-    some = [base, other, *shared, [*base, 7, 8, 9]]
+    base, other = (prompt[:310] for prompt in prompts(11, 2))
+    some = [base, *([*base[:200], *other[place : place + 99]] for place in (0, 100))]
     last = [(len(prompt) - 1) // block * block for prompt in some]
     first = stateful(model)
     # What vLLM computes of all of a prompt: a salt of its own finds nothing.
@@ -401,8 +400,8 @@ def test_states_are_found_and_equal(stateful: Callable[..., Any], model: str, bl
         found.append(ask_one(first, prompt))
         first("idle")
     # The first that shares a prefix leaves a state after it, if attention shows that it does.
-    between = 250 // block * block if model == "next" else 0
-    assert found == list(zip(wanted, [0, 0, 0, between, last[0]], strict=True))
+    between = 200 // block * block if model == "next" else 0
+    assert found == list(zip(wanted, [0, 0, between], strict=True))
     assert [ask_one(first, prompt) for prompt in some] == list(zip(wanted, last, strict=True))
     first("fail_loads", count=1)
     assert ask_one(first, base) == (wanted[0], 0)
@@ -411,7 +410,6 @@ def test_states_are_found_and_equal(stateful: Callable[..., Any], model: str, bl
     first.end()
     second = stateful(model)
     assert [ask_one(second, prompt) for prompt in some] == list(zip(wanted, last, strict=True))
-    assert second("ask", prompts=some)["cached"] == last
     assert second("errors") == 0
     second("idle")
     second.end()

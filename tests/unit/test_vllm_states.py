@@ -93,10 +93,8 @@ def test_a_prefix_that_prompts_share_gets_a_state(segment_name: str) -> None:
         assert first.ask([*PROMPT[:30], *range(200, 230)]) == 24
         request = Request([*PROMPT[:30], *range(300, 330)], shared_prefix_boundary=28)
         first.scheduler.begin(request)
-        for _ in "12":  # the second time it is the answer of the first
-            request.shared_prefix_boundary = 0
-            assert first.look(request) == 24
-            assert request.shared_prefix_boundary == 0  # there is one
+        assert first.look(request) == 24
+        assert request.shared_prefix_boundary == 28  # there is one at 24
         first.scheduler.finish(request)
 
 
@@ -105,7 +103,7 @@ def test_what_vllm_shares_itself_is_left_to_it(segment_name: str) -> None:
         one.ask(PROMPT)
         request = Request([*PROMPT[:30], *range(300, 330)])
         one.scheduler.begin(request)
-        for own, marked in ((0, 24), (28, 28)):
+        for own, marked in ((0, 24), (0, 24), (28, 28)):  # the second answer is the first one's
             request.shared_prefix_boundary = own
             assert one.look(request) == 0
             assert request.shared_prefix_boundary == marked
@@ -205,11 +203,11 @@ def test_states_hold_a_part_of_the_device_alone(
 
 def test_states_between_pages_and_of_the_answer_are_not_saved(segment_name: str) -> None:
     with engine(segment_name) as one, engine(segment_name, "b", save_decode=True) as other:
-        for each, saved in ((one, 2), (other, 3)):
+        for each, saved in ((one, 0), (other, 1)):
             request = Request(PROMPT[:20])
             each.admit(request)
-            for end in (8, 12, 16, 20):
-                each.compute(request, max(end, request.num_computed_tokens + 1))
+            for end in (12, 20):
+                each.compute(request, end)
             for token in range(400, 405):
                 request.all_token_ids.append(token)
                 each.compute(request, request.num_tokens)
@@ -217,6 +215,20 @@ def test_states_between_pages_and_of_the_answer_are_not_saved(segment_name: str)
             each.idle()
             assert pages(segment_name)["state1"] == saved
         assert one.ask([*PROMPT[:20], *range(400, 405)]) == 24
+
+
+def test_a_request_of_before_a_reset_saves_no_state(segment_name: str) -> None:
+    with engine(segment_name, **KINDS["states alone"]) as one:
+        request = Request(PROMPT)
+        one.admit(request)
+        one.compute(request, 16)
+        one.idle()
+        one.scheduler.reset()
+        one.compute(request)
+        one.end(request)
+        one.idle()
+        assert one.ask(PROMPT) == 0
+        assert one.ask(PROMPT) == 48
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])

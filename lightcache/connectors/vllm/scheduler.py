@@ -659,7 +659,8 @@ class SchedulerHalf:
         computed: int,
         blocks_of: BlocksOf,
     ) -> None:
-        known = self._known(state.request)
+        request = state.request
+        known = request.num_tokens if self.options.save_decode else request.num_prompt_tokens
         upto = min(computed, known) // self._page
         if upto > state.offered and (
             len(self._jobs) >= MOST_JOBS * len(self._groups) or not self._keyed(state, opened)
@@ -676,11 +677,6 @@ class SchedulerHalf:
             if not group.state:
                 self._save(orders, opened, state, number, begin, upto, blocks_of)
 
-    def _known(self, request: Any) -> int:
-        """Tokens of which pages may be saved."""
-        tokens: int = request.num_tokens if self.options.save_decode else request.num_prompt_tokens
-        return tokens
-
     def _offer_states(self, orders: Orders, opened: Opened, told: Any) -> None:
         """vLLM tells in which blocks the step leaves states that later requests may begin with, and
         after how many tokens each is: group, block and tokens. It keeps them for this step alone,
@@ -695,12 +691,12 @@ class SchedulerHalf:
                 continue
             for number, block, tokens in states:
                 group, pages = self._groups[number], tokens // self._page
-                if not group.state or tokens % self._page or tokens > self._known(state.request):
+                if not group.state or tokens % self._page:
                     continue
                 if pages > len(state.keys):
                     self._extend(state)
                 if not 0 < pages <= len(state.keys):
-                    continue
+                    continue  # of the answer
                 key = group.run.keys(state.keys[pages - 1 : pages])
                 there = opened.cache.index.peek(key, namespace=opened.space)
                 if not there and key.tobytes() not in self._writing:
