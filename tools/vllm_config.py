@@ -34,9 +34,23 @@ REFUSED = (
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True unless sleep mode is enabled"
 )
 NOT_SERVED = (
-    "the connector says so once and vLLM runs as without it for: recurrent states, chunked "
-    "attention, layers of several shapes, windows in a pipeline, context parallelism, ranks on "
-    "other nodes"
+    "the connector says so once and vLLM runs as without it for: chunked attention, layers of "
+    "several shapes, windows or states beside other layers in a pipeline, context parallelism, "
+    "ranks on other nodes"
+)
+STATES = (
+    "a model with recurrent states is served only with --enable-prefix-caching, and with its "
+    "default of --mamba-cache-mode, align. vLLM keeps the state after a prompt's last whole block, "
+    "and that after a prefix which prompts share; --prefix-cache-retention-interval N, a "
+    "multiple of the block, keeps more of a long prompt: those of steps that end at a multiple of N"
+)
+STATE_KINDS = {"linear_attention", "mamba", "mamba2", "conv"}
+STATE_WORDS = (
+    "layers_block_type",
+    "hybrid_override_pattern",
+    "state_size",
+    "mamba_d_state",
+    "linear_attn_config",
 )
 
 
@@ -111,6 +125,9 @@ def vllm_config(
     value = {**CONNECTOR, "kv_connector_extra_config": extra}
     line = f"vllm serve {shlex.quote(model)} --kv-transfer-config {shlex.quote(json.dumps(value))}"
     notes = [*of_page(model, config, page), REFUSED, NOT_SERVED]
+    if config is not None and has_states(config):
+        line += " --enable-prefix-caching"
+        notes.insert(0, STATES)
     if as_json:
         emit(
             {
@@ -167,8 +184,10 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape | None:
-    """None: the configuration does not say it in the usual words."""
+    """None: the configuration does not say it in the usual words, or the model has states."""
     text = text_config(config)
+    if has_states(config):
+        return None
     layers, heads = text.get("num_hidden_layers"), text.get("num_attention_heads")
     if not isinstance(layers, int) or not isinstance(heads, int):
         return None
@@ -212,12 +231,16 @@ def of_model(config: Mapping[str, Any] | None) -> Iterator[str]:
     text = text_config(config)
     if config.get("is_encoder_decoder"):
         yield "not with a connector: vLLM refuses encoder-decoder models with any; leave it out"
-    served = {"full_attention", "attention", "sliding_attention"}
-    kinds = set(text.get("layer_types") or ()) - served
-    states = ("layers_block_type", "hybrid_override_pattern", "state_size", "mamba_d_state")
-    kinds |= {name for name in states if text.get(name)}
-    if kinds:
+    served = {"full_attention", "attention", "sliding_attention", *STATE_KINDS}
+    if kinds := set(text.get("layer_types") or ()) - served:
         yield f"not served yet: {', '.join(sorted(kinds))}; vLLM runs as without the line"
+
+
+def has_states(config: Mapping[str, Any]) -> bool:
+    """Whether some of its layers have a recurrent state in place of KV."""
+    text = text_config(config)
+    kinds = set(text.get("layer_types") or ())
+    return bool(kinds & STATE_KINDS) or any(text.get(word) for word in STATE_WORDS)
 
 
 # ---- pages
@@ -238,6 +261,12 @@ def of_page(model: str, config: Mapping[str, Any] | None, page: Page | None) -> 
         yield (
             f"{model} is not on this machine: whether it is served, and how large a page is, is "
             "not known here; vLLM's log says it at the start"
+        )
+    elif has_states(config):
+        yield (
+            "a page is one of vLLM's blocks and a state lies in one. Beside attention vLLM makes "
+            "blocks so long that they hold a state, hundreds of tokens, and its log says how long; "
+            "the end of a prompt after its last whole block is not saved"
         )
     elif page is None:
         yield "config.json does not say layers and heads in the usual words: no page is computed"

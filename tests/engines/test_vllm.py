@@ -344,3 +344,83 @@ def test_two_ranks_read_the_windows_of_one(windowed: Callable[..., Any]) -> None
     assert found["answers"] == wanted
     assert sum(found["cached"]) > 0.9 * sum(map(len, some))
     both.end()
+
+
+STATES = f"{NAME}-states"
+
+
+@pytest.fixture
+def stateful(start: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """`stateful(model, plain)`: an engine of a model with recurrent states."""
+    how = json.dumps({"name": STATES, "size": "64MiB"})
+
+    def begin(model: str, plain: bool = False) -> Any:
+        engine = start("null" if plain else how, "1", model)
+        engine.until("READY")
+        return engine
+
+    yield begin
+    Segment.unlink(STATES, force=True)
+
+
+def ask_one(engine: Any, prompt: list[int], salt: str | None = None) -> tuple[list[int], int]:
+    """Its answer, and what was found of it. Alone in a step: bfloat16 depends on the batch."""
+    answer = engine("ask", prompts=[prompt], salt=salt)
+    return answer["answers"][0], answer["cached"][0]
+
+
+BY_HAND = "CI" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("model", "block"),
+    [
+        ("next", 96),
+        pytest.param(
+            "mamba",
+            32,
+            marks=pytest.mark.skipif(
+                not BY_HAND, reason="takes a minute: `.ci/engines vllm` by hand"
+            ),
+        ),
+    ],
+)
+def test_states_are_found_and_equal(stateful: Callable[..., Any], model: str, block: int) -> None:
+    base, other = (prompt[:310] for prompt in prompts(11, 2))
+    some = [base, *([*base[:200], *other[place : place + 99]] for place in (0, 100))]
+    last = [(len(prompt) - 1) // block * block for prompt in some]
+    first = stateful(model)
+    # What vLLM computes of all of a prompt: a salt of its own finds nothing.
+    alone = [ask_one(first, prompt, str(number)) for number, prompt in enumerate(some)]
+    wanted = [answer for answer, _ in alone]
+    assert {found for _, found in alone} == {0}
+    first("idle")
+    found = []
+    for prompt in some:
+        found.append(ask_one(first, prompt))
+        first("idle")
+    # The first that shares a prefix leaves a state after it, if attention shows that it does.
+    between = 200 // block * block if model == "next" else 0
+    assert found == list(zip(wanted, [0, 0, between], strict=True))
+    assert [ask_one(first, prompt) for prompt in some] == list(zip(wanted, last, strict=True))
+    first("fail_loads", count=1)
+    assert ask_one(first, base) == (wanted[0], 0)
+    assert first("errors") == 1
+    first("idle")
+    first.end()
+    second = stateful(model)
+    assert [ask_one(second, prompt) for prompt in some] == list(zip(wanted, last, strict=True))
+    assert second("errors") == 0
+    second("idle")
+    second.end()
+    with Cache.attach(STATES) as cache:
+        report = cache.check()
+        report.raise_if_broken()
+        assert report.pins == 0
+        names = {group.name for group in cache.index.groups() if group.pages}
+        states = {"state", "state-2", "state-3"}
+        assert names == (states | {"full"} if model == "next" else {"state"})
+    if BY_HAND:
+        plain = stateful(model, True)
+        assert [ask_one(plain, prompt)[0] for prompt in some] == wanted
+        plain.end()

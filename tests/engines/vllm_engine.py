@@ -1,9 +1,9 @@
 """A vLLM that does what it is told: lines of JSON on stdin, an answer to each on stdout.
 
-    vllm_engine.py '{"name": ..., ...}' [tensor parallel size [llama|gemma|latent]]
+    vllm_engine.py '{"name": ..., ...}' [tensor parallel size [llama|gemma|latent|next|mamba]]
 
 The first argument is the extra configuration of the connector; "null": none. The models have full
-attention, windows, and latent attention.
+attention, windows, latent attention, recurrent states beside full attention, and states alone.
 """
 
 from __future__ import annotations
@@ -18,12 +18,21 @@ from typing import Any
 
 import tiny_gemma
 import tiny_llama
+import tiny_states
 
 BLOCK = 32
 MODELS = {
     "llama": functools.partial(tiny_llama.save, kv_heads=2),
     "gemma": tiny_gemma.save,
     "latent": tiny_llama.save_latent,
+    "next": tiny_states.save_next,
+    "mamba": tiny_states.save_mamba,
+}
+# Steps of one block, so that a prompt is divided in the same way after any hit: vLLM's kernels for
+# CPUs want bfloat16 of the one, and those of the other have no state within a step.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "next": {"dtype": "bfloat16", "max_num_batched_tokens": tiny_states.BLOCK},
+    "mamba": {"max_num_batched_tokens": BLOCK},
 }
 
 
@@ -35,7 +44,11 @@ def main() -> None:
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_CPU_OMP_THREADS_BIND="0|1")
     from vllm import LLM
 
-    how: dict[str, Any] = {}
+    how: dict[str, Any] = {
+        "dtype": "float32",
+        "max_num_batched_tokens": 256,
+        **SETTINGS.get(model, {}),
+    }
     if extra is not None:
         how["kv_transfer_config"] = {
             "kv_connector": "LightcacheConnector",
@@ -56,10 +69,8 @@ def main() -> None:
         model=model,
         skip_tokenizer_init=True,
         block_size=16 if model == "latent" else BLOCK,
-        dtype="float32",
         enforce_eager=True,
         max_model_len=1024,
-        max_num_batched_tokens=256,
         max_num_seqs=8,
         num_gpu_blocks_override=80,
         tensor_parallel_size=ranks,

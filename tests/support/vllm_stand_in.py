@@ -7,6 +7,8 @@ a block with other bytes than its tokens have is seen.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,7 @@ from lightcache.connectors.vllm.options import Options
 from lightcache.connectors.vllm.scheduler import SchedulerHalf, launch_of, team_of
 from lightcache.connectors.vllm.worker import WorkerHalf
 from lightcache.errors import LightcacheError
-from lightcache.kernels import KVGroup, PageGeometry, Rule, Shard, layouts
+from lightcache.kernels import KVGroup, PageGeometry, Plane, Rule, Shard, layouts
 from lightcache.runs import Run
 
 BLOCK, HEADS, WIDTH, LAYERS, BLOCKS = 4, 2, 16, 2, 64
@@ -39,6 +41,7 @@ class Request:
     skip_reading_prefix_cache: bool = False
     resumable: bool = False
     num_computed_tokens: int = 0
+    shared_prefix_boundary: int = 0
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.all_token_ids)
@@ -56,11 +59,44 @@ def computed(tokens: list[int], layer: int) -> Any:
     return ((sums[None, :, None] + marks[:, None, :]) % 256).astype(np.uint8)
 
 
+class Pool:
+    """vLLM's pool of blocks, as far as a connector holds some: a block is its number here."""
+
+    num_gpu_blocks = BLOCKS
+
+    def __init__(self) -> None:
+        self.blocks, self.free = range(BLOCKS), list(range(1, BLOCKS))
+        self.held: Counter[int] = Counter()
+        self.parked: set[int] = set()
+
+    def give(self, blocks: list[int]) -> None:
+        """Back to the pool, or when they are held no more."""
+        self.parked |= {block for block in blocks if self.held[block]}
+        self.free += [block for block in blocks if block not in self.parked]
+
+    def touch(self, blocks: list[int]) -> None:
+        assert 0 not in blocks
+        self.held.update(blocks)
+
+    def free_blocks(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self.held[block] -= 1
+            assert self.held[block] >= 0
+            if not self.held[block] and block in self.parked:
+                self.parked.discard(block)
+                self.free.append(block)
+
+
+STATE = -1
+"""In the place of a window: a recurrent state."""
+
+
 class Engine:
     """One engine: a scheduler's half, and a worker's half for each rank. With `windows`, of so many
-    tokens each, it has a group of layers for each beside that of full attention. As in vLLM, layers
-    of all groups lie in the same tensors, and blocks that no later token sees are given to others:
-    here at once, the last one first."""
+    tokens each, it has a group of layers for each beside that of full attention, which may be left
+    out. As in vLLM, layers of all groups lie in the same tensors, and blocks that no later token
+    sees are given to others: here at once, the last one first. With a group of states new blocks
+    are set to zero before the workers hear of the step."""
 
     def __init__(
         self,
@@ -71,22 +107,27 @@ class Engine:
         windows: tuple[int, ...] = (),
         heads: int = HEADS,
         stages: int = 1,
+        full: bool = True,
         **options: Any,
     ) -> None:
         given = Options.of({"size": "1MiB", "name": name, "blocks_per_page": 2, **options})
         self.heads, self.stages, self.ranks = heads, stages, ranks
         tokens = BLOCK * (given.blocks_per_page or 1)
-        self.name, self.windows = name, (None, *windows)
+        self.name, self.windows = name, (*([None] if full else []), *windows)
+        self.states = STATE in windows
         groups = (
-            *one_group(BLOCK),
+            *(one_group(BLOCK) if full else ()),
             *(
-                BlockGroup(f"window{tokens}", Rule.window(tokens - 1), Run(number), BLOCK)
-                for number, tokens in enumerate(windows, 1)
+                BlockGroup(f"state{number}", Rule.point(), Run(number), BLOCK)
+                if window == STATE
+                else BlockGroup(f"window{window}", Rule.window(window - 1), Run(number), BLOCK)
+                for number, window in enumerate(windows, 1)
             ),
         )
-        geometries = [PageGeometry([self.group(group.rule, tokens, heads)]) for group in groups]
+        kinds = [self.group(group.rule, tokens, heads) for group in groups]
+        size = max(PageGeometry([kind]).part_bytes for kind in kinds)
+        geometries = [PageGeometry([kind], part_bytes=size) for kind in kinds]
         formats = " ".join(dict.fromkeys(geometry.fingerprint() for geometry in geometries))
-        size = geometries[0].part_bytes
         place = Place(name, "stand-in", f"stand-in {formats}", size, tokens, groups)
         self.scheduler = SchedulerHalf(given, identity)
         self.workers, self.tensors = [], []
@@ -98,20 +139,30 @@ class Engine:
             parts = []
             for geometry in geometries:
                 mine = Shard(geometry, rank % ranks, ranks, layers=layers)
-                planes = layouts.vllm(mine, GROUP, tensors, axes="bhnc")
+                if geometry.rule == Rule.point():
+                    states = {at: each.reshape(BLOCKS, 1, 1, -1) for at, each in tensors.items()}
+                    planes = layouts.plane(mine, GROUP, "state", states, axes="bhnc")
+                else:
+                    planes = layouts.vllm(mine, GROUP, tensors, axes="bhnc")
                 parts.append(GroupFormat(geometry, mine, planes))
             worker = WorkerHalf(given, launch_of(identity), team_of(identity), rank)
             worker.register(Format(place, tuple(parts), stages * ranks))
             self.workers.append(worker)
             self.tensors.append(tensors)
         self.scheduler.connect(worker.hello() for worker in self.workers)
-        self.free = list(range(1, BLOCKS))
+        self.pool = Pool()
+        self.free = self.pool.free
+        if self.states:
+            self.scheduler.hold_blocks(self.pool)
         self.tables: dict[str, list[list[int]]] = {}
         """Blocks of each group; 0: no later token sees it."""
         self.kept: set[str] = set()
 
-    @staticmethod
-    def group(rule: Rule, page_tokens: int, heads: int) -> KVGroup:
+    def group(self, rule: Rule, page_tokens: int, heads: int) -> KVGroup:
+        if rule == Rule.point():
+            size = max(1, heads // self.ranks) * BLOCK * WIDTH
+            part = Plane("state", size, self.ranks)
+            return KVGroup.state(GROUP, layers=LAYERS, parts=[part], head_groups=self.ranks)
         return KVGroup.attention(
             GROUP,
             layers=LAYERS,
@@ -191,6 +242,8 @@ class Engine:
     @staticmethod
     def unseen(window: int | None, computed: int) -> int:
         """Blocks at the head that no later token sees."""
+        if window == STATE:
+            return max(0, computed - 1) // BLOCK
         return 0 if window is None else max(0, computed - window + 1) // BLOCK
 
     def grow(self, request: Request, end: int) -> tuple[list[int], ...]:
@@ -198,12 +251,27 @@ class Engine:
         given: list[list[int]] = []
         for window, table in zip(self.windows, self.tables[request.request_id], strict=True):
             for place in range(min(len(table), self.unseen(window, request.num_computed_tokens))):
-                self.free += [table[place]] if table[place] else []
+                self.pool.give([table[place]] if table[place] else [])
                 table[place] = 0
-        for table in self.tables[request.request_id]:
-            given.append([self.free.pop() for _ in range(-(-end // BLOCK) - len(table))])
+        for window, table in zip(self.windows, self.tables[request.request_id], strict=True):
+            lacking = -(-end // BLOCK) - len(table)
+            empty = max(0, lacking - 1) if window == STATE else 0
+            given.append([0] * empty + [self.free.pop() for _ in range(lacking - empty)])
             table += given[-1]
+            if self.states:
+                for layers in self.tensors:
+                    for tensor in layers.values():
+                        tensor[[block for block in given[-1] if block]] = 0
         return tuple(given)
+
+    def offers(self, request: Request) -> list[tuple[int, int, int]]:
+        """The states that a step leaves: group, block and tokens."""
+        end, tables = request.end, self.tables[request.request_id]
+        return [
+            (group, tables[group][end // BLOCK - 1], end)
+            for group, window in enumerate(self.windows)
+            if window == STATE and end % BLOCK == 0
+        ]
 
     def load(self, request: Request) -> bool:
         """Make steps until the load has ended. True: it has failed."""
@@ -217,7 +285,13 @@ class Engine:
     def compute(
         self, request: Request, end: int | None = None, preempted: tuple[Request, ...] = ()
     ) -> None:
-        """The step that computes the prompt up to `end`; None: the rest."""
+        """The step that computes the prompt up to `end`; None: the rest. For states in several:
+        they end at a prefix that others share, and at the last block that is whole."""
+        if self.states and end is None:
+            stops = (request.shared_prefix_boundary, (request.num_tokens - 1) // BLOCK * BLOCK)
+            for stop in sorted(stops):
+                if stop > request.num_computed_tokens:
+                    self.compute(request, stop, preempted)
         request.end = end or request.num_tokens
         self.step({request.request_id: request}, preempted)
 
@@ -234,8 +308,10 @@ class Engine:
         self.kept.discard(identity)
         blocks = [block for table in self.tables.pop(identity) for block in table if block]
         for rank, _, layer in self.each():
-            self.tensors[rank][layer][blocks] = 254
-        self.free += blocks
+            for block in blocks:
+                if not self.pool.held[block]:
+                    self.tensors[rank][layer][block] = 254
+        self.pool.give(blocks)
 
     def idle(self) -> None:
         """Until all saves have ended."""
@@ -258,6 +334,8 @@ class Engine:
                 new_block_ids=[self.grow(each, each.end) for each in requests.values()]
             ),
         )
+        states = {name: self.offers(each) for name, each in requests.items()}
+        output.kv_connector_block_state = SimpleNamespace(boundary_state_offloads=states)
         orders = self.scheduler.orders(output, lambda name, group: self.tables[name][group])
         received, bad, reports = self.work(orders, requests)
         whole = Report()
@@ -301,6 +379,11 @@ class Engine:
         for rank, group, layer in self.each():
             blocks = self.tables[request.request_id][group]
             values = self.of_rank(request, rank, group * LAYERS + layer)
+            if self.windows[group] == STATE:
+                block = blocks[(end - 1) // BLOCK] if end > begin else 0
+                if block:
+                    self.tensors[rank][layer][block] = values[:, end - 1 : end]
+                continue
             for place in range(max(begin, _unseen(blocks) * BLOCK), end):
                 row = self.tensors[rank][layer][blocks[place // BLOCK], :, place % BLOCK]
                 value = values[:, place]
@@ -317,6 +400,12 @@ class Engine:
             assert not self.tensors[rank][layer][0].any()
             blocks = self.tables[request.request_id][group]
             values = self.of_rank(request, rank, group * LAYERS + layer)
+            end = request.num_computed_tokens
+            if self.windows[group] == STATE:
+                if end:
+                    found = self.tensors[rank][layer][blocks[(end - 1) // BLOCK]]
+                    assert (found == values[:, end - 1 : end]).all(), (rank, layer)
+                continue
             for place in range(_unseen(blocks) * BLOCK, request.num_computed_tokens):
                 found = self.tensors[rank][layer][blocks[place // BLOCK], :, place % BLOCK]
                 found = found if isinstance(found, np.ndarray) else found.cpu().numpy()

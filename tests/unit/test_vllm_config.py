@@ -91,7 +91,6 @@ def test_the_page_of_a_model(
     [
         ({"is_encoder_decoder": True}, "not with a connector"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
-        ({"layers_block_type": ["attention", "mamba"]}, "layers_block_type"),
     ],
 )
 def test_models_that_are_not_served(
@@ -101,6 +100,31 @@ def test_models_that_are_not_served(
     assert "does not work" in result.stderr
     assert says in result.stderr
     assert result.stdout.startswith("vllm serve ")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"layer_types": ["linear_attention", "full_attention"]},
+        {"text_config": {**LLAMA, "layer_types": ["conv", "full_attention"]}},
+        {"layers_block_type": ["attention", "mamba"]},
+        {"state_size": 128},
+    ],
+    ids=["qwen3-next", "lfm2", "zamba2", "mamba"],
+)
+def test_models_with_states_need_prefix_caching(
+    run: Run, model: Callable[..., Path], config: dict[str, Any]
+) -> None:
+    result = json.loads(
+        run("vllm-config", model(**{**LLAMA, **config}), "--size", "1GiB", "--json").stdout
+    )
+    assert result["line"].endswith(" --enable-prefix-caching")
+    assert result["page"] is None
+    assert result["problems"] == []
+    assert "--mamba-cache-mode, align" in result["notes"][0]
+    assert "a state lies in one" in result["notes"][1]
+    plain = run("vllm-config", model(**LLAMA), "--size", "1GiB")
+    assert "--enable-prefix-caching" not in plain.stdout + plain.stderr
 
 
 GEMMA = {  # 10 layers with full attention, 52 with windows: 6 groups of 8 or 9

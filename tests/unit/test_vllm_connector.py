@@ -450,6 +450,14 @@ class SlidingWindowSpec:
 
 
 class MambaSpec:
+    def __init__(self, mode: str = "align", replicated: bool = False, block_size: int = 4) -> None:
+        self.mamba_cache_mode, self.tp_replicated = mode, replicated
+        self.block_size, self.num_speculative_blocks = block_size, 0
+        self.shapes, self.dtypes = ((3, 4), (2, 8)), (torch.float32, torch.float32)
+        self.mamba_type = SimpleNamespace(name="MAMBA2")
+
+
+class ChunkedLocalAttentionSpec:
     block_size = 4
 
 
@@ -631,8 +639,8 @@ def test_pipelines_that_are_not_served() -> None:
 
 def test_models_that_are_not_served() -> None:
     config, groups, tensors = engine(2)
-    groups.kv_cache_groups[0].kv_cache_spec = MambaSpec()
-    with pytest.raises(ConfigError, match="MambaSpec"):
+    groups.kv_cache_groups[0].kv_cache_spec = ChunkedLocalAttentionSpec()
+    with pytest.raises(ConfigError, match="ChunkedLocalAttentionSpec"):
         describe(config, groups, tensors, 0, Options())
     config, groups, tensors = engine(2)
     groups.kv_cache_groups *= 17
@@ -690,3 +698,100 @@ def test_drafts_keep_more_of_a_window() -> None:
     group = SimpleNamespace(kv_cache_spec=spec, layer_names=[])
     (found,) = block_groups(SimpleNamespace(kv_cache_groups=[group]))
     assert (found.rule.back, found.run.group) == (9, 1)
+
+
+def recurrent(
+    ranks: int = 1, alone: bool = False, **how: Any
+) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+    """As vLLM has a model with states: each lies in the bytes of a block, after them nothing."""
+    config, groups, tensors = engine(2, ranks)
+    names = ["model.layers.2.mixer", "model.layers.3.mixer"]
+    # A rank's part of 112 bytes, in blocks that are as far apart as those of attention.
+    block = 2 // ranks * 4 * 8 * 4
+    for name in names:
+        tensors[name] = torch.zeros(6, 1, 1, block, dtype=torch.int8)[..., : 224 // ranks]
+    states = SimpleNamespace(kv_cache_spec=MambaSpec(**how), layer_names=names)
+    full = [] if alone else groups.kv_cache_groups
+    return config, SimpleNamespace(kv_cache_groups=[states, *full]), tensors
+
+
+@pytest.fixture
+def release(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    module = SimpleNamespace(__version__="0.32.0")
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    return module
+
+
+def test_a_state_is_a_page_of_one_block(release: SimpleNamespace) -> None:
+    found = describe(*recurrent(), 0, Options())
+    assert [(each.name, each.rule.name, each.run.group) for each in found.place.groups] == [
+        ("state", "point", 1),
+        ("full", "prefix", 0),
+    ]
+    assert found.place.page_tokens == 4  # one block, however few bytes it has
+    assert {each.geometry.part_bytes for each in found.groups} == {found.place.page_bytes}
+    assert found.groups[0].geometry.used_bytes == 2 * 224
+    assert found.place.page_bytes == 2 * 2 * 4 * 8 * 4
+    assert [group.slots for group in found.place.groups] == [1, 4]
+    (alone,) = describe(*recurrent(alone=True), 0, Options()).place.groups
+    assert (alone.name, alone.run.group, alone.state) == ("state", 1, True)
+
+
+def test_ranks_write_parts_of_a_state(release: SimpleNamespace) -> None:
+    both = [describe(*recurrent(2), rank, Options()) for rank in (0, 1)]
+    assert both[0].place == both[1].place != describe(*recurrent(), 0, Options()).place
+    parts = [parts_of(SimpleNamespace(groups=each.groups[:1])) for each in both]
+    assert not parts[0] & parts[1]
+    assert both[0].groups[0].geometry.used_bytes == 2 * 224
+    same = [
+        describe(*recurrent(ranks, alone=True, replicated=True), 0, Options()).groups[0]
+        for ranks in (1, 2)
+    ]
+    assert len({each.shard.ranks for each in same}) == 2
+    assert parts_of(SimpleNamespace(groups=same[1:])) == parts_of(SimpleNamespace(groups=same[:1]))
+
+
+def test_what_makes_states_differ(
+    release: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fingerprint(**changed: Any) -> str:
+        config, groups, tensors = recurrent()
+        for name, value in changed.items():
+            setattr(groups.kv_cache_groups[0].kv_cache_spec, name, value)
+        return describe(config, groups, tensors, 0, Options()).place.fingerprint
+
+    usual = fingerprint()
+    assert "layout=release-0.32-cpu" in usual
+    found = {
+        usual,
+        fingerprint(shapes=((4, 3), (2, 8))),
+        fingerprint(dtypes=(torch.float32, torch.bfloat16)),
+        fingerprint(mamba_type=SimpleNamespace(name="GDN_ATTN")),
+        fingerprint(num_speculative_blocks=1),
+    }
+    release.__version__ = "0.33.0"
+    assert len(found | {fingerprint()}) == 6
+
+
+@pytest.mark.parametrize("mode", ["none", "all"])
+def test_states_that_vllm_does_not_keep_at_blocks(mode: str) -> None:
+    with pytest.raises(ConfigError, match="--enable-prefix-caching --mamba-cache-mode align") as it:
+        describe(*recurrent(mode=mode), 0, Options())
+    assert f"found '{mode}'" in str(it.value)
+
+
+def test_states_of_another_form() -> None:
+    config, groups, tensors = recurrent()
+    tensors["model.layers.2.mixer"] = torch.zeros(6, 2, 1, 224, dtype=torch.int8)
+    tensors["model.layers.3.mixer"] = torch.zeros(6, 2, 1, 224, dtype=torch.int8)
+    with pytest.raises(ConfigError, match="one state in a block"):
+        describe(config, groups, tensors, 0, Options())
+
+
+def test_blocks_are_held_for_models_whose_new_blocks_vllm_sets_to_zero(connector: Any) -> None:
+    for zeroes in (True, False):
+        one = made(connector, "SCHEDULER")
+        one._kv_cache_config.needs_kv_cache_zeroing = zeroes
+        pool = object()
+        one.bind_gpu_block_pool(pool)
+        assert one.of_scheduler._pool is (pool if zeroes else None)

@@ -363,6 +363,8 @@ class LightcacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     @guarded(_nothing)
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """See vLLM."""
+        if getattr(self._kv_cache_config, "needs_kv_cache_zeroing", False):
+            self.of_scheduler.hold_blocks(gpu_block_pool)
         if self._events is not None:
             self._events.begin(gpu_block_pool)
 

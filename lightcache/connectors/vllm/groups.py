@@ -47,24 +47,26 @@ class Finder:
         index = self.cache.index
         return self._first is not None and not index.peek_ahead(keys[:1], namespace=self.space)
 
-    def plan(self, request: Hashable, keys: Keys, limit: int) -> int:
-        """Pin what the deepest position up to this one needs; returns the position, in pages."""
-        found = limit
+    def plan(self, request: Hashable, keys: Keys, limit: int) -> tuple[int, int]:
+        """Pin what the deepest position up to this one needs; returns the position, in pages, and
+        the pages of the first group before the deepest one that this group alone has."""
+        found = whole = limit
         if self._first is not None:
             found = self.cache.index.plan(
                 request, keys, limit=limit, namespace=self.space, frozen=True
             )
+            whole = found
         if self._set is None:
-            return found
+            return found, whole
         for _ in range(ATTEMPTS):
             found = self._set.peek(keys[:found]).pages
             if not found:
                 break
             if all(self._plan(request, group, keys, found) for group in self._others):
-                return found
+                return found, whole
         for group in self._others:
             self.cache.cancel(_name(request, group))
-        return 0
+        return 0, whole
 
     def _plan(self, request: Hashable, group: BlockGroup, keys: Keys, pages: int) -> bool:
         """Whether all that the group needs there is pinned now."""

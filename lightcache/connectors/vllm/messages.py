@@ -26,6 +26,16 @@ class BlockGroup:
         """Whether a position needs all pages before it, so that they are a chain."""
         return self.rule == Rule.prefix()
 
+    @property
+    def state(self) -> bool:
+        """Whether a page is a recurrent state: one block, as it is after the page's last token."""
+        return self.rule == Rule.point()
+
+    @property
+    def slots(self) -> int:
+        """Slots of a block, as copies count them."""
+        return 1 if self.state else self.block_tokens
+
 
 def one_group(block_tokens: int) -> tuple[BlockGroup, ...]:
     """Of a model whose layers all have full attention."""

@@ -23,7 +23,15 @@ from lightcache.connectors.model_facts import (
 from lightcache.connectors.vllm.messages import BlockGroup, Place
 from lightcache.connectors.vllm.options import Options
 from lightcache.errors import ConfigError
-from lightcache.kernels import DevicePlanes, KVGroup, PageGeometry, Rule, Shard, layouts
+from lightcache.kernels import (
+    DevicePlanes,
+    KVGroup,
+    PageGeometry,
+    Plane,
+    Rule,
+    Shard,
+    layouts,
+)
 from lightcache.layout import GROUPS
 from lightcache.runs import Run
 
@@ -32,6 +40,7 @@ LEAST_PAGE = 1 << 20
 """Bytes of a page over all ranks, from which on copies reach their full rate."""
 GROUP = "kv"
 _WHOLE = ("FullAttentionSpec", "MLAAttentionSpec")
+_STATE = "MambaSpec"
 
 
 @dataclass(frozen=True)
@@ -66,11 +75,21 @@ def check_served(vllm_config: Any, kv_cache_config: Any) -> None:
     """
     groups = kv_cache_config.kv_cache_groups
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-    if not 0 < len(groups) <= GROUPS or set(kinds) - {*_WHOLE, "SlidingWindowSpec"}:
+    if not 0 < len(groups) <= GROUPS or set(kinds) - {*_WHOLE, "SlidingWindowSpec", _STATE}:
         raise ConfigError(
-            f"expected 1 to {GROUPS} groups of layers with full attention or sliding windows, "
-            f"found {', '.join(kinds) or 'none'}: recurrent states, chunks and layers of several "
+            f"expected 1 to {GROUPS} groups of layers with full attention, sliding windows or "
+            f"recurrent states, found {', '.join(kinds) or 'none'}: chunks and layers of several "
             "shapes in a group are not served yet"
+        )
+    modes = {
+        group.kv_cache_spec.mamba_cache_mode
+        for group, kind in zip(groups, kinds, strict=True)
+        if kind == _STATE
+    }
+    if modes - {"align"}:
+        raise ConfigError(
+            f"expected mamba_cache_mode 'align' with recurrent states, found {modes.pop()!r}: "
+            "start vLLM with --enable-prefix-caching --mamba-cache-mode align"
         )
     if any(
         getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True)
@@ -119,6 +138,8 @@ def block_groups(kv_cache_config: Any) -> tuple[BlockGroup, ...]:
             rule, name = Rule.prefix(), "full"
             if not any(each.whole for each in found):
                 run = Run()
+        elif type(spec).__name__ == _STATE:
+            rule, name = Rule.point(), "state"
         else:
             # A layer that sees W tokens, its own among them; vLLM may keep more for drafts.
             tokens = spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0)
@@ -160,7 +181,7 @@ def describe(
         geometry = PageGeometry([kind], part_bytes=size)
         shard = Shard(geometry, rank, ranks, layers=part.numbers)
         numbered = dict(zip(part.numbers, part.layers.values(), strict=True))
-        planes = layouts.vllm(shard, GROUP, numbered, axes="bhnc")
+        planes = layouts.plane(shard, GROUP, part.plane, numbered, axes="bhnc")
         formats.append(GroupFormat(geometry, shard, planes))
         facts += [*part.facts(vllm_config), geometry.fingerprint()]
     place = Place(
@@ -180,15 +201,24 @@ class _Part:
     def __init__(
         self, vllm_config: Any, group: Any, tensors: Mapping[str, Any], rank: int, ranks: int
     ) -> None:
-        self.tokens = group.kv_cache_spec.block_size
+        self._spec = spec = group.kv_cache_spec
+        self.state = type(spec).__name__ == _STATE
+        self.plane = "state" if self.state else "kv"
+        self.tokens = spec.block_size
         self.layers = _own_tensors(tensors, group.layer_names)
         self.names, self.numbers = [*self.layers], range(len(self.layers))
         """Of the layers of all stages, and the places of this one's among them."""
         if vllm_config.parallel_config.pipeline_parallel_size > 1:
             self.names, self.numbers = _stages(vllm_config, self.names)
         shape, self.dtype = _one_form(self.layers)
-        _, heads, _, self.width = shape
-        latent = type(group.kv_cache_spec).__name__.startswith("MLA")
+        _, heads, rows, self.width = shape
+        if self.state:
+            # What each rank has is opaque: another number of ranks divides a convolution otherwise.
+            self.heads = 1 if spec.tp_replicated else ranks
+            if heads != 1 or rows != 1:
+                raise ConfigError(f"expected one state in a block, found tensors of {shape}")
+            return
+        latent = type(spec).__name__.startswith("MLA")
         self.heads = 1 if latent else vllm_config.model_config.get_total_num_kv_heads()
         if max(1, self.heads // ranks) != heads:
             raise ConfigError(
@@ -197,11 +227,16 @@ class _Part:
             )
 
     def bytes_of(self, tokens: int) -> int:
-        """Over all ranks."""
-        size: int = len(self.names) * self.heads * tokens * self.width * self.dtype.itemsize
+        """Over all ranks, of a page of so many tokens."""
+        rows = 1 if self.state else tokens
+        size: int = len(self.names) * self.heads * rows * self.width * self.dtype.itemsize
         return size
 
     def group(self, page_tokens: int, rule: Rule) -> KVGroup:
+        if self.state:
+            part = Plane(self.plane, self.width * self.dtype.itemsize, self.heads)
+            layers = len(self.names)
+            return KVGroup.state(GROUP, layers=layers, parts=[part], head_groups=self.heads)
         return KVGroup.attention(
             GROUP,
             layers=len(self.names),
@@ -216,11 +251,32 @@ class _Part:
 
     def facts(self, vllm_config: Any) -> list[str]:
         """Words of the fingerprint."""
+        layout = (
+            self._state_facts(vllm_config)
+            if self.state
+            else _layout_facts(vllm_config, self.layers, self.tokens)
+        )
         return [
             f"block={self.tokens}",
             f"element={str(self.dtype).removeprefix('torch.')}",
             f"layers={digest(self.names)}",
-            *_layout_facts(vllm_config, self.layers, self.tokens),
+            *layout,
+        ]
+
+    def _state_facts(self, vllm_config: Any) -> list[str]:
+        """Nothing measures where a backend puts what: release and device stand for it."""
+        spec, device = self._spec, next(iter(self.layers.values())).device
+        kernels = getattr(getattr(vllm_config, "mamba_config", None), "backend", None)
+        parts = zip(spec.shapes, spec.dtypes, strict=True)
+        described = [f"{tuple(shape)} {dtype}" for shape, dtype in parts]
+        facts = [described, _name(spec.mamba_type), _name(kernels), spec.num_speculative_blocks]
+        where = device.type
+        if where == "cuda":
+            where += ".".join(map(str, import_module("torch").cuda.get_device_capability(device)))
+        return [
+            f"state={digest(facts)}",
+            f"ranks={self.heads}",
+            f"layout=release-{_release()}-{where}",
         ]
 
 
@@ -309,6 +365,11 @@ def model_facts(vllm_config: Any) -> list[str]:
         "dummy": dummy,
     }
     return words(facts)
+
+
+def _name(value: Any) -> str:
+    """Of a member of an enumeration."""
+    return str(getattr(value, "name", value))
 
 
 # ---- The layout of a backend, as measured.

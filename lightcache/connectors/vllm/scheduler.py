@@ -61,7 +61,9 @@ from lightcache.storage.tier import StorageTier
 
 _log = logging.getLogger("lightcache.connectors")
 MOST_JOBS = 256
-"""Saves under way; what comes then is offered in a later step."""
+"""Saves under way; what comes then is offered in a later step, but a state is not."""
+MOST_HELD = 4
+"""States under way hold at most this part of the device's blocks: a quarter."""
 REST = 1.0
 """Seconds without a call after an operator has disabled the cache."""
 START = 15.0
@@ -157,11 +159,15 @@ class _Request:
     hasher: PageHasher | None = None
     offered: int = 0
     """Pages that were offered to be saved, or are there."""
+    stated: int = 0
+    """Pages before the last state of which this is so."""
     device: int = 0
     """Tokens that the device had at the last look."""
     due: float = 0.0
     """Computed tokens with which there are more pages to offer."""
     planned: bool = False
+    shared: int = 0
+    """Tokens of a prefix that others have, but no state after it: it is worth saving one there."""
     missed: bool = False
     """It has counted as one that nothing was found of."""
     answer: _Answer | None = None
@@ -208,6 +214,8 @@ class _Job:
     blocks: tuple[int, ...]
     freed: bool = False
     """vLLM has given up the first of them: a window has moved on."""
+    held: list[Any] = field(default_factory=list)
+    """The same blocks, as vLLM's pool has them, if they are held."""
     source: Any = None
     """The request itself, if its pages are to be told of."""
 
@@ -242,7 +250,9 @@ class SchedulerHalf:
         self._clock = clock
         self._page = 0
         self._groups: tuple[BlockGroup, ...] = ()
-        self._windows = False
+        self._windows = self._states = False
+        self._pool: Any = None
+        """vLLM's, if its blocks are held while they are saved."""
         self._place: Place | None = None
         self._part, self._device = "scheduler", False
         self._link: Link[Opened] | None = None
@@ -292,6 +302,7 @@ class SchedulerHalf:
         assert place is not None
         self._page, self._groups = place.page_tokens, place.groups
         self._windows = not all(group.whole for group in place.groups)
+        self._states = any(group.state for group in place.groups)
         self._note_segments({hello.rank: hello.segment for hello in ranks})
         self._part, self._device = "scheduler", False
         for hello in ranks:
@@ -368,6 +379,12 @@ class SchedulerHalf:
         if self._link is not None:
             self._link.close(START)
 
+    def hold_blocks(self, pool: Any) -> None:
+        """From now on hold the blocks that are saved by a reference in vLLM's pool, so that it
+        gives them to no other request: for models whose new blocks vLLM sets to zero, as it may do
+        so before it calls `handle_preemptions`."""
+        self._pool = pool
+
     # ---- requests
 
     def begin(self, request: Any) -> None:
@@ -436,6 +453,7 @@ class SchedulerHalf:
         if last is not None and last.opened is opened and last.tokens == counts:
             now = self._clock()
             if now < last.until or (self._renewed >= RENEWALS and now < last.until + OLDEST):
+                self._mark(state)
                 return last.found, last.found > 0
             self._renewed += 1
         asks = state.spec is None and self._asks(state)  # first: it may become known meanwhile
@@ -459,7 +477,14 @@ class SchedulerHalf:
         if not tokens:
             self._cancel(state, opened)
         state.answer = _Answer(opened, counts, self._clock() + ASK, tokens)
+        self._mark(state)
         return tokens, tokens > 0
+
+    def _mark(self, state: _Request) -> None:
+        """Tell vLLM of a prefix that this prompt shares with others and that has no state yet: it
+        ends a step there, as it does for a prefix that its own index has, and keeps the state."""
+        if self._states and state.shared > state.request.shared_prefix_boundary:
+            state.request.shared_prefix_boundary = state.shared
 
     @staticmethod
     def _release(state: _Request) -> None:
@@ -478,8 +503,10 @@ class SchedulerHalf:
                 opened.cache.index.core.count_lookup(limit, 0)
             state.missed = True
             return 0
-        found = opened.finder.plan(state.request.request_id, state.keys, limit)
+        found, whole = opened.finder.plan(state.request.request_id, state.keys, limit)
         state.planned = True
+        prefixed = any(group.whole for group in self._groups)
+        state.shared = whole * self._page if prefixed and whole > found else 0
         return found
 
     def _cancel(self, state: _Request, opened: Opened | None) -> None:
@@ -525,7 +552,7 @@ class SchedulerHalf:
         if external <= 0:
             return
         state = self._state(request)
-        if self._windows:
+        if self._windows and self._pool is None:
             self._given += itertools.chain.from_iterable(blocks)
         try:
             order = self._load(state, blocks, state.device, state.device + external)
@@ -551,12 +578,18 @@ class SchedulerHalf:
             table, lease = blocks[number], state.leases[number]
             there = opened.finder.first(group, pages)
             start = max(begin, there * self._page)
-            if not group.whole:
-                start = max(start, _unseen(table) * group.block_tokens)
+            if group.state:
+                if end != pages * self._page:
+                    raise LeaseLost(f"expected a load up to a page's end, found {end} tokens")
+                start = there * self._page
+                mine = table[end // group.block_tokens - 1 :][:1]
+            else:
+                if not group.whole:
+                    start = max(start, _unseen(table) * group.block_tokens)
+                mine = table[start // group.block_tokens : end // group.block_tokens]
             first = start // self._page
             numbers = np.ascontiguousarray(lease.pages[first - there :], np.int32)
             generations = opened.cache.index.generations(numbers)
-            mine = table[start // group.block_tokens : end // group.block_tokens]
             parts.append(
                 LoadPart(
                     number,
@@ -567,6 +600,7 @@ class SchedulerHalf:
                 )
             )
         state.offered = max(state.offered, pages)
+        state.stated = max(state.stated, pages)
         self.figures["loaded_tokens"] += end - begin
         return LoadOrder(identity, opened.segment, tuple(parts))
 
@@ -587,7 +621,7 @@ class SchedulerHalf:
         self._renewed = 0
         try:
             self._settle(orders, output.preempted_req_ids or ())
-            if self._windows:
+            if self._windows and self._pool is None:
                 self._settle_freed(orders, output, blocks_of)
             opened = self._usable()
             drafts = output.scheduled_spec_decode_tokens
@@ -605,8 +639,11 @@ class SchedulerHalf:
                     self._offer(orders, opened, state, computed, blocks_of)
                     if state.due == math.inf:
                         del offering[identity]
+            if opened is not None and self._states:
+                self._offer_states(orders, opened, output.kv_connector_block_state)
         except Exception as error:
-            orders.settle += self._jobs  # which blocks are overwritten may not be known
+            if self._pool is None:
+                orders.settle += self._jobs  # which blocks are overwritten may not be known
             self.trouble("save what was computed", error)
         self._checked = None
         return orders
@@ -615,7 +652,8 @@ class SchedulerHalf:
         for identity in preempted:
             state = self._requests.get(identity)
             if state is not None:
-                orders.settle += state.jobs
+                if self._pool is None:
+                    orders.settle += state.jobs
                 state.offered, state.due = 0, 0.0
                 self._offering[identity] = state
 
@@ -665,21 +703,52 @@ class SchedulerHalf:
         if upto > len(state.keys):
             self._extend(state)
         begin, state.offered = state.offered, upto
-        for number in range(len(self._groups)):
-            order = self._save(opened, state, number, begin, upto, blocks_of)
-            if order is not None:
-                orders.saves.append(order)
+        for number, group in enumerate(self._groups):
+            if not group.state:
+                self._save(orders, opened, state, number, begin, upto, blocks_of)
+
+    def _offer_states(self, orders: Orders, opened: Opened, told: Any) -> None:
+        """vLLM tells in which blocks the step leaves states that later requests may begin with, and
+        after how many tokens each is: group, block and tokens. It keeps them for this step alone,
+        so those that are not held now cannot be saved later."""
+        if told is None or self._pool is None:
+            return
+        room = self._pool.num_gpu_blocks // MOST_HELD
+        room -= sum(self._groups[job.group].state for job in self._jobs.values())
+        for identity, states in told.boundary_state_offloads.items():
+            state = self._requests.get(identity)
+            if state is None or state.stale or state.barred or not self._keyed(state, opened):
+                continue
+            for number, block, tokens in states:
+                group, pages = self._groups[number], tokens // self._page
+                if not group.state or tokens % self._page:
+                    continue
+                if pages > len(state.keys):
+                    self._extend(state)
+                if not 0 < pages <= len(state.keys):
+                    continue  # of the answer
+                key = group.run.keys(state.keys[pages - 1 : pages])
+                there = opened.cache.index.peek(key, namespace=opened.space)
+                if not there and key.tobytes() not in self._writing:
+                    if room <= 0 or len(self._jobs) >= MOST_JOBS * len(self._groups):
+                        self.figures["given_up_saves"] += 1
+                        continue
+                    room -= 1
+                    first = tokens // group.block_tokens - 1
+                    self._order(orders, opened, state, number, key, 0, first, (block,))
+                state.stated = max(state.stated, pages)
 
     def _save(
         self,
+        orders: Orders,
         opened: Opened,
         state: _Request,
         number: int,
         begin: int,
         upto: int,
         blocks_of: BlocksOf,
-    ) -> SaveOrder | None:
-        """What is to be saved of these pages of a group; None: nothing."""
+    ) -> None:
+        """Order to save these pages of a group, those that are new."""
         group, identity = self._groups[number], state.request.request_id
         each = self._page // group.block_tokens
         table = blocks_of(identity, number)
@@ -689,23 +758,50 @@ class SchedulerHalf:
         start = begin + opened.cache.index.peek(keys[begin:upto], namespace=opened.space)
         while start < upto and (other := self._writing.get(keys[start].tobytes())) is not None:
             start += _alike(other.keys, keys[start:upto])  # by another request of this engine
-        if start >= upto:
-            return None
+        if start < upto:
+            blocks = tuple(table[start * each : upto * each])
+            self._order(orders, opened, state, number, keys[:upto], start, start * each, blocks)
+
+    def _order(
+        self,
+        orders: Orders,
+        opened: Opened,
+        state: _Request,
+        number: int,
+        keys: Keys,
+        start: int,
+        first: int,
+        blocks: tuple[int, ...],
+    ) -> None:
+        """Order to save the pages of `keys[start:]`, which lie in these blocks: the first one has
+        this place in the request's table."""
+        group, identity = self._groups[number], state.request.request_id
         self._number += 1
-        job = self._number
         root = start == 0 or not group.whole
-        data = keys[start if root else start - 1 : upto].tobytes()
+        data = keys[start if root else start - 1 :].tobytes()
         new = data if root else data[_KEY_BYTES:]
-        blocks = tuple(table[start * each : upto * each])
         source = state.request if self.tells and group.run == PLAIN else None
-        self._jobs[job] = self._writing[new[:_KEY_BYTES]] = _Job(
-            identity, len(self._segments), new, number, start * each, blocks, source=source
+        job = _Job(identity, len(self._segments), new, number, first, blocks, source=source)
+        self._jobs[self._number] = self._writing[new[:_KEY_BYTES]] = job
+        state.jobs.add(self._number)
+        self.figures["offered_pages"] += len(keys) - start
+        if self._pool is not None:
+            held = [self._pool.blocks[block] for block in blocks]
+            self._pool.touch(held)
+            job.held = held
+        elif not group.whole:
+            self._windowed.setdefault((identity, number), deque()).append(self._number)
+        orders.saves.append(
+            SaveOrder(
+                self._number,
+                number,
+                opened.segment,
+                opened.space.weights,
+                data,
+                root,
+                blocks,
+            )
         )
-        if not group.whole:
-            self._windowed.setdefault((identity, number), deque()).append(job)
-        state.jobs.add(job)
-        self.figures["offered_pages"] += upto - start
-        return SaveOrder(job, number, opened.segment, opened.space.weights, data, root, blocks)
 
     def _extend(self, state: _Request) -> None:
         """Hash what was decoded since."""
@@ -746,6 +842,8 @@ class SchedulerHalf:
         first = job.keys[:_KEY_BYTES]
         if self._writing.get(first) is job:
             del self._writing[first]
+        if job.held:
+            self._pool.free_blocks(reversed(job.held))  # the head is the last to be given away
         if job.freed:
             for block in job.blocks:
                 if self._freed.get(block) == number:
@@ -805,7 +903,9 @@ class SchedulerHalf:
             return
         opened = self._usable()
         if opened is not None and opened.tier is not None and opened.spec is state.spec:
-            opened.finder.write(opened.tier, state.keys[: state.offered], identity)
+            pages = min(state.offered, state.stated) if self._states else state.offered
+            if pages:
+                opened.finder.write(opened.tier, state.keys[:pages], identity)
 
     @property
     def pending(self) -> bool:

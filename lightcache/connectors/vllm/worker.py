@@ -263,8 +263,8 @@ class WorkerHalf:
 
     def _slots(self, group: int, blocks: tuple[int, ...]) -> Any:
         assert self._format is not None
-        tokens = self._format.place.groups[group].block_tokens
-        return (np.asarray(blocks, np.int64)[:, None] * tokens + np.arange(tokens)).ravel()
+        slots = self._format.place.groups[group].slots
+        return (np.asarray(blocks, np.int64)[:, None] * slots + np.arange(slots)).ravel()
 
     def save(self, orders: Orders) -> None:
         """Begin the step's saves: what they read was computed by work that is queued by now."""
