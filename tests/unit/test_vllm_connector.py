@@ -16,7 +16,8 @@ import torch
 from engines import contracts
 
 from lightcache import Cache
-from lightcache.connectors.vllm import Options, options, room, scheduler
+from lightcache.connectors import engine_cache, engine_options
+from lightcache.connectors.vllm import Options, room
 from lightcache.connectors.vllm.messages import Place, Report, one_group
 from lightcache.connectors.vllm.model import block_groups, describe, measure, rank_of
 from lightcache.connectors.vllm.prompts import (
@@ -329,10 +330,10 @@ def test_options() -> None:
 def test_a_pool_is_placed_over_the_nodes_of_gpus(
     monkeypatch: pytest.MonkeyPatch, given: Any, nodes: set[int], wanted: Any
 ) -> None:
-    monkeypatch.setattr(options, "nodes_of_gpus", lambda: nodes)
+    monkeypatch.setattr(engine_options, "nodes_of_gpus", lambda: nodes)
     asked: dict[str, Any] = {}
     opens = SimpleNamespace(open=lambda name, **how: asked.update(how))
-    monkeypatch.setattr(scheduler, "Cache", opens)
+    monkeypatch.setattr(engine_cache, "Cache", opens)
     place = Place("any", "model", "x", 1 << 20, 16, one_group(16))
     open_cache(place, Options(numa=given), role="r")
     assert asked["numa"] == wanted
