@@ -431,6 +431,10 @@ class HybridManager:
         if not self.windows:
             return {PREFIX: self.manager.allocate(request, tokens, timeout=timeout)}
         limit = seconds_of(timeout)
+        if limit == 0:  # nearly always
+            with self._lock:
+                tables = self._grown(request, tokens)
+            return {PREFIX: self.manager.allocate(request, tokens), **tables}
         end = None if limit is None else time.monotonic() + limit
         grown = partial(self._grown, request, tokens)
         tables = when_there_is_room(self._lock, grown, self.parts.windows.writing, limit)

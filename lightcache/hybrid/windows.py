@@ -194,93 +194,93 @@ class Stretch:
 class _Batch(WrittenBack):
     """Blocks of a window that are being written back."""
 
-    marks: dict[int, tuple[Stretch, Keys]] = field(default_factory=dict)
+    notes: dict[int, tuple[Stretch, Keys]] = field(default_factory=dict)
     """What positions need of each block, and the block's key."""
 
 
 class WindowWriteBack(BlockWriteBack):
     """The write-back of one window. Most blocks of a window are needed by no position, and go
-    unwritten; a block that a position needs has a mark, which outlives the request. The manager's
+    unwritten; a block that a position needs has a note, which outlives the request. The manager's
     lock is around every call."""
 
     _new = _Batch
 
     def __init__(self, groups: WindowGroups, window: WindowBlocks, host: GroupIndex) -> None:
-        """No block has a mark."""
+        """No block has a note."""
         super().__init__(groups.state, window)
         self._groups, self._window, self._host = groups, window, host
-        self._marks: dict[int, Stretch] = {}
-        """By block. A mark is stale if the block has another key by now."""
+        self._notes: dict[int, Stretch] = {}
+        """By block. A note is stale if the block has another key by now."""
 
     def note(self, blocks: Pages, needed: Stretch, unit: int) -> None:
-        """Mark the blocks of a position: before one of `unit` blocks that begin at a multiple of
+        """Note the blocks of a position: before one of `unit` blocks that begin at a multiple of
         `unit` is evicted, the host gets the pages of all of them."""
         pages = len(needed.host_keys) * unit // len(blocks)
         for i in range(len(blocks) // unit):
             own = slice(i * unit, (i + 1) * unit)
             keys = needed.host_keys[i * pages : (i + 1) * pages].copy()
             blocks_keys = needed.device_keys[own].copy()
-            mark = Stretch(needed.space, needed.own, blocks_keys, keys, needed.stored)
-            self._marks.update(dict.fromkeys(blocks[own].tolist(), mark))
+            note = Stretch(needed.space, needed.own, blocks_keys, keys, needed.stored)
+            self._notes.update(dict.fromkeys(blocks[own].tolist(), note))
 
     def _write(self, batch: WrittenBack, pages: Pages, keys: Keys) -> bool:
         assert isinstance(batch, _Batch)
         ours: dict[int, tuple[Stretch, dict[bytes, int]]] = {}
         for block, key in zip(pages.tolist(), keys, strict=True):
-            mark = self._marks.get(block)
-            if mark is not None and (mark.device_keys == key).all(axis=1).any():
-                batch.marks[block] = mark, key.reshape(1, 2)
-                ours.setdefault(id(mark), (mark, {}))[1][key.tobytes()] = block
-        for mark, blocks in ours.values():
+            note = self._notes.get(block)
+            if note is not None and (note.device_keys == key).all(axis=1).any():
+                batch.notes[block] = note, key.reshape(1, 2)
+                ours.setdefault(id(note), (note, {}))[1][key.tobytes()] = block
+        for note, blocks in ours.values():
             try:
-                if not self._on_host(mark) and self._state.weights.is_valid(mark.space):
-                    self._copy(batch, mark, blocks)
+                if not self._on_host(note) and self._state.weights.is_valid(note.space):
+                    self._copy(batch, note, blocks)
             except LightcacheError:  # each may be a long wait
                 self._groups.count(failed_offloads=1)
                 return False
         return True
 
-    def _copy(self, batch: WrittenBack, mark: Stretch, ours: Mapping[bytes, int]) -> None:
-        """Begin to write what a mark says, if all of its blocks are there. Only blocks that are not
+    def _copy(self, batch: WrittenBack, note: Stretch, ours: Mapping[bytes, int]) -> None:
+        """Begin to write what a note says, if all of its blocks are there. Only blocks that are not
         written back are matched: that would be a use, and others would be evicted instead.
 
         Args:
             ours: its blocks of the batch, by key.
         """
-        names = [key.tobytes() for key in mark.device_keys]
+        names = [key.tobytes() for key in note.device_keys]
         others = [i for i, name in enumerate(names) if name not in ours]
         blocks = np.array([ours.get(name, -1) for name in names], np.int32)
         with contextlib.ExitStack() as unless_copied:
             if others:
                 index = self._window.open_index
-                pins = index.match(mark.device_keys[others], namespace=mark.own)
+                pins = index.match(note.device_keys[others], namespace=note.own)
                 unless_copied.callback(pins.close)
                 if len(pins) < len(others):
                     return
                 blocks[others] = pins.pages
             pages = unless_copied.pop_all()
-            self._groups.copy(self._window, mark, blocks, pages, batch.transfers)
+            self._groups.copy(self._window, note, blocks, pages, batch.transfers)
 
-    def _on_host(self, mark: Stretch) -> bool:
-        found = self._host.peek(mark.host_keys, namespace=mark.space.host)
-        return found == len(mark.host_keys)
+    def _on_host(self, note: Stretch) -> bool:
+        found = self._host.peek(note.host_keys, namespace=note.space.host)
+        return found == len(note.host_keys)
 
     def _freed(self, batch: WrittenBack, index: PageIndex, listed: int, freed: int) -> None:
         assert isinstance(batch, _Batch)
-        for block, (mark, key) in batch.marks.items():
-            if index.peek(key, namespace=mark.own):
+        for block, (note, key) in batch.notes.items():
+            if index.peek(key, namespace=note.own):
                 continue  # a request has matched it meanwhile
-            if self._marks.get(block) is mark:
-                del self._marks[block]
-            self._groups.count(**{"demotions" if self._on_host(mark) else "demotions_lost": 1})
+            if self._notes.get(block) is note:
+                del self._notes[block]
+            self._groups.count(**{"demotions" if self._on_host(note) else "demotions_lost": 1})
 
     def _store(self, batch: WrittenBack) -> None:
         """Positions that the host has whole since these pages came there."""
         assert isinstance(batch, _Batch)
         positions = {
-            (mark.space, mark.stored[-1].tobytes()): mark.stored
-            for mark, _ in batch.marks.values()
-            if mark.stored is not None and not batch.stay
+            (note.space, note.stored[-1].tobytes()): note.stored
+            for note, _ in batch.notes.values()
+            if note.stored is not None and not batch.stay
         }
         for (space, _), kv in positions.items():
             if not self._state.weights.is_valid(space):
@@ -292,7 +292,7 @@ class WindowWriteBack(BlockWriteBack):
     def close(self) -> None:
         """See `WriteBack`."""
         super().close()
-        self._marks.clear()
+        self._notes.clear()
 
 
 # ---- The windows of a manager

@@ -393,8 +393,15 @@ class KVCacheManager:
             ConfigError: no number of tokens, or of seconds; or the blocks are mirrored.
             LeaseLost: no such request.
         """
+        limit, running = seconds_of(timeout), self._write_back.running
+        with self.state.lock:  # nearly always all there is to do
+            try:
+                return self._allocated(request, tokens)
+            except OutOfPages:
+                if limit == 0 or not running():
+                    raise
         allocated = partial(self._allocated, request, tokens)
-        return when_there_is_room(self.state.lock, allocated, self._write_back.running, timeout)
+        return when_there_is_room(self.state.lock, allocated, running, limit)
 
     def _allocated(self, request: Hashable, tokens: int) -> Pages:
         device, running = self._owned("allocate"), self.request(request)

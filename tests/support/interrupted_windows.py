@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from typing import Any
 
 from support.interrupted import Action, Scene
 from support.manager_case import tokens
 from support.window_engine import LateBackend, WindowEngine
 
+from lightcache.errors import OutOfPages
 from lightcache.groups import Rule
-from lightcache.manager import Prompt
+from lightcache.manager import Prompt, WritePolicy
 
 REQUESTS = ("a", "b", "x")
 PROMPT = Prompt(tokens(34))
+OTHER = Prompt(tokens(34, 7))
 LONGER = Prompt([*PROMPT.tokens, *tokens(12, 5)])
 
 
 class WindowPlace(WindowEngine):
     """A WindowEngine that forgets what it was used for, and whose model is not asked."""
 
+    write, window_blocks = WritePolicy.THROUGH, 32
+
     def __init__(self, name: str) -> None:
         rules = Rule.window(7), Rule.chunk(12)
-        sizes = {"blocks": 32, "window_blocks": 32, "pages": 48}
-        super().__init__(name, rules, block=4, page=4, every=8, wrap=LateBackend, **sizes)
+        sizes = {"blocks": 32, "window_blocks": self.window_blocks, "pages": 48}
+        how: dict[str, Any] = {"wrap": LateBackend, "write": self.write, "low_water": 0.0}
+        super().__init__(name, rules, block=4, page=4, every=8, **sizes, **how)
 
     def ready(self, request: str, prompt: Prompt = PROMPT) -> None:
         """One that may compute."""
@@ -48,6 +55,7 @@ class WindowPlace(WindowEngine):
             self.manager.release(request)
             self.manager.cancel(request)
         gc.collect()
+        self.manage.poll()  # a copy whose start was interrupted begins with one of the next two
         self.settle()
 
     def check(self) -> None:
@@ -63,6 +71,12 @@ class WindowPlace(WindowEngine):
             stats = index.stats()
             assert (stats.held, stats.writing, stats.ready) == (0, 0, 0), index.name
             assert index.plans.requests == 0
+
+
+class BackPlace(WindowPlace):
+    """With write-back, and so few blocks that room has to be made."""
+
+    write, window_blocks = WritePolicy.BACK, 16
 
 
 def plan(place: WindowPlace) -> Action:
@@ -153,6 +167,33 @@ def poll(place: WindowPlace) -> Action:
     return place.manage.poll
 
 
+def make_room(place: WindowPlace) -> Action:
+    """Blocks are being written back, so there is no room yet."""
+    place.cached()
+    place.manage.plan("a", OTHER)
+    place.manage.take("a")
+
+    def act() -> None:
+        with contextlib.suppress(OutOfPages):
+            place.manage.allocate("a", 34)
+
+    return act
+
+
+def demote(place: WindowPlace) -> Action:
+    place.cached()
+    (back, _) = place.manage.parts.windows._backs.values()
+    return lambda: back.demote(12)
+
+
+def written(place: WindowPlace) -> Action:
+    """The copies have finished: the blocks go."""
+    demote(place)()
+    for backend in place.backends:
+        backend.finish()
+    return place.manage.poll
+
+
 WINDOW_SCENES = [
     Scene(f"windows {act.__name__}", WindowPlace, act)
     for act in (
@@ -160,3 +201,7 @@ WINDOW_SCENES = [
         commit_many, restart, release, release_loading, poll,
     )
 ]  # fmt: skip
+WINDOW_SCENES += [
+    Scene(f"windows back {act.__name__}", BackPlace, act)
+    for act in (commit, make_room, demote, written, release)
+]

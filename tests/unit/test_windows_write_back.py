@@ -105,8 +105,8 @@ def test_what_a_position_needs_is_written_before_it_is_evicted(
     engine.manager.demote(64)
     engine.settle()
     stats = engine.manage.window_stats()
-    marked = sum((position - first_of(engine, rule)) // block for rule in (WINDOW, CHUNK))
-    assert (stats.demotions, stats.demotions_lost, stats.failed_offloads) == (marked, 0, 0)
+    noted = sum((position - first_of(engine, rule)) // block for rule in (WINDOW, CHUNK))
+    assert (stats.demotions, stats.demotions_lost, stats.failed_offloads) == (noted, 0, 0)
     again = engine.run(STEM, 3)
     usable = 59 // engine.unit * engine.unit
     assert (again.match.usable, set(again.match.tiers.values())) == (usable, {Tier.HOST})
@@ -158,7 +158,7 @@ def test_a_block_goes_before_others_of_its_page(engines: Make) -> None:
     assert engine.backends[1].pages == 2 * own  # each page once
 
 
-def test_a_mark_is_stale_once_its_block_has_other_content(engines: Make) -> None:
+def test_a_note_is_stale_once_its_block_has_other_content(engines: Make) -> None:
     engine = engines(wrap=Counting, window_blocks=16)
     engine.run(STEM, 0)
     engine.settle()
@@ -187,7 +187,7 @@ def test_a_share_of_the_blocks_is_kept_free(engines: Make) -> None:
 
 
 def full(engines: Make, **how: Any) -> tuple[WindowEngine, int]:
-    """The device's window is full of marked blocks; a request wants them."""
+    """The device's window is full of blocks that positions need; a request wants them."""
     engine = engines(wrap=LateBackend, window_blocks=9, **how)
     engine.run(STEM[:32], 0)
     request = engine.begin(OTHER[:32], 0)
@@ -290,7 +290,7 @@ def test_a_block_that_is_matched_meanwhile_stays(engines: Make) -> None:
     engine.manage.cancel("a")
     demote(engine)
     engine.settle()
-    assert engine.manage.window_stats().demotions == 4  # its mark stayed
+    assert engine.manage.window_stats().demotions == 4  # its note stayed
 
 
 def test_former_weights_are_not_written(engines: Make) -> None:
@@ -325,7 +325,7 @@ def test_a_batch_of_former_weights_leaves_those_of_the_present_ones(engines: Mak
     "options",
     [RequestOptions(tiers=frozenset({"device"})), RequestOptions(priority=-1)],
 )
-def test_a_request_that_leaves_the_host_out_marks_nothing(
+def test_a_request_that_leaves_the_host_out_notes_nothing(
     engines: Make, options: RequestOptions
 ) -> None:
     engine = engines(wrap=Counting)
