@@ -27,7 +27,7 @@ from support.scripts import with_support
 
 from lightcache import Cache
 from lightcache.connectors import lightllm
-from lightcache.connectors.lightllm_client import MOST, Client, Service, ring_name
+from lightcache.connectors.lightllm_client import MOST, Client, Service
 from lightcache.errors import ConfigError, LeaseLost, NotInstalled
 from lightcache.shm import Segment
 from lightcache.tools import cli
