@@ -155,14 +155,14 @@ def replace_client(module: ModuleType) -> None:
 
 def replace_lookup(module: ModuleType) -> None:
     """In the manager's process: one lookup for a prompt."""
-    manager = attribute(module, "MultiLevelKVCacheManager")
-    attribute(manager, "_cpu_cache_match")
+    manager, name = attribute(module, "MultiLevelKVCacheManager"), "_cpu_cache_match"
+    attribute(manager, name)
 
-    def _cpu_cache_match(self: Any, token_hash_list: list[int]) -> list[int]:
+    def match(self: Any, token_hash_list: list[int]) -> list[int]:
         pages: list[int] = self.cpu_cache_client.query_pages(token_hash_list)
         return pages
 
-    manager._cpu_cache_match = _cpu_cache_match
+    setattr(manager, name, match)
 
 
 def hold_while_loading(module: ModuleType) -> None:
@@ -267,6 +267,8 @@ def main(arguments: list[str] | None = None) -> None:
     api_server.add_cli_args(parser)
     api_server.launch_server(api_server.StartArgs(**vars(parser.parse_args(given))))
 
+
+__all__ = ["Options", "install", "main"]
 
 if __name__ in ("__main__", "__mp_main__"):  # the latter: in a spawned process
     install()

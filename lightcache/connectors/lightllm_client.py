@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from lightcache.shm.clients import ClientInfo
 
 DAY = 24 * 3600.0
-RING = {"capacity": 256, "message_bytes": 1024}
-MOST = (RING["message_bytes"] - 8) // 4
+CAPACITY, MESSAGE_BYTES = 256, 1024  # of a ring
+MOST = (MESSAGE_BYTES - 8) // 4
 """Pages that one message gives back: 8 bytes are its number."""
 TICK = 1.0
 """Seconds after which a manager without requests looks at what was given back."""
@@ -130,7 +130,7 @@ class _Ledger:
             for giver, ring in list(self._rings.items()):
                 while len(ring):
                     with Hurried(PATIENCE):
-                        messages = ring.pop_many(RING["capacity"])
+                        messages = ring.pop_many(CAPACITY)
                     for message in messages:
                         number = int.from_bytes(message[:8], "little")
                         if number > self._last.get(giver, -1):  # else it was pushed twice
@@ -145,7 +145,7 @@ class _Ledger:
         givers = {(one.slot, one.epoch): one for one in clients if one.role == self._role}
         for giver in givers.keys() - self._rings.keys() - self._gone:
             # Of a dead one too: what it had said counts, and its ring goes with this process.
-            self._rings[giver] = SharedRing.open(ring_name(self._service, *giver), **RING)
+            self._rings[giver] = open_ring(self._service, *giver)
         return givers
 
     def _tick(self) -> None:
@@ -162,9 +162,10 @@ class _Ledger:
             self._rings.clear()
 
 
-def ring_name(service: Service, slot: int, epoch: int) -> str:
-    """Of the ring through which a process gives back."""
-    return f"lightllm-{service.name}-{slot}-{epoch}"
+def open_ring(service: Service, slot: int, epoch: int) -> SharedRing:
+    """The ring through which a process gives back to the manager's."""
+    name = f"lightllm-{service.name}-{slot}-{epoch}"
+    return SharedRing.open(name, capacity=CAPACITY, message_bytes=MESSAGE_BYTES)
 
 
 class Client:
@@ -211,7 +212,7 @@ class Client:
             self._ledger = _Ledger(self.cache, service)
         else:
             own = self.cache.index.client_id
-            self._ring = SharedRing.open(ring_name(service, own.slot, own.epoch), **RING)
+            self._ring = open_ring(service, own.slot, own.epoch)
             self._gives, self._numbers = GiveBack(self._ring), itertools.count()
             self._put = threading.Lock()
         if not only_create_meta_data:

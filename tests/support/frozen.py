@@ -34,6 +34,7 @@ PACKAGES = (
     "lightcache.manager.stats",
     "lightcache.hybrid",
     "lightcache.metrics",
+    "lightcache.connectors.lightllm",
     "lightcache.connectors.transformers",
 )
 
