@@ -19,12 +19,16 @@ class Gate:
         self.file = Path(name)
 
     def synchronize(self) -> None:
-        """Slots are known at once."""
-
-    def wait(self) -> None:
         Path(f"{self.file}-seen").touch()
         while self.file.exists():
             time.sleep(0.005)
+
+
+class Known:
+    """The event that says that the numbers of slots are known: at once."""
+
+    def synchronize(self) -> None:
+        """It has happened."""
 
 
 class ToldLinker(LightcacheLinker):
@@ -42,7 +46,7 @@ class ToldLinker(LightcacheLinker):
     def _events(self) -> list[Any]:
         for what in ("hold-load", "hold-save"):
             if os.path.exists(self.file(what)):
-                return [Gate(self.file(what))]
+                return [Known(), Gate(self.file(what))]
         return []
 
     def start_layer_wise_loading(self) -> int:
