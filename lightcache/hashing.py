@@ -143,6 +143,22 @@ class KeySpec:
         block = self._seed_block(salt, lora)
         return hashlib.blake2b(block, key=self._key, person=person).digest()
 
+    def hash_packed(self, tokens: bytes, *, salt: str | bytes = b"", lora: bytes = b"") -> Keys:
+        """`hash_pages` of tokens in the format of `pack_tokens`, in little more time than the core
+        hashes: 0.05 us a page of 16 tokens and 8 us a call.
+
+        Raises:
+            ConfigError: as `hash_pages`.
+        """
+        row = 4 * self.page_tokens
+        ids = np.frombuffer(tokens, "<u4")
+        if len(tokens) >= row and np.maximum.reduce(ids) < MARK:
+            head, seed = self._head(salt, lora)
+            if head and len(head) + row >= _SHORTEST:
+                pages = len(tokens) // row
+                return _core_keys(head + tokens[:_STRIPE], len(head), tokens, row, pages, seed)
+        return hash_pages(self, ids, salt=salt, lora=lora)
+
     def _seed_block(self, salt: str | bytes, lora: bytes) -> bytes:
         if type(salt) is bytes and type(lora) is bytes and not salt and not lora:
             own = _NO_SALT
@@ -221,25 +237,6 @@ def hash_pages(
         pages = matchable_pages(canonical.size, spec.page_tokens)
         canonical = canonical[: pages * spec.page_tokens]
     return PageHasher(spec, salt=salt, lora=lora).extend(canonical, extra=extra)
-
-
-def hash_packed(
-    spec: KeySpec, tokens: bytes, *, salt: str | bytes = b"", lora: bytes = b""
-) -> Keys:
-    """`hash_pages` of tokens in the format of `pack_tokens`, in little more time than the core
-    hashes: 0.05 us a page of 16 tokens and 8 us a call.
-
-    Raises:
-        ConfigError: as `hash_pages`.
-    """
-    row = 4 * spec.page_tokens
-    ids = np.frombuffer(tokens, "<u4")
-    if len(tokens) >= row and np.maximum.reduce(ids) < MARK:
-        head, seed = spec._head(salt, lora)
-        if head and len(head) + row >= _SHORTEST:
-            pages = len(tokens) // row
-            return _core_keys(head + tokens[:_STRIPE], len(head), tokens, row, pages, seed)
-    return hash_pages(spec, ids, salt=salt, lora=lora)
 
 
 class PageHasher:

@@ -21,7 +21,6 @@ from lightcache.errors import ConfigError
 from lightcache.hashing import (
     KeySpec,
     PageHasher,
-    hash_packed,
     hash_pages,
     load_or_create_secret,
     matchable_pages,
@@ -55,7 +54,7 @@ def test_packed_tokens_have_the_same_keys(algorithm, fingerprint, tokens):
     by = spec(algorithm=algorithm, fingerprint=fingerprint)
     ids = list(range(1000, 1000 + tokens))
     for how in ({}, {"salt": "s"}, {"salt": b"s", "lora": b"l"}):
-        found = hash_packed(by, pack_tokens(ids), **how)
+        found = by.hash_packed(pack_tokens(ids), **how)
         assert rows(found) == rows(hash_pages(by, ids, **how))
         assert found.shape == (tokens // 4, 2)
 
@@ -64,7 +63,7 @@ def test_packed_tokens_have_the_same_keys(algorithm, fingerprint, tokens):
 def test_a_packed_mark_is_no_token(place):
     data = bytearray(4 * 65)
     data[4 * place : 4 * place + 4] = b"\xff" * 4
-    refused(ConfigError, f"token {place} is", hash_packed, spec(fingerprint="x" * 300), bytes(data))
+    refused(ConfigError, f"token {place} is", spec(fingerprint="x" * 300).hash_packed, bytes(data))
 
 
 # ---- the definition, written a second time ----

@@ -16,7 +16,7 @@ import numpy as np
 
 from lightcache._arguments import Keys
 from lightcache.errors import ConfigError
-from lightcache.hashing import KeySpec, hash_packed
+from lightcache.hashing import KeySpec
 from lightcache.prompt import MultimodalItem, Prompt
 
 _MOST_EMBEDS = 64 << 20
@@ -127,7 +127,7 @@ def keys_of(request: Any, spec: KeySpec, adapter: bytes | None) -> Keys:
     if request.mm_features or request.prompt_embeds is not None:
         return prompt_of(request, spec.page_tokens, adapter).keys(spec)
     tokens, salt, lora = _text(request, adapter)
-    return hash_packed(spec, tokens, salt=salt, lora=lora)
+    return spec.hash_packed(tokens, salt=salt, lora=lora)
 
 
 def _text(request: Any, adapter: bytes | None) -> tuple[bytes, str | bytes, bytes]:
