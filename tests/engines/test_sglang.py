@@ -138,6 +138,8 @@ def test_an_abort_while_loading(engines: Engines) -> None:
 
 
 def test_killed_in_a_save(engines: Engines) -> None:
+    engines.first("ask", prompts=MANY[:12])
+    engines.first("figures")
     engines.first("hold", what="save")
     engines.first("ask", prompts=prompts(5, 2))
     with Cache.attach(NAME, readonly=True) as cache:
