@@ -77,7 +77,7 @@ AttentionInterface.register("blocks", attend)
 # ---- The engine.
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """A request, from `submit` to its end. `tokens` grows by the answer."""
 
@@ -101,36 +101,39 @@ class Request:
 
 class Engine:
     """One engine of a node. Any number of them share the cache `name`, and each has a `device` of
-    its own name. Only the lines with `self.manager` are there for the cache."""
+    its own name. What is there for the cache are calls of `self.manager`, and their answers."""
 
     def __init__(self, name: str, device: str, *, blocks: int = 64) -> None:
         self.model = build_model()
         config = self.model.config
         shape = (2, blocks, BLOCK, config.num_key_value_heads, config.head_dim)
-        self.kv = [torch.zeros(shape) for _ in range(config.num_hidden_layers)]
-        self.cache = open_kv(
-            self.kv, axes="kbnhc",  # K and V, blocks, tokens of a block, heads, channels
-            model="tiny-llama@0", name=name, page_tokens=PAGE, size="16MiB", lifetime="persistent",
+        self.tensors = [torch.zeros(shape) for _ in range(config.num_hidden_layers)]
+        self.kv = open_kv(
+            self.tensors, axes="kbnhc",  # K and V, blocks, tokens of a block, heads, channels
+            model="tiny-llama@0",  # and its revision: other weights must have another name
+            name=name, page_tokens=PAGE, size="16MiB", lifetime="persistent",
         )  # fmt: skip
-        self.manager = self.cache.manager(f"{name}-{device}")
+        self.manager = self.kv.manager(f"{name}-{device}")  # storage="disk:..." for more room
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order of their admission
         self.requests = self.preempted = 0
         self.computed = self.from_device = self.from_host = 0  # tokens
 
     def close(self) -> None:
-        """Ends all requests, waits for copies, leaves the cache."""
+        """End all requests, wait for copies, leave the cache."""
         for request in [*self.waiting, *self.running]:
             self.cancel(request)
-        self.cache.close()
+        self.kv.close()
 
     # ---- what a server calls
 
     def submit(self, prompt: list[int], answer_tokens: int) -> Request:
         """Queue a request."""
-        total = len(prompt) + answer_tokens
-        if total > self.manager.device.blocks * BLOCK:
-            raise ValueError(f"{total} tokens do not fit on the device; shorten the prompt")
+        total, most = len(prompt) + answer_tokens, self.manager.device.blocks * BLOCK
+        if not prompt or answer_tokens < 1 or total > most:
+            raise ValueError(
+                f"expected a prompt and an answer, {most} tokens at most, found {total}"
+            )
         self.requests += 1
         request = Request(self.requests, list(prompt), len(prompt), total)
         self.waiting.append(request)
@@ -157,7 +160,7 @@ class Engine:
         if batch:
             self.compute(batch)  # loads and offloads continue meanwhile
         else:
-            time.sleep(0.0005)  # all requests wait for loads
+            time.sleep(0.0005)  # all wait: for loads, or for blocks that copies still touch
         completed = [request for request in self.running if request.done]
         for request in completed:
             self.running.remove(request)
@@ -209,21 +212,20 @@ class Engine:
             except TransferFailed:
                 pass  # `load.tokens` is less now: more remains
             request.computed, request.load = request.load.tokens, None
-            from_device = min(request.match.device, request.computed)
-            self.from_device += from_device
+            self.from_device += (from_device := min(request.match.device, request.computed))
             self.from_host += request.computed - from_device
         return True
 
     def grow(self, request: Request) -> bool:
-        """Get blocks for generated tokens, if need be by preempting the youngest requests. False:
-        the youngest is this one."""
+        """Get blocks for generated tokens, or preempt the youngest. False: not in this pass."""
         while True:
             try:
                 request.table = self.manager.allocate(request.number, len(request.tokens))
                 return True
             except OutOfPages:
-                youngest = self.running[-1]
-                self.preempt(youngest)
+                if self.manager.poll():
+                    return False  # blocks of an ended request are free when its copies have ended
+                self.preempt(youngest := self.running[-1])
                 if youngest is request:
                     return False
 
@@ -266,7 +268,7 @@ class Engine:
             position_ids=torch.tensor([positions]),
             use_cache=False,  # of transformers: the KV is in blocks
             logits_to_keep=torch.tensor(counts).cumsum(0) - 1,
-            batch=Pass([kv.flatten(1, 2) for kv in self.kv], slots, counts),
+            batch=Pass([kv.flatten(1, 2) for kv in self.tensors], slots, counts),
         ).logits[0]
         chosen: list[int] = logits.argmax(-1).tolist()
         return chosen

@@ -90,7 +90,7 @@ def start(
         while engine.manager.poll():
             pass
         assert engine.manager.device.available == engine.manager.device.blocks
-    assert held(engines[0].cache.cache) == (0, 0)
+    assert held(engines[0].kv.cache) == (0, 0)
     for engine in engines:
         engine.close()
     Segment.unlink(segment_name)
@@ -202,7 +202,7 @@ def test_a_load_fails(
     def fails(*_: Any, **__: Any) -> Any:
         raise TransferFailed("the test's")
 
-    monkeypatch.setattr(engine.cache.engine, "load", fails)
+    monkeypatch.setattr(engine.kv.engine, "load", fails)
     run(engine, wanted, example.prompts()[:2])
     assert engine.from_host == 0
     monkeypatch.undo()
@@ -215,7 +215,7 @@ def test_wrong_kv_shows(example: ModuleType, wanted: Any, start: Any) -> None:
     run(first, wanted, example.prompts()[:2])
     while first.manager.poll():
         pass
-    pool = first.cache.cache.pool
+    pool = first.kv.cache.pool
     pool.array[:] = 0
     engine = start("gpu1")
     requests = [engine.submit(prompt, 24) for prompt in example.prompts()[:2]]
@@ -224,6 +224,7 @@ def test_wrong_kv_shows(example: ModuleType, wanted: Any, start: Any) -> None:
     assert all(r.answer != wanted(r.tokens[: r.prompt_tokens], 24) for r in requests)
 
 
-def test_too_long(start: Any) -> None:
-    with pytest.raises(ValueError, match="321 tokens do not fit"):
-        start("gpu0", blocks=20).submit([1] * 300, 21)
+@pytest.mark.parametrize(("prompt", "answer"), [(300, 21), (0, 8), (8, 0)])
+def test_what_cannot_be_served(start: Any, prompt: int, answer: int) -> None:
+    with pytest.raises(ValueError, match=f"320 tokens at most, found {prompt + answer}"):
+        start("gpu0", blocks=20).submit([1] * prompt, answer)
