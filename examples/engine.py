@@ -131,9 +131,7 @@ class Engine:
         """Queue a request."""
         total, most = len(prompt) + answer_tokens, self.manager.device.blocks * BLOCK
         if not prompt or answer_tokens < 1 or total > most:
-            raise ValueError(
-                f"expected a prompt and an answer, {most} tokens at most, found {total}"
-            )
+            raise ValueError(f"expected prompt and answer, {most} tokens at most, found {total}")
         self.requests += 1
         request = Request(self.requests, list(prompt), len(prompt), total)
         self.waiting.append(request)
