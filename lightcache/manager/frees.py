@@ -12,7 +12,8 @@ from lightcache._together import together
 from lightcache.errors import Detached, LeaseLost, LightcacheError, WaitTimeout
 from lightcache.leases import Allocation, Lease
 from lightcache.manager.blocks import ManagedBlocks
-from lightcache.manager.offload import FullBlocks, Offloader
+from lightcache.manager.naming import FullBlocks
+from lightcache.manager.offload import Offloader
 from lightcache.manager.request import HELD, PINNED, Request
 from lightcache.manager.state import ManagerState
 from lightcache.manager.transfers import State

@@ -41,7 +41,8 @@ from lightcache.manager.frees import PendingFrees
 from lightcache.manager.limits import nothing, seconds_of
 from lightcache.manager.load import LoadHandle, begin_load, no_load
 from lightcache.manager.lookup import PendingRequest, PrefixLookup, begin_when_read
-from lightcache.manager.offload import NOTHING, FullBlocks, KVWriteBack, Offloader
+from lightcache.manager.naming import NOTHING, FullBlocks
+from lightcache.manager.offload import Offloader
 from lightcache.manager.request import (
     ANY,
     DEVICE_ALONE,
@@ -66,7 +67,7 @@ from lightcache.manager.request import (
 from lightcache.manager.state import ManagerState, check_blocks, check_parts, storage_of
 from lightcache.manager.stats import Counters, ManagerStats, TierGauges
 from lightcache.manager.weights import WeightsState, open_keys
-from lightcache.manager.write_back import when_there_is_room
+from lightcache.manager.write_back import KVWriteBack, when_there_is_room
 from lightcache.shm.errors import leave
 from lightcache.shm.locking import Hurried
 

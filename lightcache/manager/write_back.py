@@ -2,8 +2,9 @@
 
 `WriteBack` pins blocks, or slots of states, in the order of eviction, has copies made of what the
 host lacks, and frees them when these have finished. `BlockWriteBack` adds what an allocation of
-blocks does. What is copied, and what is counted, say the parts that own the pages: KV
-(`offload.KVWriteBack`), windows and states.
+blocks does. What is copied, and what is counted, say the parts that own the pages: `KVWriteBack`,
+windows and states. A host page may span several blocks of KV: when the last of them is named, the
+blocks and the page's key are noted.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
 
 from lightcache._arguments import Keys, Pages
 from lightcache.errors import LightcacheError, OutOfPages, WaitTimeout
+from lightcache.kernels.moves import slots_of_blocks
 from lightcache.leases import Allocation, Lease
-from lightcache.manager.blocks import DeviceTier, ManagedBlocks
+from lightcache.manager.blocks import DeviceTier, ManagedBlocks, MirroredBlocks
 from lightcache.manager.limits import nothing, seconds_of
-from lightcache.manager.request import CacheScope
+from lightcache.manager.offload import Offloader
+from lightcache.manager.request import HELD, CacheScope, Request
 from lightcache.manager.state import ManagerState
 from lightcache.manager.transfers import BlockTransfer, State
 from lightcache.page_index import PageIndex
@@ -199,6 +204,267 @@ class BlockWriteBack(WriteBack):
             state.transfers.foreign.note(error)
 
 
+# ---- Of KV
+
+
+@dataclass(frozen=True, eq=False)
+class _Origin:
+    """A host page that can be written from the device."""
+
+    space: CacheScope
+    device_key: bytes
+    """Key of its last block. While the block has this key, it holds the page."""
+    host_keys: Keys
+    """Keys of the prompt's pages from the first to this one. Arrays of one request share memory."""
+    to_storage: bool
+    """Whether it is written to storage after the host has it."""
+    blocks: Pages
+    offset: int
+    """Token of the first block at which it begins."""
+    lives: Any = None
+    """Mirrored blocks: for each block a number that changes with its content. For managed blocks a
+    block stays as long as its descendants, so the last block's key is enough."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Home:
+    """The key under which the host has a block's content, if it has it."""
+
+    space: CacheScope
+    device_key: Keys
+    """Valid while the block has this key, shape (1, 2)."""
+    host_key: Keys
+    """Key of the page in which the block ends, shape (1, 2)."""
+
+
+@dataclass(eq=False)
+class _Batch(WrittenBack):
+    """Blocks of KV that are being written back."""
+
+    homes: dict[int, _Home] = field(default_factory=dict)
+    """Homes of the blocks that lie in a host page, by block number."""
+    written: list[_Origin] = field(default_factory=list)
+    """Pages that are being written to the host, and to storage afterwards."""
+
+
+class KVWriteBack(BlockWriteBack):
+    """The write-back of one manager's KV. Its lock is around every call."""
+
+    _new = _Batch
+
+    def __init__(self, state: ManagerState, offloader: Offloader) -> None:
+        """No block is being written back."""
+        super().__init__(state, state.device)
+        self._offloader = offloader
+        self._origins: dict[int, dict[bytes, _Origin]] = {}
+        """Pages by last block and page key."""
+        self._homes: dict[int, _Home] = {}
+        """Managed blocks: homes by block. A home is stale if its block has another key by now."""
+        self._evicting: list[tuple[list[BlockTransfer], list[_Origin]]] = []
+        """Mirrored blocks: copies of blocks that the engine is going to evict, and their pages."""
+
+    def note(self, request: Request, begin: int, end: int) -> None:
+        """Note that blocks [begin, end) of a request's table were named."""
+        tokens, block = self._state.page_tokens, self._state.device.block_tokens
+        space, options, table = request.space, request.options, request.table
+        device = self._state.device
+        assert space is not None
+        goes = "host" in options.tiers and options.priority >= 0
+        keys = request.host_chain.keys
+        for page in range(begin * block // tokens, end * block // tokens):
+            # `last` is the block of the page's last token; a page may be part of one block.
+            first, last = page * tokens // block, ((page + 1) * tokens - 1) // block
+            if not goes or (device.owned and HELD in request.kind[first : last + 1]):
+                # A block without a name is freed with its request. An earlier note of this block
+                # may be for a page that begins in other blocks.
+                self._origins.pop(int(table[last]), None)
+                continue
+            origin = _Origin(
+                space,
+                request.device_chain.keys[last].tobytes(),
+                keys[: page + 1],
+                "storage" in options.tiers,
+                table[first : last + 1].copy(),
+                page * tokens % block,
+                self._lives(table[first : last + 1]),
+            )
+            known = self._origins.setdefault(int(origin.blocks[-1]), {})
+            if known and next(iter(known.values())).device_key != origin.device_key:
+                known.clear()
+            # Replaces an equal key: its parents may lie in other blocks by now.
+            known[origin.host_keys[-1].tobytes()] = origin
+            if device.owned:
+                host_key = origin.host_keys[-1:].copy()
+                for position in range(first, last + 1):
+                    device_key = request.device_chain.keys[position : position + 1].copy()
+                    self._homes[int(table[position])] = _Home(space, device_key, host_key)
+
+    def _lives(self, blocks: Pages) -> Any:
+        device = self._state.device
+        return device.lives(blocks) if isinstance(device, MirroredBlocks) else None
+
+    def demote(self, n: int, cause: str = "demote") -> int:
+        """See `WriteBack`. While copies are disabled none: allocating evicts blocks unwritten, as
+        if the host had no room."""
+        return super().demote(n, cause) if self._offloader.may_copy() else 0
+
+    def _write(self, batch: WrittenBack, pages: Pages, keys: Keys) -> bool:
+        assert isinstance(batch, _Batch)
+        batch.homes = self._homes_of(pages, keys)
+        return self.write(pages, keys, batch.transfers, batch.written)
+
+    def evicting(self, blocks: Pages, keys: Keys) -> int:
+        """Mirrored blocks: see `KVCacheManager.evicting`. Returns how many copies were begun."""
+        begun: list[BlockTransfer] = []
+        written: list[_Origin] = []
+        self._evicting.append((begun, written))
+        self.write(blocks, keys, begun, written)
+        self.poll()
+        return len(begun)
+
+    def write(
+        self, blocks: Pages, keys: Keys, begun: list[BlockTransfer], written: list[_Origin]
+    ) -> bool:
+        """Begin to write the pages that end in these blocks. Returns False after an error; the
+        first one ends the loop, since each may be a long wait. Pages without room on the host are
+        skipped. The notes stay: the host may evict a page before the device does.
+
+        Args:
+            keys: device keys of the blocks.
+            begun: the copies are appended here.
+            written: their pages are appended here, for `_store`.
+        """
+        refused: set[bytes] = set()
+        for i in range(len(blocks) - 1, -1, -1):  # prefixes first: a host page needs its parent
+            for origin in self._origins.get(int(blocks[i]), {}).values():
+                lives = self._lives(origin.blocks)
+                same = lives is None or (lives == origin.lives).all()
+                if not same or origin.device_key != keys[i].tobytes():
+                    continue
+                if not self._offloader.may_copy():
+                    self._offloader.count_unwritten("disabled", 1)
+                    return False
+                try:
+                    self._write_page(origin, begun, written, refused)
+                except LightcacheError as error:
+                    self._state.counts.add(failed_offloads=1)
+                    self._offloader.count_unwritten("refused", 1, str(error))
+                    return False
+        return True
+
+    def _write_page(
+        self,
+        origin: _Origin,
+        begun: list[BlockTransfer],
+        written: list[_Origin],
+        refused: set[bytes],
+    ) -> None:
+        """Begin to write a page, unless the host has it already or has no room.
+
+        Args:
+            refused: keys of pages without room. Their children are skipped: they would never be
+                found, and would evict pages that can be.
+        """
+        state, keys = self._state, origin.host_keys[-2:]  # its own key, after its parent's
+        before = len(keys) - 1
+        key = keys[before].tobytes()
+        if before and keys[0].tobytes() in refused:
+            refused.add(key)
+            self._offloader.count_unwritten("no_room", 1, "the page before them has no room")
+            return
+        new = state.host.reserve(
+            keys,
+            before,
+            shards=state.backend.shards,
+            namespace=origin.space.host,
+            timeout=state.config.time_limit,
+        )
+        if len(new.new):
+            slots = self._slots(origin, before)
+            self._offloader.launch(new, slots, origin.blocks, begun, origin.space)
+            written.append(origin)
+            return
+        if len(new.missing):
+            refused.add(key)
+        self._offloader.count_unwritten("no_room", len(new.missing), f"no room, {new.why}")
+        new.release()
+
+    def _slots(self, origin: _Origin, before: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        tokens, block = self._state.page_tokens, self._state.device.block_tokens
+        own = slots_of_blocks(origin.blocks, block, first=origin.offset, tokens=tokens)
+        return np.concatenate([np.full(before * tokens, -1, np.int64), own])
+
+    def poll(self) -> None:
+        """Free blocks whose copies have finished. If an index fails, they stay."""
+        if self._evicting:
+            every, self._evicting = self._evicting, []
+            for begun, written in every:
+                if all(transfer.finished for transfer in begun):
+                    store = partial(self._store_pages, written)
+                    self._state.fail_open.run(store, nothing, proves=False)
+                else:
+                    self._evicting.append((begun, written))
+        super().poll()
+
+    def _store(self, batch: WrittenBack) -> None:
+        assert isinstance(batch, _Batch)
+        self._store_pages(batch.written)
+
+    def _store_pages(self, written: list[_Origin]) -> None:
+        """Write pages that were written back from the host to storage, each prompt as far as it was
+        written. The host did not have these pages when their request ended."""
+        last = dict[bytes, _Origin]()
+        for origin in sorted(written, key=lambda each: len(each.host_keys)):
+            if origin.to_storage and self._state.weights.is_valid(origin.space):
+                if len(origin.host_keys) > 1:
+                    last.pop(origin.host_keys[-2].tobytes(), None)
+                last[origin.host_keys[-1].tobytes()] = origin
+        for origin in last.values():
+            self._write_to_storage(origin.host_keys, origin.space)
+
+    def _freed(self, batch: WrittenBack, index: PageIndex, listed: int, freed: int) -> None:
+        assert isinstance(batch, _Batch)
+        ask = partial(self._on_host, batch, index)
+        present = min(freed, self._state.fail_open.run(ask, lambda: 0, proves=False))
+        self._state.counts.add(
+            demotions=present,
+            demotions_lost=freed - present,
+            kept_by_match=listed - freed,
+            **{f"device_evicted_{batch.cause}": freed},
+        )
+
+    def _homes_of(self, blocks: Pages, keys: Keys) -> dict[int, _Home]:
+        """Homes of those blocks that lie in a host page."""
+        homes = {}
+        for block, key in zip(blocks.tolist(), keys, strict=True):
+            home = self._homes.get(block)
+            if home is not None and (home.device_key == key).all():
+                homes[block] = home
+        return homes
+
+    def _on_host(self, batch: _Batch, index: PageIndex) -> int:
+        """Number of a batch's blocks that the device has freed and the host has. Looks on the host:
+        pages that were there before count, and pages whose copy failed do not."""
+        present, host = 0, self._state.host
+        for block, home in batch.homes.items():
+            if index.peek(home.device_key, namespace=home.space.device):
+                continue  # it stayed on the device
+            if self._homes.get(block) is home:
+                del self._homes[block]
+            present += host.peek(home.host_key, namespace=home.space.host)
+        return present
+
+    def close(self) -> None:
+        """Stop: blocks that are being written back stay on the device."""
+        super().close()
+        self._evicting.clear()
+        self._origins.clear()
+        self._homes.clear()
+
+
+# ---- For callers
+
+
 def when_there_is_room(
     lock: threading.RLock,
     attempt: Callable[[], T],
@@ -231,4 +497,4 @@ def when_there_is_room(
             copy.block(left)  # other threads may call meanwhile
 
 
-__all__ = ["BlockWriteBack", "WriteBack", "WrittenBack", "when_there_is_room"]
+__all__ = ["BlockWriteBack", "KVWriteBack", "WriteBack", "WrittenBack", "when_there_is_room"]
