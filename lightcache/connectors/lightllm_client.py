@@ -244,7 +244,8 @@ class Client:
         self._used = True
         voice = Voice("LightLLM", what="the storage", then="it is not used")
         self._storage = Link(voice, self._open_storage, StorageTier.close)
-        self._storage_lock, self._storage_begun = threading.Lock(), not service.options.storage
+        self._storage_begun = not service.options.storage
+        self._once = threading.Lock()  # for what happens once, though threads share this
         self._writing: defaultdict[tuple[int, ...], deque[_Write]] = defaultdict(deque)
         self._writing_lock = threading.Lock()
         self._ledger: _Ledger | None = None
@@ -302,14 +303,15 @@ class Client:
 
     def _uses(self) -> bool:
         """Whether the weights are still those of the start."""
-        if self._used and self._updates.total()["begun"]:
-            self._used = False
-            if self._ledger is not None:  # once for the service
-                _log.warning(
-                    "LightLLM: its weights have changed, or their memory was given away; nothing "
-                    "is found or saved until the service starts again"
-                )
-        return self._used
+        with self._once:
+            if self._used and self._updates.total()["begun"]:
+                self._used = False
+                if self._ledger is not None:  # once for the service
+                    _log.warning(
+                        "LightLLM: its weights have changed, or their memory was given away; "
+                        "nothing is found or saved until the service starts again"
+                    )
+            return self._used
 
     # ---- the manager's process
 
@@ -497,7 +499,7 @@ class Client:
     def _tier(self, timeout: float = 0.0) -> StorageTier | None:
         """The storage; None: there is none, or it is not open yet. The first call of a process that
         reads or writes begins to open it: of a service's ranks one writes."""
-        with self._storage_lock:
+        with self._once:
             if not self._storage_begun:
                 self._storage_begun = True
                 self._storage.start(timeout)
