@@ -29,14 +29,21 @@ def open_engine_cache(
     role: str,
     device: bool,
     shared: bool = True,
+    stays: bool = True,
     kv_groups: Sequence[str] | None = None,
 ) -> Cache:
     """The cache that the options name, or the default one of the model and fingerprint. Parts of
     one process share a client.
 
+    Args:
+        stays: False: it ends with its last client, whatever `idle_limit` says.
+
     Raises:
         As `Cache.open`.
     """
+    lifetime: str | None = "attached"
+    if stays:
+        lifetime = "persistent" if options.idle_limit is None else None
     try:
         return Cache.open(
             options.name,
@@ -46,8 +53,8 @@ def open_engine_cache(
             fingerprint=fingerprint,
             model=model,
             secret_file=options.secret_file,
-            lifetime="persistent" if options.idle_limit is None else None,
-            idle_limit=options.idle_limit,
+            lifetime=lifetime,
+            idle_limit=options.idle_limit if stays else None,
             numa=options.placement(),
             pool_path=options.pool_path,
             role=role,

@@ -24,6 +24,8 @@ class EngineOptions:
 
     given_in: ClassVar[str]
     """What the engine calls the mapping, for errors."""
+    elsewhere: ClassVar[frozenset[str]] = frozenset()
+    """Options that the engine says by arguments of its own; here they are refused."""
 
     size: int | str = "8GiB"
     """Memory for pages: bytes, or with a unit. An existing cache with a default name keeps its own;
@@ -106,7 +108,7 @@ class EngineOptions:
         Raises:
             ConfigError: an option that there is not, or a value that it cannot have.
         """
-        known = [field.name for field in fields(cls)]
+        known = [field.name for field in fields(cls) if field.name not in cls.elsewhere]
         if unknown := sorted(set(given) - set(known)):
             raise ConfigError(
                 f"{cls.given_in}: expected options among {', '.join(known)}, found "

@@ -11,19 +11,21 @@ file of LightLLM is changed. docs/design/lightllm.md says how it works.
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.abc
+import importlib.metadata
 import importlib.util
 import json
 import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lightcache.connectors.engine_options import EngineOptions
+from lightcache.connectors.model_facts import digest, files_of
 from lightcache.errors import ConfigError, NotInstalled
 
 VARIABLE = "LIGHTCACHE_LIGHTLLM"
@@ -31,9 +33,16 @@ VARIABLE = "LIGHTCACHE_LIGHTLLM"
 CLIENT = "lightllm.server.multi_level_kv_cache.cpu_cache_client"
 MANAGER = "lightllm.server.multi_level_kv_cache.manager"
 RANK = "lightllm.server.router.model_infer.mode_backend.multi_level_kv_cache"
+UPDATES = "lightllm.server.router.model_infer.mode_backend.rl_backend_ops"
+CHANGING = (
+    "update_weights_from_distributed", "update_weights_from_tensor", "update_weights_from_ipc",
+    "release_memory_occupation",
+)  # fmt: skip
+"""Calls of a rank that change the weights, or give their memory away."""
 DECIDING = (
     "data_type", "llm_kv_type", "llm_kv_quant_group_size", "quant_type", "quant_cfg", "mtp_mode",
     "mtp_draft_model_dir", "mtp_step", "kv_quant_calibration_config_path", "weight_version",
+    "expert_dtype", "llm_prefill_att_backend", "llm_decode_att_backend",
 )  # fmt: skip
 """Arguments of LightLLM that decide the bytes of a page, beside its shape."""
 PACKING = ("tp", "dp", "linear_att_hash_page_size", "linear_att_ssm_data_type")
@@ -41,25 +50,19 @@ PACKING = ("tp", "dp", "linear_att_hash_page_size", "linear_att_ssm_data_type")
 
 
 @dataclass(frozen=True)
-class Options:
-    """What `--lightcache` may say. The size is LightLLM's `--cpu_cache_storage_size`."""
+class Options(EngineOptions):
+    """What `--lightcache` may say. The size is LightLLM's `--cpu_cache_storage_size`, the version
+    of the weights its `--weight_version`."""
 
-    name: str | None = None
-    """Of the cache; None: the model's name and a digest of what decides the bytes of a page."""
-    storage: tuple[str, ...] = ()
-    """URLs of storages, the nearer first."""
-    secret_file: str | None = None
-    """See `Cache.create`; so the following ones."""
-    numa: str | int | None = None
-    pool_path: str | None = None
-    idle_limit: float | None = 24 * 3600.0
+    given_in = "--lightcache"
+    elsewhere = frozenset({"size", "weights", "on_reset"})
 
     @classmethod
-    def of(cls, text: str) -> Options:
+    def read(cls, text: str) -> Options:
         """The options of a JSON object.
 
         Raises:
-            ConfigError: not an object, or an option that there is not.
+            ConfigError: not an object, an option that there is not, or a value that it cannot have.
         """
         try:
             given = json.loads(text)
@@ -67,37 +70,29 @@ class Options:
             raise ConfigError(
                 f"--lightcache: expected a JSON object, found {text!r}: {error}"
             ) from None
-        known = [option.name for option in fields(cls)]
-        if not isinstance(given, dict) or set(given) - set(known):
-            raise ConfigError(
-                f"--lightcache: expected an object with options among {', '.join(known)}, found "
-                f"{text}"
-            )
-        urls = given.get("storage", ())
-        return cls(**{**given, "storage": (urls,) if isinstance(urls, str) else tuple(urls)})
+        if not isinstance(given, dict):
+            raise ConfigError(f"--lightcache: expected a JSON object, found {text}")
+        return cls.of(given)
 
 
 def service() -> Any:
     """The service of this process, by LightLLM's own configuration of it.
 
     Raises:
-        ConfigError: LightLLM's disk cache is enabled.
+        ConfigError: see `refuse`.
     """
     from lightllm.utils.envs_utils import get_env_start_args, get_unique_server_name
     from lightllm.utils.kv_cache_utils import calcu_cpu_cache_meta
 
-    from lightcache.connectors.lightllm_client import Service, refuse_disk
+    from lightcache.connectors.lightllm_client import Service
 
     arguments, meta = get_env_start_args(), calcu_cpu_cache_meta()
-    refuse_disk(bool(arguments.get("enable_disk_cache")))
-    options = Options.of(os.environ.get(VARIABLE, "{}"))
+    options = Options.read(os.environ.get(VARIABLE, "{}"))
+    refuse(arguments, options)
     dtype = str(meta.data_type).removeprefix("torch.")
     shape = (
         meta.layer_num, meta.token_page_size, meta.num_heads, meta.get_merged_head_dim()
     )  # fmt: skip
-    cache = asdict(options)
-    del cache["storage"]
-    name = cache.pop("name")
     return Service(
         name=get_unique_server_name(),
         model=Path(arguments["model_dir"]).name,
@@ -107,28 +102,54 @@ def service() -> Any:
         shape=shape,
         dtype=dtype,
         page_bytes=meta.calcu_one_page_size(),
-        # Images have token ids that each service counts from the same number.
         shared=not arguments.get("enable_multimodal"),
-        cache_name=name,
-        cache=cache,
-        storage=options.storage,
+        options=options,
     )
+
+
+def refuse(arguments: Mapping[str, Any], options: Options) -> None:
+    """What does not go together, at the start.
+
+    Raises:
+        ConfigError: LightLLM's disk cache is enabled; or the service takes images or audio, and
+            `name` or `storage` is given.
+    """
+    if arguments.get("enable_disk_cache"):
+        raise ConfigError(
+            "enable_disk_cache: LightLLM's disk cache keeps pages in a way of its own; leave it "
+            'out, and give --lightcache \'{"storage": "disk:/path?capacity=1TiB"}\''
+        )
+    # Images have token ids that each service counts from the same number: equal hashes of two
+    # services, or of two starts of one, are of different content.
+    given = [name for name in ("name", "storage") if getattr(options, name)]
+    if arguments.get("enable_multimodal") and given:
+        raise ConfigError(
+            f"--lightcache: expected no {' and no '.join(given)} for a service with images or "
+            "audio, whose pages no other service and no later start may find; leave it out, or "
+            "start LightLLM with --disable_vision --disable_audio"
+        )
 
 
 def fingerprint(arguments: Mapping[str, Any], shape: Sequence[int], dtype: str) -> str:
     """All that decides the bytes of a page."""
     folder = Path(arguments["model_dir"])
-    stats = [(path.name, path.stat()) for path in sorted(folder.glob("*")) if path.is_file()]
-    states = shape[:3] == (1, 1, 1)  # packed with recurrent states: one row of bytes
+    states = tuple(shape[:3]) == (1, 1, 1)  # packed with recurrent states: one row of bytes
     facts = {
-        "files": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
+        "release": release(),
+        "files": files_of(folder),
         "shape": tuple(shape),
         "dtype": dtype,
         **{name: arguments.get(name) for name in DECIDING + (PACKING if states else ())},
     }
-    data = json.dumps(facts, sort_keys=True, default=str).encode()
-    digest = hashlib.blake2b(data, digest_size=12, person=b"lightllm").hexdigest()
-    return f"lightllm {folder.name} {dtype} {'x'.join(map(str, shape))} {digest}"
+    return f"lightllm {folder.name} {dtype} {'x'.join(map(str, shape))} {digest(facts)}"
+
+
+def release() -> str | None:
+    """Of LightLLM; None: it is no installed package."""
+    try:
+        return importlib.metadata.version("lightllm")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 # ---- The import hook.
@@ -183,10 +204,29 @@ def hold_while_loading(module: ModuleType) -> None:
     loading.load_cpu_cache_to_reqs = load_cpu_cache_to_reqs
 
 
+def end_at_updates(module: ModuleType) -> None:
+    """In the ranks: before weights change, the service ends its use of the cache."""
+    operations = attribute(module, "RlBackendOps")
+    for name in CHANGING:
+        setattr(operations, name, _ending(attribute(operations, name)))
+
+
+def _ending(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        if self.backend.args.enable_cpu_cache:
+            # An error of this is one of the update, which then does not happen.
+            self.backend.multi_level_cache_module.cpu_cache_client.end_use()
+        return theirs(self, *arguments, **named)
+
+    return call
+
+
 CHANGES: dict[str, Callable[[ModuleType], None]] = {
     CLIENT: replace_client,
     MANAGER: replace_lookup,
     RANK: hold_while_loading,
+    UPDATES: end_at_updates,
 }
 
 
@@ -249,23 +289,23 @@ def main(arguments: list[str] | None = None) -> None:
     """Start their server with these arguments.
 
     Raises:
-        ConfigError: `--lightcache` says something that there is not.
+        ConfigError: `--lightcache` says something that cannot be; or see `refuse`.
         NotInstalled: there is no LightLLM.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if "--lightcache" in given:
-        at = given.index("--lightcache")
-        text = "".join(given[at + 1 : at + 2])
-        Options.of(text)
-        os.environ[VARIABLE] = text
-        del given[at : at + 2]
+    ours = ArgumentParser(add_help=False, allow_abbrev=False)
+    ours.add_argument("--lightcache", nargs="?", const="", default=os.environ.get(VARIABLE, "{}"))
+    known, given = ours.parse_known_args(arguments)
+    options = Options.read(known.lightcache)
+    os.environ[VARIABLE] = known.lightcache
     if importlib.util.find_spec("lightllm") is None:
         raise NotInstalled("lightllm is not installed; install it as its documentation says")
     from lightllm.server import api_server
 
     parser = ArgumentParser(prog="python -m lightcache.connectors.lightllm")
     api_server.add_cli_args(parser)
-    api_server.launch_server(api_server.StartArgs(**vars(parser.parse_args(given))))
+    theirs = vars(parser.parse_args(given))
+    refuse(theirs, options)  # LightLLM finds out later whether the model takes images
+    api_server.launch_server(api_server.StartArgs(**theirs))
 
 
 __all__ = ["Options", "install", "main"]

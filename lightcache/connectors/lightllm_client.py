@@ -8,21 +8,23 @@ nothing of LightLLM. docs/design/lightllm.md, section 39, has the protocol.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import logging
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lightcache import Cache, GiveBack, LeaseLost, LightcacheError, Reservation
-from lightcache.errors import ConfigError, WaitTimeout
+from lightcache.connectors.engine_cache import launch_name, open_engine_cache, role_name
+from lightcache.connectors.engine_options import EngineOptions
+from lightcache.connectors.link import Link, Voice
+from lightcache.errors import ConfigError, LockTimeout, WaitTimeout
 from lightcache.leases import Lease
-from lightcache.shm import SharedRing
+from lightcache.shm import SharedCounters, SharedRing
 from lightcache.shm.locking import Hurried
 from lightcache.storage import StorageTier
 
@@ -30,16 +32,21 @@ if TYPE_CHECKING:
     from lightcache.hashing import Keys
     from lightcache.shm.clients import ClientInfo
 
-DAY = 24 * 3600.0
 CAPACITY, MESSAGE_BYTES = 256, 1024  # of a ring
 MOST = (MESSAGE_BYTES - 8) // 4
 """Pages that one message gives back: 8 bytes are its number."""
 TICK = 1.0
-"""Seconds after which a manager without requests looks at what was given back."""
+"""Seconds after which a process without requests gives back again, or takes what was given back."""
 PATIENCE = 0.001
 """Seconds that a lookup waits for a ring's lock."""
 READ_LIMIT = 0.5
 """Seconds that a lookup waits for a storage. LightLLM gives a lookup up that has queued as long."""
+OPEN = 3.0
+"""Seconds that the manager's start waits for a storage; later it is used when it is there."""
+LEAVE = 15.0
+"""Seconds that closing waits for what a storage has to write."""
+PIN = 900.0
+"""Seconds within which a rank's GPU must have the pool: the driver needs minutes for a TiB."""
 NONE = -1
 """In LightLLM's lists, instead of a page: its kernels skip it."""
 _log = logging.getLogger("lightcache.connectors")
@@ -62,18 +69,38 @@ class Service:
     dtype: str
     """Of an element, by torch's name."""
     page_bytes: int
+    options: EngineOptions
+    """Without a size: that is `pages`."""
     shared: bool = True
-    """False: equal hashes of two services may be different content, so each has its own cache."""
-    cache_name: str | None = None
-    """Of the cache that is shared; None: the model's default."""
-    cache: dict[str, Any] = field(default_factory=dict)
-    """Further options of `Cache.open`."""
-    storage: tuple[str, ...] = ()
+    """False: equal hashes of two services may be different content, so each has its own cache,
+    which ends with it, and no storage."""
 
     def role(self, kind: str) -> str:
         """What tells its processes from others in the cache's client table."""
-        digest = hashlib.blake2b(self.name.encode(), digest_size=4, person=b"lightllm")
-        return f"lightllm-{kind}-{digest.hexdigest()}"
+        return role_name("lightllm", launch_name(self.name), kind)
+
+    def object_name(self, what: str) -> str:
+        """Of something in shared memory that is this launch's alone."""
+        return f"lightllm-{self.name}-{what}"
+
+    def open_cache(self, kind: str, device: bool) -> Cache:
+        """Its cache; create it if it is missing.
+
+        Raises:
+            As `Cache.open`.
+        """
+        name = self.options.name if self.shared else f"lightllm-{self.name}"
+        return open_engine_cache(
+            replace(self.options, name=name, size=self.pages * self.page_bytes),
+            model=self.model,
+            fingerprint=self.fingerprint,
+            page_bytes=self.page_bytes,
+            page_tokens=self.page_tokens,
+            role=self.role(kind),
+            device=device,
+            shared=False,  # each client gives back what is its own
+            stays=self.shared,
+        )
 
 
 class _NoLock:
@@ -86,20 +113,29 @@ class _NoLock:
         """Nothing."""
 
 
+@dataclass
+class _Write:
+    """Of a list of `allocate_pages`."""
+
+    new: Reservation | None = None
+    """None: there was none."""
+    keys: Keys | None = None
+    """To publish and to store; None: nothing is new."""
+
+
 class _Ledger:
     """The manager's side: what it has pinned for others, and what they give back."""
 
-    def __init__(self, cache: Cache, service: Service) -> None:
+    def __init__(self, cache: Cache, service: Service, voice: Voice) -> None:
         self.ignored = 0
         """Pages that were given back and not lent."""
-        self._cache, self._service = cache, service
+        self._cache, self._service, self._voice = cache, service, voice
         self._role = service.role("giver")
         self._lent: Counter[int] = Counter()
         self._rings: dict[tuple[int, int], SharedRing] = {}
         self._last: dict[tuple[int, int], int] = {}
         self._gone: set[tuple[int, int]] = set()
-        self._lock, self._ended = threading.RLock(), threading.Event()
-        threading.Thread(target=self._tick, name="lightcache-lightllm", daemon=True).start()
+        self._lock = threading.RLock()
 
     @property
     def pages(self) -> int:
@@ -119,44 +155,57 @@ class _Ledger:
         with self._lock:
             named = Counter(pages)
             known = named & self._lent
-            self.ignored += named.total() - known.total()
-            self._lent -= known
+            # An error of this leaves all pinned, and noted, until `close`.
             self._cache.index.unpin(np.fromiter(known.elements(), np.int32, known.total()))
+            self._lent -= known
+            self.ignored += named.total() - known.total()
 
     def collect(self, *, discover: bool = False) -> None:
-        """Take what was given back out of the rings; first find those of new processes."""
+        """Take what was given back out of the rings; first find those of new processes. A ring that
+        cannot be read now is left to the next call, and holds no other up."""
         with self._lock:
             givers = self._discover() if discover else {}
             for giver, ring in list(self._rings.items()):
-                while len(ring):
-                    with Hurried(PATIENCE):
-                        messages = ring.pop_many(CAPACITY)
-                    for message in messages:
-                        number = int.from_bytes(message[:8], "little")
-                        if number > self._last.get(giver, -1):  # else it was pushed twice
-                            self._last[giver] = number
-                            self.give_back(np.frombuffer(message, "<i4", offset=8).tolist())
-                if discover and not (giver in givers and givers[giver].alive):
-                    self._gone.add(giver)
-                    self._rings.pop(giver).close()
+                with self._tried():
+                    self._empty(giver, ring)
+                    if discover and not (giver in givers and givers[giver].alive):
+                        self._gone.add(giver)
+                        self._rings.pop(giver).close()
+
+    def _empty(self, giver: tuple[int, int], ring: SharedRing) -> None:
+        while len(ring):
+            with Hurried(PATIENCE):
+                messages = ring.pop_many(CAPACITY)
+            for message in messages:
+                number = int.from_bytes(message[:8], "little")
+                if number > self._last.get(giver, -1):  # else it was pushed twice
+                    self._last[giver] = number
+                    with self._tried():
+                        self.give_back(np.frombuffer(message, "<i4", offset=8).tolist())
+
+    @contextlib.contextmanager
+    def _tried(self) -> Iterator[None]:
+        """An error of this ring is not one of the others."""
+        try:
+            yield
+        except LockTimeout:
+            pass  # a process that was stopped in a call
+        except LightcacheError as error:
+            self._voice.trouble("take back", error)
 
     def _discover(self) -> dict[tuple[int, int], ClientInfo]:
         clients = self._cache.index.segment.clients()
         givers = {(one.slot, one.epoch): one for one in clients if one.role == self._role}
         for giver in givers.keys() - self._rings.keys() - self._gone:
             # Of a dead one too: what it had said counts, and its ring goes with this process.
-            self._rings[giver] = open_ring(self._service, *giver)
+            with self._tried():
+                self._rings[giver] = open_ring(self._service, *giver)
         return givers
 
-    def _tick(self) -> None:
-        while not self._ended.wait(TICK):
-            with contextlib.suppress(LightcacheError):  # the next tick tries again
-                self.collect(discover=True)
-
     def close(self) -> None:
-        self._ended.set()
         with self._lock:
-            self.give_back(list(self._lent.elements()))
+            with self._tried():
+                self.give_back(list(self._lent.elements()))
             for ring in self._rings.values():
                 ring.close()
             self._rings.clear()
@@ -164,7 +213,7 @@ class _Ledger:
 
 def open_ring(service: Service, slot: int, epoch: int) -> SharedRing:
     """The ring through which a process gives back to the manager's."""
-    name = f"lightllm-{service.name}-{slot}-{epoch}"
+    name = service.object_name(f"{slot}-{epoch}")
     return SharedRing.open(name, capacity=CAPACITY, message_bytes=MESSAGE_BYTES)
 
 
@@ -180,36 +229,30 @@ class Client:
             init_shm_data: the manager's, the first of all. A rank's has neither.
 
         Raises:
-            As `Cache.open`.
+            WaitTimeout: the rank's GPU did not get the pool.
+            Otherwise as `Cache.open`.
         """
         manages = init_shm_data
         rank = not (init_shm_data or only_create_meta_data)
         self.lock = _NoLock()
-        self._service, self._said = service, set[type]()
+        self._service, self._voice = service, Voice("LightLLM")
         kind = "manager" if manages else "giver"
-        name = service.cache_name if service.shared else f"lightllm-{service.name}"
-        lasting: dict[str, Any] = {"lifetime": "persistent", "idle_limit": DAY}
-        self.cache = Cache.open(
-            name,
-            model=service.model,
-            pages=service.pages,
-            page_bytes=service.page_bytes,
-            page_tokens=service.page_tokens,
-            fingerprint=service.fingerprint,
-            role=service.role(kind),
-            device=rank and _has_cuda(),
-            **((lasting | service.cache) if service.shared else {"lifetime": "attached"}),
-        )
+        self.cache = service.open_cache(kind, device=rank and _has_cuda())
         self.page_num = self.cache.index.pages
         self._keys = self.cache.engine_keys()
-        self._tier: StorageTier | None = None
-        self._tier_lock = threading.Lock()
-        self._writing: defaultdict[tuple[int, ...], deque[tuple[Keys, Reservation]]]
-        self._writing = defaultdict(deque)
+        self._updates = SharedCounters.open(service.object_name("updates"), names=["begun"])
+        self._used = True
+        voice = Voice("LightLLM", what="the storage", then="it is not used")
+        self._storage = Link(voice, self._open_storage, StorageTier.close)
+        self._storage_begun = not service.options.storage
+        self._once = threading.Lock()  # for what happens once, though threads share this
+        self._writing: defaultdict[tuple[int, ...], deque[_Write]] = defaultdict(deque)
+        self._writing_lock = threading.Lock()
         self._ledger: _Ledger | None = None
         self._ring: SharedRing | None = None
         if manages:
-            self._ledger = _Ledger(self.cache, service)
+            self._ledger = _Ledger(self.cache, service, self._voice)
+            self._tier(OPEN)
         else:
             own = self.cache.index.client_id
             self._ring = open_ring(service, own.slot, own.epoch)
@@ -217,15 +260,58 @@ class Client:
             self._put = threading.Lock()
         if not only_create_meta_data:
             self.cpu_kv_cache_tensor = self._tensor(pinned=rank)
+        self._ended = threading.Event()
+        self._ticks = threading.Thread(target=self._tick, name="lightcache-lightllm", daemon=True)
+        self._ticks.start()
 
     def _tensor(self, pinned: bool) -> Any:
         """The pages, in the shape of theirs; of a rank registered with its GPU."""
         import torch
 
         if pinned and _has_cuda():
-            self.cache.pin(device=torch.cuda.current_device()).wait()
+            self.cache.pin(device=torch.cuda.current_device()).wait(timeout=PIN)
         flat = self.cache.pool.tensor().view(getattr(torch, self._service.dtype))
         return flat.view(self.page_num, *self._service.shape)
+
+    def _tick(self) -> None:
+        """A process without requests gives back, or takes what was given back."""
+        while not self._ended.wait(TICK):
+            try:
+                self.tick()
+            except Exception as error:  # the next one tries again
+                self._voice.trouble("give back", error)
+
+    def tick(self) -> None:
+        """What is done once a second."""
+        if self._ledger is not None:
+            self._uses()
+            self._ledger.collect(discover=True)
+        else:
+            with self._put:
+                self._gives.flush()
+
+    # ---- weights that change
+
+    def end_use(self) -> None:
+        """The weights are about to change: from now on no process of the service finds or saves
+        anything. What was found or reserved before is of the weights before.
+
+        It is not resumed under other names: a page that a request saves later may have been
+        computed before, and LightLLM does not say so.
+        """
+        self._updates.add(begun=1)
+
+    def _uses(self) -> bool:
+        """Whether the weights are still those of the start."""
+        with self._once:
+            if self._used and self._updates.total()["begun"]:
+                self._used = False
+                if self._ledger is not None:  # once for the service
+                    _log.warning(
+                        "LightLLM: its weights have changed, or their memory was given away; "
+                        "nothing is found or saved until the service starts again"
+                    )
+            return self._used
 
     # ---- the manager's process
 
@@ -236,15 +322,15 @@ class Client:
         try:
             with contextlib.suppress(LightcacheError):  # what cannot be had now waits
                 self._ledger.collect()
-            if not hashes:
+            if not hashes or not self._uses():
                 return []
             keys = self._keys.encode(hashes)
             with self.cache.match(keys) as lease:
-                if len(lease) < len(keys) and self._service.storage:
-                    return self._read(keys, lease)
+                if len(lease) < len(keys) and (grown := self._read(keys, lease)):
+                    return grown
                 return self._ledger.lend(lease)
         except Exception as error:
-            self._miss("look up", error)
+            self._voice.trouble("look up", error)
             return []
 
     def collect(self) -> tuple[int, int]:
@@ -260,14 +346,22 @@ class Client:
         return (pages[0], True) if pages else (None, False)
 
     def _read(self, keys: Keys, lease: Lease) -> list[int]:
-        """Look again after a read of what the lease lacks."""
+        """Look again after a read of what the lease lacks; none if it is of no use."""
         assert self._ledger is not None
-        task = self._storage().prefetch(keys, start=len(lease))
-        with contextlib.suppress(WaitTimeout):
-            task.wait(READ_LIMIT)
-        task.stop()
-        with self.cache.match(keys, count=False) as grown:
-            return self._ledger.lend(grown)
+        tier = self._tier()
+        if tier is None:
+            return []
+        try:
+            task = tier.prefetch(keys, start=len(lease))
+            with contextlib.suppress(WaitTimeout):
+                task.wait(READ_LIMIT)
+            task.stop()
+            with self.cache.match(keys, count=False) as grown:
+                return self._ledger.lend(grown) if len(grown) > len(lease) else []
+        except Exception as error:  # what memory has is found all the same
+            self._voice.trouble("read from the storage", error)
+            self._storage.judge(tier, error)
+            return []
 
     def check_allpages_ready(self, page_list: Sequence[int]) -> bool:
         """True: a lookup finds ready pages only."""
@@ -288,7 +382,7 @@ class Client:
                     self._gives.put(next(self._numbers), part)
                 self._gives.flush()
         except Exception as error:
-            self._miss("give back", error)
+            self._voice.trouble("give back", error)
 
     def deref_one_page(self, page_index: int) -> None:
         """As `deref_pages`, for one."""
@@ -327,21 +421,29 @@ class Client:
     ) -> tuple[list[int], list[bool]]:
         """Pages to write for a prompt: of each hash the page, and whether it is ready already. -1:
         another request or service is writing it, or there is no room."""
-        refuse_disk(disk_offload_enable)
         pages, ready = [NONE] * len(hash_keys), [False] * len(hash_keys)
+        write = _Write()
         try:
-            keys = self._keys.encode(hash_keys)
-            new = self.cache.reserve(keys)
+            if self._uses():
+                write = self._reserve(hash_keys, pages, ready)
         except Exception as error:
-            self._miss("reserve", error)
-            return pages, ready
+            self._voice.trouble("reserve", error)
+        with self._writing_lock:
+            self._writing[tuple(pages)].append(write)
+        return pages, ready
+
+    def _reserve(self, hash_keys: Sequence[int], pages: list[int], ready: list[bool]) -> _Write:
+        keys = self._keys.encode(hash_keys)
+        new = self.cache.reserve(keys)
         for position, page in zip(new.new.tolist(), new.pages.tolist(), strict=True):
             pages[position] = page
         for position, page in zip(new.present.tolist(), new.present_pages.tolist(), strict=True):
             pages[position], ready[position] = page, True
-        # Equal lists are of equal content: a page that is being written is in one of them only.
-        self._writing[tuple(pages)].append((keys, new))
-        return pages, ready
+        if len(new.new):
+            self._tier()  # so that it is open when they are published
+            return _Write(new, keys)
+        self._store(keys)
+        return _Write(new)
 
     def update_pages_status_to_ready(
         self,
@@ -351,81 +453,87 @@ class Client:
         token_num_in_page_list: int | None = None,
     ) -> None:
         """Publish what `allocate_pages` gave, and give it back. Ready pages go to the storage."""
-        refuse_disk(disk_offload_enable or not deref)
         try:
-            keys, new = self._ended(page_list)
-            with new:
-                if len(new.new):
-                    new.publish()
-            if self._service.storage:
-                self._storage().write(keys)
+            write = self._written(page_list)
+            if write.new is not None:
+                with write.new:
+                    if write.keys is not None:
+                        write.new.publish()
+            if write.keys is not None:
+                self._store(write.keys)
         except Exception as error:
-            self._miss("publish", error)
+            self._voice.trouble("publish", error)
 
     def recycle_pages(self, page_list: Sequence[int]) -> None:
         """Give back what `allocate_pages` gave, unwritten."""
         try:
-            _, new = self._ended(page_list)
-            new.abandon()
+            write = self._written(page_list)
+            if write.new is not None:
+                write.new.abandon()
         except Exception as error:
-            self._miss("abandon", error)
+            self._voice.trouble("abandon", error)
 
-    def _ended(self, page_list: Sequence[int]) -> tuple[Keys, Reservation]:
+    def _written(self, page_list: Sequence[int]) -> _Write:
+        """What was noted for a list. Of two equal ones either may be taken: a page that is being
+        written is in one list only, and of the others only the pins are given back."""
         listed = tuple(page_list)
-        waiting = self._writing.get(listed)
-        if not waiting:
-            raise ConfigError(
-                f"pages: expected a list that allocate_pages has returned, found {len(listed)} "
-                "others; nothing is published"
-            )
-        ended = waiting.popleft()
-        if not waiting:
-            del self._writing[listed]
-        return ended
+        with self._writing_lock:
+            waiting = self._writing.get(listed)
+            if not waiting:
+                raise ConfigError(
+                    f"pages: expected a list that allocate_pages has returned, found {len(listed)} "
+                    "others; nothing is published"
+                )
+            write = waiting.popleft()
+            if not waiting:
+                del self._writing[listed]
+        return write
 
     # ---- all
 
-    def _storage(self) -> StorageTier:
-        """Opened by the first process that reads or writes: one rank of a service writes."""
-        with self._tier_lock:
-            if self._tier is None:
-                urls = self._service.storage
-                self._tier = StorageTier.open(self.cache, urls if len(urls) > 1 else urls[0])
-            return self._tier
+    def _open_storage(self) -> StorageTier:
+        options = self._service.options
+        urls, speed = options.storage, options.prefill_tokens_per_s
+        return StorageTier.open(self.cache, urls, prefill_tokens_per_s=speed)
 
-    def _miss(self, what: str, error: Exception) -> None:
-        if type(error) not in self._said:
-            self._said.add(type(error))
-            _log.warning("LightLLM: %s: %s; the engine computes instead", what, error)
+    def _tier(self, timeout: float = 0.0) -> StorageTier | None:
+        """The storage; None: there is none, or it is not open yet. The first call of a process that
+        reads or writes begins to open it: of a service's ranks one writes."""
+        with self._once:
+            if not self._storage_begun:
+                self._storage_begun = True
+                self._storage.start(timeout)
+        return self._storage.current
+
+    def _store(self, keys: Keys) -> None:
+        """Write ready pages to the storage. What comes before it is open stays in memory alone."""
+        if (tier := self._tier()) is not None:
+            try:
+                tier.write(keys)
+            except Exception as error:
+                self._voice.trouble("write to the storage", error)
+                self._storage.judge(tier, error)
 
     def close(self) -> None:
         """Give back everything and leave the cache. LightLLM does not call it: its processes are
         killed."""
+        self._ended.set()
+        self._ticks.join()
         for waiting in self._writing.values():
-            for _, new in waiting:
-                new.release()
+            for write in waiting:
+                if write.new is not None:
+                    write.new.release()
         self._writing.clear()
         if self._ledger is not None:
             self._ledger.close()
         if self._ring is not None:
+            with self._put:
+                self._gives.flush()
             self._ring.close()
-        if self._tier is not None:
-            self._tier.close()
+        self._storage.close(LEAVE)
+        self._updates.close()
         self.cpu_kv_cache_tensor = None
         self.cache.close()
-
-
-def refuse_disk(asked: bool) -> None:
-    """Of LightLLM's own disk cache.
-
-    Raises:
-        ConfigError: it is asked for.
-    """
-    if asked:
-        raise ConfigError(
-            "enable_disk_cache: LightLLM's disk cache keeps pages in a way of its own; leave it "
-            'out, and give --lightcache \'{"storage": "disk:/path?capacity=1TiB"}\''
-        )
 
 
 def _has_cuda() -> bool:
@@ -434,4 +542,4 @@ def _has_cuda() -> bool:
     return bool(torch.cuda.is_available())
 
 
-__all__ = ["Client", "Service", "refuse_disk"]
+__all__ = ["Client", "Service"]

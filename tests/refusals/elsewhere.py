@@ -67,6 +67,13 @@ ELSEWHERE = {
         "bad_input": ["gave tensors of other shapes", "gave device blocks that"]
     },
     "unit/test_leases.py": {"a_replaced_cache_is_detached": ["used one that was replaced"]},
+    "unit/test_lightllm.py": {
+        "options": ["gave `--lightcache` what"],
+        "what_does_not_go_together": ["enabled LightLLM's disk cache", "gave `name` or `storage`"],
+        "another_release_is_refused": ["started another release of LightLLM"],
+        "errors_are_misses": ["ended a list of pages"],
+        "the_manager_dies": ["the manager of a service died"],
+    },
     "unit/test_loans.py": {
         "a_worker_that_leaves_gives_everything_back": ["lent pages to a worker"],
         "a_third_process_is_refused": ["made `Loans` or `GiveBack`"],

@@ -14,7 +14,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +28,19 @@ from support.lightllm_calls import SCENES, Manager, Worker, hashes
 from support.scripts import with_support
 
 from lightcache import Cache
-from lightcache.connectors import lightllm
-from lightcache.connectors.lightllm_client import MOST, Client, Service
-from lightcache.errors import ConfigError, LeaseLost, NotInstalled
-from lightcache.shm import Segment
+from lightcache.connectors import lightllm, lightllm_client
+from lightcache.connectors.engine_options import EngineOptions
+from lightcache.connectors.lightllm_client import MOST, NONE, Client, Service
+from lightcache.errors import (
+    ConfigError,
+    LeaseLost,
+    LockTimeout,
+    NotInstalled,
+    NotReady,
+    StorageError,
+)
+from lightcache.shm import Segment, SharedRing
+from lightcache.storage.tier import StorageTier
 from lightcache.tools import cli
 
 PAGES = 64
@@ -41,22 +52,25 @@ THEIRS: dict[str, list[Any]] = {
     "eviction": [10, 10, 10, 10, 10, 0],
 }
 SERVICE = """
+from lightcache.connectors.engine_options import EngineOptions
 from lightcache.connectors.lightllm_client import Client, Service
 from support.lightllm_calls import Manager, Worker, hashes
 import os, signal, sys
 name, home = sys.argv[1:]
-secret = {"secret_file": home + "/secret"}
+options = EngineOptions(name=name, secret_file=home + "/secret")
 shape = 64, 16, (8,), "uint8", 4096
-service = Service(name + "-service", "m", "fp", *shape, cache_name=name, cache=secret)
+service = Service(name + "-service", "m", "fp", *shape, options)
 """
 
 
 def service_of(name: str, home: Path, how: dict[str, Any]) -> Service:
-    given = {"name": f"{name}-service", "cache_name": name, **how}
-    given["cache"] = {"secret_file": f"{home}/secret"}
+    """Of these fields, or options."""
+    own = {each: how.pop(each) for each in ("name", "shared") if each in how}
+    given = {"name": f"{name}-service", **own}
+    options = EngineOptions(**{"name": name, "secret_file": f"{home}/secret", **how})
     return Service(
         model="m", fingerprint="fp", pages=PAGES, page_tokens=16, shape=(8,), dtype="uint8",
-        page_bytes=4096, **given,
+        page_bytes=4096, options=options, **given,
     )  # fmt: skip
 
 
@@ -194,21 +208,182 @@ def test_errors_are_misses(start: Callable[..., Any], caplog: pytest.LogCaptureF
     for _ in range(2):
         assert manager.query_pages(prompt) == []
         assert worker.allocate_pages(prompt) == ([-1] * 4, [False] * 4)
-        worker.update_pages_status_to_ready([1, 2])
+        worker.update_pages_status_to_ready([-1] * 4)  # of which nothing is said
         with worker.holding([(prompt, [0, 1, 2, 3])]):  # the manager lives, so its pins hold
             pass
+    worker.recycle_pages([1, 2])
+    worker.update_pages_status_to_ready([1, 2])
     assert CliRunner().invoke(cli.group, ["enable", worker.cache.name]).exit_code == 0
     assert [record.getMessage().split(": ")[1] for record in caplog.records] == [
-        "look up", "reserve", "publish"
+        "look up", "reserve", "abandon"
     ]  # fmt: skip
 
 
-def test_their_disk_is_refused(start: Callable[..., Any]) -> None:
+def test_lists_without_new_pages(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal lists of two prompts: of each, what is ready goes to the storage."""
     worker = start("worker")
-    with pytest.raises(ConfigError, match="enable_disk_cache"):
-        worker.allocate_pages(hashes("prompt", 4), disk_offload_enable=True)
-    with pytest.raises(ConfigError, match="enable_disk_cache"):
-        worker.update_pages_status_to_ready([1], deref=False)
+    stored: list[list[int]] = []
+    monkeypatch.setattr(worker, "_store", lambda keys: stored.append(keys.tolist()))
+    prompts = hashes("one", 2), hashes("two", 2)
+    held = [worker.allocate_pages(prompt)[0] for prompt in prompts]
+    lists = [worker.allocate_pages(prompt)[0] for prompt in prompts]
+    assert lists == [[NONE, NONE]] * 2
+    keys = [worker.cache.engine_keys().encode(prompt).tolist() for prompt in prompts]
+    assert stored == keys
+    for pages in reversed(held):
+        worker.update_pages_status_to_ready(pages)
+    assert stored[2:] == keys[::-1]
+    for pages in lists:
+        worker.update_pages_status_to_ready(pages)
+    assert len(stored) == 4
+    assert not worker._writing
+
+
+# ---- Giving back.
+
+
+def lent(manager: Any, worker: Any, name: str = "prompt") -> list[int]:
+    """Pages that the manager's process has pinned for the worker."""
+    manager.collect()
+    pages, _ = Worker(worker).finish(hashes(name, 4))
+    assert manager.query_pages(hashes(name, 4)) == pages
+    return pages
+
+
+@pytest.mark.parametrize("then", ["tick", "close"])
+def test_a_ring_that_was_full(
+    then: str, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What did not fit is given back without another call of the engine."""
+    manager, worker = start("manager"), start("worker")
+    pages = lent(manager, worker)
+    with monkeypatch.context() as full:
+        full.setattr(SharedRing, "push_many", lambda self, messages: 0)
+        worker.deref_pages(pages)
+        assert manager.collect() == (4, 0)
+    getattr(worker, then)()
+    assert manager.collect() == (0, 0)
+
+
+def test_pages_that_cannot_be_unpinned_stay_noted(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, worker = start("manager"), start("worker")
+    first, second = lent(manager, worker, "one"), lent(manager, worker, "two")
+    unpin = manager.cache.index.unpin
+
+    def refuses(pages: Any) -> None:
+        if first[0] in pages:
+            raise LeaseLost("refused")
+        unpin(pages)
+
+    with monkeypatch.context() as damaged:
+        damaged.setattr(manager.cache.index, "unpin", refuses)
+        worker.deref_pages(first)
+        worker.deref_pages(second)
+        assert manager.collect() == (4, 0)
+    assert manager.cache.check().pins == 4  # they go with the manager
+
+
+def test_a_ring_whose_lock_is_held_holds_no_other_up(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, stopped, other = start("manager"), start("worker"), start("worker")
+    one, two = lent(manager, stopped, "one"), lent(manager, other, "two")
+    stopped.deref_pages(one)
+    other.deref_pages(two)
+
+    def held(limit: int) -> Any:
+        raise LockTimeout("held")
+
+    with monkeypatch.context() as waits:
+        waits.setattr(next(iter(manager._ledger._rings.values())), "pop_many", held)
+        assert manager.collect() == (4, 0)
+    assert manager.collect() == (0, 0)
+
+
+def test_the_tick_survives(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = start("manager")
+    calls = itertools.count()
+
+    def fails() -> None:
+        next(calls)
+        raise RuntimeError("unexpected")
+
+    monkeypatch.setattr(manager, "tick", fails)
+    waits = iter([False, False, True])
+    monkeypatch.setattr(
+        manager, "_ended", SimpleNamespace(wait=lambda seconds: next(waits), set=manager._ended.set)
+    )
+    manager._tick()
+    assert next(calls) >= 2
+    assert "give back: unexpected" in caplog.text
+
+
+# ---- Weights that change.
+
+
+def test_changed_weights_end_the_use(
+    start: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """In all processes of the service, and in no other service. What was reserved before is of the
+    weights before."""
+    manager, master, rank = start("manager"), start("worker"), start("worker")
+    other = start("manager", name="another-service")
+    prompt, begun = hashes("prompt", 4), hashes("begun", 4)
+    pages = lent(manager, master)
+    reserved, _ = master.allocate_pages(begun)
+    rank.end_use()
+    for _ in range(2):
+        assert manager.query_pages(prompt) == []
+        after, ready = master.allocate_pages(hashes("after", 4))
+        assert (after, sum(ready)) == ([NONE] * 4, 0)
+        master.update_pages_status_to_ready(after)
+    master.update_pages_status_to_ready(reserved)
+    master.deref_pages(pages)
+    assert manager.collect() == (0, 0)
+    assert other.query_pages(prompt) == pages
+    assert other.query_pages(begun) == reserved
+    assert other.query_pages(hashes("after", 4)) == []
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == [
+        "LightLLM: its weights have changed"
+    ]
+
+
+@pytest.mark.parametrize("call", lightllm.CHANGING)
+def test_updates_are_heard(call: str) -> None:
+    """The use ends before the weights change; an update that cannot say so does not happen."""
+    told: list[str] = []
+
+    class RlBackendOps:
+        def __init__(self, **backend: Any) -> None:
+            self.backend = SimpleNamespace(**backend)
+
+        def update(self, request: str) -> str:
+            told.append(f"{call} {request}")
+            return "done"
+
+    module: Any = SimpleNamespace(RlBackendOps=RlBackendOps)
+    for name in lightllm.CHANGING:
+        setattr(RlBackendOps, name, RlBackendOps.update)
+    lightllm.end_at_updates(module)
+    client = SimpleNamespace(end_use=lambda: told.append("end"))
+    arguments = SimpleNamespace(enable_cpu_cache=True)
+    one = {"args": arguments, "multi_level_cache_module": SimpleNamespace(cpu_cache_client=client)}
+    assert getattr(RlBackendOps(**one), call)("new") == "done"
+    assert told == ["end", f"{call} new"]
+    with pytest.raises(AttributeError):
+        getattr(RlBackendOps(args=arguments), call)("new")
+    arguments.enable_cpu_cache = False
+    assert getattr(RlBackendOps(args=arguments), call)("other") == "done"
+    assert told[2:] == [f"{call} other"]
+
+
+# ---- Storage.
 
 
 def test_a_disk_of_ours(start: Callable[..., Any], tmp_path: Path) -> None:
@@ -217,14 +392,54 @@ def test_a_disk_of_ours(start: Callable[..., Any], tmp_path: Path) -> None:
     manager, worker = start("manager", **disk), start("worker", **disk)
     manager.collect()
     prompt = hashes("prompt", 10)
+    worker._tier(60.0)
     Worker(worker).finish(prompt)
-    worker._storage().close()  # writes what is queued
+    worker._storage.close(60.0)  # writes what is queued
     worker.cache.index.evict(PAGES)
     assert worker.cache.peek(worker.cache.engine_keys().encode(prompt)) == 0
     pages = manager.query_pages(prompt)
     assert len(pages) == 10
     worker.deref_pages(pages)
     assert manager.collect() == (0, 0)
+
+
+def test_a_storage_that_does_not_open(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds no call up, and memory is found without it."""
+    opens = threading.Event()
+
+    def hangs(*given: Any, **how: Any) -> Any:
+        assert opens.wait(60)
+        raise StorageError("no answer")
+
+    monkeypatch.setattr(StorageTier, "open", hangs)
+    monkeypatch.setattr(lightllm_client, "OPEN", 0.0)
+    how = {"storage": ("disk:/none?capacity=4MiB",)}
+    manager, worker = start("manager", **how), start("worker", **how)
+    try:
+        pages = lent(manager, worker)
+        assert manager.query_pages([*hashes("prompt", 4), 7]) == pages
+        worker.deref_pages(pages * 2)
+    finally:
+        opens.set()
+
+
+def test_a_storage_that_fails(
+    start: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What memory has is found all the same."""
+    how = {"storage": (f"disk:{tmp_path}/disk?capacity=4MiB",)}
+    manager, worker = start("manager", **how), start("worker", **how)
+    for each in (manager, worker):
+        each._tier(60.0)
+        each._storage.current.close()
+    pages = lent(manager, worker)
+    assert manager.query_pages([*hashes("prompt", 4), 7]) == pages
+    worker.deref_pages(pages * 2)
+    assert manager.collect() == (0, 0)
+    said = {record.getMessage().split(": ")[1] for record in caplog.records}
+    assert {"write to the storage", "read from the storage"} <= said
 
 
 # ---- Kills.
@@ -355,29 +570,76 @@ def test_the_hook_in_spawned_processes(segment_name: str, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_images_are_not_shared(segment_name: str, tmp_path: Path) -> None:
     """Each service counts image tokens from the same number: nothing is found of another, and
-    nothing stays."""
+    nothing stays. A storage would find it."""
     pytest.importorskip("torch")
-    options = json.dumps({"name": segment_name})
     for number in (1, 2):
-        name = f"{segment_name}-{number}"
-        lines = run_stand_in(name, tmp_path, "--lightcache", options, "--multimodal").splitlines()
+        lines = run_stand_in(f"{segment_name}-{number}", tmp_path, "--multimodal").splitlines()
         assert lines[0] == "request 1: found 0, wrote 8"
+    disk = json.dumps({"storage": f"disk:{tmp_path}/disk?capacity=4MiB"})
+    with pytest.raises(AssertionError, match="ConfigError: --lightcache: expected no storage for"):
+        run_stand_in(f"{segment_name}-3", tmp_path, f"--lightcache={disk}", "--multimodal")
+    assert not (tmp_path / "disk").exists()
+
+
+def test_a_cache_of_its_own(segment_name: str, tmp_path: Path) -> None:
+    """It has the options that a shared one has, and ends with the service."""
+    how = {"shared": False, "pool_path": str(tmp_path)}
+    with pytest.raises(ConfigError, match="neither tmpfs nor hugetlbfs"):
+        Client(service_of(segment_name, tmp_path, how), True, True)
+    client = Client(service_of(segment_name, tmp_path, {"shared": False}), True, True)
+    name = client.cache.name
+    assert name == f"lightllm-{segment_name}-service"
+    client.close()
+    with pytest.raises(NotReady):
+        Cache.attach(name, timeout=0)
 
 
 def test_options() -> None:
-    assert lightllm.Options.of('{"storage": "memory:"}').storage == ("memory:",)
-    assert lightllm.Options.of('{"storage": ["memory:", "disk:/x"]}').storage[1] == "disk:/x"
-    for wrong in ("", "[]", '{"size": 1}', "{"):
+    read = lightllm.Options.read
+    assert read('{"storage": "memory:"}').storage == ("memory:",)
+    assert read('{"storage": ["memory:", "disk:/x"]}').storage[1] == "disk:/x"
+    for wrong in ("", "[]", '{"size": 1}', '{"weights": "v"}', '{"on_reset": "keep"}', "{"):
         with pytest.raises(ConfigError, match="--lightcache: expected"):
-            lightllm.Options.of(wrong)
+            read(wrong)
+    for name in ("storage", "name", "secret_file", "pool_path", "numa", "idle_limit"):
+        for value in ({}, "none of these") if name == "numa" else (True, {}):
+            with pytest.raises(ConfigError, match=f"^{name}: expected"):
+                read(json.dumps({name: value}))
+    for value in ("null", "5"):
+        with pytest.raises(ConfigError, match="storage: expected a URL or a list"):
+            read(f'{{"storage": {value}}}')
 
 
-def test_no_lightllm() -> None:
+@pytest.mark.parametrize("given", [["--lightcache", "{"], ["--lightcache={"], ["--lightcache"]])
+def test_both_ways_to_give_options(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(lightllm.VARIABLE, "{}")
+    with pytest.raises(ConfigError, match="--lightcache: expected a JSON object"):
+        lightllm.main([*given, "--model_dir", "x"])
+
+
+def test_what_does_not_go_together() -> None:
+    plain = lightllm.Options()
+    images = {"enable_multimodal": True}
+    lightllm.refuse({}, lightllm.Options(name="n", storage=("memory:",)))
+    lightllm.refuse(images, replace(plain, secret_file="s"))
+    with pytest.raises(ConfigError, match="enable_disk_cache"):
+        lightllm.refuse({"enable_disk_cache": True}, plain)
+    for options, words in (
+        ({"storage": ("memory:",)}, "expected no storage for"),
+        ({"name": "n"}, "expected no name for"),
+        ({"name": "n", "storage": ("memory:",)}, "expected no name and no storage for"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            lightllm.refuse(images, lightllm.Options(**options))
+
+
+def test_no_lightllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(lightllm.VARIABLE, "{}")
     with pytest.raises(NotInstalled, match="lightllm is not installed"):
         lightllm.main(["--model_dir", "x"])
 
 
-def test_the_fingerprint(tmp_path: Path) -> None:
+def test_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names all that decides the bytes of a page, and the ranks only if their packing counts."""
     (tmp_path / "weights").write_text("1")
     usual = {"model_dir": str(tmp_path), "tp": 1, "llm_kv_type": "None"}
@@ -389,6 +651,15 @@ def test_the_fingerprint(tmp_path: Path) -> None:
     assert lightllm.fingerprint(usual, packed, "uint8") != lightllm.fingerprint(
         {**usual, "tp": 2}, packed, "uint8"
     )
+    for name, other in {
+        "expert_dtype": "fp4",
+        "llm_prefill_att_backend": ["triton"],
+        "llm_decode_att_backend": ["fa3"],
+    }.items():
+        assert lightllm.fingerprint({**usual, name: other}, shape, "float16") != first, name
+    with monkeypatch.context() as later:
+        later.setattr(lightllm, "release", lambda: "9.9")
+        assert lightllm.fingerprint(usual, shape, "float16") != first
     (tmp_path / "weights").write_text("two")
     assert lightllm.fingerprint(usual, shape, "float16") != first
 
