@@ -189,14 +189,14 @@ def test_heads_stay_when_the_device_has_them(segment_name: str) -> None:
 def test_without_the_tree_neighbours_are_remembered(segment_name: str) -> None:
     with Engine(segment_name) as engine:
         rank = engine.ranks[0]
-        rank.guess_heads()
+        rank.guess_beginnings("not told")
         slots = engine.compute(PROMPT)
         rank.lookup("r", HASHES, None)
         for begin, end in ((0, 4), (4, 12)):
             part = slots[begin * PAGE : end * PAGE]
             rank.offload(HASHES[begin:end], lambda part=part: part, None, [])
         assert engine.saved(2) == [True, True]
-        assert rank.figures["unknown_heads"] == 1
+        assert rank.figures["unknown_beginnings"] == 1
         cache = rank._link.current.cache  # type: ignore[union-attr]
         cache.evict(8)
         assert engine.lookup("r", HASHES) == 4
@@ -319,12 +319,12 @@ def test_disabled_and_removed(segment_name: str, monkeypatch: pytest.MonkeyPatch
 class Guarded:
     """As the linker's methods are."""
 
-    def __init__(self, half: Rank) -> None:
-        self.half = half
+    def __init__(self, rank: Rank) -> None:
+        self.rank, self.trouble = rank, rank.trouble
 
     @guarded(int)
     def lookup(self, request: str, hashes: list[str]) -> int:
-        return self.half.lookup(request, hashes, ROOT)
+        return self.rank.lookup(request, hashes, ROOT)
 
 
 @pytest.mark.parametrize(
