@@ -480,7 +480,7 @@ def test_errors_of_a_storage_hide_nothing(
     with Engine(segment_name) as engine:
         engine.ask(PROMPT)  # it is saved
         assert engine.lookup("r", hashes_of([*PROMPT, *range(20)])) == 12
-        assert engine.ranks[0].voice.count == 2
+        assert engine.ranks[0].voice.count == 3
 
 
 def test_what_two_threads_lose_is_closed_once() -> None:

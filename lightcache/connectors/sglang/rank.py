@@ -542,13 +542,13 @@ class Rank:
             return False  # its start has failed
         whole = not batch.lost
         if batch.loads is not None:
-            try:
-                errors = list(batch.loads.finish().values())
-            except Exception as error:
-                errors = [error]
-            for error in errors:
-                self.trouble("load", error)
-            whole = whole and not errors
+            landed = False
+            with self._noted("load"):
+                errors = batch.loads.finish()
+                landed = not errors
+                for error in errors.values():
+                    self.trouble("load", error)
+            whole = whole and landed
             self._wait_for_copies(batch.loads)
         self.figures["failed_batches"] += not whole
         return whole
@@ -728,7 +728,8 @@ class Rank:
         """Give back all that requests have, and wait for copies. What fails is said, and the others
         are given back all the same."""
         for request in list(self._queued):
-            self.cancel_load(request)
+            with self._noted("cancel a load"):
+                self.cancel_load(request)
         for number in list(self._started):
             with self._noted("wait for a load"):
                 self.finish(number)
