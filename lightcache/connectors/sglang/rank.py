@@ -593,7 +593,6 @@ class Rank:
                 self._forget_computed(hashes)
         finally:
             self._saves.put(save)
-        self._keep_saving()
 
     def _keep_saving(self) -> None:
         """Start the thread of saves, or another in place of one that has died."""
@@ -617,7 +616,8 @@ class Rank:
             promise.opened.cache.cancel(request)
 
     def completed(self) -> int:
-        """Saves that `pop` returns. SGLang asks in each step, also an idle one: so plans lapse."""
+        """Saves that `pop` returns. SGLang asks in each step, also an idle one: so plans lapse, and
+        a thread that could not be started is tried again."""
         self._lapse()
         self._keep_saving()
         return self._offloads.completed()
