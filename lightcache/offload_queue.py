@@ -99,7 +99,8 @@ class OffloadQueue:
             if entry.offload is not None:
                 self._in_flight.append(entry)
             self._entries.append(entry)  # last: an interrupt leaves none that nothing completes
-            self._ensure_thread()
+            with contextlib.suppress(RuntimeError):  # no thread now: `completed` tries again
+                self._ensure_thread()
             self._changed.notify_all()
 
     def completed(self) -> int:
@@ -159,7 +160,8 @@ class OffloadQueue:
         if os.getpid() != self._pid:
             return False
         self._closed = True
-        self.wait(timeout)
+        with contextlib.suppress(RuntimeError):  # no thread can start: all are aborted
+            self.wait(timeout)
         with self._changed:
             left = [entry for entry in self._in_flight if entry.result is None]
         late = WaitTimeout(f"its copy was in flight {timeout} s after the queue was closed")

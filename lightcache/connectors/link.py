@@ -93,6 +93,7 @@ class Link(Generic[T]):
         self._wake, self._tried = threading.Event(), threading.Event()
         self._ended = False
         self._closing = threading.Lock()
+        self._losing = threading.Lock()
         self._thread: threading.Thread | None = None
 
     @property
@@ -107,11 +108,13 @@ class Link(Generic[T]):
         self._tried.wait(timeout)
 
     def lose(self, side: T) -> None:
-        """This one is of no use any more: close it, and open another."""
-        if side is self._current:
+        """This one is of no use any more: close it, once, and open another. Any thread."""
+        with self._losing:
+            if side is not self._current:
+                return
             self._current = None
             self._lost.append(side)
-            self._wake.set()
+        self._wake.set()
 
     def judge(self, side: T, error: BaseException) -> None:
         """Lose it if an error of a call on it says so."""
@@ -130,8 +133,7 @@ class Link(Generic[T]):
         """Close what is open. By who closes, and by the thread, which may have opened it later."""
         with self._closing:
             if (side := self._current) is not None:
-                self._current = None
-                self._lost.append(side)
+                self.lose(side)
             self._close_lost()
 
     def _run(self) -> None:
@@ -167,28 +169,22 @@ class Link(Generic[T]):
             timer.cancel()
 
     def _close_lost(self) -> None:
-        while self._lost:
-            side = self._lost.popleft()
+        while True:
+            try:
+                side = self._lost.popleft()
+            except IndexError:  # there is none, or another thread was faster
+                return
             try:
                 self._closes(side)
             except Exception as error:
                 _log.info("lightcache: what was lost could not be closed: %s", error)
 
 
-class Part(Protocol):
-    """What of a connector does the work."""
-
-    def trouble(self, what: str, error: BaseException) -> None:
-        """An error of a call: say it once, and learn from it."""
-
-
 class Guarded(Protocol):
     """A connector: an engine calls its methods."""
 
-    @property
-    def half(self) -> Part:
-        """What does the work of its methods."""
-        ...
+    def trouble(self, what: str, error: BaseException) -> None:
+        """An error of a call: say it once, and learn from it."""
 
 
 def guarded(default: Callable[[], object]) -> Callable[[F], F]:
@@ -200,7 +196,7 @@ def guarded(default: Callable[[], object]) -> Callable[[F], F]:
             try:
                 return method(self, *arguments, **named)
             except Exception as error:
-                self.half.trouble(method.__name__, error)
+                self.trouble(method.__name__, error)
                 return default()
 
         return cast(F, call)
@@ -208,4 +204,4 @@ def guarded(default: Callable[[], object]) -> Callable[[F], F]:
     return wrap
 
 
-__all__ = ["Guarded", "Link", "Part", "Voice", "guarded"]
+__all__ = ["Guarded", "Link", "Voice", "guarded"]

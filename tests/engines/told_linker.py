@@ -58,18 +58,18 @@ class ToldLinker(LightcacheLinker):
             del self._events
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
-        if os.path.exists(self.file(f"lose-{self.half.rank}")):
+        if os.path.exists(self.file(f"lose-{self.rank.rank}")):
             # Its plan, and the pages too: else a second look would find them.
-            self.half._link.current.cache.cancel(rid)
+            self.rank._link.current.cache.cancel(rid)
             for transfer in transfers:
                 transfer.keys = ["ab" * 32] * len(transfer.keys)
         return super().load(rid, transfers)
 
     def num_completed_offloads(self) -> int:
-        half = self.half
-        said = json.dumps({"count": half.voice.count, "saves": len(half._offloads)} | half.figures)
+        rank = self.rank
+        said = json.dumps({"count": rank.voice.count, "saves": len(rank._offloads)} | rank.figures)
         if said != self.said:
-            self.said, target = said, self.file(f"figures-{half.rank}")
+            self.said, target = said, self.file(f"figures-{rank.rank}")
             Path(f"{target}.new").write_text(said)
             os.replace(f"{target}.new", target)
         return super().num_completed_offloads()

@@ -167,8 +167,8 @@ def test_calls_in_the_order_of_sglang(made: Any, linker: Any, kind: Any) -> None
     wrapper._offload_node(1, transfer(HASHES[:4], FIRST[: 4 * PAGE]))
     wrapper._offload_node(2, transfer(HASHES[4:], FIRST[4 * PAGE :]))
     assert [pops(one), pops(one)] == [True, True]
-    assert one.half.figures["unknown_heads"] == 0
-    assert one.half._link.current.cache.evict(5) == 5  # ends first
+    assert one.rank.figures["unknown_beginnings"] == 0
+    assert one.rank._link.current.cache.evict(5) == 5  # ends first
     wrapper._tail_hashes(None, None, 0)
     assert one.lookup("r", transfer(HASHES)) == [1, 2, 3, 4, 5]
     assert one.before is None
@@ -185,7 +185,7 @@ def test_calls_in_the_order_of_sglang(made: Any, linker: Any, kind: Any) -> None
         assert torch.equal(tensor[SECOND[: 5 * PAGE]], tensor[FIRST[: 5 * PAGE]])
     wrapper._tail_hashes(None, SimpleNamespace(last_device_node=2), 4 * PAGE)
     assert one.before == HASHES[3]
-    assert one.half.voice.count == 0
+    assert one.rank.voice.count == 0
     one.reset()
     assert one.lookup("r", transfer(HASHES)) == []
 
@@ -198,10 +198,10 @@ def test_nothing_is_raised_and_a_load_is_always_true(
 
     one = made(MHATokenToKVPool())
     for name in ("lookup", "load", "begin", "finish", "offload", "completed", "pop", "cancel_load"):
-        monkeypatch.setattr(one.half, name, fails)
+        monkeypatch.setattr(one.rank, name, fails)
     with monkeypatch.context() as patch:
         for name in ("reset", "close"):
-            patch.setattr(one.half, name, fails)
+            patch.setattr(one.rank, name, fails)
         assert one.lookup("r", transfer(HASHES)) == []
         assert one.load("r", transfer(HASHES, FIRST)) is True
         assert one.start_layer_wise_loading() == -1
@@ -212,7 +212,7 @@ def test_nothing_is_raised_and_a_load_is_always_true(
         assert one.cancel_queued_load("r") is False
         one.reset()
         one.close()
-    assert one.half.voice.count == 10
+    assert one.rank.voice.count == 10
 
 
 def test_a_save_that_cannot_begin_has_its_turn(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,16 +243,65 @@ def test_a_tree_that_tells_nothing_is_said_once(
     monkeypatch.delattr(linker.interface.UnifiedCacheLinkerWrapper, "_tail_hashes")
     monkeypatch.delattr(Wrapper, "_tail_hashes")
     one = made(MHATokenToKVPool())
-    assert one.half.voice.count == 1
+    assert one.rank.voice.count == 1
     one.offload(transfer(HASHES, FIRST))
     assert pops(one)
-    assert one.half.figures["unknown_heads"] == 1
+    assert one.rank.figures["unknown_beginnings"] == 1
     assert one.lookup("r", transfer(HASHES)) == list(range(1, 11))
+
+
+def test_a_tree_that_fails_is_said_once_and_neighbours_are_used(made: Any, linker: Any) -> None:
+    one = made(MHATokenToKVPool())
+    wrapper = linker.interface.UnifiedCacheLinkerWrapper(one, {1: []})
+    for _ in range(2):
+        wrapper._tail_hashes(None, SimpleNamespace(last_device_node=2), 4 * PAGE)
+    assert one.rank.voice.count == 1
+    one.lookup("r", transfer(HASHES))
+    wrapper._offload_node(1, transfer(HASHES[:4], FIRST[: 4 * PAGE]))
+    wrapper._offload_node(2, transfer(HASHES[4:], FIRST[4 * PAGE :]))
+    assert [pops(one), pops(one)] == [True, True]
+    assert one.rank.figures["unknown_beginnings"] == 0
+    assert one.rank.voice.count == 1
+
+
+def test_a_release_without_the_wrapper_is_served(
+    made: Any, linker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(linker.interface, "UnifiedCacheLinkerWrapper")
+    one = made(MHATokenToKVPool())
+    assert one.rank.voice.count == 1
+    one.offload(transfer(HASHES, FIRST))
+    assert pops(one)
+
+
+@pytest.mark.parametrize("name", ["_place", "_agree"])
+def test_ranks_that_cannot_agree_run_without_the_cache(
+    made: Any, linker: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(linker, name, lambda *_: 1 / 0)
+    one = made(MHATokenToKVPool())
+    assert one.rank.voice.count == 1
+    assert one.offload(transfer(HASHES, FIRST)) is False
+    assert one.lookup("r", transfer(HASHES)) == []
+
+
+def test_transfers_that_cannot_be_read_are_lost_in_their_turn(made: Any) -> None:
+    one = made(MHATokenToKVPool())
+    assert one.offload([object()]) is True
+    assert one.offload(transfer(HASHES, FIRST)) is True
+    assert [pops(one), pops(one)] == [False, True]
+    assert one.lookup("r", transfer(HASHES)) == list(range(1, 11))
+    assert one.load("r", [object()]) is True
+    assert one.finish_layer_wise_loading(one.start_layer_wise_loading()) is False
+    assert one.load("r", transfer(HASHES, SECOND)) is True
+    assert one.load("r", []) is True
+    assert one.start_layer_wise_loading() == 1
+    assert one.finish_layer_wise_loading(1) is False
 
 
 def test_what_is_not_served_runs_without_the_cache(made: Any) -> None:
     one = made(MHATokenToKVPool(), (Component.FULL, Component.SWA))
-    assert one.half.voice.count == 1
+    assert one.rank.voice.count == 1
     assert one.pools == {}
     assert one.lookup("r", transfer(HASHES)) == []
     assert one.offload(transfer(HASHES, FIRST)) is False  # True would lock a node for ever

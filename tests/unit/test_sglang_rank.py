@@ -4,22 +4,24 @@ stand-in."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.sglang_stand_in import PAGE, Engine, hashes_of
 
-from lightcache import Cache, OffloadQueue
+from lightcache import Cache, LayerLoads, OffloadQueue
 from lightcache.connectors.engine_cache import open_engine_cache
-from lightcache.connectors.link import guarded
+from lightcache.connectors.link import Link, Voice, guarded
 from lightcache.connectors.sglang import rank as module
 from lightcache.connectors.sglang.options import Options
 from lightcache.connectors.sglang.rank import ROOT, Neighbours, Rank
-from lightcache.errors import ConfigError, LightcacheError
+from lightcache.errors import ConfigError, LightcacheError, NotReady
 from lightcache.shm import Segment
 from lightcache.tools.maintenance import _switch
 
@@ -154,7 +156,7 @@ def test_saves_end_in_their_order_whatever_fails(segment_name: str) -> None:
     gate = Gate()
     with Engine(segment_name) as engine:
         engine.offload(PROMPT[:24], after=[gate])
-        engine.offload(list(range(200, 224)), begin=3, before="ab" * 32)  # its head is not there
+        engine.offload(list(range(200, 224)), begin=3, before="ab" * 32)  # not its beginning
         engine.offload(list(range(100, 124)))
         rank = engine.ranks[0]
         while len(rank._offloads) < 3:
@@ -167,8 +169,8 @@ def test_saves_end_in_their_order_whatever_fails(segment_name: str) -> None:
         assert rank.voice.count == 0
 
 
-def test_heads_stay_when_the_device_has_them(segment_name: str) -> None:
-    """Half of the pool is evicted: no page is found whose head is gone."""
+def test_beginnings_stay_when_the_device_has_them(segment_name: str) -> None:
+    """Half of the pool is evicted: no page is found whose beginning is gone."""
     with Engine(segment_name) as engine:
         engine.ask(PROMPT)
         for number in range(4):  # the device has the first three pages: the rest is looked up
@@ -189,14 +191,14 @@ def test_heads_stay_when_the_device_has_them(segment_name: str) -> None:
 def test_without_the_tree_neighbours_are_remembered(segment_name: str) -> None:
     with Engine(segment_name) as engine:
         rank = engine.ranks[0]
-        rank.guess_heads()
+        rank.guess_beginnings("not told")
         slots = engine.compute(PROMPT)
         rank.lookup("r", HASHES, None)
         for begin, end in ((0, 4), (4, 12)):
             part = slots[begin * PAGE : end * PAGE]
             rank.offload(HASHES[begin:end], lambda part=part: part, None, [])
         assert engine.saved(2) == [True, True]
-        assert rank.figures["unknown_heads"] == 1
+        assert rank.figures["unknown_beginnings"] == 1
         cache = rank._link.current.cache  # type: ignore[union-attr]
         cache.evict(8)
         assert engine.lookup("r", HASHES) == 4
@@ -316,15 +318,213 @@ def test_disabled_and_removed(segment_name: str, monkeypatch: pytest.MonkeyPatch
         assert engine.ask(PROMPT) == 12
 
 
+def fails(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("on purpose")
+
+
+def test_a_reset_that_fails_forgets_the_old_weights_all_the_same(
+    segment_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(segment_name) as engine:
+        rank = engine.ranks[0]
+        engine.ask(PROMPT)
+        for name in ("r", "other"):
+            assert engine.lookup(name, HASHES) == 12
+        rank.load("other", HASHES, lambda: engine.take(12))
+        with monkeypatch.context() as patch:
+            patch.setattr(OffloadQueue, "close", fails)
+            patch.setattr(Cache, "cancel", fails)
+            patch.setattr(rank, "finish", fails)
+            rank.begin(list)
+            rank.reset()
+        assert rank.voice.count == 3
+        assert engine.lookup("new", HASHES) == 0
+        assert not rank._promises
+        assert engine.ask(PROMPT) == 0
+        assert engine.ask(PROMPT) == 12
+
+
+def test_a_load_that_still_writes_is_waited_for(
+    segment_name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Opens(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "still writes" in record.getMessage():
+                gate.open.set()
+
+    gate, opens, log = Gate(), Opens(), logging.getLogger("lightcache.connectors")
+    going = LayerLoads.in_flight.fget
+    answers = iter([fails])  # it does not know, once
+    look = property(lambda loads: next(answers, going)(loads))
+    monkeypatch.setattr(LayerLoads, "in_flight", look)
+    monkeypatch.setattr(module, "LATE", 0.0)
+    with Engine(segment_name) as engine:
+        engine.ask(PROMPT)
+        rank = engine.ranks[0]
+        monkeypatch.setattr(module, "LOAD", 0.0)
+        assert engine.lookup("r", HASHES) == 12
+        slots = engine.take(12)
+        rank.load("r", HASHES, lambda: slots)
+        log.addHandler(opens)
+        try:
+            assert not rank.finish(rank.begin(lambda: [gate]))
+            assert gate.open.is_set()
+        finally:
+            log.removeHandler(opens)
+            gate.open.set()
+        assert rank.figures["late_loads"] >= 1
+        engine.check(PROMPT, 0, slots)  # it has ended
+        assert pins(segment_name) == 0
+
+
+def test_a_plan_that_a_load_cannot_take_is_given_back(
+    segment_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: Any, **__: Any) -> Any:
+        raise NotReady("on purpose")
+
+    with Engine(segment_name) as engine:
+        engine.ask(PROMPT)
+        rank = engine.ranks[0]
+        for name, attribute, value in (("r", "take", refuses), ("q", "_usable", lambda: None)):
+            assert engine.lookup(name, HASHES) == 12
+            with monkeypatch.context() as patch:
+                patch.setattr(Cache if attribute == "take" else rank, attribute, value)
+                rank.load(name, HASHES, lambda: engine.take(12))
+            assert pins(segment_name) == 0
+            assert not rank.finish(rank.begin(list))
+            rank._rest_until = 0.0
+
+
+def test_plans_of_an_idle_engine_lapse(segment_name: str) -> None:
+    with Engine(segment_name) as engine:
+        engine.ask(PROMPT)
+        rank = engine.ranks[0]
+        assert engine.lookup("gone", HASHES) == 12
+        cache, now = rank._link.current.cache, rank._clock()  # type: ignore[union-attr]
+        cache.index._book.clock = rank._clock = lambda: now + module.LIMIT + 1
+        assert rank.completed() == 0
+        assert pins(segment_name) == 0
+
+
+def test_each_save_has_its_turn(segment_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(segment_name) as engine:
+        rank = engine.ranks[0]
+        rank.guess_beginnings("not told")
+        rank.offload(["no hash"], lambda: engine.take(1), None, [])
+        engine.offload(PROMPT[:8])
+        assert engine.saved(2) == [False, True]
+
+        usual, calls = OffloadQueue.submit, iter([fails])
+        monkeypatch.setattr(OffloadQueue, "submit", lambda *given: next(calls, usual)(*given))
+        engine.offload(PROMPT[:12])
+        engine.offload(PROMPT[:16])
+        assert engine.saved(2) == [False, True]
+
+        assert engine.lookup("r", HASHES[:4]) == 4
+        with monkeypatch.context() as patch:
+            patch.setattr(Cache, "cancel", fails)
+            engine.offload(PROMPT[:20])
+        assert engine.saved() == [True]
+        assert not rank._promises
+        assert len(rank._offloads) == 0
+
+
+def test_threads_that_die_or_cannot_start_cost_no_turn(
+    segment_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(segment_name) as engine:
+        rank = engine.ranks[0]
+        rank._saves.put(None)
+        rank._thread.join()  # type: ignore[union-attr]
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fails)
+            engine.offload(PROMPT[:8])
+            assert rank.completed() == 0
+            assert rank.voice.count == 1
+        assert engine.saved() == [True]
+
+        gate, begun = Gate(), threading.Event()
+        usual = OffloadQueue._ensure_thread
+
+        def refuses(offloads: OffloadQueue) -> None:
+            begun.set()
+            fails()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(OffloadQueue, "_ensure_thread", refuses)
+            engine.offload(PROMPT[:16], after=[gate])
+            begun.wait()
+            patch.setattr(OffloadQueue, "_ensure_thread", usual)
+        gate.open.set()
+        assert engine.saved() == [True]
+        assert len(rank._offloads) == 0
+
+        gate = Gate()
+        engine.offload(PROMPT[:24], after=[gate])
+        while not len(rank._offloads):
+            pass
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(OffloadQueue, "_ensure_thread", fails)
+                former = rank._offloads
+                assert not former.close(0.0)
+            assert former.completed() == 1
+            assert former.pop().error is not None
+        finally:
+            gate.open.set()
+
+
+def test_errors_of_a_storage_hide_nothing(
+    segment_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = SimpleNamespace(prefetch=fails, write=fails)
+    monkeypatch.setattr(module.Opened, "tier", tier)
+    with Engine(segment_name) as engine:
+        engine.ask(PROMPT)  # it is saved
+        assert engine.lookup("r", hashes_of([*PROMPT, *range(20)])) == 12
+        assert engine.ranks[0].voice.count == 3
+
+
+def test_what_two_threads_lose_is_closed_once() -> None:
+    class Slow(Link[object]):
+        """A thread that reads the side waits for the other, for a while."""
+
+        @property
+        def _current(self) -> object:
+            side = self.side
+            if losing:
+                with contextlib.suppress(threading.BrokenBarrierError):
+                    both.wait(0.1)
+            return side
+
+        @_current.setter
+        def _current(self, side: object) -> None:
+            self.side = side
+
+    losing, both, closed, side = False, threading.Barrier(2), list[object](), object()
+    link = Slow(Voice("test"), lambda: side, closed.append)
+    link._current = side
+    losing = True
+    threads = [threading.Thread(target=link.lose, args=(side,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    losing = False
+    link.close(0.0)
+    assert closed == [side]
+
+
 class Guarded:
     """As the linker's methods are."""
 
-    def __init__(self, half: Rank) -> None:
-        self.half = half
+    def __init__(self, rank: Rank) -> None:
+        self.rank, self.trouble = rank, rank.trouble
 
     @guarded(int)
     def lookup(self, request: str, hashes: list[str]) -> int:
-        return self.half.lookup(request, hashes, ROOT)
+        return self.rank.lookup(request, hashes, ROOT)
 
 
 @pytest.mark.parametrize(

@@ -33,15 +33,14 @@ except ImportError as error:
 class LayerCounter:
     """What a forward pass waits for: the loads of its batch, layer by layer. It never raises."""
 
-    def __init__(self, half: Rank) -> None:
+    def __init__(self, rank: Rank) -> None:
         """No batch is consumed."""
-        self._half = half
+        self._rank = rank
         self.consumer_index = -1
 
-    @property
-    def half(self) -> Rank:
-        """Whose loads they are."""
-        return self._half
+    def trouble(self, what: str, error: BaseException) -> None:
+        """See `Guarded`."""
+        self._rank.trouble(what, error)
 
     def set_consumer(self, index: int) -> None:
         """The pass that comes next is that of this batch; -1: it has no loads."""
@@ -50,7 +49,7 @@ class LayerCounter:
     @guarded(lambda: None)
     def wait_until(self, threshold: int) -> None:
         """Wait for a layer."""
-        self._half.wait(self.consumer_index, threshold)
+        self._rank.wait(self.consumer_index, threshold)
 
 
 class LightcacheLinker(interface.UnifiedCacheLinker):
@@ -76,46 +75,66 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
         """
         options = Options.of(extra_config or {})
         self.forward_stream = forward_stream
-        group = params.attn_tp_cache_group or params.tp_cache_group
-        rank, ranks = _place(group)
-        self._half = Rank(options, _launch(), rank)
+        group, place, why = None, (0, 1), ""
+        try:
+            group = params.attn_tp_cache_group or params.tp_cache_group
+            place = _place(group)
+        except Exception as error:
+            why = repr(error)
+        self._rank = Rank(options, _launch(), place[0])
         self._device = False
         self.pools: dict[Any, Any] = {}
-        self.layer_done_counter = LayerCounter(self._half)
-        self._start(server_args, params, components, (rank, ranks), group)
+        self.layer_done_counter = LayerCounter(self._rank)
+        form, team, why = self._join(server_args, params, components, place, group, why)
+        if why or form is None:
+            self._rank.refuse(why)
+            return
+        self._device = form.device != "cpu"
+        wrapper = getattr(interface, "UnifiedCacheLinkerWrapper", None)
+        if not tell_linkers(wrapper, LightcacheLinker):
+            self.untold("this release of SGLang does not tell what is before them")
+        self._rank.start(form, team)
 
     @property
-    def half(self) -> Rank:
+    def rank(self) -> Rank:
         """What does the work."""
-        return self._half
+        return self._rank
 
-    def _start(
-        self, server: Any, params: Any, components: Any, place: tuple[int, int], group: Any
-    ) -> None:
-        found, why = None, ""
+    def trouble(self, what: str, error: BaseException) -> None:
+        """See `Guarded`."""
+        self._rank.trouble(what, error)
+
+    def untold(self, why: str) -> None:
+        """See `tree.Told`."""
+        self._rank.guess_beginnings(why)
+
+    def _join(
+        self,
+        server: Any,
+        params: Any,
+        components: Any,
+        place: tuple[int, int],
+        group: Any,
+        why: str,
+    ) -> tuple[Format | None, int | None, str]:
+        """The format of pages, what the ranks write together by, and why the cache is not used, if
+        so."""
+        form = None
         try:
             pool = params.token_to_kv_pool_allocator.get_kvcache()
             check_served(pool, params, components)
             model = import_module("sglang.srt.runtime_context").process_model_config()
             release = str(import_module("sglang.version").__version__)
-            found = describe(server, model, pool, params.page_size, place, release)
+            form = describe(server, model, pool, params.page_size, place, release)
             self.pools = {PoolName.KV: pool}
         except Exception as error:
-            why = str(error) if isinstance(error, ConfigError) else repr(error)
+            why = why or (str(error) if isinstance(error, ConfigError) else repr(error))
         # Each rank gets here, so that none waits for another: either all use the cache or none.
-        team, why = _agree(found, why, place, group)
-        if why or found is None:
-            self._half.refuse(why)
-            return
-        self._device = found.device != "cpu"
-        if not tell_linkers(interface.UnifiedCacheLinkerWrapper, LightcacheLinker):
-            self._half.guess_heads()
-            self._half.voice.trouble(
-                "save pieces of prompts",
-                "this release of SGLang does not tell what is before them, so heads of prompts may "
-                "be evicted under their rests",
-            )
-        self._half.start(found, team)
+        try:
+            team, why = _agree(form, why, place, group)
+        except Exception as error:
+            return None, None, why or repr(error)
+        return form, team, why
 
     # ---- lookups and loads
 
@@ -124,35 +143,34 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
         """See SGLang."""
         before, self.before = self.before, None
         hashes = _keys(transfers)
-        found = self._half.lookup(rid, hashes, before) if hashes else 0
+        found = self._rank.lookup(rid, hashes, before) if hashes else 0
         return list(range(1, found + 1))
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
         """See SGLang. True, always: ranks that answer otherwise than others wait for ever. What is
         lost is said by `finish_layer_wise_loading`."""
-        self._load(rid, transfers)
+        try:
+            transfer = next(each for each in transfers if each.name == PoolName.KV)
+            self._rank.load(rid, list(transfer.keys), partial(_slots, transfer.device_indices))
+        except Exception as error:
+            self._rank.lose(rid, error)
         return True
-
-    @guarded(lambda: None)
-    def _load(self, rid: str, transfers: list[Any]) -> None:
-        transfer = next(each for each in transfers if each.name == PoolName.KV)
-        self._half.load(rid, list(transfer.keys), partial(_slots, transfer.device_indices))
 
     @guarded(bool)
     def cancel_queued_load(self, rid: str) -> bool:
         """See SGLang."""
-        return self._half.cancel_load(rid)
+        return self._rank.cancel_load(rid)
 
     @guarded(lambda: -1)
     def start_layer_wise_loading(self) -> int:
         """See SGLang. The loads wait for all work that is queued by now: it may still read the
         slots."""
-        return self._half.begin(self._events)
+        return self._rank.begin(self._events)
 
     @guarded(bool)
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         """See SGLang."""
-        return self._half.finish(counter_index)
+        return self._rank.finish(counter_index)
 
     # ---- saves
 
@@ -160,23 +178,24 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
         """See SGLang. The same on all ranks, which count their saves in common: True, unless there
         is nothing to save or none of them uses the cache."""
         before, self.before = self.before, None
-        hashes = _keys(transfers)
-        if not hashes or not self._half.serves:
-            return False
-        self._offload(transfers, hashes, before)
-        return True
+        return self._rank.serves and self._offload(transfers, before)
 
-    @guarded(lambda: None)
-    def _offload(self, transfers: list[Any], hashes: list[str], before: str | None) -> None:
+    @guarded(lambda: True)
+    def _offload(self, transfers: list[Any], before: str | None) -> bool:
+        hashes: list[str] = []
         events: list[Any] = []
         try:
+            hashes = _keys(transfers)
+            if not hashes:
+                return False
             events = self._events()
             indices = next(each for each in transfers if each.name == PoolName.KV).device_indices
             # The first event says that the numbers of the slots are there.
             slots = partial(_slots, indices, *events[:1])
         except Exception as error:  # it has its turn, and fails in it
             slots = partial(_fail, error)
-        self._half.offload(hashes, slots, before, events)
+        self._rank.offload(hashes, slots, before, events)
+        return True
 
     def _events(self) -> list[Any]:
         return self.record_offload_ready() if self._device else []
@@ -184,24 +203,24 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
     @guarded(int)
     def num_completed_offloads(self) -> int:
         """See SGLang."""
-        return self._half.completed()
+        return self._rank.completed()
 
     @guarded(bool)
     def pop_completed_offload(self) -> bool:
         """See SGLang."""
-        return self._half.pop()
+        return self._rank.pop()
 
     # ---- the end
 
     @guarded(lambda: None)
     def reset(self) -> None:
         """See SGLang."""
-        self._half.reset()
+        self._rank.reset()
 
     @guarded(lambda: None)
     def close(self) -> None:
         """See SGLang."""
-        self._half.close()
+        self._rank.close()
 
 
 def _keys(transfers: list[Any]) -> list[str]:
@@ -227,12 +246,12 @@ def _place(group: Any) -> tuple[int, int]:
 
 
 def _agree(
-    found: Format | None, why: str, place: tuple[int, int], group: Any
+    form: Format | None, why: str, place: tuple[int, int], group: Any
 ) -> tuple[int | None, str]:
     """What the ranks write together by, and why none of them uses the cache, if so."""
     if place[1] == 1:
         return None, why
-    mine = (secrets.randbits(63) + 1, host_name(), "" if found is None else found.fingerprint, why)
+    mine = (secrets.randbits(63) + 1, host_name(), "" if form is None else form.fingerprint, why)
     said: list[Any] = [None] * place[1]
     import_module("torch").distributed.all_gather_object(said, mine, group=group)
     teams, hosts, fingerprints, reasons = zip(*said, strict=True)

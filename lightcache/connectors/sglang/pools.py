@@ -158,15 +158,15 @@ def _adapters(server: Any) -> str | None:
     """A digest of the adapters of the start: SGLang's hashes name them by name and path, so they
     would stay the same if their files are replaced. An adapter that is loaded later has a number
     of its own in each engine."""
-    found = []
+    adapters = []
     for each in getattr(server, "lora_paths", None) or ():
         path = str(getattr(each, "lora_path", each))
         try:
             files: Any = files_of(Path(path))
         except OSError:
             files = None
-        found.append((str(getattr(each, "lora_name", "")), path, files))
-    return digest(sorted(found, key=str)) if found else None
+        adapters.append((str(getattr(each, "lora_name", "")), path, files))
+    return digest(sorted(adapters, key=str)) if adapters else None
 
 
 __all__ = ["GROUP", "Format", "check_served", "describe"]

@@ -8,11 +8,12 @@ published by threads of ours. It imports nothing of SGLang.
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,7 +33,7 @@ from lightcache.connectors.link import Link, Voice
 from lightcache.connectors.sglang.options import Options
 from lightcache.connectors.sglang.pools import Format
 from lightcache.engine_keys import EngineKeys
-from lightcache.errors import Abandoned, LeaseLost, LightcacheError, NotReady, OutOfPages
+from lightcache.errors import Abandoned, Detached, LeaseLost, LightcacheError, NotReady
 from lightcache.kernels.moves import Engine
 from lightcache.kernels.pinned import PinnedPages
 from lightcache.leases import Lease
@@ -41,6 +42,7 @@ from lightcache.page_transfers import begun_with
 from lightcache.storage.tasks import StorageTask
 from lightcache.storage.tier import StorageTier
 
+_log = logging.getLogger("lightcache.connectors")
 ENGINE = "sglang"
 LIMIT = 900.0
 """Seconds after its last lookup until the pages of a request are given back: SGLang does not say
@@ -48,15 +50,18 @@ when a waiting request has gone."""
 LOAD = 30.0
 """Seconds that a batch's loads may take; then it has failed."""
 LATE = 60.0
-"""Seconds more that a failed load is waited for while it writes: its slots are freed then."""
+"""Seconds between two warnings that a failed load still writes. It is waited for until it has
+ended: SGLang gives its slots to other requests then."""
 LOCK = 5.0
 """Seconds that the thread of saves waits for the index's lock."""
 JOIN = 15.0
 """Seconds that a save waits for a rank that does not begin it."""
 QUIET = 10.0
-"""Seconds that a reset or a close waits for saves; then they are given up."""
+"""Seconds that a reset or a close waits for saves, all in all; then they are given up."""
 START = 15.0
 """Seconds that the start of the engine waits for the cache."""
+LEAVE = 15.0
+"""Seconds that a close waits for each of a thread, the storage and the cache."""
 REST = 1.0
 """Seconds without a call after an operator has disabled the cache."""
 MISSES = 512
@@ -96,14 +101,14 @@ class Opened:
         return None if self.storage is None else self.storage.current
 
     @property
-    def loads(self) -> bool:
+    def can_load(self) -> bool:
         """Whether any page can be loaded: the driver registers the pool in the background."""
         return self.memory is None or self.memory.ready >= self.cache.pages
 
     def close(self) -> None:
         """Wait for copies, and leave: the storage first."""
         if self.storage is not None:
-            self.storage.close(START)
+            self.storage.close(LEAVE)
         for engine in {id(each): each for each in (self.reader, self.writer)}.values():
             engine.close()
         self.cache.close()
@@ -132,7 +137,7 @@ class _Queued:
     opened: Opened | None
     lease: Lease | None
     """None: the pages have gone, so the batch fails."""
-    slots: Slots
+    slots: Slots | None = None
 
 
 @dataclass
@@ -155,7 +160,7 @@ class _Save:
     before: str | None
     after: list[Any]
     absent: int = 0
-    """Pages for which there was no room, or no head."""
+    """Pages for which there was no room, or whose beginning has gone."""
     offload: Offload | None = None
 
 
@@ -182,8 +187,8 @@ class Neighbours:
 
     def before(self, name: str) -> str | None:
         """The hash before this one; None: not known."""
-        found = self._before.get(bytes.fromhex(name))
-        return None if found is None else found.hex()
+        known = self._before.get(bytes.fromhex(name))
+        return None if known is None else known.hex()
 
 
 class Rank:
@@ -222,34 +227,37 @@ class Rank:
         self._offloads = OffloadQueue()
         self._saves: queue.SimpleQueue[_Save | threading.Event | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self.serves = False
+        """Whether it was started, and not closed."""
 
     # ---- the cache
 
-    def start(self, found: Format, team: int | None = None) -> None:
+    def start(self, form: Format, team: int | None = None) -> None:
         """The engine's tensors: open the cache for them.
 
         Args:
             team: what the ranks of this engine write together by; None: there is one.
         """
-        self._format, self._team = found, team
+        self._format, self._team = form, team
+        self.serves = True
+        self._keep_saving()
         self._link = Link(self.voice, self._open, Opened.close)
-        self._link.start(START)
-        self._thread = threading.Thread(target=self._run, name="lightcache-saves", daemon=True)
-        self._thread.start()
+        with self._noted("start"):
+            self._link.start(START)
 
     def refuse(self, why: str) -> None:
         """The cache is of no use for this engine."""
         self.voice.trouble("not used", why)
 
-    @property
-    def serves(self) -> bool:
-        """Whether it was started."""
-        return self._thread is not None
-
-    def guess_heads(self) -> None:
-        """The hash before a piece is not told: remember what was seen."""
+    def guess_beginnings(self, why: str) -> None:
+        """The hash before a piece is not told: say so once, and remember from now on what was
+        seen."""
         if self._neighbours is None:
             self._neighbours = Neighbours()
+            self.voice.trouble(
+                "save pieces of prompts",
+                f"{why}, so beginnings of prompts may be evicted under their rests",
+            )
 
     def _open(self) -> Opened:
         of = self._format
@@ -317,6 +325,14 @@ class Rank:
         if self._link is not None and opened is not None:
             self._link.judge(opened, error)
 
+    @contextlib.contextmanager
+    def _noted(self, what: str) -> Iterator[None]:
+        """An error is said, and what follows is done all the same."""
+        try:
+            yield
+        except Exception as error:
+            self.trouble(what, error)
+
     # ---- lookups
 
     def lookup(self, request: str, hashes: list[str], before: str | None) -> int:
@@ -326,7 +342,7 @@ class Rank:
             before: the hash before them; `ROOT`: there is none; None: it is not known.
         """
         opened = self._usable()
-        if opened is None or not opened.loads:
+        if opened is None or not opened.can_load:
             return 0
         self._lapse()
         promise = self._promise(request, opened, hashes, before)
@@ -355,7 +371,8 @@ class Rank:
             opened.cache.cancel(request)
         self._keep(request, promise)
         if found < len(hashes):
-            self._read(opened, promise, space, found)
+            with self._noted("read a storage"):
+                self._read(opened, promise, space, found)
         return found
 
     def _promise(
@@ -376,8 +393,8 @@ class Rank:
                 self._neighbours.see(hashes, before)
             _, keys = opened.space(self._weights)
             planned = promise is not None and known and promise.planned
-            found = keys.encode([before, *hashes] if before else hashes)
-            rest, after = (found[1:], found[:1]) if before else (found, None)
+            encoded = keys.encode([before, *hashes] if before else hashes)
+            rest, after = (encoded[1:], encoded[:1]) if before else (encoded, None)
             promise = _Promise(opened, self._weights, list(hashes), rest, after, planned=planned)
         return promise
 
@@ -394,13 +411,14 @@ class Rank:
             self._misses.popitem(last=False)
 
     def _lapse(self) -> None:
-        """Forget requests that have not been looked up for long: their plans have ended."""
+        """End the plans of requests that have not been looked up for long. One comparison, if
+        there are none."""
         now = self._clock()
         while self._promises:
             request, promise = next(iter(self._promises.items()))
             if promise.until > now:
                 return
-            del self._promises[request]
+            self._unpin(request, self._promises.pop(request))
 
     def _read(self, opened: Opened, promise: _Promise, space: Namespace, found: int) -> None:
         """Begin to read what is not in memory, once: it is found later."""
@@ -420,14 +438,24 @@ class Rank:
         queued = self._queued[request] = _Queued(None, None, slots)
         promise = self._promises.pop(request, None)
         self._misses.pop(request, None)
-        opened = self._usable()
         try:
+            opened = self._usable()
             if opened is None:
                 raise LeaseLost("the cache has gone since the request was looked up")
             queued.opened = opened
             queued.lease = self._lease(request, promise, opened, hashes)
         except Exception as error:
+            if promise is not None:  # its plan may be there still
+                self._unpin(request, promise)
             self.trouble("load", error)
+
+    def lose(self, request: str, error: Exception) -> None:
+        """A load that SGLang has asked for and that cannot be made: the next batch fails by it."""
+        queued = self._queued.setdefault(request, _Queued(None, None))
+        lease, queued.lease = queued.lease, None
+        if lease is not None:
+            self._give_back(lease)
+        self.trouble("load", error)
 
     def _lease(
         self, request: str, promise: _Promise | None, opened: Opened, hashes: list[str]
@@ -455,9 +483,12 @@ class Rank:
         if queued is None:
             return False
         if queued.lease is not None:
-            with contextlib.suppress(LightcacheError):  # of a cache that has gone
-                queued.lease.close()
+            self._give_back(queued.lease)
         return True
+
+    def _give_back(self, lease: Lease) -> None:
+        with self._noted("give back"), contextlib.suppress(LightcacheError):  # its cache has gone
+            lease.close()
 
     def begin(self, after: Callable[[], list[Any]]) -> int:
         """Begin the loads of a batch; returns its number, -1: there are none.
@@ -480,7 +511,7 @@ class Rank:
         """Whether nothing is lost by now."""
         whole = True
         for request, each in queued.items():
-            if each.lease is None or each.opened is None:
+            if each.lease is None or each.opened is None or each.slots is None:
                 whole = False
                 continue
             if batch.loads is None:
@@ -492,8 +523,7 @@ class Rank:
                 self.figures["loaded_pages"] += len(each.lease)
             except Exception as error:
                 whole = False
-                with contextlib.suppress(LightcacheError):
-                    each.lease.close()
+                self._give_back(each.lease)
                 self.trouble("load", error)
         if batch.loads is not None:
             batch.loads.start(after=after)
@@ -506,21 +536,41 @@ class Rank:
             batch.loads.wait(layer)
 
     def finish(self, number: int) -> bool:
-        """Wait for a batch; whether all of it was loaded."""
+        """Wait for a batch; whether all of it was loaded. None of its copies writes any more."""
         batch = self._started.pop(number, None)
         if batch is None:
             return False  # its start has failed
         whole = not batch.lost
         if batch.loads is not None:
-            errors = batch.loads.finish()
-            for error in errors.values():
-                self.trouble("load", error)
-            whole = whole and not errors
-            end = time.monotonic() + LATE
-            while batch.loads.in_flight and time.monotonic() < end:
-                time.sleep(1e-3)
+            landed = False
+            with self._noted("load"):
+                errors = batch.loads.finish()
+                landed = not errors
+                for error in errors.values():
+                    self.trouble("load", error)
+            whole = whole and landed
+            self._wait_for_copies(batch.loads)
         self.figures["failed_batches"] += not whole
         return whole
+
+    def _wait_for_copies(self, loads: LayerLoads) -> None:
+        """However long it takes: SGLang frees the slots next, and a copy would write into those of
+        another request. A device that is lost ends its copies."""
+        warn = time.monotonic() + LATE
+        while True:
+            with self._noted("wait for a load"):
+                if not loads.in_flight:
+                    return
+            if time.monotonic() >= warn:
+                warn = time.monotonic() + LATE
+                self.figures["late_loads"] += 1
+                _log.error(
+                    "lightcache, rank %d: a load that has failed still writes after %g s; SGLang "
+                    "waits for it, as its slots would be given to another request",
+                    self.rank,
+                    LATE,
+                )
+            time.sleep(1e-3)
 
     # ---- saves
 
@@ -529,32 +579,47 @@ class Rank:
     ) -> None:
         """Save pages. It is reported by `completed` in its turn, whatever becomes of it: ranks that
         save the same report the same number."""
-        if self._neighbours is not None:
-            if before is None:
-                before = self._neighbours.before(hashes[0])
-            self._neighbours.see(hashes, before)
-        if before is None:
-            self.figures["unknown_heads"] += 1
-        self._forget_computed(hashes)
+        save = _Save(None, self._offloads, self._weights, hashes, slots, before, after)
         self.figures["offered_pages"] += len(hashes)
-        opened = self._usable()
-        self._saves.put(_Save(opened, self._offloads, self._weights, hashes, slots, before, after))
+        try:
+            with self._noted("save"):
+                save.opened = self._usable()
+                if self._neighbours is not None:
+                    if before is None:
+                        save.before = self._neighbours.before(hashes[0])
+                    self._neighbours.see(hashes, save.before)
+                if save.before is None:
+                    self.figures["unknown_beginnings"] += 1
+                self._forget_computed(hashes)
+        finally:
+            self._saves.put(save)
+
+    def _keep_saving(self) -> None:
+        """Start the thread of saves, or another in place of one that has died."""
+        if not self.serves or (self._thread is not None and self._thread.is_alive()):
+            return
+        with self._noted("save"):
+            thread = threading.Thread(target=self._run, name="lightcache-saves", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def _forget_computed(self, hashes: list[str]) -> None:
         """Give back what was promised to requests that have computed it: SGLang had no room for
         their load, or another rank had nothing. Others that wait look it up again."""
         computed = set(hashes)
-        found = [name for name, each in self._promises.items() if each.hashes[0] in computed]
-        for request in found:
+        requests = [name for name, each in self._promises.items() if each.hashes[0] in computed]
+        for request in requests:
             self._unpin(request, self._promises.pop(request))
 
-    @staticmethod
-    def _unpin(request: str, promise: _Promise) -> None:
-        with contextlib.suppress(LightcacheError):  # of a cache that has gone
+    def _unpin(self, request: str, promise: _Promise) -> None:
+        with self._noted("give back"), contextlib.suppress(LightcacheError):  # its cache has gone
             promise.opened.cache.cancel(request)
 
     def completed(self) -> int:
-        """Saves that `pop` returns."""
+        """Saves that `pop` returns. SGLang asks in each step, also an idle one: so plans lapse, and
+        a thread that could not be started is tried again."""
+        self._lapse()
+        self._keep_saving()
         return self._offloads.completed()
 
     def pop(self) -> bool:
@@ -572,7 +637,8 @@ class Rank:
         self.figures["absent_pages"] += save.absent
         saved = (error is None or isinstance(error, _Settled)) and not save.absent
         if saved:
-            self._store(save)
+            with self._noted("write to a storage"):
+                self._store(save)
         return saved
 
     def _store(self, save: _Save) -> None:
@@ -589,8 +655,13 @@ class Rank:
             if isinstance(save, threading.Event):
                 save.set()
             else:
-                with contextlib.suppress(LightcacheError):  # the queue is closed: a reset
+                try:
                     save.queue.submit(partial(self._begin_save, save), save)
+                except Detached:
+                    pass  # a reset has closed the queue
+                except Exception as error:  # it has its turn, and fails in it
+                    with self._noted("save"):
+                        save.queue.submit(partial(_fail, error), save)
             del save  # it keeps the offload, and that the pool's pages
 
     def _begin_save(self, save: _Save) -> Offload:
@@ -599,14 +670,14 @@ class Rank:
             raise LeaseLost("the cache is not open")
         space, keys = opened.space(save.weights)
         how: dict[str, Any] = {"namespace": space, "timeout": LOCK}
-        found = keys.encode([save.before, *save.hashes] if save.before else save.hashes)
+        encoded = keys.encode([save.before, *save.hashes] if save.before else save.hashes)
         if save.before:
-            found, how["after"] = found[1:], found[:1]
+            encoded, how["after"] = encoded[1:], encoded[:1]
         if self._team is not None:
             how |= {"shards": of.shard.ranks, "shard": of.shard.rank, "team": self._team}
             how["join_timeout"] = JOIN
         slots = save.slots()
-        held = opened.cache.reserve(found, **how)
+        held = opened.cache.reserve(encoded, **how)
         save.absent = len(held.missing)
         try:
             if not len(held.new):
@@ -622,56 +693,68 @@ class Rank:
 
     def _quiet(self) -> None:
         """No save reads the device any more, or what it reads is given up."""
+        end = time.monotonic() + QUIET
         marker = threading.Event()
         former, self._offloads = self._offloads, OffloadQueue()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():
             self._saves.put(marker)
             marker.wait(QUIET)
-        former.close(QUIET)
+        former.close(max(0.0, end - time.monotonic()))
 
     # ---- the end
 
     def reset(self) -> None:
         """SGLang has dropped its tree: the weights may be others now. Pages saved before are not
         found by this launch any more; those of others stay. Waits for copies under way."""
+        keeps = self.options.on_reset == "keep"
+        if not keeps:  # first: SGLang believes the reset, whatever fails in it
+            self._resets += 1
+            self._weights = weights_after_reset(
+                ENGINE, self.options.weights, self.launch, self._resets
+            )
         self._drop()
-        if self.options.on_reset == "keep":
-            return
-        self._resets += 1
-        self._weights = weights_after_reset(ENGINE, self.options.weights, self.launch, self._resets)
         link = self._link
         opened = None if link is None else link.current
-        if link is None or opened is None:
+        if keeps or link is None or opened is None:
             return
         try:
             clear_ended(opened.cache, ENGINE, self.launch)
             opened.space(self._weights)
-        except (LightcacheError, OutOfPages) as error:
+        except Exception as error:
             self.trouble("forget the old weights", error)
             link.lose(opened)  # it is opened again, with the new ones
 
     def _drop(self) -> None:
-        """Give back all that requests have, and wait for copies."""
+        """Give back all that requests have, and wait for copies. What fails is said, and the others
+        are given back all the same."""
         for request in list(self._queued):
-            self.cancel_load(request)
+            with self._noted("cancel a load"):
+                self.cancel_load(request)
         for number in list(self._started):
-            self.finish(number)
-        self._quiet()
-        for request, promise in self._promises.items():
-            self._unpin(request, promise)
-        self._promises.clear()
+            with self._noted("wait for a load"):
+                self.finish(number)
+        with self._noted("wait for saves"):
+            self._quiet()
+        while self._promises:
+            self._unpin(*self._promises.popitem())
         self._misses.clear()
 
     def close(self) -> None:
         """Finish the copies under way, and leave the cache."""
         self._drop()
+        self.serves = False
         if self._thread is not None:
             self._saves.put(None)
-            self._thread.join(START)
+            self._thread.join(LEAVE)
             self._thread = None
         if self._link is not None:
-            self._link.close(START)
+            with self._noted("close"):
+                self._link.close(LEAVE)
             self._link = None
+
+
+def _fail(error: Exception) -> Any:
+    raise error
 
 
 __all__ = ["ROOT", "Neighbours", "Opened", "Rank"]

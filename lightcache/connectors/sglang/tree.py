@@ -4,13 +4,11 @@ out, so two methods of the wrapper that calls linkers are wrapped here."""
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from lightcache.connectors.sglang.rank import ROOT
 
-_log = logging.getLogger("lightcache.connectors")
 _MARK = "_lightcache_before"
 
 
@@ -20,22 +18,25 @@ class Told(Protocol):
     before: str | None
     """Hash before the piece of the call that comes next; `ROOT`: there is none; None: unknown."""
 
+    def untold(self, why: str) -> None:
+        """From now on it may be unknown."""
 
-def tell_linkers(wrapper: type, linker: type) -> bool:
+
+def tell_linkers(wrapper: Any, linker: type) -> bool:
     """From now on `UnifiedCacheLinkerWrapper` sets `before` of linkers of this class ahead of each
     call. Linkers of others see no difference. A second call does nothing. False: it has not the
-    methods."""
+    methods, or is None."""
     if hasattr(wrapper, _MARK):
         return True
     asks: dict[str, Callable[..., str | None]] = {
         "_tail_hashes": _before_tail,
         "_offload_node": _before_node,
     }
-    found = {name: getattr(wrapper, name, None) for name in asks}
-    if not all(map(callable, found.values())):
+    methods = {name: getattr(wrapper, name, None) for name in asks}
+    if not all(map(callable, methods.values())):
         return False
     for name, ask in asks.items():
-        setattr(wrapper, name, _wrapped(found[name], ask, linker))
+        setattr(wrapper, name, _wrapped(methods[name], ask, linker))
     setattr(wrapper, _MARK, True)
     return True
 
@@ -50,7 +51,7 @@ def _wrapped(method: Any, ask: Callable[..., str | None], linker: type) -> Any:
                 told.before = ask(self, *arguments, **named)
             except Exception as error:
                 told.before = None
-                _log.info("lightcache: the hash before a piece is not known: %r", error)
+                told.untold(f"SGLang's tree did not tell what is before one ({error!r})")
         return method(self, *arguments, **named)
 
     return call
@@ -60,8 +61,8 @@ def _before_tail(self: Any, key: Any, result: Any, device_hit_len: int) -> str |
     """Of what the device lacks of a prompt."""
     if device_hit_len <= 0:
         return ROOT
-    found: str | None = self.cache.get_last_hash_value(result.last_device_node)
-    return found
+    last: str | None = self.cache.get_last_hash_value(result.last_device_node)
+    return last
 
 
 def _before_node(self: Any, node_id: Any, transfers: Any) -> str | None:

@@ -174,6 +174,10 @@ class LightcacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             rank, team = rank_of(vllm_config.parallel_config), team_of(identity)
             self.half = self._worker = WorkerHalf(options, launch_of(identity), team, rank)
 
+    def trouble(self, what: str, error: BaseException) -> None:
+        """See `Guarded`."""
+        self.half.trouble(what, error)
+
     @guarded(_nothing)
     def _switch_events(self, vllm_config: Any, kv_cache_config: Any) -> None:
         """As vLLM has them: off by default, and then nothing is kept for them."""
