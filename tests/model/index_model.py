@@ -308,8 +308,12 @@ class Model:
                 raise Violation(f"{page} was evicted: pinned, writing, used, or a prefix of such")
             if any(child not in gone for child in self.covering(page)):
                 raise Violation(f"{page} was evicted although {self.children(page)} hang on it")
-        for page in gone:
-            self.forget(page)
+        left = set(gone)
+        while left:  # a page passes its last use on to what it hangs on
+            leaves = {page for page in left if left.isdisjoint(self.children(page))}
+            for page in leaves:
+                self.forget(page)
+            left -= leaves
 
     def evict_oldest(self, gone: set[Page], count: int, since: int, now: int) -> int:
         """Forget `count` of the pages in `gone`, each the least recently used when it went.
