@@ -205,8 +205,14 @@ def test_any_process_is_killed_and_the_cache_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("moment", [_READY, _TURN, r"^everything has ended"])
+@pytest.mark.parametrize(
+    ("sent", "status", "moment"),
+    [
+        (signal.SIGTERM, 143, _READY),
+        (signal.SIGINT, 130, _TURN),
+        (signal.SIGTERM, 143, r"^everything has ended"),
+    ],
+)
 def test_an_interrupt_ends_and_removes_everything(
     sent: signal.Signals, status: int, moment: str, tmp_path: Path
 ) -> None:
