@@ -11,6 +11,7 @@ leave       ends everything, looks whether anything is left, leaves
 
 from __future__ import annotations
 
+import itertools
 import json
 import select
 import sys
@@ -103,15 +104,19 @@ class Side:
         raise SystemExit(f"{stage}: it was not reached")
 
     def _found(self) -> Prompt:
-        """A prompt of which the device has a part, and the host more."""
-        prompt = Prompt(list(range(100, 130)))
-        self.engine.begin(-1, prompt)
-        self.engine.compute(-1, 30, [])
-        self.engine.end(-1, publish=True)
-        self.engine.manager.demote(BLOCKS)
-        longer = Prompt([*range(100, 130), 1, 2, 3])
-        assert self.engine.manager.plan(-2, longer).host
-        return longer
+        """A prompt of which the device has a part, and the host more. The other ranks may evict all
+        of it from the host before it is planned; then another prompt is tried."""
+        for begin in itertools.count(100, 1000):
+            prompt = list(range(begin, begin + 30))
+            self.engine.begin(-1, Prompt(prompt))
+            self.engine.compute(-1, 30, [])
+            self.engine.end(-1, publish=True)
+            self.engine.manager.demote(BLOCKS)
+            longer = Prompt([*prompt, 1, 2, 3])
+            if self.engine.manager.plan(-2, longer).host:
+                return longer
+            self.engine.manager.cancel(-2)
+        raise AssertionError
 
     def stage_plan(self, _: str) -> None:
         """Pins of both kinds are tentative."""
