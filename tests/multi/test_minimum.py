@@ -64,12 +64,13 @@ def test_a_promise_survives_a_flood(index: PageIndex, segment_name: str) -> None
     discarded = 0
     with ExitStack() as stack:
         floods = [stack.enter_context(Flood(segment_name, who)) for who in range(1, FLOODS + 1)]
-        while any(int(flood.line()) < 2000 for flood in floods):
+        while any(int(flood.line()) < 2000 for flood in floods) or not discarded:
             assert index.peek(prompt(1, MINE), namespace=mine) == MINE
             assert index.peek(prompt(2, 4)) == 4
             discarded += index.discard(index.oldest(8))
         index.evict(PAGES)
-    assert index.reap() == FLOODS
+    index.reap()  # one flood may have taken back what the other held, which was killed before it
+    assert len(index.clients()) == 1
     assert index.peek(prompt(1, 30), namespace=mine) == MINE
     assert index.peek(prompt(2, 4)) == 4
     assert discarded > 0
