@@ -4,10 +4,12 @@ less than it was asked for takes back what the dead one held, and nothing calls 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -256,9 +258,13 @@ def test_evicting_looks_in_turn(index: PageIndex, killed: Callable[..., None]) -
     with index.reserve(prompt(8, 10)) as got:
         assert len(got.new) == 10
     sound(index)
-    looked = looks(index)[0]
-    with index.reserve(prompt(9, 60)) as got:  # evicts again, within the second
-        assert len(got.new) == 60
+    # Evicts again, within the second: on a busy machine not at the first attempt.
+    for number in itertools.count(9):
+        looked = IndexView(index).raw_root().looking_ns = time.monotonic_ns()
+        with index.reserve(prompt(number, 60)) as got:
+            assert len(got.new) == 60
+        if time.monotonic_ns() - looked < 1_000_000_000:
+            break
     assert looks(index)[0] == looked
 
 
