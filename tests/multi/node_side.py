@@ -8,7 +8,7 @@ line, and answers each in a line:
 
     {"do": "run", "tokens": 42, "seed": 0, "salt": "", "tenant": ""}    a whole request: what of it
         was found where. What was found has been compared with what it must be, byte by byte.
-    {"do": "flood", "seed": 7}       requests without an end; a line with the number of each
+    {"do": "flood", "seed": 7, "most": 9}    so many requests; a line with the number of each
     {"do": "halt", ...}              as "run", but stops for ever with half of its pages stored
 
 The end of standard input ends it.
@@ -179,9 +179,10 @@ def main(name: str, options: str) -> None:
         for line in sys.stdin:
             order = json.loads(line)
             if order["do"] == "flood":
-                for number in range(1 << 30):
+                for number in range(order["most"]):
                     node.run(node.prompt({"seed": order["seed"] + number}))
                     say(number)
+                continue
             if order["do"] == "halt":
                 halting(node.backends[-1])
             say(node.run(node.prompt(order)))
