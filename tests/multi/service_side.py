@@ -6,12 +6,13 @@ service_side.py ask NAME SEED                  writes and reads prompts of its o
 service_side.py half NAME                      pushes the first part of a task; says "half"
 service_side.py ready NAME SEED                says "ready", then prefetches a prompt; says how many
                                                pages came
-service_side.py wait NAME SEED                 asks for one prompt; says how it ended, and how
-                                               another one did when the service is gone
+service_side.py wait NAME SEED                 asks for a prompt, and again for each line; says
+                                               how it ended
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -86,10 +87,9 @@ def wait(name: str, seed: str) -> None:
     with Cache.attach(name, role="engine", secret=SECRET) as cache:
         with StorageClient(cache, timeout=60.0) as client:
             keys = prompt(int(seed), 0)
-            for _ in range(2):
+            for _ in itertools.chain([""], sys.stdin):
                 result = client.prefetch(keys).wait(60.0)  # type: ignore[arg-type]
                 print(result.prefix, *result.reasons, flush=True)
-                sys.stdin.readline()
 
 
 if __name__ == "__main__":

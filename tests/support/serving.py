@@ -25,7 +25,7 @@ class ServedTier(StorageClient):
         self.storage = storage
         self.serving = StorageService(cache, storage, **how)
         try:
-            super().__init__(cache, timeout=how.get("timeout", 30.0))
+            super().__init__(cache, timeout=how.get("timeout", 30.0), silence=60.0)
         except BaseException:
             self.serving.close()
             raise
@@ -55,7 +55,7 @@ def make_tier(request: Any) -> Callable[..., Any]:
 @pytest.fixture
 def client(cache: Cache) -> Iterator[StorageClient]:
     """One that came before any service."""
-    with StorageClient(cache, grace=0.2) as made:
+    with StorageClient(cache, grace=0.2, silence=60.0) as made:
         yield made
 
 
