@@ -232,7 +232,7 @@ def test_eight_ranks_decide_alike_while_a_stranger_evicts(made: Any) -> None:
     try:
         assert stranger.stdout
         stranger.stdout.readline()
-        for _ in range(100):
+        while scheduler.steps < 100 or not scheduler.loaded:
             prompts = [scheduler.prompt() for _ in range(int(scheduler.random.integers(0, 3)))]
             if len(scheduler.running) > 1:  # blocks for two long ones
                 prompts = []
