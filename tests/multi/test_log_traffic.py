@@ -106,7 +106,7 @@ def test_every_reader_reads_what_was_appended_in_order(
 @pytest.mark.crash
 @pytest.mark.timeout(2 * SECONDS + 300)
 @pytest.mark.parametrize(("number", "seconds"), STORMS)
-def test_writers_and_readers_are_killed(segment_name, tmp_path, number, seconds):
+def test_writers_and_readers_are_killed(segment_name, tmp_path, number, seconds, wait_until):
     """One reader lives through all of it and misses nothing."""
     fill, drain, whole = (
         partial(write, segment_name),
@@ -124,6 +124,8 @@ def test_writers_and_readers_are_killed(segment_name, tmp_path, number, seconds)
             storm.start(writing)
         kills = storm.run(seconds)
         storm.stop_filling()
+        # One that begins behind the last entry would wait for another.
+        wait_until(lambda: all(path.stat().st_size for path in storm.living.values()), "readers")
         with lead(segment_name) as log:
             log.append(b"end", timeout=DEADLINE)  # nobody blocks behind the dead
             for pid in [survivor, *storm.living]:

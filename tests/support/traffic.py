@@ -62,12 +62,13 @@ class Storm:
         self.chance = random.Random(seed)
         self.started = 0
         self.paths: list[Path] = []
-        self.living: dict[int, bool] = {}  # pid: does it fill?
+        self.living: dict[int, Path | None] = {}  # pid: the file of one that drains
 
     def start(self, filling: bool) -> None:
         """One more."""
         who = self.started
         self.started += 1
+        path = None
         if filling:
             body = partial(self.fill, who, self.seed + who)
         else:
@@ -75,7 +76,7 @@ class Storm:
             path.touch()
             self.paths.append(path)
             body = partial(self.drain, path, self.seed + who)
-        self.living[spawn(body)] = filling
+        self.living[spawn(body)] = path
 
     def kill(self, pid: int) -> bool:
         """Whether it filled."""
@@ -83,18 +84,24 @@ class Storm:
         _, status = os.waitpid(pid, 0)
         assert os.WIFSIGNALED(status), "it had ended by itself"
         assert os.WTERMSIG(status) == signal.SIGKILL
-        return self.living.pop(pid)
+        return self.living.pop(pid) is None
 
     def run(self, seconds: float, most: int = 8000) -> int:
-        """Kill and replace for so long, ten times at least; how often."""
+        """Kill and replace for so long, ten times at least, and until the children have noted
+        some hundred lines, which takes longer on a busy machine; how often."""
         end, kills = time.monotonic() + seconds, 0
-        while (time.monotonic() < end or kills < 10) and self.started < most:
+        while (time.monotonic() < end or kills < 10 or self.noted < 2000) and self.started < most:
             time.sleep(self.chance.uniform(0.01, 0.06))
             self.start(self.kill(self.chance.choice(list(self.living))))
             kills += 1
         return kills
 
+    @property
+    def noted(self) -> int:
+        """Bytes of what came; the first line of a file may say where it begins."""
+        return sum(max(0, path.stat().st_size - 10) for path in self.paths)
+
     def stop_filling(self) -> None:
         """Kill those who fill; the others wait for more."""
-        for pid in [pid for pid, filling in self.living.items() if filling]:
+        for pid in [pid for pid, path in self.living.items() if path is None]:
             self.kill(pid)
