@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -265,6 +266,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--inside", type=int, default=0, help="deaths (with --stops: stops) in the lock, at least"
     )
     parser.add_argument("--checkpoints", type=int, default=3, help="(%(default)s)")
+    parser.add_argument(
+        "--until",
+        nargs="*",
+        default=(),
+        help="figures: further checkpoints until none of them is 0",
+    )
     parser.add_argument("--seed", type=int, default=1, help="(%(default)s)")
     parser.add_argument("--name", default="", help="of the segment; made up if not given")
     return parser.parse_args(arguments)
@@ -276,13 +283,15 @@ def main(arguments: list[str]) -> None:
     if pausing.missing():
         options.inside = 0  # only by chance
     with storm(options) as raging:
-        for number in range(1, options.checkpoints + 1):
+        for number in itertools.count(1):
             raging.rage(
                 options.seconds / options.checkpoints,
-                options.inside * number // options.checkpoints,
+                options.inside * min(number, options.checkpoints) // options.checkpoints,
             )
             raging.calm_down()
-        counted = raging.counted()
+            counted = raging.counted()
+            if number >= options.checkpoints and all(counted[name] for name in options.until):
+                break
     counted["one PID namespace because"] = forbidden()
     counted["no pause points because"] = pausing.missing()
     print(json.dumps(counted), flush=True)

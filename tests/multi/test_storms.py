@@ -52,10 +52,8 @@ def storm(*arguments: object) -> dict[str, Any]:
     return counted
 
 
-def judge(counted: dict[str, Any], *wanted: str) -> None:
-    """A storm that never got there would prove nothing; one that could not, says why."""
-    for what in wanted:
-        assert counted[what], f"{what}: none at all"
+def judge(counted: dict[str, Any]) -> None:
+    """A storm that could not do all of it says why."""
     for why in ("one PID namespace because", "no pause points because"):
         if counted[why]:
             pytest.skip(f"all was well, but {why}: {counted[why]}")
@@ -64,20 +62,22 @@ def judge(counted: dict[str, Any], *wanted: str) -> None:
 @pytest.mark.parametrize("pages", CAPACITIES)
 def test_kills(pages: int, segment_name: str) -> None:
     share, inside = SECONDS / len(CAPACITIES), -(-INSIDE // len(CAPACITIES))
-    counted = storm(
-        "--name", segment_name, "--pages", pages, "--seconds", share, "--inside", inside
-    )
-    assert counted["kills inside"] >= inside or counted["no pause points because"]
-    judge(counted, "kills", "reaps", "operations", "pages verified", "published")
+    wanted = ["kills", "reaps", "operations", "pages verified", "published"]
     if pages >= 64:
-        judge(counted, "recoveries", *set(TALLY) - {"lock timeouts", "shards"})
+        wanted += ["recoveries", *set(TALLY) - {"lock timeouts", "shards"}]
+    counted = storm(
+        "--name", segment_name, "--pages", pages, "--seconds", share, "--inside", inside,
+        "--until", *wanted,
+    )  # fmt: skip
+    assert counted["kills inside"] >= inside or counted["no pause points because"]
+    judge(counted)
 
 
 @pytest.mark.parametrize("pages", [16, 20_000])
 def test_stops(pages: int, segment_name: str) -> None:
     counted = storm(
         "--name", segment_name, "--pages", pages, "--seconds", SECONDS / 12, "--stops",
-        "--inside", 3, "--checkpoints", 1,
+        "--inside", 3, "--checkpoints", 1, "--until", "stops", "operations", "pages verified",
     )  # fmt: skip
     assert counted["stops inside"] >= 3 or counted["no pause points because"]
-    judge(counted, "stops", "operations", "pages verified")
+    judge(counted)
