@@ -17,14 +17,15 @@ from multi.restart_side import PAGE_BYTES, PAGES
 from lightcache import Cache, PageIndex
 from lightcache.shm.layout import SLOTS
 
-pytestmark = pytest.mark.slow
-
 TESTS = Path(__file__).parents[1]
 OTHERS = SLOTS - 1 - 1 - 2 * 8 - 4
 ROUNDS = int(os.environ.get("LIGHTCACHE_RESTARTS", "40"))
+LIMIT = 300.0 * max(1, ROUNDS // 40)  # seconds; a watchdog, nothing is measured
 Wait = Callable[[Callable[[], bool], str], None]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT + 60)
 @pytest.mark.parametrize(("where", "rounds"), [("here", ROUNDS), ("apart", ROUNDS // 3)])
 def test_eight_engines_are_restarted(
     segment_name: str, wait_until: Wait, where: str, rounds: int
@@ -42,7 +43,7 @@ def test_eight_engines_are_restarted(
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             text=True,
-            timeout=110 * max(1, ROUNDS // 40),
+            timeout=LIMIT,
             check=False,
         )
         assert (done.returncode, done.stdout.strip()) == (0, "")

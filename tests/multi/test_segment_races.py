@@ -39,13 +39,14 @@ def need(*command: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.stress
+@pytest.mark.timeout(300)
 def test_always_one_inode(segment_name: str) -> None:
     seed = os.environ.get("LIGHTCACHE_TEST_SEED", "1")
     done = subprocess.run(
         [sys.executable, "-W", "error", str(RACE), segment_name, "25", "20", seed],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr
