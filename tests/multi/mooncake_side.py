@@ -1,15 +1,12 @@
 """Run as a program: a node of a Mooncake cluster.
 
-mooncake_side.py URL SEED for-ever     writes prompts until it is killed; a line for each
-mooncake_side.py URL SEED N            writes N prompts and leaves properly
-mooncake_side.py URL SEED wait         writes one prompt and waits until its input ends
-mooncake_side.py URL SEED stuck        as that; closes then, and says so
+mooncake_side.py URL SEED leave N      writes N prompts, a line for each, and leaves properly
+mooncake_side.py URL SEED wait N       as that, when its input ends
 mooncake_side.py URL SEED middle       stops for ever with a page that is half written
 """
 
 from __future__ import annotations
 
-import itertools
 import sys
 from typing import Any
 
@@ -46,17 +43,15 @@ def stop_in_the_middle(storage: Any, seed: int) -> None:
     sys.stdin.read()
 
 
-def main(url: str, seed: str, what: str) -> None:
+def main(url: str, seed: str, what: str, prompts: str = "") -> None:
     """See above."""
     with open_storage(url, spec=SPEC) as storage:
         if what == "middle":
             stop_in_the_middle(storage, int(seed))
             return
-        endless = itertools.count()
-        numbers = {"for-ever": endless, "wait": range(1), "stuck": range(1)}
-        for number in numbers[what] if what in numbers else range(int(what)):
+        for number in range(int(prompts)):
             put(storage, int(seed), number)
-        if what in ("wait", "stuck"):
+        if what == "wait":
             sys.stdin.read()
     print("closed", flush=True)
 

@@ -28,14 +28,19 @@ TIMEOUT = 60.0
 
 
 @contextmanager
-def node(url: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """A process of the cluster; killed in the end, if it lives."""
+def node(url: str, *arguments: object, impatient: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """A process of the cluster; killed in the end, if it lives.
+
+    Args:
+        impatient: its client gives a master up that does not answer within a second.
+    """
+    patience = {"MC_RPC_TIMEOUT_MS": "1000"} if impatient else {}
     child = subprocess.Popen(
         [sys.executable, str(TESTS / "multi" / "mooncake_side.py"), url, *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": pausing.python_path(TESTS), "MC_RPC_TIMEOUT_MS": "1000"},
+        env={**os.environ, "PYTHONPATH": pausing.python_path(TESTS), **patience},
     )
     assert child.stdin
     assert child.stdout
@@ -74,7 +79,7 @@ def sound(storage: Any, seed: int, number: int) -> list[ReadStatus]:
 
 
 def test_what_one_node_stores_others_find_when_it_has_left(own_cluster: Cluster) -> None:
-    with node(own_cluster.url, 1, 2) as child:
+    with node(own_cluster.url, 1, "leave", 2) as child:
         assert lines(child, 3) == [str(PROMPT), str(PROMPT), "closed"]
         assert child.wait(TIMEOUT) == 0
     with opened(own_cluster) as storage:
@@ -94,7 +99,7 @@ def test_memory_that_a_node_lends_goes_with_it(own_cluster: Cluster, wait_until:
             return bool(storage.write(prompt(1, 0), pages, timeout=TIMEOUT).statuses == refused)
 
         wait_until(gone, "the master to notice that nobody lends")
-        with node(f"{own_cluster.url}&segment=16MiB", 1, "wait") as child:
+        with node(f"{own_cluster.url}&segment=16MiB", 1, "wait", 1) as child:
             assert lines(child, 1) == [str(PROMPT)]
             assert sound(storage, 1, 0) == [ReadStatus.OK] * PROMPT
             child.stdin.close()  # type: ignore[union-attr]
@@ -107,7 +112,8 @@ def test_memory_that_a_node_lends_goes_with_it(own_cluster: Cluster, wait_until:
 def test_a_node_is_killed_while_it_writes(
     own_cluster: Cluster, prompts: int, wait_until: Any
 ) -> None:
-    with node(own_cluster.url, 2, "for-ever") as child:
+    # No more than the lender has room for: it may write them all before it is killed.
+    with node(own_cluster.url, 2, "wait", prompts + 3) as child:
         assert set(lines(child, prompts)) == {str(PROMPT)}
     with opened(own_cluster) as storage:
         for number in range(prompts):
@@ -140,7 +146,7 @@ def test_a_node_is_killed_with_a_page_half_written(own_cluster: Cluster, wait_un
 
 @pytest.mark.parametrize("which", ["master", "lender"])
 def test_a_node_leaves_a_cluster_that_does_not_answer(own_cluster: Cluster, which: str) -> None:
-    with node(own_cluster.url, 4, "stuck") as child:
+    with node(own_cluster.url, 4, "wait", 1, impatient=True) as child:
         assert lines(child, 1) == [str(PROMPT)]
         stopped = own_cluster.master if which == "master" else own_cluster.lenders[0]
         hold(stopped.pid)
