@@ -18,7 +18,7 @@ from mutants.mutate import Mutant, mutants, sources
 from mutants.run import STAGES, Stage, accepted, try_one
 from support.packages import need
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the first builds all of it
 
 OWN_STAGES = [stage for stage in STAGES if stage.name not in ("core_tests", "stress")]
 CHANGES = (
@@ -99,7 +99,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 @pytest.mark.crash
 @pytest.mark.parametrize("stage", OWN_STAGES, ids=lambda stage: stage.name)
 def test_the_core_as_it_is_passes(first: Workshop, stage: Stage) -> None:
-    done = run([f"./{stage.name}"], first.folder, stage.seconds)
+    done = run([f"./{stage.name}"], first.folder, 5 * stage.seconds)  # beside other tests
     assert done.rc == 0, done.output
 
 
