@@ -167,7 +167,7 @@ def test_a_timeout_says_who_holds_the_lock_for_what_and_since_when(held_lock: Pa
 
 @contextlib.contextmanager
 def alarm_in(seconds: float) -> Iterator[None]:
-    """Ctrl-C, as a timer: again and again, in case the first comes before the call."""
+    """Ctrl-C, as a timer; it may come before the call, which then is not made."""
 
     def raise_it(*_: object) -> None:
         raise KeyboardInterrupt
@@ -183,7 +183,7 @@ def alarm_in(seconds: float) -> Iterator[None]:
 
 def test_an_interrupt_ends_a_wait(index: PageIndex) -> None:
     with index.reserve(prompt(1, 2)):
-        with alarm_in(0.05), pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), alarm_in(0.05):
             index.wait(prompt(1, 2))
         index.segment.check_closable()
 
@@ -191,7 +191,7 @@ def test_an_interrupt_ends_a_wait(index: PageIndex) -> None:
 def test_an_interrupt_ends_waiting_for_the_lock(index: PageIndex, second: PageIndex) -> None:
     fill(index, 1, 2)
     assert index.core.locked("lci_hold", what="test") == 0
-    with alarm_in(0.05), pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), alarm_in(0.05):
         second.reserve(prompt(1, 4), timeout=60)
     index.core.quick.lci_let_go(index.core.handle)
     second.segment.check_closable()

@@ -238,9 +238,13 @@ def test_what_waits_is_woken_and_does_not_only_look_again(
 def test_ctrl_c_ends_a_wait_at_once(segment_name, name):
     wait, _, _, opened = wait_of(name, segment_name)
     previous = signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    try:
+
+    def interrupted():
         signal.setitimer(signal.ITIMER_REAL, 0.05)
-        refused(KeyboardInterrupt, "", wait)
+        wait()
+
+    try:
+        refused(KeyboardInterrupt, "", interrupted)
     finally:
         signal.signal(signal.SIGALRM, previous)
     for each in opened:
