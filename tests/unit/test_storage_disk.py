@@ -268,6 +268,7 @@ def test_a_batch_of_which_some_were_written_in_time(
 
     def slow(*arguments: Any) -> None:
         began.append(1)
+        threading.Timer(0.05, passed.set).start()
         passed.wait()
         whole(*arguments)
 
@@ -275,10 +276,7 @@ def test_a_batch_of_which_some_were_written_in_time(
     monkeypatch.setattr(SlotFiles, "write_slot", slow)
     monkeypatch.setattr(Deadline, "passed", property(lambda self: passed.is_set()))
     with disk(where, threads=1) as storage:
-        timer = threading.Timer(0.05, passed.set)
-        timer.start()
         result = storage.write(KEYS[:3], list(pages_of(KEYS[:3])), timeout=60.0)
-        timer.join()
         monkeypatch.undo()
         assert list(result.statuses) == [FAILED] * 3
         assert result.reason.startswith("timed out")
@@ -317,8 +315,16 @@ def test_what_has_not_begun_is_left_out_though_all_threads_hang() -> None:
 
 def test_what_has_begun_is_waited_for() -> None:
     lanes, hanging = Executor(1, "test", spare=0), Gate()
-    threading.Timer(0.05, hanging.may.set).start()
-    lanes.run([hanging], READ, Deadline(0.01))
+
+    def let_go() -> None:
+        assert hanging.began.wait(60.0)
+        threading.Timer(0.05, hanging.may.set).start()
+
+    letting = threading.Thread(target=let_go)
+    letting.start()
+    while not hanging.began.is_set():  # so short a time may be over before a thread takes it
+        lanes.run([hanging], READ, Deadline(0.01))
+    letting.join(60.0)
     assert hanging.over
     assert lanes.close(60.0)
 
