@@ -77,7 +77,7 @@ def test_dump_says_that_storage_is_not_used(served: Any, cache: Cache, wait_unti
     """That clients wait and no service runs, that the service was killed, that the storage failed;
     and how many pages were not stored, by cause."""
     assert dumped(cache.name)["not_working"] == []
-    with StorageClient(cache) as client:
+    with StorageClient(cache, silence=LIMIT) as client:
         (line,) = dumped(cache.name)["not_working"]
         assert line.startswith("storage is not used: clients wait for a service, and none runs")
         assert f"`lightcache storage {cache.name} --url ...`" in line
@@ -103,7 +103,7 @@ def test_start_use_end(served: Any, cache: Cache, where: Path, number: signal.Si
         f"serving {cache.name} with {url} (pid {service.process.pid}); Ctrl-C ends it\n"
     )
     fill(cache, KEYS)
-    with StorageClient(cache) as client:
+    with StorageClient(cache, silence=LIMIT) as client:
         assert client.write(KEYS).wait(LIMIT).stored == 20
         cache.evict(96)
         assert client.prefetch(KEYS).wait(LIMIT).loaded == 20
@@ -135,7 +135,7 @@ def test_several_storages_one_behind_the_other(served: Any, cache: Cache, where:
     for near in ("memory:", "memory:?pages=30"):  # a new one, which has nothing
         service = served(cache.name, "--url", near, "--url", far)
         assert f"with {near}, then {far} (pid" in service.begun
-        with StorageClient(cache) as client:
+        with StorageClient(cache, silence=LIMIT) as client:
             client.write(KEYS).wait(LIMIT)
             cache.evict(96)
             assert client.prefetch(KEYS).wait(LIMIT).loaded == 20
