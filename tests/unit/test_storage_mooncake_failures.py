@@ -189,21 +189,28 @@ def test_a_copy_in_memory_of_another_survives(own_cluster: Cluster, wait_until: 
         wait_until(found, "the master to point at the other copies")
 
 
-def test_other_threads_run_while_one_waits(storage: Any, own_cluster: Cluster) -> None:
-    stop(own_cluster.master)
-    turns, over = [0], threading.Event()
+def test_other_threads_run_while_one_waits(
+    own_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them lets the master answer: else the wait would end with its time."""
+    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "60000")
+    begun, never = threading.Event(), threading.Event()
 
     def turn() -> None:
-        while not over.wait(0.001):
-            turns[0] += 1
+        assert begun.wait(TIMEOUT)
+        for _ in range(100):
+            never.wait(0.001)
+        go_on(own_cluster.master)
 
-    other = threading.Thread(target=turn)
-    other.start()
-    read(storage, SHORT)
-    over.set()
-    other.join(TIMEOUT)
-    go_on(own_cluster.master)
-    assert turns[0] > 10
+    with open_storage(own_cluster.url, spec=StorageSpec(PAGE_BYTES)) as storage:
+        assert storage.write(KEYS, PAGES, timeout=TIMEOUT).prefix == 12
+        stop(own_cluster.master)
+        other = threading.Thread(target=turn)
+        other.start()
+        begun.set()
+        result, _ = read(storage)
+        other.join(TIMEOUT)
+        assert result.prefix == 12
 
 
 def test_calls_end_before_those_of_the_client_do(
