@@ -31,6 +31,8 @@ class Cluster:
     """Its master may be stopped, killed and started anew by a test that has one of its own."""
 
     folder: Path
+    silence: int = 3
+    """Seconds after which the master takes a client that says nothing for dead."""
     port: int = field(default_factory=servers.free_port)
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     lenders: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -54,7 +56,7 @@ class Cluster:
             f"--metrics_host={HOST}",
             f"--metrics_port={servers.free_port()}",
             f"--default_kv_lease_ttl={LEASE}",
-            "--client_ttl=3",
+            f"--client_ttl={self.silence}",
             "--put_start_discard_timeout_sec=1",
             "--logtostderr",
         ]
@@ -95,9 +97,9 @@ def program(name: str) -> str:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, lenders: int = 1) -> Iterator[Cluster]:
+def cluster(folder: Path, lenders: int = 1, silence: int = 3) -> Iterator[Cluster]:
     """One with a master and so many lenders; all of it is killed in the end."""
-    made = Cluster(folder)
+    made = Cluster(folder, silence)
     with made.stack:
         made.start_master()
         for _ in range(lenders):
@@ -108,7 +110,7 @@ def cluster(folder: Path, lenders: int = 1) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def mooncake_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of a cluster that nobody disturbs."""
-    with cluster(tmp_path_factory.mktemp("mooncake")) as made:
+    with cluster(tmp_path_factory.mktemp("mooncake"), silence=60) as made:
         yield made.url
 
 
