@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -12,14 +13,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+LOWEST = 18_000  # of the ports of servers; clients of Mooncake look for theirs below
 STARTING = 60.0  # seconds after which a server that does not answer is a failure
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of loopback that nobody listens on just now. It is below those that the system gives
+    to connections: none of another test takes it before a server does, or between two of them."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = LOWEST + secrets.randbelow(first - LOWEST) if first > LOWEST else 0
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return int(probe.getsockname()[1])
 
 
 def listens(port: int) -> bool:
@@ -73,6 +79,7 @@ def running(
             assert server.poll() is None, f"{command[0]} ended: {text}"
             assert time.monotonic() < end, f"{command[0]} does not answer: {text}"
             time.sleep(0.01)
+        assert server.poll() is None, f"{command[0]} ended; another server has its port"
         yield server
     finally:
         server.kill()
