@@ -404,7 +404,7 @@ def test_prompts_return_after_others() -> None:
 
 
 @pytest.mark.models
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_real_runs() -> None:
     """Loaded prefixes, and private pools of which one is killed with its worker."""
     pytest.importorskip("transformers")
