@@ -378,7 +378,7 @@ class HybridPlanner:
         """Lower the position to one that every window accepts."""
         parts, prompt = self._parts, plan.asked.prompt
         while plan.position:
-            position, limit = parts.windows.deepest(prompt, sides, plan.position, parts.step)
+            position, limit = parts.windows.deepest(prompt.keys, sides, plan.position, parts.step)
             if position == plan.position:
                 return
             plan.limit = limit

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -50,6 +50,7 @@ from lightcache.shm.locking import Hurried
 
 EVERY = 4096
 """Default distance of saved positions, in tokens."""
+_HOST_ALONE = RequestOptions(tiers=frozenset({"host"}))
 
 
 # ---- Figures
@@ -95,8 +96,8 @@ class WindowStats:
     no_room: int = 0
     """Windows that the host had no room for."""
     unsaved: int = 0
-    """Windows that were not written: their blocks had no key, or were evicted, or the weights had
-    gone."""
+    """Windows that were not written: their blocks had no key, or were evicted, the weights had
+    gone, or copies to the host are disabled after failures (`HybridGauges.offloads`)."""
     demotions: int = 0
     """With write-back: blocks that a position needs, freed with a copy on the host."""
     demotions_lost: int = 0
@@ -136,10 +137,14 @@ class Side:
             window, tier, index, space, spec, GroupSet([group], page_tokens=spec.page_tokens)
         )
 
-    def deepest(self, prompt: Prompt, limit: int, unit: int) -> int:
-        """The deepest position up to this one, a multiple of `unit`, that it accepts."""
+    def deepest(self, keys_of: Callable[[KeySpec], Keys], limit: int, unit: int) -> int:
+        """The deepest position up to this one, a multiple of `unit`, that it accepts.
+
+        Args:
+            keys_of: `Prompt.keys`.
+        """
         tokens = self.spec.page_tokens
-        keys = prompt.keys(self.spec)[: limit // tokens]
+        keys = keys_of(self.spec)[: limit // tokens]
         return self.group.peek(keys, step=unit // tokens).pages * tokens
 
     def plan(
@@ -207,7 +212,7 @@ class WindowWriteBack(BlockWriteBack):
 
     def __init__(self, groups: WindowGroups, window: WindowBlocks, host: GroupIndex) -> None:
         """No block has a note."""
-        super().__init__(groups.state, window)
+        super().__init__(groups.state, window, groups.offloader)
         self._groups, self._window, self._host = groups, window, host
         self._notes: dict[int, Stretch] = {}
         """By block. A note is stale if the block has another key by now."""
@@ -232,6 +237,8 @@ class WindowWriteBack(BlockWriteBack):
                 batch.notes[block] = note, key.reshape(1, 2)
                 ours.setdefault(id(note), (note, {}))[1][key.tobytes()] = block
         for note, blocks in ours.values():
+            if not self._offloader.may_copy():
+                return False
             try:
                 if not self._on_host(note) and self._state.weights.is_valid(note.space):
                     self._copy(batch, note, blocks)
@@ -319,6 +326,7 @@ class WindowGroups:
         """
         self.blocks = tuple(windows)
         self._manager, self.state, self._states = manager, manager.state, states
+        self.offloader = manager.offloader
         self._check(manager)
         block, page = manager.device.block_tokens, manager.page_tokens
         self.unit = max(block, page)
@@ -348,6 +356,8 @@ class WindowGroups:
             *((window.rule, window.run) for window in self.blocks),
         ]
         """What a position has in storage, without states."""
+        if self.blocks and self.state.storage is not None:
+            self.state.stored_with = self._last_whole
 
     def _check(self, manager: KVCacheManager) -> None:
         given: Any = self.blocks
@@ -392,10 +402,18 @@ class WindowGroups:
     # ---- lookup
 
     def deepest(
-        self, prompt: Prompt, sides: list[list[Side]], position: int, step: int
+        self,
+        keys_of: Callable[[KeySpec], Keys],
+        sides: list[list[Side]],
+        position: int,
+        step: int,
     ) -> tuple[int, str | None]:
         """The deepest position up to this one that every window accepts, a multiple of `step`, and
-        the rule that lowered it last."""
+        the rule that lowered it last.
+
+        Args:
+            keys_of: `Prompt.keys`.
+        """
         agreed, limit = 0, None
         for window, places in itertools.cycle(zip(self.blocks, sides, strict=True)):
             if agreed == len(sides) or not position:
@@ -403,7 +421,7 @@ class WindowGroups:
             found = 0
             for side in places:
                 if found < position:
-                    found = max(found, side.deepest(prompt, position, step))
+                    found = max(found, side.deepest(keys_of, position, step))
             agreed += 1
             if found < position:
                 position, limit, agreed = found, window.rule.name, 1
@@ -476,16 +494,23 @@ class WindowGroups:
 
     # ---- storage
 
-    def stored(self, running: HybridRequest, keys: Keys) -> Keys:
+    def stored(self, running: HybridRequest, keys: Keys, space: CacheScope) -> Keys:
         """What storage gets of a request that ends: KV up to its last position of which the host
         has every window, and after it what windows need at its positions.
 
         Args:
             keys: of the pages of KV that may be stored.
         """
-        page, space = self._manager.page_tokens, running.inner.space
-        assert space is not None
+        page = self._manager.page_tokens
         return self.whole(keys, space, [position // page for position in running.positions])
+
+    def _last_whole(self, keys: Keys, space: CacheScope) -> Keys:
+        """As `stored`, of KV that came to the host after its request had ended: up to the last
+        position of which the host has every window."""
+        page, sides = self._manager.page_tokens, self.sides_of(space, _HOST_ALONE)
+        limit = len(keys) * page // self.unit * self.unit
+        position, _ = self.deepest(lambda _: keys, sides, limit, self.unit)
+        return self.whole(keys, space, [position // page] if position else [])
 
     def whole(self, keys: Keys, space: CacheScope, positions: Sequence[int]) -> Keys:
         """What storage gets of these positions, in pages, ascending: see `stored`."""
@@ -659,6 +684,9 @@ class WindowGroups:
         page, space, backend = self._manager.page_tokens, needed.space, window.backend
         assert backend is not None
         with pins:
+            if not self.offloader.may_copy():
+                self.count(unsaved=1)
+                return
             index, limit = self._indexes[window, Tier.HOST], self._manager.config.time_limit
             try:
                 new = index.reserve(
@@ -672,12 +700,12 @@ class WindowGroups:
                 new.release()
                 return
             held = pins.pop_all()
-        self.state.transfers.begin(
-            NONE,  # its blocks are of another device index than KV's
+        self.offloader.copy(
             backend,
-            backend.offload,
             new,
-            (slots_of(blocks, window.block_tokens, 0, len(needed.host_keys) * page),),
+            slots_of(blocks, window.block_tokens, 0, len(needed.host_keys) * page),
+            NONE,  # its blocks are of another device index than KV's
+            space,
             lambda ok, _: self.count(**{"offloads" if ok else "failed_offloads": 1}),
             of=of,
             on_end=lambda _: held.close(),

@@ -13,7 +13,7 @@ from lightcache.layout import Cause
 from lightcache.manager.backend import TransferBackend
 from lightcache.manager.blocks import DeviceTier
 from lightcache.manager.limits import FailOpen, Pace
-from lightcache.manager.request import ManagerConfig, Request
+from lightcache.manager.request import ManagerConfig, Request, StoredWith
 from lightcache.manager.stats import Counters, Recent, Tasks
 from lightcache.manager.transfers import TransferTracker
 from lightcache.manager.weights import Weights
@@ -76,6 +76,8 @@ class ManagerState:
         self.tasks = Tasks(self.counts)
         self.requests: dict[Hashable, Request] = {}
         """Requests between `take` and `release`."""
+        self.stored_with: StoredWith | None = None
+        """For KV that is written back after its request has ended; see `Request.stored_with`."""
 
     def new_fail_open(self, let_go: Callable[[], None], of: str) -> FailOpen:
         """A guard with this manager's limits. Its errors count among the manager's.

@@ -430,4 +430,4 @@ class TransferTracker:
         self.poll()
 
 
-__all__ = ["BlockTransfer", "OnEnd", "State", "TransferTracker", "still_moving"]
+__all__ = ["BlockTransfer", "OnEnd", "OnResult", "State", "TransferTracker", "still_moving"]
