@@ -181,16 +181,6 @@ def _is_of(space: Namespace, weights: str, tenant: str | None) -> bool:
 # ---- Copies: between slots, to the host and back, and their pins
 
 
-@dataclass(eq=False)
-class Copied:
-    """A launch from slot to slot: the slots it writes, and the leases it reads from."""
-
-    copying: Copying
-    slots: Pages
-    leases: list[Lease]
-    finished: bool = False
-
-
 class StateTransfers:
     """All copies of one `Checkpoints`. Its lock is held around every call; calls that begin a copy,
     and `close`, take it themselves."""
@@ -201,33 +191,13 @@ class StateTransfers:
         """No copy is in flight yet."""
         self._owner, self._backend, self._time_limit = owner, backend, time_limit
         self.moves = TransferTracker(owner.lock, time_limit)
-        """Between slots and host pages."""
-        self._copies: list[Copied] = []
+        """Between slots and host pages, and from slot to slot."""
 
-    # ---- from slot to slot
-
-    def copied(self, copying: Copying, slots: Pages, leases: list[Lease]) -> Copied:
-        """Note a launch that writes these slots. Releases the leases once it has been executed."""
-        copy = Copied(copying, slots, leases)
+    def launched(self, copying: Copying, slots: Pages, leases: Sequence[Lease]) -> BlockTransfer:
+        """Note a launch from slot to slot, which writes these slots. Releases the leases once it
+        has been executed."""
         with self._owner.lock:
-            self._copies.append(copy)
-            self._look_at_copies()
-        return copy
-
-    def _look_at_copies(self) -> None:
-        for copy in list(self._copies):
-            try:
-                if not copy.copying.done():
-                    continue
-            except Exception as error:  # a failed device copies nothing more
-                if still_moving(copy.copying):
-                    raise  # not an error of the copy: as in `BlockTransfer.block`
-                self.moves.foreign.note(error)
-            for lease in copy.leases:
-                with contextlib.suppress(LeaseLost):  # released by a look that was interrupted
-                    lease.release()
-            copy.finished = True
-            self._copies.remove(copy)  # last: until here an interrupted look is repeated
+            return self.moves.launched(slots, copying, leases)
 
     # ---- to the host
 
@@ -322,23 +292,11 @@ class StateTransfers:
 
     # ---- upkeep
 
-    def busy(self, slots: Pages) -> npt.NDArray[np.bool_]:
-        """See `Checkpoints.in_flight`."""
-        written = [copy.slots for copy in self._copies]
-        busy = self.moves.busy(slots)
-        return busy | np.isin(slots, np.concatenate(written)) if written else busy
-
-    @property
-    def in_flight(self) -> int:
-        """Number of running transfers, and of launches, as of the last poll."""
-        return self.moves.in_flight + len(self._copies)
-
     def poll(self) -> int:
         """See `Checkpoints.poll`."""
         self.moves.poll()
-        self._look_at_copies()
         self._owner.back.poll()
-        return self.in_flight
+        return self.moves.in_flight
 
     def close(self, timeout: float | None) -> None:
         """See `Checkpoints.close`."""
@@ -1027,9 +985,8 @@ class Checkpoints:
         their shape. None: the number of transfers and launches, as `poll`."""
         with self.lock:
             going = self.traffic.poll()
-            return (
-                going if slots is None else self.traffic.busy(np.ascontiguousarray(slots, np.int32))
-            )
+            busy = self.traffic.moves.busy
+            return going if slots is None else busy(np.ascontiguousarray(slots, np.int32))
 
     def pause(self, timeout: float | None = None) -> None:
         """Hold back new copies between slots and host pages until `resume`; waits for those in
@@ -1125,7 +1082,6 @@ __all__ = [
     "PATH_LIMIT",
     "CheckpointStats",
     "Checkpoints",
-    "Copied",
     "Found",
     "Path",
     "PathBound",

@@ -11,13 +11,13 @@ import numpy as np
 
 from lightcache._arguments import Pages
 from lightcache.errors import LightcacheError
-from lightcache.hybrid.checkpoints import Copied, Path
+from lightcache.hybrid.checkpoints import Path
 from lightcache.hybrid.planning import HybridParts
 from lightcache.hybrid.requests import HybridRequest
 from lightcache.hybrid.saving import RequestSlots, Rest, Saved
 from lightcache.leases import Allocation
 from lightcache.manager.request import Request
-from lightcache.manager.transfers import OnEnd, State
+from lightcache.manager.transfers import BlockTransfer, OnEnd, State
 
 if TYPE_CHECKING:
     from lightcache.hybrid.copiers import StateCopier
@@ -105,9 +105,9 @@ class Donor:
             taken, request.found = request.found, None
             if taken is not None:
                 leases.append(taken[1])
-        copied = parts.checkpoints.traffic.copied(copying, targets, leases)
+        launch = parts.checkpoints.traffic.launched(copying, targets, leases)
         for request, _, _ in pairs:
-            request.copies.append(copied)
+            request.transfers.append(launch)
         return sources, targets
 
     def zero(self, running: list[HybridRequest], stream: Any) -> Pages:
@@ -115,9 +115,9 @@ class Donor:
         slots = slot_array([request.own_slots.working for request in running])
         if running:
             copying = self._copier.zero(slots, stream)
-            copied = self._parts.checkpoints.traffic.copied(copying, slots, [])
+            launch = self._parts.checkpoints.traffic.launched(copying, slots, [])
             for request in running:
-                request.copies.append(copied)
+                request.transfers.append(launch)
         return slots
 
     def exchange(self, request: HybridRequest, slots: RequestSlots) -> list[int]:
@@ -226,10 +226,10 @@ class Donor:
         mark = self._mark(slot_array(busy), running[0].ended[1]) if busy else []
         for request, rest in rests:
             if rest.busy:
-                request.copies += mark
+                request.transfers += mark
             request.leaving = [*rest.free, *rest.busy]
 
-    def _mark(self, busy: Pages, stream: Any) -> list[Copied]:
+    def _mark(self, busy: Pages, stream: Any) -> list[BlockTransfer]:
         """Note when all work launched before has been executed. Empty if the device failed: then
         it writes nothing more."""
         nothing, traffic = np.zeros(0, np.int32), self._parts.checkpoints.traffic
@@ -238,7 +238,7 @@ class Donor:
         except Exception as error:
             traffic.moves.foreign.note(error)
             return []
-        return [traffic.copied(mark, busy, [])]
+        return [traffic.launched(mark, busy, [])]
 
     def _last(self, request: HybridRequest, kept: int | None, position: int | None) -> list[Saved]:
         """The saved states to donate: the newest, preceded by the one to keep."""

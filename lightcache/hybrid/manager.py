@@ -670,7 +670,7 @@ class HybridManager:
             self._begin_anew(running, 0)
             restarted = self._request(request)
             if slots is not None:
-                restarted.copies, restarted.transfers = running.copies, running.transfers
+                restarted.transfers = running.transfers
                 together(
                     partial(setattr, running, "slots", None),
                     partial(setattr, restarted, "slots", slots),
@@ -1114,7 +1114,7 @@ class HybridManager:
                 host=kv.host,
                 running=kv.running,
                 leaving=kv.leaving + self._donor.slots_alone,
-                transfers=kv.transfers + traffic.in_flight,
+                transfers=kv.transfers + traffic.moves.in_flight,
                 queued=kv.queued + traffic.moves.queued,
                 offloads=kv.offloads,
                 device_states=states["device"],

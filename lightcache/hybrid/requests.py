@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightcache._arguments import Pages
 from lightcache.errors import ConfigError, TransferFailed
-from lightcache.hybrid.checkpoints import Copied, StateSpace, Tier
+from lightcache.hybrid.checkpoints import StateSpace, Tier
 from lightcache.kernels.groups import Rule
 from lightcache.leases import Lease
 from lightcache.manager.load import LoadHandle, wait_on
@@ -110,9 +110,8 @@ class HybridRequest:
     loading: BlockTransfer | None = None
     """The load of its state from the host."""
     transfers: list[BlockTransfer] = field(default_factory=list)
-    """Copies between its slots and the host, including `loading`."""
-    copies: list[Copied] = field(default_factory=list)
-    """Launches that write its slots."""
+    """Copies between its slots and the host, including `loading`, and launches that write its
+    slots."""
     ended: tuple[bool, Any] = (False, None)
     """At its end: whether no step of it is in flight, and the stream of its last one."""
     leaving: list[int] | None = None
@@ -151,9 +150,7 @@ class HybridRequest:
     def busy(self) -> bool:
         """Whether a copy used its slots, or wrote its windows, at the last look."""
         self.transfers = [transfer for transfer in self.transfers if not transfer.finished]
-        self.copies = [copy for copy in self.copies if not copy.finished]
-        writing = any(not load.finished for load in self.loads)
-        return bool(self.transfers or self.copies) or writing
+        return bool(self.transfers) or any(not load.finished for load in self.loads)
 
     def sound(self) -> bool:
         """Whether its loads have finished and succeeded. Until then no other request may find what

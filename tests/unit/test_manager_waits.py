@@ -162,7 +162,7 @@ def test_what_comes_out_of_asking_for_a_copy_of_states(hybrids: Any) -> None:
     world.copier.at_once = False
     world.begin("b", prompt, wait=False)
     (copying,) = world.copier.going
-    (copied,) = world.checkpoints.traffic._copies
+    (copied,) = world.checkpoints.traffic.moves._all
     copying.done = once(Odd("arranged"), copying.done)
     refused(Odd, "arranged", world.hybrid.poll)
     assert (copied.finished, len(copied.leases)) == (False, 1)
