@@ -6,13 +6,12 @@ import contextlib
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from lightcache import _arguments
 from lightcache._arguments import Keys, Pages
@@ -29,7 +28,7 @@ from lightcache.manager.lookup import joined
 from lightcache.manager.request import WritePolicy
 from lightcache.manager.state import check_run
 from lightcache.manager.stats import TierCapacity
-from lightcache.manager.transfers import BlockTransfer, OnEnd, TransferTracker, still_moving
+from lightcache.manager.transfers import BlockTransfer, OnEnd, TransferTracker
 from lightcache.manager.write_back import WriteBack, WrittenBack
 from lightcache.namespaces import Namespace, NamespaceState
 from lightcache.page_index import PageIndex
@@ -471,6 +470,8 @@ class CheckpointStats:
         return hits / self.requests if self.requests else 0.0
 
 
+_NAMES = tuple(each.name for each in fields(CheckpointStats))
+
 # ---- The bound on checkpoints of one path
 
 PATH_LIMIT = 2
@@ -680,6 +681,7 @@ class Checkpoints:
         self.low_water = _arguments.count(low_water, "low_water", 0, 1 << 20)
         self.lock = threading.RLock()
         self.counts: Counter[str] = Counter()
+        """Also of a manager's requests and of its other groups, with names of their own."""
         self.spaces = StateSpaces(slots, host, shared)
         self.traffic = StateTransfers(self, backend, time_limit)
         self.back = StateWriteBack(self)
@@ -1044,7 +1046,7 @@ class Checkpoints:
     def stats(self) -> CheckpointStats:
         """Counters of this process."""
         with self.lock:
-            return CheckpointStats(**self.counts)
+            return CheckpointStats(**{name: self.counts[name] for name in _NAMES})
 
     def room(self) -> dict[str, TierCapacity]:
         """Slots and host pages: total, free, and available."""

@@ -18,12 +18,12 @@ from lightcache.hybrid.checkpoints import Checkpoints, CheckpointStats, Tier
 from lightcache.hybrid.donating import Donor, slot_array, taking_over
 from lightcache.hybrid.planning import HybridParts, HybridPlan, HybridPlanner
 from lightcache.hybrid.requests import (
+    POINT,
     PREFIX,
     HybridLoadHandle,
     HybridMatch,
     HybridRequest,
     Restored,
-    Taken,
 )
 from lightcache.hybrid.saving import (
     Grid,
@@ -161,7 +161,8 @@ class HybridManager:
         self.windows = tuple(windows)
         self.manager, self.checkpoints, self.grid = manager, checkpoints, grid
         step = grid.fine if self.config.tail else grid.grid
-        groups = WindowGroups(manager, windows, every=every, states=states)
+        counts = checkpoints.counts
+        groups = WindowGroups(manager, windows, counts=counts, every=every, states=states)
         if windows and states:
             self._check_joined(step, groups.unit)
         self.parts = HybridParts(manager, checkpoints, groups, grid, step, states)
@@ -268,8 +269,7 @@ class HybridManager:
         """An empty match: the request runs without the cache."""
         self._planner.forget(request)
         with contextlib.suppress(LightcacheError):  # else its plan expires
-            self.checkpoints.cancel(request)
-            self.parts.windows.unpin(request)
+            self.parts.unpin(request)
         kv = self.manager.plan(request, lookup.prompt, options=lookup.options, limit=0)
         return HybridMatch(kv, limit=PREFIX)
 
@@ -327,19 +327,13 @@ class HybridManager:
         """Take the other groups first: without them no KV is taken.
 
         Args:
-            again: False: raises LeaseLost if pages of windows have gone.
+            again: False: raises LeaseLost if something of a group has gone.
         """
-        manager, checkpoint, leases = self.manager, None, {}
+        manager, leases = self.manager, {}
         position, complete = 0 if plan is None else plan.position, plan is not None
         try:
-            if plan is not None and plan.found is not None:
-                checkpoint = self._fail_open.run(
-                    lambda: self.checkpoints.take(request), lambda: None
-                )
-                complete = checkpoint is not None
-            if plan is not None and plan.chosen and complete:
-                take = partial(self.parts.windows.take, request, plan.chosen, position)
-                found = self._fail_open.run(take, nothing)
+            if plan is not None and plan.tiers:
+                found = self._fail_open.run(partial(self._planner.take, request, plan), nothing)
                 complete, leases = found is not None, found or {}
                 if not (complete or again):
                     raise LeaseLost(f"take: the pins of {request!r} have expired")
@@ -351,15 +345,12 @@ class HybridManager:
             if not kv.usable:
                 for lease in leases.values():
                     lease.close()
-                if checkpoint is not None:
-                    checkpoint[1].release()
-                checkpoint, leases = None, {}
-            return self._made(request, plan, kv, checkpoint, leases)
+                leases = {}
+            return self._made(request, plan, kv, leases)
         except BaseException:
-            for lease in leases.values():
-                lease.close()
-            if checkpoint is not None and request not in self._requests:
-                checkpoint[1].close()
+            if request not in self._requests:
+                for lease in leases.values():
+                    lease.close()
             self._planner.cancel(request)
             raise
 
@@ -374,17 +365,17 @@ class HybridManager:
         request: Hashable,
         plan: HybridPlan | None,
         kv: PrefixMatch,
-        checkpoint: Taken | None,
         leases: Mapping[str, Lease],
     ) -> HybridMatch:
         """A running request. It takes over all pins in the instant in which it is known."""
         windows, usable, page = self.parts.windows, kv.usable, self.manager.page_tokens
-        deep, limit, tiers = usable, None, {}
+        deep, limit = usable, None
+        tiers: Mapping[str, Tier] = {}
         if plan is not None:
             deep = max(plan.kv.usable, usable)
             kv = plan.stored.attributed(kv, usable, page)
             limit = self._planner.limit(plan, deep, usable)
-            tiers = self._planner.tiers(plan) if usable else {}
+            tiers = plan.tiers if usable else tiers
         branching = self.grid.branching(deep, usable)
         match = HybridMatch(kv, deep, usable, tiers, limit, branching)
         inner = self.inner.requests.get(request)
@@ -392,27 +383,30 @@ class HybridManager:
         states = None
         if inner.space is not None and inner.options.write and "device" in inner.options.tiers:
             states = self.parts.states_of(inner.space)
-        counted = Counter(requests=1, usable_tokens=usable, unusable_tokens=match.unusable)
-        running = HybridRequest(inner, match, states, checkpoint, counted)
+        checkpoint = leases.get(POINT)
+        found = None if checkpoint is None else (tiers[POINT], checkpoint)
+        running = HybridRequest(inner, match, states, found, self._counted(match, plan))
         inner.sound = running.sound
-        if checkpoint is not None and plan is not None:
-            tier = checkpoint[0]
-            counted[f"{tier.value}_hits"] = 1
-            brought = plan.stored.brought * (self.parts.step if plan.stored.there is None else page)
-            counted["storage_hits"] = int(brought == usable and tier is Tier.HOST)
-        self.checkpoints.counts.update(counted)
-        if not self.windows:
-            self._requests[request] = running
-            return match
-        stored = plan is not None and plan.stored.reached(usable, page)
-        running.counted_windows = windows.counted(match, stored)
         ours = windows.begin(running, match, leases)
         together(
             partial(self._requests.__setitem__, request, running),
             *(partial(setattr, lease, "ended", True) for lease in ours),
         )
-        windows.begun(running.counted_windows)
+        self.checkpoints.counts.update(running.counted)
         return match
+
+    def _counted(self, match: HybridMatch, plan: HybridPlan | None) -> Counter[str]:
+        """What a request that begins adds to the counters."""
+        usable, page = match.usable, self.manager.page_tokens
+        counted = Counter(requests=1, usable_tokens=usable, unusable_tokens=match.unusable)
+        if match.tier is not None and plan is not None:
+            counted[f"{match.tier.value}_hits"] = 1
+            brought = plan.stored.brought * (self.parts.step if plan.stored.there is None else page)
+            counted["storage_hits"] = int(brought == usable and match.tier is Tier.HOST)
+        if self.windows:
+            stored = plan is not None and plan.stored.reached(usable, page)
+            counted.update(self.parts.windows.counted(match, stored))
+        return counted
 
     # ---- running
 
@@ -688,7 +682,6 @@ class HybridManager:
         together(partial(self._donor.ending.append, running), partial(self._requests.pop, inner.id))
         running.let_go()
         self.checkpoints.counts.subtract(running.counted)
-        self.parts.windows.begun(running.counted_windows, -1)
         self.manager.untake(inner.id)
         self.plan(inner.id, inner.prompt, options=inner.options, limit=limit)
         self._begin(inner.id)

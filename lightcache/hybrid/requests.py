@@ -102,9 +102,7 @@ class HybridRequest:
     found: Taken | None
     """Until it is restored."""
     counted: Counter[str]
-    """Its counts in the statistics."""
-    counted_windows: Mapping[str, int] = field(default_factory=dict)
-    """Its counts in the statistics of windows."""
+    """What it added to the counters."""
     slots: RequestSlots | None = None
     """Its slots, from `restore` on."""
     loading: BlockTransfer | None = None
