@@ -50,6 +50,7 @@ from lightcache.manager.request import (
     check_hashable,
 )
 from lightcache.manager.stats import TierCapacity, TierGauges
+from lightcache.manager.transfers import BlockTransfer
 from lightcache.manager.weights import WeightsState
 from lightcache.manager.write_back import when_there_is_room
 from lightcache.plans import TIMEOUT
@@ -177,6 +178,7 @@ class HybridManager:
         # tell a shared guard that the cache works.
         self._fail_open = self.inner.new_fail_open(self._planner.let_go, "HybridManager")
         self._requests: dict[Hashable, HybridRequest] = {}
+        self.inner.trackers.append(checkpoints.transfers)
 
     def _check_joined(self, step: int, unit: int) -> None:
         """Raises ConfigError: states and windows that cannot be found together."""
@@ -580,7 +582,7 @@ class HybridManager:
 
     def _launch(self, running: list[HybridRequest], stream: Any) -> Restored:
         slots_of = [request.own_slots for request in running]
-        traffic, loads = self.checkpoints.traffic, {}
+        loads: dict[Hashable, BlockTransfer] = {}
         pairs: list[tuple[HybridRequest, int, int]] = []
         empty: list[HybridRequest] = []
         for request, slots in zip(running, slots_of, strict=True):
@@ -590,7 +592,7 @@ class HybridManager:
                 pairs.append((request, int(request.found[1].pages[0]), slots.working))
             else:
                 (_, lease), request.found = request.found, None
-                request.loading = loads[request.inner.id] = traffic.load(
+                request.loading = loads[request.inner.id] = self.checkpoints.load(
                     lease, slots.working, request.transfers
                 )
         working = slot_array([slots.working for slots in slots_of])
@@ -1025,23 +1027,8 @@ class HybridManager:
 
     # ---- transfers and weights
 
-    def pause(self, timeout: float | None = None) -> None:
-        """Hold back new transfers of KV or states until `resume`. Waits for transfers in flight.
-
-        Raises:
-            WaitTimeout: some are still in flight; all is paused.
-            ConfigError: no number of seconds; nothing is paused.
-        """
-        timeout = seconds_of(timeout)
-        with self._lock:
-            self.checkpoints.traffic.moves.paused = True
-        self.manager.pause(timeout)
-        self.checkpoints.pause(timeout)
-
-    def resume(self) -> None:
-        """Let transfers begin again."""
-        self.manager.resume()
-        self.checkpoints.resume()
+    pause = of_kv(KVCacheManager.pause)
+    resume = of_kv(KVCacheManager.resume)
 
     @property
     def weights_state(self) -> WeightsState:
@@ -1050,13 +1037,13 @@ class HybridManager:
 
     def begin_update(self, timeout: float | None = None, *, wait: bool = True) -> None:
         """As `KVCacheManager.begin_update`, for KV and states."""
+        timeout = seconds_of(timeout)
         with self._lock:
             version = self.inner.weights.version
             self.manager.begin_update(wait=False)
             self.checkpoints.clear(version, everywhere=self.inner.weights.ours)
         if wait:
-            self.inner.transfers.wait(None, timeout)
-            self.checkpoints.traffic.moves.wait(None, timeout)
+            self.inner.wait(timeout)
 
     def finish_update(self, version: str) -> None:
         """As `KVCacheManager.finish_update`."""
@@ -1100,16 +1087,10 @@ class HybridManager:
             Detached: a cache of KV or states is closed.
         """
         with self._lock, self.checkpoints.lock:
-            kv, states = self.manager.gauges(), self.checkpoints.room()
-            traffic = self.checkpoints.traffic
+            states, figures = self.checkpoints.room(), vars(self.manager.gauges())
+            figures = {**figures, "leaving": figures["leaving"] + self._donor.slots_alone}
             return HybridGauges(
-                device=kv.device,
-                host=kv.host,
-                running=kv.running,
-                leaving=kv.leaving + self._donor.slots_alone,
-                transfers=kv.transfers + traffic.moves.in_flight,
-                queued=kv.queued + traffic.moves.queued,
-                offloads=kv.offloads,
+                **figures,
                 device_states=states["device"],
                 host_states=states["host"],
                 windows={window.rule.name: window.room() for window in self.windows},

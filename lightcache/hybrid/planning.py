@@ -15,7 +15,7 @@ import numpy as np
 from lightcache._arguments import Keys
 from lightcache.errors import LeaseLost, LightcacheError
 from lightcache.hybrid.checkpoints import Path, StateSpace, Tier, last_ready
-from lightcache.hybrid.requests import POINT, PREFIX, HybridMatch
+from lightcache.hybrid.requests import POINT, PREFIX, HybridMatch, HybridRequest
 from lightcache.hybrid.windows import Side, WindowGroups, agreed
 from lightcache.leases import Lease
 from lightcache.manager.limits import Foreign
@@ -79,6 +79,14 @@ class HybridParts:
         if space is None or states is None or tokens < self.step:
             return None
         return Path(self.keys_of(prompt, space)[: tokens // self.step], states)
+
+    def path_so_far(self, request: HybridRequest) -> Path | None:
+        """The positions of a running request's tokens; None: it may not save, or it has ended."""
+        running = self.inner.requests.get(request.inner.id)
+        if request.states is None or running is None or running.space is None:
+            return None
+        chain = running.device_chain if self.by_blocks else running.host_chain
+        return Path(self.strided(chain.keys), request.states)
 
     def unpin(self, request: Hashable) -> None:
         """Drop what other groups than KV have pinned for a waiting request."""
@@ -278,27 +286,6 @@ class HybridPlan:
 # ---- Plans of waiting requests
 
 
-def kv_up_to(
-    manager: KVCacheManager,
-    request: Hashable,
-    lookup: LookupRequest,
-    device_tokens: Sequence[int] | None,
-    space: CacheScope | None,
-    *,
-    pin: bool,
-) -> PrefixMatch:
-    """The KV of a request up to its limit, planned by its manager, or only looked at."""
-    if pin:
-        batch = LookupBatch(((request, lookup),), device_tokens)
-        (kv,) = manager.lookup.plan(batch, {lookup.prompt.tenant: space})
-    else:
-        prompt, options, limit = lookup
-        (kv,) = manager.peek_many(
-            [prompt], options=[options], limits=[limit], device_tokens=device_tokens
-        )
-    return kv
-
-
 class HybridPlanner:
     """The plans of one `HybridManager`. Its lock is held around every call."""
 
@@ -346,7 +333,7 @@ class HybridPlanner:
             if same and known.states is states and lookup.options.read:
                 plan.stored, plan.read_until = known.stored, known.read_until
             else:
-                known.stored.cancel(self._parts.checkpoints.traffic.moves.foreign)
+                known.stored.cancel(self._parts.checkpoints.transfers.foreign)
         self._plans[request] = plan
         return plan
 
@@ -423,10 +410,14 @@ class HybridPlanner:
             if lacking:
                 self._lower(plan, position - parts.step, lacking[-1])
                 continue
-            lookup = asked.up_to(position)
-            plan.planned = kv = kv_up_to(
-                parts.manager, request, lookup, tokens, plan.space, pin=pin
-            )
+            if pin:
+                batch = LookupBatch(((request, asked.up_to(position)),), tokens)
+                (kv,) = parts.manager.lookup.plan(batch, {asked.prompt.tenant: plan.space})
+            else:
+                (kv,) = parts.manager.peek_many(
+                    [asked.prompt], options=[asked.options], limits=[position], device_tokens=tokens
+                )
+            plan.planned = kv
             if kv.usable >= position:
                 plan.tiers = {side.rule: side.tier for side in sides if side.tier is not None}
                 return
@@ -733,7 +724,7 @@ class HybridPlanner:
         """Remove and return the plan, without releasing its pins; None: there was none."""
         plan = self._plans.get(request)
         if plan is not None:
-            plan.stored.cancel(self._parts.checkpoints.traffic.moves.foreign)
+            plan.stored.cancel(self._parts.checkpoints.transfers.foreign)
         return self._plans.pop(request, None)  # last: an interrupt before this repeats all
 
     def cancel(self, request: Hashable) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from lightcache.errors import ConfigError, TransferFailed
 from lightcache.hybrid.checkpoints import StateSpace, Tier
 from lightcache.kernels.groups import Rule
 from lightcache.leases import Lease
-from lightcache.manager.load import LoadHandle, wait_on
+from lightcache.manager.load import JointLoad, LoadHandle, wait_on
 from lightcache.manager.request import Owed, PrefixMatch, Request
 from lightcache.manager.transfers import BlockTransfer, State
 
@@ -216,55 +215,19 @@ class Restored:
             wait_on(transfer, stream)
 
 
-class HybridLoadHandle:
+class HybridLoadHandle(JointLoad):
     """The loads of one request: of its KV, its state and its windows. If one fails, the whole
     match is unusable: call `restart`."""
 
     def __init__(self, usable: int, kv: LoadHandle, others: Sequence[BlockTransfer]) -> None:
         """For `HybridManager.load`."""
-        self._usable, self._kv, self._others = usable, kv, others
-        self._loads: list[BlockTransfer | LoadHandle] = [kv, *others]
+        super().__init__(kv, others)
+        self._usable = usable
 
     @property
     def tokens(self) -> int:
         """Leading tokens that need not be computed, as known now: all usable ones, or 0."""
         return 0 if self.failed else self._usable
-
-    @property
-    def failed(self) -> bool:
-        """Whether one has failed."""
-        lost = any(load.state in (State.FAILED, State.CANCELLED) for load in self._others)
-        return lost or self._kv.tokens < self._usable
-
-    def done(self) -> bool:
-        """Whether all have finished. Does not block.
-
-        Raises:
-            TransferFailed: one failed.
-        """
-        finished = [load.done() for load in self._loads]
-        return all(finished)
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Block until all have finished.
-
-        Raises:
-            WaitTimeout: they are still in flight.
-            TransferFailed: as `done`.
-        """
-        end = None if timeout is None else time.monotonic() + timeout
-        for load in self._loads:
-            load.wait(None if end is None else max(0.0, end - time.monotonic()))
-
-    def wait_on(self, stream: Any = None) -> None:
-        """Let a device stream (None: the current one) wait for all, instead of this thread.
-
-        Raises:
-            TransferFailed: one has failed already.
-        """
-        self._kv.wait_on(stream)
-        for load in self._others:
-            wait_on(load, stream)
 
 
 __all__ = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Hashable, Sequence
 from types import NoneType
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,8 @@ class ManagerState:
         self.pace = Pace()
         self.fail_open = self.new_fail_open(let_go, "KVCacheManager")
         self.transfers = TransferTracker(self.lock, config.time_limit)
+        self.trackers = [self.transfers]
+        """And those of a manager that is built on this one."""
         self.weights = Weights(host, device, weights)
         self.tasks = Tasks(self.counts)
         self.requests: dict[Hashable, Request] = {}
@@ -93,6 +96,12 @@ class ManagerState:
         """Raises Detached if the manager is closed."""
         if self.closed:
             raise Detached(f"{call}: the manager is closed; make another one")
+
+    def wait(self, timeout: float | None) -> None:
+        """Block, without the lock, until no copy is in flight. Raises as `TransferTracker.wait`."""
+        end = None if timeout is None else time.monotonic() + timeout
+        for tracker in self.trackers:
+            tracker.wait(None, None if end is None else max(0.0, end - time.monotonic()))
 
     def moved_bytes(self, tokens: int, known: int | None) -> int:
         """Bytes of a copy: as counted by its transfer backend (`known`), else the share of the
