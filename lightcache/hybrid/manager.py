@@ -334,7 +334,7 @@ class HybridManager:
         manager, leases = self.manager, {}
         position, complete = 0 if plan is None else plan.position, plan is not None
         try:
-            if plan is not None and plan.tiers:
+            if plan is not None:
                 found = self._fail_open.run(partial(self._planner.take, request, plan), nothing)
                 complete, leases = found is not None, found or {}
                 if not (complete or again):

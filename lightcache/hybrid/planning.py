@@ -219,7 +219,14 @@ class StateSide:
             taken = self.checkpoints.take(request)
         except LeaseLost:  # its time limit has passed
             return None
-        return None if taken is None else taken[1]
+        if taken is None:
+            return None
+        self.tier, lease = taken
+        return lease
+
+    def needs(self, position: int) -> bool:
+        """See `Side`."""
+        return position > 0
 
     def edge(self, tier: Tier, name: str, kv: int) -> tuple[Keys, int]:
         """Keys that show whether a lookup in this tier would find another checkpoint, up to so many
@@ -439,11 +446,10 @@ class HybridPlanner:
 
     def take(self, request: Hashable, plan: HybridPlan) -> dict[str, Lease] | None:
         """What was pinned of each group for a plan's position, by rule. None: some has gone, and
-        none is taken."""
+        none is taken. Asks the sides, not `tiers`: an interrupt may have ended the last plan."""
         leases: dict[str, Lease] = {}
-        for side in plan.sides or ():
-            if side.tier is None:
-                continue
+        sides = [side for side in plan.sides or () if side.needs(plan.position)]
+        for side in sides:
             lease = side.take(request, plan.position)
             if lease is None:
                 for each in leases.values():
@@ -451,6 +457,7 @@ class HybridPlanner:
                 self._parts.unpin(request)
                 return None
             leases[side.rule] = lease
+        plan.tiers = {side.rule: side.tier for side in sides if side.tier is not None}
         return leases
 
     def limit(self, plan: HybridPlan, kv: int, position: int) -> str | None:

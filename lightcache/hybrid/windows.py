@@ -127,6 +127,9 @@ class Side(Protocol):
     tier: Tier | None
     """The tier that has what was pinned last; None: the position needs nothing of this rule."""
 
+    def needs(self, position: int) -> bool:
+        """Whether a position needs anything of this rule."""
+
     def deepest(self, limit: int, step: int) -> int:
         """The deepest position up to this one, a multiple of `step`, that a tier accepts."""
 
@@ -245,8 +248,13 @@ class WindowSide:
 
     def take(self, request: Hashable, position: int) -> Lease | None:
         """See `Side`."""
-        assert self.chosen is not None
+        if self.chosen is None:  # an interrupt has ended the plan
+            return None
         return self.chosen.take(request, position - self.groups.start(self.window.rule, position))
+
+    def needs(self, position: int) -> bool:
+        """See `Side`."""
+        return self.groups.start(self.window.rule, position) < position
 
 
 def _slice(keys: Keys, begin: int, end: int) -> Keys:
