@@ -389,22 +389,23 @@ class HybridManager:
         found = None if checkpoint is None else (tiers[POINT], checkpoint)
         running = HybridRequest(inner, match, states, found, self._counted(match, plan))
         inner.sound = running.sound
-        ours = windows.begin(running, match, leases)
-        together(
-            partial(self._requests.__setitem__, request, running),
-            *(partial(setattr, lease, "ended", True) for lease in ours),
-        )
+        if self.windows:
+            ours = windows.begin(running, match, leases)
+            known = partial(self._requests.__setitem__, request, running)
+            together(known, *[partial(setattr, lease, "ended", True) for lease in ours])
+        else:
+            self._requests[request] = running
         self.checkpoints.counts.update(running.counted)
         return match
 
     def _counted(self, match: HybridMatch, plan: HybridPlan | None) -> Counter[str]:
         """What a request that begins adds to the counters."""
-        usable, page = match.usable, self.manager.page_tokens
+        usable, page, tier = match.usable, self.manager.page_tokens, match.tier
         counted = Counter(requests=1, usable_tokens=usable, unusable_tokens=match.unusable)
-        if match.tier is not None and plan is not None:
-            counted[f"{match.tier.value}_hits"] = 1
+        if tier is not None and plan is not None:
+            counted[f"{tier.value}_hits"] = 1
             brought = plan.stored.brought * (self.parts.step if plan.stored.there is None else page)
-            counted["storage_hits"] = int(brought == usable and match.tier is Tier.HOST)
+            counted["storage_hits"] = int(brought == usable and tier is Tier.HOST)
         if self.windows:
             stored = plan is not None and plan.stored.reached(usable, page)
             counted.update(self.parts.windows.counted(match, stored))

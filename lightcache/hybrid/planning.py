@@ -192,7 +192,7 @@ class StateSide:
     tier: Tier | None = None
     found: Found | None = None
     """The last checkpoint that was looked up; it has what is pinned."""
-    edges: dict[str, tuple[Keys, int]] = field(default_factory=dict)
+    edges: dict[str, tuple[Keys, int]] | None = None
     """Results of `edge`, by tier, since the last pin."""
 
     def deepest(self, limit: int, step: int) -> int:
@@ -204,7 +204,7 @@ class StateSide:
     def pin(self, request: Hashable, position: int, ttl: float | None) -> bool:
         """See `Side`."""
         found = self.found = self.found if position else None
-        self.edges.clear()
+        self.edges = None
         self.tier = None if found is None else found[0]
         if ttl is None:
             return True
@@ -231,6 +231,8 @@ class StateSide:
     def edge(self, tier: Tier, name: str, kv: int) -> tuple[Keys, int]:
         """Keys that show whether a lookup in this tier would find another checkpoint, up to so many
         tokens of KV; and up to which of them there is one if nothing has changed."""
+        if self.edges is None:
+            self.edges = {}
         edge = self.edges.get(name)
         if edge is None:
             begin = end = 0
@@ -436,13 +438,16 @@ class HybridPlanner:
         Args:
             rule: has refused the position so far; None: it is the first one.
         """
-        rules = [] if rule is None else [rule]
+        rules: list[str] = []
         plan.position = 0
         if plan.sides is not None:
-            plan.position, lowered = agreed(plan.sides, most, self._parts.step)
-            rules += lowered
+            plan.position, rules = agreed(plan.sides, most, self._parts.step)
+        if rule is None:
+            plan.again = False
+        else:
+            rules.insert(0, rule)
         plan.limit = rules[-1] if rules else None
-        plan.again = (rule is not None and plan.again) or rules.count(POINT) < len(rules)
+        plan.again |= rules.count(POINT) < len(rules)
 
     def take(self, request: Hashable, plan: HybridPlan) -> dict[str, Lease] | None:
         """What was pinned of each group for a plan's position, by rule. None: some has gone, and

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -147,15 +146,16 @@ class Side(Protocol):
 def agreed(sides: Sequence[Side], limit: int, step: int) -> tuple[int, list[str]]:
     """The deepest position up to this one that all sides accept, a multiple of `step`, and the
     rules that lowered it, in order."""
-    position, rules, agreeing = limit // step * step, [], 0
-    for side in itertools.cycle(sides):
-        if agreeing == len(sides) or not position:
-            break
-        found = side.deepest(position, step)
-        agreeing += 1
-        if found < position:
-            position, agreeing = found, 1
-            rules.append(side.rule)
+    position, rules, agreeing, number = limit // step * step, [], 0, len(sides)
+    while position:
+        for side in sides:
+            found = side.deepest(position, step)
+            agreeing += 1
+            if found < position:
+                position, agreeing = found, 1
+                rules.append(side.rule)
+            if agreeing == number or not position:
+                return position, rules
     return position, rules
 
 
@@ -583,7 +583,7 @@ class WindowGroups:
             kind = bytearray([PINNED]) * len(blocks)
             running.tables.append(WindowTable(window, blocks, kind, begin, len(blocks), lease))
         running.positions += [match.usable] if match.usable else []
-        if self.blocks and self.state.storage is not None:
+        if self.state.storage is not None:
             running.inner.stored_with = partial(self.stored, running)
         return ours
 
