@@ -167,9 +167,11 @@ class CacheSpec:
         numa: Numa,
         kv_groups: Sequence[str] | None,
         independent: bool | None,
+        minimums: Mapping[str, int | str] | None = None,
     ) -> None:
         """The secret is read, and its file created if needed, after all checks."""
         check_numa(numa)
+        self.minimums = minimums
         self.page_bytes = parse_size(page_bytes, "page_bytes")
         if self.page_bytes > _MAX_PAGE:
             raise ConfigError(
@@ -239,9 +241,49 @@ class CacheSpec:
         return {**self.config, "pages": self.pages, **independent}
 
     def initialise(self, segment: Segment) -> None:
-        """Make the pool."""
+        """Make the pool, unless its minimums cannot be: then no cache is made.
+
+        Raises:
+            ConfigError: see `Cache.set_minimums`.
+        """
+        if self.minimums is not None:
+            names = names_of(self.config)
+            wanted = sum(minimum_pages(self.name, self.minimums, names, self.page_bytes).values())
+            if wanted > self.pages:
+                raise ConfigError(
+                    f"minimums: {self.name!r}: expected at most its {self.pages} pages in all, "
+                    f"found {wanted}; lower one of them, or give a larger size"
+                )
         lengths = self.pages * self.page_bytes, self.first * self.page_bytes
         make_object(segment, *lengths, self.numa)
+
+
+def minimum_pages(
+    name: str, minimums: Mapping[str, int | str], names: list[str], page_bytes: int
+) -> dict[str, int]:
+    """The minimums of a cache in pages; more than any pool has, of too many bytes.
+
+    Args:
+        names: its groups.
+
+    Raises:
+        ConfigError: no sizes by name, or a group that there is not.
+    """
+    given: object = minimums
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f'minimums: expected sizes by group, such as {{"kv": "8GiB"}}, found {given!r}'
+        )
+    if unknown := sorted(minimums.keys() - set(names), key=str):
+        expected = f"groups among {names}" if names else "none, since it has one group"
+        raise ConfigError(f"minimums: {name!r}: expected {expected}, found {unknown}")
+    return {group: pages_for(minimum, page_bytes) for group, minimum in minimums.items()}
+
+
+def pages_for(minimum: int | str, page_bytes: int) -> int:
+    """Pages that hold so many bytes; more than any pool has, of too many."""
+    pages = -(-parse_size(minimum, "minimum", zero=True) // page_bytes)
+    return min(pages, NO_CHANGE - 1)
 
 
 def check_config(name: str, config: Mapping[str, Any]) -> None:
@@ -748,7 +790,7 @@ class Cache:
         Raises:
             LayoutMismatch: the cache differs and `replace` is False; names each item.
             InUse: the cache differs, `replace` is True, and it has a live client.
-            ConfigError: minimums that cannot be; the cache was opened, or made, and left.
+            ConfigError: minimums that cannot be: no cache was made, and one that exists was left.
             Otherwise as `create` and `attach`.
         """
         spec = CacheSpec(
@@ -765,6 +807,7 @@ class Cache:
             numa,
             kv_groups,
             independent,
+            minimums,
         )
 
         def make() -> T:
@@ -1178,7 +1221,7 @@ class Cache:
             weights,
             tenant,
             quota_pages=None if most is None else min(most // self.page_bytes, MAX_PAGES),
-            minimum_pages=None if minimum is None else self._pages_for(minimum),
+            minimum_pages=None if minimum is None else pages_for(minimum, self.page_bytes),
         )
 
     def set_minimums(self, minimums: Mapping[str, int | str]) -> None:
@@ -1197,24 +1240,11 @@ class Cache:
                 before it were changed.
             LockTimeout, PermissionDenied, Detached.
         """
-        given: object = minimums
-        if not isinstance(given, Mapping):
-            raise ConfigError(
-                f'minimums: expected sizes by group, such as {{"kv": "8GiB"}}, found {given!r}'
-            )
         names = names_of(self.index.segment.config)
-        if unknown := sorted(minimums.keys() - set(names), key=str):
-            expected = f"groups among {names}" if names else "none, since it has one group"
-            raise ConfigError(f"minimums: {self.name!r}: expected {expected}, found {unknown}")
-        pages = {name: self._pages_for(minimum) for name, minimum in minimums.items()}
+        pages = minimum_pages(self.name, minimums, names, self.page_bytes)
         had = {group.name: group.minimum_pages for group in self.index.groups()}
         for name in sorted(pages, key=lambda name: pages[name] - had[name]):  # lower ones first
             self.index.set_minimum(Run(names.index(name)), pages[name])
-
-    def _pages_for(self, minimum: int | str) -> int:
-        """Pages that hold so many bytes; more than any pool has, of too many."""
-        pages = -(-parse_size(minimum, "minimum", zero=True) // self.page_bytes)
-        return min(pages, NO_CHANGE - 1)
 
     def use(self, namespace: Namespace) -> None:
         """See `PageIndex.use`; also seeds the keys."""

@@ -146,7 +146,7 @@ class Checkpoints:
         prepare(self.pages, past)
         with self._backend.lent(self._states(past)) as slot:
             with self._all.lock:
-                transfer = self._all.traffic.load(lease, slot)
+                transfer = self._all.load(lease, slot)
             with self._told(transfer):
                 wait_on(transfer, None)
                 transfer.done()
@@ -179,7 +179,7 @@ class Checkpoints:
     def _told(self, transfer: BlockTransfer) -> Iterator[None]:
         """Raise an exception other than a LightcacheError here, where the caller waits for the
         copy, and not in the next call, which polls."""
-        foreign = self._all.traffic.moves.foreign
+        foreign = self._all.transfers.foreign
         try:
             yield
         except TransferFailed:

@@ -6,13 +6,12 @@ import contextlib
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from lightcache import _arguments
 from lightcache._arguments import Keys, Pages
@@ -29,7 +28,7 @@ from lightcache.manager.lookup import joined
 from lightcache.manager.request import WritePolicy
 from lightcache.manager.state import check_run
 from lightcache.manager.stats import TierCapacity
-from lightcache.manager.transfers import BlockTransfer, OnEnd, TransferTracker, still_moving
+from lightcache.manager.transfers import BlockTransfer, OnEnd, TransferTracker
 from lightcache.manager.write_back import WriteBack, WrittenBack
 from lightcache.namespaces import Namespace, NamespaceState
 from lightcache.page_index import PageIndex
@@ -178,179 +177,6 @@ def _is_of(space: Namespace, weights: str, tenant: str | None) -> bool:
     return space.weights == weights and tenant in (None, space.tenant)
 
 
-# ---- Copies: between slots, to the host and back, and their pins
-
-
-@dataclass(eq=False)
-class Copied:
-    """A launch from slot to slot: the slots it writes, and the leases it reads from."""
-
-    copying: Copying
-    slots: Pages
-    leases: list[Lease]
-    finished: bool = False
-
-
-class StateTransfers:
-    """All copies of one `Checkpoints`. Its lock is held around every call; calls that begin a copy,
-    and `close`, take it themselves."""
-
-    def __init__(
-        self, owner: Checkpoints, backend: TransferBackend | None, time_limit: float
-    ) -> None:
-        """No copy is in flight yet."""
-        self._owner, self._backend, self._time_limit = owner, backend, time_limit
-        self.moves = TransferTracker(owner.lock, time_limit)
-        """Between slots and host pages."""
-        self._copies: list[Copied] = []
-
-    # ---- from slot to slot
-
-    def copied(self, copying: Copying, slots: Pages, leases: list[Lease]) -> Copied:
-        """Note a launch that writes these slots. Releases the leases once it has been executed."""
-        copy = Copied(copying, slots, leases)
-        with self._owner.lock:
-            self._copies.append(copy)
-            self._look_at_copies()
-        return copy
-
-    def _look_at_copies(self) -> None:
-        for copy in list(self._copies):
-            try:
-                if not copy.copying.done():
-                    continue
-            except Exception as error:  # a failed device copies nothing more
-                if still_moving(copy.copying):
-                    raise  # not an error of the copy: as in `BlockTransfer.block`
-                self.moves.foreign.note(error)
-            for lease in copy.leases:
-                with contextlib.suppress(LeaseLost):  # released by a look that was interrupted
-                    lease.release()
-            copy.finished = True
-            self._copies.remove(copy)  # last: until here an interrupted look is repeated
-
-    # ---- to the host
-
-    def offload(
-        self,
-        slot: int,
-        path: Path,
-        count: int,
-        *,
-        pins: Lease | None = None,
-        of: list[BlockTransfer] | None = None,
-        on_end: OnEnd | None = None,
-    ) -> BlockTransfer | None:
-        """Write a slot's state to the host, under the key of position `count`. None: the host has
-        it already, or has no room.
-
-        Args:
-            pins: pins of the slot for this copy: released when it has finished or did not begin.
-            of, on_end: as for `TransferTracker.begin`.
-        """
-
-        def let_go(ok: bool) -> None:
-            if pins is not None:
-                pins.close()
-            if on_end is not None:
-                on_end(ok)
-
-        def on_result(ok: bool, _: int | None) -> None:
-            self._owner.counts.update(**{"offloads" if ok else "failed_offloads": 1})
-            if ok:
-                self._owner.reached_host(path, count)
-
-        with self._owner.lock:
-            new = None
-            try:
-                new = self._reserved(path, count)
-            finally:
-                if new is None:
-                    let_go(False)
-            if new is None:
-                return None
-            position = int(new.new[0]) // self._owner.run.parts
-            slots = np.full(position + 1, -1, np.int64)
-            slots[-1] = slot
-            touched, backend = np.array([slot], np.int32), self._backend
-            assert backend is not None
-            return self.moves.begin(
-                touched, backend, backend.offload, new, (slots,), on_result, of=of, on_end=let_go
-            )
-
-    def _reserved(self, path: Path, count: int) -> Reservation | None:
-        owner = self._owner
-        assert owner.host_states is not None
-        assert self._backend is not None
-        try:
-            chain = owner.chain(Tier.HOST, path, count)
-            new = owner.host_states.reserve(
-                chain,
-                len(chain) - 1,
-                shards=self._backend.shards,
-                namespace=path.space.host,
-                timeout=self._time_limit,
-            )
-        except LightcacheError:
-            owner.counts.update(failed_offloads=1)
-            return None
-        if len(new.pages):
-            return new
-        owner.counts.update(no_room=int(len(new.missing) > 0))
-        new.release()
-        return None
-
-    # ---- from the host
-
-    def load(self, lease: Lease, slot: int, of: list[BlockTransfer] | None = None) -> BlockTransfer:
-        """Load a host page's state into a slot. The transfer takes over the lease.
-
-        Args:
-            of: as for `TransferTracker.begin`.
-        """
-        owner, backend = self._owner, self._backend
-        assert backend is not None
-
-        def on_result(ok: bool, _: int | None) -> None:
-            owner.counts.update(**{"loads" if ok else "failed_loads": 1})
-
-        where, touched = np.array([slot], np.int64), np.array([slot], np.int32)
-        with owner.lock:
-            return self.moves.begin(
-                touched, backend, backend.load, lease, (where, 0), on_result, of=of
-            )
-
-    # ---- upkeep
-
-    def busy(self, slots: Pages) -> npt.NDArray[np.bool_]:
-        """See `Checkpoints.in_flight`."""
-        written = [copy.slots for copy in self._copies]
-        busy = self.moves.busy(slots)
-        return busy | np.isin(slots, np.concatenate(written)) if written else busy
-
-    @property
-    def in_flight(self) -> int:
-        """Number of running transfers, and of launches, as of the last poll."""
-        return self.moves.in_flight + len(self._copies)
-
-    def poll(self) -> int:
-        """See `Checkpoints.poll`."""
-        self.moves.poll()
-        self._look_at_copies()
-        self._owner.back.poll()
-        return self.in_flight
-
-    def close(self, timeout: float | None) -> None:
-        """See `Checkpoints.close`."""
-        with self._owner.lock:
-            self.moves.paused = False
-            self.moves.poll()
-        self.moves.wait(None, timeout)
-        with self._owner.lock:
-            self.poll()
-            self._owner.back.close()
-
-
 # ---- Write-back: a checkpoint goes to the host before its slot is used for another
 
 
@@ -412,7 +238,7 @@ class StateWriteBack(WriteBack):
             if origin is None or (origin.key[0] != key).any():
                 continue  # evicted and reused
             batch.origins[slot] = origin
-            offload = self._owner.traffic.offload
+            offload = self._owner.offload
             offload(slot, origin.path, origin.count, of=batch.transfers)
         return True
 
@@ -512,6 +338,8 @@ class CheckpointStats:
         hits = self.device_hits + self.host_hits
         return hits / self.requests if self.requests else 0.0
 
+
+_NAMES = tuple(each.name for each in fields(CheckpointStats))
 
 # ---- The bound on checkpoints of one path
 
@@ -722,10 +550,12 @@ class Checkpoints:
         self.low_water = _arguments.count(low_water, "low_water", 0, 1 << 20)
         self.lock = threading.RLock()
         self.counts: Counter[str] = Counter()
+        """Also of a manager's requests and of its other groups, with names of their own."""
         self.spaces = StateSpaces(slots, host, shared)
-        self.traffic = StateTransfers(self, backend, time_limit)
+        self._backend, self._time_limit = backend, time_limit
+        self.transfers = TransferTracker(self.lock, time_limit)
+        """Between slots and host pages, and launches from slot to slot."""
         self.back = StateWriteBack(self)
-        """`traffic` and `back`: for the parts of a manager."""
         self._planned: dict[Hashable, Tier] = {}
         self.most = most
         back = self.write is WritePolicy.BACK and host is not None
@@ -881,9 +711,7 @@ class Checkpoints:
             if fork:
                 self._bound.note_fork(path.key(count))
             if self.slots is None:
-                return (
-                    self.traffic.offload(slot, path, count, of=of, on_end=on_end) if host else None
-                )
+                return self.offload(slot, path, count, of=of, on_end=on_end) if host else None
             if slot not in self.loose:
                 self.loose.append(slot)
             self._name(slot, path, count, self.slots)
@@ -900,7 +728,7 @@ class Checkpoints:
                 self.back.note(pinned, path, count)
             at_once = self.write is WritePolicy.THROUGH or self.storage is not None
             if host and at_once and self.host is not None:
-                transfer = self.traffic.offload(pinned, path, count, pins=pins)
+                transfer = self.offload(pinned, path, count, pins=pins)
             else:
                 pins.release()
             self._bound.enforce(self.slots, path, Tier.DEVICE, count)
@@ -978,6 +806,100 @@ class Checkpoints:
             return path.key(count)
         return np.concatenate([path.key(before), path.key(count)])
 
+    # ---- copies between slots and the host, and their pins
+
+    def launched(self, copying: Copying, slots: Pages, leases: Sequence[Lease]) -> BlockTransfer:
+        """Note a launch from slot to slot, which writes these slots. Releases the leases once it
+        has been executed."""
+        with self.lock:
+            return self.transfers.launched(slots, copying, leases)
+
+    def offload(
+        self,
+        slot: int,
+        path: Path,
+        count: int,
+        *,
+        pins: Lease | None = None,
+        of: list[BlockTransfer] | None = None,
+        on_end: OnEnd | None = None,
+    ) -> BlockTransfer | None:
+        """Write a slot's state to the host, under the key of position `count`. None: the host has
+        it already, or has no room.
+
+        Args:
+            pins: pins of the slot for this copy: released when it has finished or did not begin.
+            of, on_end: as for `TransferTracker.begin`.
+        """
+
+        def let_go(ok: bool) -> None:
+            if pins is not None:
+                pins.close()
+            if on_end is not None:
+                on_end(ok)
+
+        def on_result(ok: bool, _: int | None) -> None:
+            self.counts.update(**{"offloads" if ok else "failed_offloads": 1})
+            if ok:
+                self.reached_host(path, count)
+
+        with self.lock:
+            new = None
+            try:
+                new = self._reserved(path, count)
+            finally:
+                if new is None:
+                    let_go(False)
+            if new is None:
+                return None
+            position = int(new.new[0]) // self.run.parts
+            slots = np.full(position + 1, -1, np.int64)
+            slots[-1] = slot
+            touched, backend = np.array([slot], np.int32), self._backend
+            assert backend is not None
+            return self.transfers.begin(
+                touched, backend, backend.offload, new, (slots,), on_result, of=of, on_end=let_go
+            )
+
+    def _reserved(self, path: Path, count: int) -> Reservation | None:
+        assert self.host_states is not None
+        assert self._backend is not None
+        try:
+            chain = self.chain(Tier.HOST, path, count)
+            new = self.host_states.reserve(
+                chain,
+                len(chain) - 1,
+                shards=self._backend.shards,
+                namespace=path.space.host,
+                timeout=self._time_limit,
+            )
+        except LightcacheError:
+            self.counts.update(failed_offloads=1)
+            return None
+        if len(new.pages):
+            return new
+        self.counts.update(no_room=int(len(new.missing) > 0))
+        new.release()
+        return None
+
+    def load(self, lease: Lease, slot: int, of: list[BlockTransfer] | None = None) -> BlockTransfer:
+        """Load a host page's state into a slot. The transfer takes over the lease.
+
+        Args:
+            of: as for `TransferTracker.begin`.
+        """
+        backend = self._backend
+        assert backend is not None
+
+        def on_result(ok: bool, _: int | None) -> None:
+            self.counts.update(**{"loads" if ok else "failed_loads": 1})
+
+        where, touched = np.array([slot], np.int64), np.array([slot], np.int32)
+        with self.lock:
+            return self.transfers.begin(
+                touched, backend, backend.load, lease, (where, 0), on_result, of=of
+            )
+
     def demote(self, n: int) -> int:
         """Begin to write back up to n device checkpoints, least recently used first, and free their
         slots. Checkpoints whose host copy fails stay, and count as just used. Returns the number
@@ -1026,10 +948,14 @@ class Checkpoints:
         """Which of these slots a copy reads or writes, or will once transfers are resumed: bool of
         their shape. None: the number of transfers and launches, as `poll`."""
         with self.lock:
-            going = self.traffic.poll()
-            return (
-                going if slots is None else self.traffic.busy(np.ascontiguousarray(slots, np.int32))
-            )
+            going, busy = self._poll(), self.transfers.busy
+            return going if slots is None else busy(np.ascontiguousarray(slots, np.int32))
+
+    def _poll(self) -> int:
+        """Notice finished copies and begin waiting ones. Returns the number in flight."""
+        self.transfers.poll()
+        self.back.poll()
+        return self.transfers.in_flight
 
     def pause(self, timeout: float | None = None) -> None:
         """Hold back new copies between slots and host pages until `resume`; waits for those in
@@ -1039,14 +965,14 @@ class Checkpoints:
             WaitTimeout: some are still in flight; all is paused.
         """
         with self.lock:
-            self.traffic.moves.paused = True
-        self.traffic.moves.wait(None, timeout)
+            self.transfers.paused = True
+        self.transfers.wait(None, timeout)
 
     def resume(self) -> None:
         """Let copies begin again, those requested meanwhile first."""
         with self.lock:
-            self.traffic.moves.paused = False
-            self.traffic.poll()
+            self.transfers.paused = False
+            self._poll()
 
     def clear(self, weights: str, tenant: str | None = None, *, everywhere: bool = True) -> None:
         """Clear a version, or one of its tenants: the spaces opened here and, if `everywhere`,
@@ -1066,8 +992,8 @@ class Checkpoints:
                 missing = self.low_water - self.slots.stats().free - self.back.blocks
                 with contextlib.suppress(LightcacheError):  # later, when the indexes answer
                     self.back.demote(missing)
-            going = self.traffic.poll()
-            self.traffic.moves.foreign.raise_first()
+            going = self._poll()
+            self.transfers.foreign.raise_first()
             return going
 
     def reached_host(self, path: Path, count: int) -> None:
@@ -1080,14 +1006,14 @@ class Checkpoints:
                 with contextlib.suppress(LightcacheError):
                     self.storage.write(self.run.keys(key), namespace=path.space.host)
             except Exception as error:
-                self.traffic.moves.foreign.note(error)
+                self.transfers.foreign.note(error)
         if self.host_states is not None:
             self._bound.enforce(self.host_states, path, Tier.HOST, count)
 
     def stats(self) -> CheckpointStats:
         """Counters of this process."""
         with self.lock:
-            return CheckpointStats(**self.counts)
+            return CheckpointStats(**{name: self.counts[name] for name in _NAMES})
 
     def room(self) -> dict[str, TierCapacity]:
         """Slots and host pages: total, free, and available."""
@@ -1105,9 +1031,13 @@ class Checkpoints:
             for request in list(self._planned):
                 self.cancel(request)
             self.give_back(self.loose[:])
-        self.traffic.close(timeout)
+            self.transfers.paused = False
+            self.transfers.poll()
+        self.transfers.wait(None, timeout)
         with self.lock:
-            self.traffic.moves.foreign.raise_first()
+            self._poll()
+            self.back.close()
+            self.transfers.foreign.raise_first()
 
 
 def _room(index: StateIndex) -> TierCapacity:
@@ -1125,13 +1055,11 @@ __all__ = [
     "PATH_LIMIT",
     "CheckpointStats",
     "Checkpoints",
-    "Copied",
     "Found",
     "Path",
     "PathBound",
     "StateSpace",
     "StateSpaces",
-    "StateTransfers",
     "StateWriteBack",
     "Tier",
     "clear_states",

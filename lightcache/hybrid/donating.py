@@ -11,13 +11,13 @@ import numpy as np
 
 from lightcache._arguments import Pages
 from lightcache.errors import LightcacheError
-from lightcache.hybrid.checkpoints import Copied, Path
+from lightcache.hybrid.checkpoints import Path
 from lightcache.hybrid.planning import HybridParts
 from lightcache.hybrid.requests import HybridRequest
 from lightcache.hybrid.saving import RequestSlots, Rest, Saved
 from lightcache.leases import Allocation
 from lightcache.manager.request import Request
-from lightcache.manager.transfers import OnEnd, State
+from lightcache.manager.transfers import BlockTransfer, OnEnd, State
 
 if TYPE_CHECKING:
     from lightcache.hybrid.copiers import StateCopier
@@ -35,13 +35,9 @@ class TailEviction:
 
     def note(self, request: HybridRequest) -> None:
         """Note a request that ends, before the KV manager releases it."""
-        parts, running = self._parts, self._parts.inner.requests.get(request.inner.id)
-        if request.states is None or running is None:
-            return
-        if running.space is not None:
-            chain = running.device_chain if parts.by_blocks else running.host_chain
-            path = Path(parts.strided(chain.keys), request.states)
-            self._waiting.append((running, path))
+        path = self._parts.path_so_far(request)
+        if path is not None:
+            self._waiting.append((request.inner, path))
 
     def poll(self) -> None:
         """Evict tails that no copy uses any more."""
@@ -105,9 +101,9 @@ class Donor:
             taken, request.found = request.found, None
             if taken is not None:
                 leases.append(taken[1])
-        copied = parts.checkpoints.traffic.copied(copying, targets, leases)
+        launch = parts.checkpoints.launched(copying, targets, leases)
         for request, _, _ in pairs:
-            request.copies.append(copied)
+            request.transfers.append(launch)
         return sources, targets
 
     def zero(self, running: list[HybridRequest], stream: Any) -> Pages:
@@ -115,9 +111,9 @@ class Donor:
         slots = slot_array([request.own_slots.working for request in running])
         if running:
             copying = self._copier.zero(slots, stream)
-            copied = self._parts.checkpoints.traffic.copied(copying, slots, [])
+            launch = self._parts.checkpoints.launched(copying, slots, [])
             for request in running:
-                request.copies.append(copied)
+                request.transfers.append(launch)
         return slots
 
     def exchange(self, request: HybridRequest, slots: RequestSlots) -> list[int]:
@@ -180,12 +176,9 @@ class Donor:
     def _path(self, request: HybridRequest, position: int) -> Path | None:
         """None: the request may not save, or its keys are unknown since its tokens were not
         reported."""
-        parts, running = self._parts, self._parts.inner.requests.get(request.inner.id)
-        if request.states is None or running is None or running.space is None:
-            return None
-        every = running.device_chain if parts.by_blocks else running.host_chain
-        keys = parts.strided(every.keys)
-        return Path(keys, request.states) if len(keys) >= position // parts.step else None
+        path = self._parts.path_so_far(request)
+        long = path is not None and len(path.keys) >= position // self._parts.step
+        return path if long else None
 
     # ---- when a request ends
 
@@ -226,19 +219,19 @@ class Donor:
         mark = self._mark(slot_array(busy), running[0].ended[1]) if busy else []
         for request, rest in rests:
             if rest.busy:
-                request.copies += mark
+                request.transfers += mark
             request.leaving = [*rest.free, *rest.busy]
 
-    def _mark(self, busy: Pages, stream: Any) -> list[Copied]:
+    def _mark(self, busy: Pages, stream: Any) -> list[BlockTransfer]:
         """Note when all work launched before has been executed. Empty if the device failed: then
         it writes nothing more."""
-        nothing, traffic = np.zeros(0, np.int32), self._parts.checkpoints.traffic
+        nothing, checkpoints = np.zeros(0, np.int32), self._parts.checkpoints
         try:
             mark = self._copier.copy(nothing, nothing, stream)
         except Exception as error:
-            traffic.moves.foreign.note(error)
+            checkpoints.transfers.foreign.note(error)
             return []
-        return [traffic.copied(mark, busy, [])]
+        return [checkpoints.launched(mark, busy, [])]
 
     def _last(self, request: HybridRequest, kept: int | None, position: int | None) -> list[Saved]:
         """The saved states to donate: the newest, preceded by the one to keep."""

@@ -18,12 +18,12 @@ from lightcache.hybrid.checkpoints import Checkpoints, CheckpointStats, Tier
 from lightcache.hybrid.donating import Donor, slot_array, taking_over
 from lightcache.hybrid.planning import HybridParts, HybridPlan, HybridPlanner
 from lightcache.hybrid.requests import (
+    POINT,
     PREFIX,
     HybridLoadHandle,
     HybridMatch,
     HybridRequest,
     Restored,
-    Taken,
 )
 from lightcache.hybrid.saving import (
     Grid,
@@ -50,6 +50,7 @@ from lightcache.manager.request import (
     check_hashable,
 )
 from lightcache.manager.stats import TierCapacity, TierGauges
+from lightcache.manager.transfers import BlockTransfer
 from lightcache.manager.weights import WeightsState
 from lightcache.manager.write_back import when_there_is_room
 from lightcache.plans import TIMEOUT
@@ -161,7 +162,8 @@ class HybridManager:
         self.windows = tuple(windows)
         self.manager, self.checkpoints, self.grid = manager, checkpoints, grid
         step = grid.fine if self.config.tail else grid.grid
-        groups = WindowGroups(manager, windows, every=every, states=states)
+        counts = checkpoints.counts
+        groups = WindowGroups(manager, windows, counts=counts, every=every, states=states)
         if windows and states:
             self._check_joined(step, groups.unit)
         self.parts = HybridParts(manager, checkpoints, groups, grid, step, states)
@@ -176,6 +178,7 @@ class HybridManager:
         # tell a shared guard that the cache works.
         self._fail_open = self.inner.new_fail_open(self._planner.let_go, "HybridManager")
         self._requests: dict[Hashable, HybridRequest] = {}
+        self.inner.trackers.append(checkpoints.transfers)
 
     def _check_joined(self, step: int, unit: int) -> None:
         """Raises ConfigError: states and windows that cannot be found together."""
@@ -268,8 +271,7 @@ class HybridManager:
         """An empty match: the request runs without the cache."""
         self._planner.forget(request)
         with contextlib.suppress(LightcacheError):  # else its plan expires
-            self.checkpoints.cancel(request)
-            self.parts.windows.unpin(request)
+            self.parts.unpin(request)
         kv = self.manager.plan(request, lookup.prompt, options=lookup.options, limit=0)
         return HybridMatch(kv, limit=PREFIX)
 
@@ -327,19 +329,13 @@ class HybridManager:
         """Take the other groups first: without them no KV is taken.
 
         Args:
-            again: False: raises LeaseLost if pages of windows have gone.
+            again: False: raises LeaseLost if something of a group has gone.
         """
-        manager, checkpoint, leases = self.manager, None, {}
+        manager, leases = self.manager, {}
         position, complete = 0 if plan is None else plan.position, plan is not None
         try:
-            if plan is not None and plan.found is not None:
-                checkpoint = self._fail_open.run(
-                    lambda: self.checkpoints.take(request), lambda: None
-                )
-                complete = checkpoint is not None
-            if plan is not None and plan.chosen and complete:
-                take = partial(self.parts.windows.take, request, plan.chosen, position)
-                found = self._fail_open.run(take, nothing)
+            if plan is not None:
+                found = self._fail_open.run(partial(self._planner.take, request, plan), nothing)
                 complete, leases = found is not None, found or {}
                 if not (complete or again):
                     raise LeaseLost(f"take: the pins of {request!r} have expired")
@@ -351,15 +347,12 @@ class HybridManager:
             if not kv.usable:
                 for lease in leases.values():
                     lease.close()
-                if checkpoint is not None:
-                    checkpoint[1].release()
-                checkpoint, leases = None, {}
-            return self._made(request, plan, kv, checkpoint, leases)
+                leases = {}
+            return self._made(request, plan, kv, leases)
         except BaseException:
-            for lease in leases.values():
-                lease.close()
-            if checkpoint is not None and request not in self._requests:
-                checkpoint[1].close()
+            if request not in self._requests:
+                for lease in leases.values():
+                    lease.close()
             self._planner.cancel(request)
             raise
 
@@ -374,17 +367,17 @@ class HybridManager:
         request: Hashable,
         plan: HybridPlan | None,
         kv: PrefixMatch,
-        checkpoint: Taken | None,
         leases: Mapping[str, Lease],
     ) -> HybridMatch:
         """A running request. It takes over all pins in the instant in which it is known."""
         windows, usable, page = self.parts.windows, kv.usable, self.manager.page_tokens
-        deep, limit, tiers = usable, None, {}
+        deep, limit = usable, None
+        tiers: Mapping[str, Tier] = {}
         if plan is not None:
             deep = max(plan.kv.usable, usable)
             kv = plan.stored.attributed(kv, usable, page)
             limit = self._planner.limit(plan, deep, usable)
-            tiers = self._planner.tiers(plan) if usable else {}
+            tiers = plan.tiers if usable else tiers
         branching = self.grid.branching(deep, usable)
         match = HybridMatch(kv, deep, usable, tiers, limit, branching)
         inner = self.inner.requests.get(request)
@@ -392,27 +385,31 @@ class HybridManager:
         states = None
         if inner.space is not None and inner.options.write and "device" in inner.options.tiers:
             states = self.parts.states_of(inner.space)
-        counted = Counter(requests=1, usable_tokens=usable, unusable_tokens=match.unusable)
-        running = HybridRequest(inner, match, states, checkpoint, counted)
+        checkpoint = leases.get(POINT)
+        found = None if checkpoint is None else (tiers[POINT], checkpoint)
+        running = HybridRequest(inner, match, states, found, self._counted(match, plan))
         inner.sound = running.sound
-        if checkpoint is not None and plan is not None:
-            tier = checkpoint[0]
+        if self.windows:
+            ours = windows.begin(running, match, leases)
+            known = partial(self._requests.__setitem__, request, running)
+            together(known, *[partial(setattr, lease, "ended", True) for lease in ours])
+        else:
+            self._requests[request] = running
+        self.checkpoints.counts.update(running.counted)
+        return match
+
+    def _counted(self, match: HybridMatch, plan: HybridPlan | None) -> Counter[str]:
+        """What a request that begins adds to the counters."""
+        usable, page, tier = match.usable, self.manager.page_tokens, match.tier
+        counted = Counter(requests=1, usable_tokens=usable, unusable_tokens=match.unusable)
+        if tier is not None and plan is not None:
             counted[f"{tier.value}_hits"] = 1
             brought = plan.stored.brought * (self.parts.step if plan.stored.there is None else page)
             counted["storage_hits"] = int(brought == usable and tier is Tier.HOST)
-        self.checkpoints.counts.update(counted)
-        if not self.windows:
-            self._requests[request] = running
-            return match
-        stored = plan is not None and plan.stored.reached(usable, page)
-        running.counted_windows = windows.counted(match, stored)
-        ours = windows.begin(running, match, leases)
-        together(
-            partial(self._requests.__setitem__, request, running),
-            *(partial(setattr, lease, "ended", True) for lease in ours),
-        )
-        windows.begun(running.counted_windows)
-        return match
+        if self.windows:
+            stored = plan is not None and plan.stored.reached(usable, page)
+            counted.update(self.parts.windows.counted(match, stored))
+        return counted
 
     # ---- running
 
@@ -586,7 +583,7 @@ class HybridManager:
 
     def _launch(self, running: list[HybridRequest], stream: Any) -> Restored:
         slots_of = [request.own_slots for request in running]
-        traffic, loads = self.checkpoints.traffic, {}
+        loads: dict[Hashable, BlockTransfer] = {}
         pairs: list[tuple[HybridRequest, int, int]] = []
         empty: list[HybridRequest] = []
         for request, slots in zip(running, slots_of, strict=True):
@@ -596,7 +593,7 @@ class HybridManager:
                 pairs.append((request, int(request.found[1].pages[0]), slots.working))
             else:
                 (_, lease), request.found = request.found, None
-                request.loading = loads[request.inner.id] = traffic.load(
+                request.loading = loads[request.inner.id] = self.checkpoints.load(
                     lease, slots.working, request.transfers
                 )
         working = slot_array([slots.working for slots in slots_of])
@@ -670,7 +667,7 @@ class HybridManager:
             self._begin_anew(running, 0)
             restarted = self._request(request)
             if slots is not None:
-                restarted.copies, restarted.transfers = running.copies, running.transfers
+                restarted.transfers = running.transfers
                 together(
                     partial(setattr, running, "slots", None),
                     partial(setattr, restarted, "slots", slots),
@@ -688,7 +685,6 @@ class HybridManager:
         together(partial(self._donor.ending.append, running), partial(self._requests.pop, inner.id))
         running.let_go()
         self.checkpoints.counts.subtract(running.counted)
-        self.parts.windows.begun(running.counted_windows, -1)
         self.manager.untake(inner.id)
         self.plan(inner.id, inner.prompt, options=inner.options, limit=limit)
         self._begin(inner.id)
@@ -1032,23 +1028,8 @@ class HybridManager:
 
     # ---- transfers and weights
 
-    def pause(self, timeout: float | None = None) -> None:
-        """Hold back new transfers of KV or states until `resume`. Waits for transfers in flight.
-
-        Raises:
-            WaitTimeout: some are still in flight; all is paused.
-            ConfigError: no number of seconds; nothing is paused.
-        """
-        timeout = seconds_of(timeout)
-        with self._lock:
-            self.checkpoints.traffic.moves.paused = True
-        self.manager.pause(timeout)
-        self.checkpoints.pause(timeout)
-
-    def resume(self) -> None:
-        """Let transfers begin again."""
-        self.manager.resume()
-        self.checkpoints.resume()
+    pause = of_kv(KVCacheManager.pause)
+    resume = of_kv(KVCacheManager.resume)
 
     @property
     def weights_state(self) -> WeightsState:
@@ -1057,13 +1038,13 @@ class HybridManager:
 
     def begin_update(self, timeout: float | None = None, *, wait: bool = True) -> None:
         """As `KVCacheManager.begin_update`, for KV and states."""
+        timeout = seconds_of(timeout)
         with self._lock:
             version = self.inner.weights.version
             self.manager.begin_update(wait=False)
             self.checkpoints.clear(version, everywhere=self.inner.weights.ours)
         if wait:
-            self.inner.transfers.wait(None, timeout)
-            self.checkpoints.traffic.moves.wait(None, timeout)
+            self.inner.wait(timeout)
 
     def finish_update(self, version: str) -> None:
         """As `KVCacheManager.finish_update`."""
@@ -1107,16 +1088,10 @@ class HybridManager:
             Detached: a cache of KV or states is closed.
         """
         with self._lock, self.checkpoints.lock:
-            kv, states = self.manager.gauges(), self.checkpoints.room()
-            traffic = self.checkpoints.traffic
+            states, figures = self.checkpoints.room(), vars(self.manager.gauges())
+            figures = {**figures, "leaving": figures["leaving"] + self._donor.slots_alone}
             return HybridGauges(
-                device=kv.device,
-                host=kv.host,
-                running=kv.running,
-                leaving=kv.leaving + self._donor.slots_alone,
-                transfers=kv.transfers + traffic.in_flight,
-                queued=kv.queued + traffic.moves.queued,
-                offloads=kv.offloads,
+                **figures,
                 device_states=states["device"],
                 host_states=states["host"],
                 windows={window.rule.name: window.room() for window in self.windows},

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightcache._arguments import Keys
-from lightcache.errors import LightcacheError
+from lightcache.errors import LeaseLost, LightcacheError
 from lightcache.hybrid.checkpoints import Path, StateSpace, Tier, last_ready
-from lightcache.hybrid.requests import POINT, PREFIX, HybridMatch
-from lightcache.hybrid.windows import Side, WindowGroups
+from lightcache.hybrid.requests import POINT, PREFIX, HybridMatch, HybridRequest
+from lightcache.hybrid.windows import Side, WindowGroups, agreed
+from lightcache.leases import Lease
 from lightcache.manager.limits import Foreign
 from lightcache.manager.lookup import Arguments, LookupBatch, LookupRequest, peeked
 from lightcache.manager.request import NO_KEYS, CacheScope, PrefixMatch, Prompt, RequestOptions
@@ -78,6 +79,19 @@ class HybridParts:
         if space is None or states is None or tokens < self.step:
             return None
         return Path(self.keys_of(prompt, space)[: tokens // self.step], states)
+
+    def path_so_far(self, request: HybridRequest) -> Path | None:
+        """The positions of a running request's tokens; None: it may not save, or it has ended."""
+        running = self.inner.requests.get(request.inner.id)
+        if request.states is None or running is None or running.space is None:
+            return None
+        chain = running.device_chain if self.by_blocks else running.host_chain
+        return Path(self.strided(chain.keys), request.states)
+
+    def unpin(self, request: Hashable) -> None:
+        """Drop what other groups than KV have pinned for a waiting request."""
+        self.checkpoints.cancel(request)
+        self.windows.unpin(request)
 
     def keys_of(self, prompt: Prompt, space: CacheScope) -> Keys:
         """Keys of the positions of a prompt at which checkpoints are looked up."""
@@ -165,6 +179,71 @@ class Stored:
 _NONE = PrefixMatch(0)
 
 
+@dataclass(eq=False, slots=True)
+class StateSide:
+    """What a request may read of states: see `Side`."""
+
+    checkpoints: Checkpoints
+    path: Path
+    step: int
+    """Tokens of a position of the path."""
+    tiers: frozenset[str]
+    rule: str = POINT
+    tier: Tier | None = None
+    found: Found | None = None
+    """The last checkpoint that was looked up; it has what is pinned."""
+    edges: dict[str, tuple[Keys, int]] | None = None
+    """Results of `edge`, by tier, since the last pin."""
+
+    def deepest(self, limit: int, step: int) -> int:
+        """See `Side`. One call for a tier, which goes from one checkpoint to the next and not from
+        key to key: a tenth of what `GroupSet.peek` takes for a prompt without one."""
+        self.found = self.checkpoints.last_ready(self.path, limit // step, tiers=self.tiers)
+        return 0 if self.found is None else self.found[1] * step
+
+    def pin(self, request: Hashable, position: int, ttl: float | None) -> bool:
+        """See `Side`."""
+        found = self.found = self.found if position else None
+        self.edges = None
+        self.tier = None if found is None else found[0]
+        if ttl is None:
+            return True
+        if found is None:
+            self.checkpoints.cancel(request)
+            return not position
+        return self.checkpoints.plan(request, self.path, found, ttl)
+
+    def take(self, request: Hashable, position: int) -> Lease | None:
+        """See `Side`."""
+        try:
+            taken = self.checkpoints.take(request)
+        except LeaseLost:  # its time limit has passed
+            return None
+        if taken is None:
+            return None
+        self.tier, lease = taken
+        return lease
+
+    def needs(self, position: int) -> bool:
+        """See `Side`."""
+        return position > 0
+
+    def edge(self, tier: Tier, name: str, kv: int) -> tuple[Keys, int]:
+        """Keys that show whether a lookup in this tier would find another checkpoint, up to so many
+        tokens of KV; and up to which of them there is one if nothing has changed."""
+        if self.edges is None:
+            self.edges = {}
+        edge = self.edges.get(name)
+        if edge is None:
+            begin = end = 0
+            if self.found is not None:
+                end = self.found[1]
+                begin = end - 1 if self.found[0] is tier else end
+            keys = self.path.keys[begin : max(end, kv // self.step)]
+            edge = self.edges[name] = keys, end - begin
+        return edge
+
+
 Edge = tuple[Keys, Keys, int, int]
 """Keys that show whether cached KV still ends where it did: of the last cached block and the block
 after it, and of host pages likewise; and how many of each are present if nothing has changed."""
@@ -182,8 +261,10 @@ class HybridPlan:
     space: CacheScope | None
     """None: the weights are being changed, and nothing is found."""
     states: StateSpace | None
-    path: Path | None
-    """None: nothing is looked up."""
+    state: StateSide | None
+    """Of the model's states."""
+    sides: Sequence[Side] | None
+    """Of all groups beside KV, states first. None: nothing is looked up."""
     kv: PrefixMatch = _NONE
     """All cached KV, also after the position."""
     ends: bool = False
@@ -192,14 +273,15 @@ class HybridPlan:
     """Whether `_changed` may check if the lookup's result still holds."""
     edge: Edge | None = None
     """Made by the first such check."""
-    found: Found | None = None
-    """The pinned checkpoint."""
     position: int = 0
     """What all groups accept, in tokens; 0: none."""
-    chosen: Mapping[str, Side] = field(default_factory=dict)
-    """By name of a window's rule: where its pages are pinned."""
+    tiers: Mapping[str, Tier] = field(default_factory=dict)
+    """By name of a rule: the tier in which what the position needs is pinned."""
     limit: str | None = None
-    """The rule that has made the position less than the first look: looks again each time."""
+    """The rule that has lowered the position last."""
+    again: bool = False
+    """Whether a rule other than that of states has lowered it: then nothing less than looking again
+    tells whether it still does."""
     planned: PrefixMatch = _NONE
     """The manager's plan of KV up to the position."""
     match: HybridMatch | None = None
@@ -211,27 +293,6 @@ class HybridPlan:
 
 
 # ---- Plans of waiting requests
-
-
-def kv_up_to(
-    manager: KVCacheManager,
-    request: Hashable,
-    lookup: LookupRequest,
-    device_tokens: Sequence[int] | None,
-    space: CacheScope | None,
-    *,
-    pin: bool,
-) -> PrefixMatch:
-    """The KV of a request up to its limit, planned by its manager, or only looked at."""
-    if pin:
-        batch = LookupBatch(((request, lookup),), device_tokens)
-        (kv,) = manager.lookup.plan(batch, {lookup.prompt.tenant: space})
-    else:
-        prompt, options, limit = lookup
-        (kv,) = manager.peek_many(
-            [prompt], options=[options], limits=[limit], device_tokens=device_tokens
-        )
-    return kv
 
 
 class HybridPlanner:
@@ -281,16 +342,23 @@ class HybridPlanner:
             if same and known.states is states and lookup.options.read:
                 plan.stored, plan.read_until = known.stored, known.read_until
             else:
-                known.stored.cancel(self._parts.checkpoints.traffic.moves.foreign)
+                known.stored.cancel(self._parts.checkpoints.transfers.foreign)
         self._plans[request] = plan
         return plan
 
     def _new(self, lookup: LookupRequest, device_tokens: int | None, where: Where) -> HybridPlan:
-        path, (space, states) = None, where
-        wanted = self._parts.states and lookup.options.read
-        if wanted and space is not None and states is not None:
-            path = Path(self._parts.keys_of(lookup.prompt, space), states)
-        return HybridPlan(lookup, lookup.most, device_tokens, space, states, path)
+        parts, (space, states), options = self._parts, where, lookup.options
+        state: StateSide | None = None
+        sides: list[Side] | None = None
+        if options.read and space is not None and (states is not None or not parts.states):
+            sides = []
+            if states is not None and parts.states:
+                path = Path(parts.keys_of(lookup.prompt, space), states)
+                state = StateSide(parts.checkpoints, path, parts.step, options.tiers)
+                sides.append(state)
+            if parts.windows.blocks:
+                sides += parts.windows.sides_of(space, options, lookup.prompt.keys)
+        return HybridPlan(lookup, lookup.most, device_tokens, space, states, state, sides)
 
     def peek(
         self,
@@ -305,7 +373,7 @@ class HybridPlanner:
         Args:
             every: all KV of the prompts, as peeked.
         """
-        step, where, plans = self._parts.step, self._parts.where, []
+        where, plans = self._parts.where, []
         wheres = {tenant: where(tenant) for tenant in {prompt.tenant for prompt in prompts}}
         for i, (kv, prompt) in enumerate(zip(every, prompts, strict=True)):
             within = options[i].within(self._parts.manager.tiers)
@@ -313,7 +381,7 @@ class HybridPlanner:
             tokens = None if device_tokens is None else device_tokens[i]
             plan = self._new(lookup, tokens, wheres[prompt.tenant])
             plan.kv = kv
-            self._choose(plan, kv.usable // step)
+            self._lower(plan, kv.usable)
             self._agree(i, plan, pin=False)
             plans.append(plan)
         return [self._match(plan) for plan in plans]
@@ -322,7 +390,7 @@ class HybridPlanner:
 
     def _renew(self, request: Hashable, plan: HybridPlan, changed: bool, now: float) -> None:
         """If something changed, look up and pin the usable part again; otherwise only if the pins
-        expire soon. The pins of the checkpoint and of KV were made together."""
+        expire soon. Those of all groups and of KV were made together."""
         if not changed:
             if not self._parts.manager.lookup.holds(request, now):
                 self._agree(request, plan)
@@ -334,57 +402,68 @@ class HybridPlanner:
         self._read(plan)
 
     def _agree(self, request: Hashable, plan: HybridPlan, *, pin: bool = True) -> None:
-        """Pin what each group needs at the plan's position, and plan KV up to it. If KV is shorter
-        now, or a group lacks something, try an earlier position.
+        """Pin what each group needs at the plan's position, and plan KV up to it. If a group lacks
+        something now, or KV is shorter, try an earlier position.
 
         Args:
             pin: False: only look.
         """
-        parts, ttl = self._parts, plan.asked.options.ttl or self._parts.manager.config.plan_ttl
-        sides: list[list[Side]] | None = None
-        if parts.windows.blocks:
-            sides = parts.windows.sides_of(plan.space, plan.asked.options)
-        plan.limit = None
+        parts, asked = self._parts, plan.asked
+        ttl = (asked.options.ttl or parts.manager.config.plan_ttl) if pin else None
+        tokens = None if plan.given is None else (plan.given,)
+        if pin and plan.sides is None:
+            parts.unpin(request)  # the pins of the plan before
         while True:
-            if sides is not None:
-                self._lower(plan, sides)
-            if plan.found is not None and plan.path is not None:
-                if pin and not parts.checkpoints.plan(request, plan.path, plan.found, ttl):
-                    self._choose(plan, plan.found[1] - 1)
-                    continue
-            elif pin:
-                parts.checkpoints.cancel(request)
-            position = plan.position
-            lookup = plan.asked.up_to(position)
-            tokens = None if plan.given is None else (plan.given,)
-            kv = kv_up_to(parts.manager, request, lookup, tokens, plan.space, pin=pin)
-            plan.planned = kv
-            if kv.usable < position:
-                plan.limit = PREFIX
-                self._choose(plan, kv.usable // parts.step)
+            position, sides = plan.position, plan.sides or ()
+            lacking = [side.rule for side in sides if not side.pin(request, position, ttl)]
+            if lacking:
+                self._lower(plan, position - parts.step, lacking[-1])
                 continue
-            if sides is None:
+            if pin:
+                batch = LookupBatch(((request, asked.up_to(position)),), tokens)
+                (kv,) = parts.manager.lookup.plan(batch, {asked.prompt.tenant: plan.space})
+            else:
+                (kv,) = parts.manager.peek_many(
+                    [asked.prompt], options=[asked.options], limits=[position], device_tokens=tokens
+                )
+            plan.planned = kv
+            if kv.usable >= position:
+                plan.tiers = {side.rule: side.tier for side in sides if side.tier is not None}
                 return
-            chosen = parts.windows.pinned(request, lookup, sides, position, ttl if pin else None)
-            if not isinstance(chosen, str):
-                plan.chosen, plan.match = chosen, None
-                if pin:
-                    parts.windows.unpin(request, chosen)
-                return
-            plan.limit = chosen
-            self._choose(plan, position // parts.step - 1)
+            self._lower(plan, kv.usable, PREFIX)
 
-    def _lower(self, plan: HybridPlan, sides: list[list[Side]]) -> None:
-        """Lower the position to one that every window accepts."""
-        parts, prompt = self._parts, plan.asked.prompt
-        while plan.position:
-            position, limit = parts.windows.deepest(prompt, sides, plan.position, parts.step)
-            if position == plan.position:
-                return
-            plan.limit = limit
-            self._choose(plan, position // parts.step)
-            if plan.position == position:
-                return
+    def _lower(self, plan: HybridPlan, most: int, rule: str | None = None) -> None:
+        """Choose the deepest position up to so many tokens that every group accepts.
+
+        Args:
+            rule: has refused the position so far; None: it is the first one.
+        """
+        rules: list[str] = []
+        plan.position = 0
+        if plan.sides is not None:
+            plan.position, rules = agreed(plan.sides, most, self._parts.step)
+        if rule is None:
+            plan.again = False
+        else:
+            rules.insert(0, rule)
+        plan.limit = rules[-1] if rules else None
+        plan.again |= rules.count(POINT) < len(rules)
+
+    def take(self, request: Hashable, plan: HybridPlan) -> dict[str, Lease] | None:
+        """What was pinned of each group for a plan's position, by rule. None: some has gone, and
+        none is taken. Asks the sides, not `tiers`: an interrupt may have ended the last plan."""
+        leases: dict[str, Lease] = {}
+        sides = [side for side in plan.sides or () if side.needs(plan.position)]
+        for side in sides:
+            lease = side.take(request, plan.position)
+            if lease is None:
+                for each in leases.values():
+                    each.close()
+                self._parts.unpin(request)
+                return None
+            leases[side.rule] = lease
+        plan.tiers = {side.rule: side.tier for side in sides if side.tier is not None}
+        return leases
 
     def limit(self, plan: HybridPlan, kv: int, position: int) -> str | None:
         """The rule that has no deeper position than this one.
@@ -394,21 +473,12 @@ class HybridPlanner:
         """
         if position + self._parts.step > plan.most:
             return None
-        if plan.limit is not None:
-            return plan.limit
-        return POINT if self._parts.states and kv - position >= self._parts.step else PREFIX
-
-    def tiers(self, plan: HybridPlan) -> dict[str, Tier]:
-        """See `HybridMatch.tiers`."""
-        tiers = {rule: side.tier for rule, side in plan.chosen.items()} if plan.chosen else {}
-        if plan.found is not None:
-            tiers[POINT] = plan.found[0]
-        return tiers
+        return PREFIX if kv - position < self._parts.step else plan.limit or PREFIX
 
     def _match(self, plan: HybridPlan) -> HybridMatch:
         known, stored = plan.match, plan.stored
         reads = None if stored.state is None else (bool(stored.running), stored.kv_pages)
-        of = id(plan.planned), id(plan.kv), plan.found, reads
+        of = id(plan.planned), id(plan.kv), plan.position, plan.tiers, plan.limit, reads
         if known is not None and plan.of == of:
             return known
         plan.of = of
@@ -421,27 +491,28 @@ class HybridPlanner:
             kv=kv,
             kv_tokens=deep,
             usable=position,
-            tiers=self.tiers(plan),
+            tiers=plan.tiers,
             limit=self.limit(plan, deep, position),
             branching=self._parts.grid.branching(deep, position),
             pending=plan.planned.pending or (reads is not None and reads[0]),
         )
         return match
 
-    # ---- lookup: the end of cached KV, and the last checkpoint within it; pins nothing
+    # ---- lookup: the end of cached KV, and the deepest position within it; pins nothing
 
     def _look(self, plan: HybridPlan) -> bool:
-        """Choose a checkpoint. False: the end of KV is unknown until `_look_beyond`.
+        """Choose a position. False: the end of KV is unknown until `_look_beyond`.
 
-        Tries the last checkpoint first. If the KV key that ends with it is present, so is all KV
-        before it, in a tier that evicts from the ends; planning checks that anyway. Only if the key
-        is missing, or the engine evicts in its own order, KV is looked up from the beginning, and
-        the last checkpoint within it is chosen.
+        With states it tries the last checkpoint first. If the KV key that ends with it is present,
+        so is all KV before it, in a tier that evicts from the ends; planning checks that anyway.
+        Only if the key is missing, or the engine evicts in its own order, KV is looked up from the
+        beginning, and the position is chosen within that. Windows alone accept most positions, so
+        KV is looked up first.
         """
         parts, device_tokens, plan.ends = self._parts, plan.given, False
         if parts.states and device_tokens is None and parts.manager.device.owned:
-            self._choose(plan, plan.most // parts.step)
-            if plan.found is None or self._stands(plan):
+            self._lower(plan, plan.most)
+            if not plan.position or self._stands(plan):
                 return False
         (plan.kv,) = parts.manager.peek_many(
             [plan.asked.prompt],
@@ -450,7 +521,7 @@ class HybridPlanner:
             device_tokens=None if device_tokens is None else [device_tokens],
         )
         self._looked(plan, device_tokens is None)
-        self._choose(plan, plan.kv.usable // parts.step)
+        self._lower(plan, plan.kv.usable)
         return True
 
     def _look_beyond(self, request: Hashable, plan: HybridPlan) -> None:
@@ -465,24 +536,11 @@ class HybridPlanner:
         """Note whether `_changed` may check the result. The check itself makes `edge`."""
         plan.looked, plan.edge = believed and plan.space is not None, None
 
-    def _choose(self, plan: HybridPlan, most: int) -> None:
-        """Choose the last checkpoint among the first `most` positions; without states, the last
-        of these."""
-        plan.found, plan.position = None, 0
-        if not self._parts.states:
-            plan.position = most * self._parts.step
-        elif plan.path is not None and most:
-            plan.found = self._parts.checkpoints.last_ready(
-                plan.path, most, tiers=plan.asked.options.tiers
-            )
-            if plan.found is not None:
-                plan.position = plan.found[1] * self._parts.step
-
     def _stands(self, plan: HybridPlan) -> bool:
-        """Whether the KV key that ends with the checkpoint is present; also notes whether the
-        device has no KV after it."""
+        """Whether the KV key that ends at the position is present; also notes whether the device
+        has no KV after it."""
         manager, space, lookup = self._parts.manager, plan.space, plan.asked
-        if space is None or plan.found is None:
+        if space is None:
             return False
         position, block = plan.position, manager.device.block_tokens
         for tier, index, where, spec, tokens in (
@@ -507,7 +565,7 @@ class HybridPlanner:
         position, space, index = plan.planned.device, plan.space, self._parts.manager.host.index
         if not plan.ends or space is None or position != plan.planned.usable:
             return False
-        if plan.found is None or position != plan.position:
+        if not position or position != plan.position:
             return False
         tokens = self._parts.manager.page_tokens
         page = position // tokens
@@ -521,8 +579,8 @@ class HybridPlanner:
 
     def _changed(self, plans: list[HybridPlan]) -> list[bool]:
         """For each plan, whether its KV ends elsewhere than before, its checkpoint is gone, or a
-        later one exists. Where a window limits it, nothing less than looking again tells."""
-        changed = [not plan.looked or plan.limit is not None or plan.stored.news for plan in plans]
+        later one exists; always where `HybridPlan.again` says so."""
+        changed = [not plan.looked or plan.again or plan.stored.news for plan in plans]
         if not all(changed):
             self._other_kv(plans, changed)
             self._other_checkpoints(plans, changed)
@@ -548,20 +606,14 @@ class HybridPlanner:
 
     def _other_checkpoints(self, plans: list[HybridPlan], changed: list[bool]) -> None:
         """The checkpoint found must still exist, with none between it and the end of KV."""
-        step = self._parts.step
         for tier, name, index in self._parts.checkpoints.tiers:
             groups: dict[StateSpace, list[tuple[int, Keys, int]]] = {}
             for i, plan in enumerate(plans):
-                if changed[i] or plan.path is None or name not in plan.asked.options.tiers:
+                if changed[i] or plan.state is None or name not in plan.asked.options.tiers:
                     continue
-                begin = end = 0
-                if plan.found is not None:
-                    end = plan.found[1]
-                    begin = end - 1 if plan.found[0] is tier else end
-                expected, end = end - begin, max(end, plan.kv.usable // step)
-                if end > begin:
-                    member = i, plan.path.keys[begin:end], expected
-                    groups.setdefault(plan.path.space, []).append(member)
+                keys, expected = plan.state.edge(tier, name, plan.kv.usable)
+                if len(keys):
+                    groups.setdefault(plan.state.path.space, []).append((i, keys, expected))
             for space, group in groups.items():
                 counts = last_ready(index, [keys for _, keys, _ in group], space.of(tier))
                 for (i, _, expected), count in zip(group, counts, strict=True):
@@ -592,23 +644,23 @@ class HybridPlanner:
         if self._parts.windows.blocks:
             self._read_position(plan)
             return
-        tier = self._parts.checkpoints.storage
-        if tier is None or plan.path is None or not {"host", "storage"} <= plan.asked.options.tiers:
+        tier, state, step = self._parts.checkpoints.storage, plan.state, self._parts.step
+        if tier is None or state is None or not {"host", "storage"} <= plan.asked.options.tiers:
             return
         stored = plan.stored
         if stored.state is None:
-            first = 0 if plan.found is None else plan.found[1]
+            first = plan.position // step
             # Storage may have KV after the KV found here.
             most = plan.kv.usable if self._parts.inner.storage is None else plan.most
-            keys = plan.path.keys[: most // self._parts.step]
+            keys = state.path.keys[: most // step]
             if first < len(keys):
-                space, groups = plan.path.space.host, self._parts.checkpoints.groups
+                space, groups = state.path.space.host, self._parts.checkpoints.groups
                 stored.state = tier.prefetch_last_ready(
                     keys, groups=groups, start=first, namespace=space
                 )
         elif stored.news:
             stored.seen = True
-            self._read_kv(plan, stored.brought * self._parts.step)
+            self._read_kv(plan, stored.brought * step)
 
     def _read_position(self, plan: HybridPlan) -> None:
         """Request all that a position after the plan's needs, if storage has it."""
@@ -684,14 +736,13 @@ class HybridPlanner:
         """Remove and return the plan, without releasing its pins; None: there was none."""
         plan = self._plans.get(request)
         if plan is not None:
-            plan.stored.cancel(self._parts.checkpoints.traffic.moves.foreign)
+            plan.stored.cancel(self._parts.checkpoints.transfers.foreign)
         return self._plans.pop(request, None)  # last: an interrupt before this repeats all
 
     def cancel(self, request: Hashable) -> None:
         """Cancel a plan."""
         self.forget(request)
-        self._parts.checkpoints.cancel(request)
-        self._parts.windows.unpin(request)
+        self._parts.unpin(request)
         self._parts.manager.cancel(request)
 
     def let_go(self) -> None:
@@ -700,8 +751,7 @@ class HybridPlanner:
         for request, plan in self._plans.items():
             plan.looked = False
             with contextlib.suppress(LightcacheError):
-                self._parts.checkpoints.cancel(request)
-                self._parts.windows.unpin(request)
+                self._parts.unpin(request)
 
     def close(self) -> None:
         """Drop all plans."""
@@ -713,5 +763,6 @@ __all__ = [
     "HybridParts",
     "HybridPlan",
     "HybridPlanner",
+    "StateSide",
     "Stored",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from lightcache._arguments import Pages
 from lightcache.errors import ConfigError, TransferFailed
-from lightcache.hybrid.checkpoints import Copied, StateSpace, Tier
+from lightcache.hybrid.checkpoints import StateSpace, Tier
 from lightcache.kernels.groups import Rule
 from lightcache.leases import Lease
-from lightcache.manager.load import LoadHandle, wait_on
+from lightcache.manager.load import JointLoad, LoadHandle, wait_on
 from lightcache.manager.request import Owed, PrefixMatch, Request
 from lightcache.manager.transfers import BlockTransfer, State
 
@@ -102,17 +101,14 @@ class HybridRequest:
     found: Taken | None
     """Until it is restored."""
     counted: Counter[str]
-    """Its counts in the statistics."""
-    counted_windows: Mapping[str, int] = field(default_factory=dict)
-    """Its counts in the statistics of windows."""
+    """What it added to the counters."""
     slots: RequestSlots | None = None
     """Its slots, from `restore` on."""
     loading: BlockTransfer | None = None
     """The load of its state from the host."""
     transfers: list[BlockTransfer] = field(default_factory=list)
-    """Copies between its slots and the host, including `loading`."""
-    copies: list[Copied] = field(default_factory=list)
-    """Launches that write its slots."""
+    """Copies between its slots and the host, including `loading`, and launches that write its
+    slots."""
     ended: tuple[bool, Any] = (False, None)
     """At its end: whether no step of it is in flight, and the stream of its last one."""
     leaving: list[int] | None = None
@@ -151,9 +147,7 @@ class HybridRequest:
     def busy(self) -> bool:
         """Whether a copy used its slots, or wrote its windows, at the last look."""
         self.transfers = [transfer for transfer in self.transfers if not transfer.finished]
-        self.copies = [copy for copy in self.copies if not copy.finished]
-        writing = any(not load.finished for load in self.loads)
-        return bool(self.transfers or self.copies) or writing
+        return bool(self.transfers) or any(not load.finished for load in self.loads)
 
     def sound(self) -> bool:
         """Whether its loads have finished and succeeded. Until then no other request may find what
@@ -221,55 +215,19 @@ class Restored:
             wait_on(transfer, stream)
 
 
-class HybridLoadHandle:
+class HybridLoadHandle(JointLoad):
     """The loads of one request: of its KV, its state and its windows. If one fails, the whole
     match is unusable: call `restart`."""
 
     def __init__(self, usable: int, kv: LoadHandle, others: Sequence[BlockTransfer]) -> None:
         """For `HybridManager.load`."""
-        self._usable, self._kv, self._others = usable, kv, others
-        self._loads: list[BlockTransfer | LoadHandle] = [kv, *others]
+        super().__init__(kv, others)
+        self._usable = usable
 
     @property
     def tokens(self) -> int:
         """Leading tokens that need not be computed, as known now: all usable ones, or 0."""
         return 0 if self.failed else self._usable
-
-    @property
-    def failed(self) -> bool:
-        """Whether one has failed."""
-        lost = any(load.state in (State.FAILED, State.CANCELLED) for load in self._others)
-        return lost or self._kv.tokens < self._usable
-
-    def done(self) -> bool:
-        """Whether all have finished. Does not block.
-
-        Raises:
-            TransferFailed: one failed.
-        """
-        finished = [load.done() for load in self._loads]
-        return all(finished)
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Block until all have finished.
-
-        Raises:
-            WaitTimeout: they are still in flight.
-            TransferFailed: as `done`.
-        """
-        end = None if timeout is None else time.monotonic() + timeout
-        for load in self._loads:
-            load.wait(None if end is None else max(0.0, end - time.monotonic()))
-
-    def wait_on(self, stream: Any = None) -> None:
-        """Let a device stream (None: the current one) wait for all, instead of this thread.
-
-        Raises:
-            TransferFailed: one has failed already.
-        """
-        self._kv.wait_on(stream)
-        for load in self._others:
-            wait_on(load, stream)
 
 
 __all__ = [

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -31,12 +30,10 @@ from lightcache.hybrid.requests import POINT, PREFIX, HybridMatch, HybridRequest
 from lightcache.hybrid.window_blocks import WindowBlocks, WindowTable
 from lightcache.leases import Allocation, Lease, NamingResult
 from lightcache.manager.blocks import NONE, ManagedBlocks
-from lightcache.manager.lookup import LookupRequest
 from lightcache.manager.manager import KVCacheManager
 from lightcache.manager.request import (
     PINNED,
     CacheScope,
-    Prompt,
     RequestOptions,
     WritePolicy,
     slots_of,
@@ -50,6 +47,7 @@ from lightcache.shm.locking import Hurried
 
 EVERY = 4096
 """Default distance of saved positions, in tokens."""
+_HOST_ALONE = RequestOptions(tiers=frozenset({"host"}))
 
 
 # ---- Figures
@@ -95,8 +93,8 @@ class WindowStats:
     no_room: int = 0
     """Windows that the host had no room for."""
     unsaved: int = 0
-    """Windows that were not written: their blocks had no key, or were evicted, or the weights had
-    gone."""
+    """Windows that were not written: their blocks had no key, or were evicted, the weights had
+    gone, or copies to the host are disabled after failures (`HybridGauges.offloads`)."""
     demotions: int = 0
     """With write-back: blocks that a position needs, freed with a copy on the host."""
     demotions_lost: int = 0
@@ -107,18 +105,64 @@ class WindowStats:
     """By name of a rule, "prefix" for full attention and "point" for states."""
 
 
-_NAMES = frozenset(each.name for each in fields(WindowStats)) - {"groups"}
+_OF_REQUESTS = ("requests", "usable_tokens", "unusable_tokens")
+"""Counted once for all groups."""
+_NAMES = frozenset(each.name for each in fields(WindowStats)) - {"groups", *_OF_REQUESTS}
 _OF_GROUPS = tuple(each.name for each in fields(GroupHits))
 
 
-# ---- Pages of one rule
+# ---- What a request may read of one rule
+
+KeysOf = Callable[[KeySpec], Keys]
+"""The keys of a sequence, as `Prompt.keys`."""
+
+
+class Side(Protocol):
+    """What a request may read of one rule, in all tiers, for the planner: of a window, or of
+    states."""
+
+    rule: str
+    """Its name."""
+    tier: Tier | None
+    """The tier that has what was pinned last; None: the position needs nothing of this rule."""
+
+    def needs(self, position: int) -> bool:
+        """Whether a position needs anything of this rule."""
+
+    def deepest(self, limit: int, step: int) -> int:
+        """The deepest position up to this one, a multiple of `step`, that a tier accepts."""
+
+    def pin(self, request: Hashable, position: int, ttl: float | None) -> bool:
+        """Pin what a position needs, in place of what was pinned before. False: it has gone.
+
+        Args:
+            ttl: seconds that the pins last; None: only look.
+        """
+
+    def take(self, request: Hashable, position: int) -> Lease | None:
+        """What was pinned for a position. None: it has gone."""
+
+
+def agreed(sides: Sequence[Side], limit: int, step: int) -> tuple[int, list[str]]:
+    """The deepest position up to this one that all sides accept, a multiple of `step`, and the
+    rules that lowered it, in order."""
+    position, rules, agreeing, number = limit // step * step, [], 0, len(sides)
+    while position:
+        for side in sides:
+            found = side.deepest(position, step)
+            agreeing += 1
+            if found < position:
+                position, agreeing = found, 1
+                rules.append(side.rule)
+            if agreeing == number or not position:
+                return position, rules
+    return position, rules
 
 
 @dataclass(frozen=True, eq=False)
-class Side:
-    """The pages of one rule in one tier, for one weights version and tenant."""
+class Place:
+    """The pages of one window in one tier, for one weights version and tenant."""
 
-    window: WindowBlocks
     tier: Tier
     index: GroupIndex
     space: Namespace
@@ -128,26 +172,26 @@ class Side:
 
     @classmethod
     def of(
-        cls, window: WindowBlocks, tier: Tier, index: GroupIndex, space: Namespace, spec: KeySpec
-    ) -> Side:
+        cls, rule: Rule, tier: Tier, index: GroupIndex, space: Namespace, spec: KeySpec
+    ) -> Place:
         """The pages in this index."""
-        group = Group(window.rule.name, window.rule, index.index, space, index.run)
-        return cls(
-            window, tier, index, space, spec, GroupSet([group], page_tokens=spec.page_tokens)
+        group = Group(rule.name, rule, index.index, space, index.run)
+        return cls(tier, index, space, spec, GroupSet([group], page_tokens=spec.page_tokens))
+
+    def deepest(self, keys_of: KeysOf, limit: int, step: int) -> int:
+        """See `Side`."""
+        tokens = self.spec.page_tokens
+        return self.group.peek(keys_of(self.spec)[: limit // tokens], step=step // tokens).pages * (
+            tokens
         )
 
-    def deepest(self, prompt: Prompt, limit: int, unit: int) -> int:
-        """The deepest position up to this one, a multiple of `unit`, that it accepts."""
-        tokens = self.spec.page_tokens
-        keys = prompt.keys(self.spec)[: limit // tokens]
-        return self.group.peek(keys, step=unit // tokens).pages * tokens
-
-    def plan(
-        self, request: Hashable, prompt: Prompt, begin: int, end: int, ttl: float | None
+    def pin(
+        self, request: Hashable, keys_of: KeysOf, begin: int, end: int, ttl: float | None
     ) -> bool:
-        """Pin the pages of these tokens, unless `ttl` is None. False: they are not all there, and
-        nothing is pinned."""
-        keys = prompt.keys(self.spec)[begin // self.spec.page_tokens : end // self.spec.page_tokens]
+        """Pin the pages of these tokens: see `Side`. Nothing is pinned if they are not all
+        there."""
+        tokens = self.spec.page_tokens
+        keys = keys_of(self.spec)[begin // tokens : end // tokens]
         if ttl is None:
             return self.index.peek(keys, namespace=self.space) == len(keys)
         return self.index.plan(request, keys, namespace=self.space, timeout=ttl)
@@ -164,12 +208,57 @@ class Side:
         return None
 
 
+@dataclass(eq=False, slots=True)
+class WindowSide:
+    """See `Side`."""
+
+    groups: WindowGroups
+    window: WindowBlocks
+    places: list[Place]
+    """The device first."""
+    keys_of: KeysOf
+    rule: str = field(init=False)
+    tier: Tier | None = None
+    chosen: Place | None = None
+    """It has what was pinned."""
+
+    def __post_init__(self) -> None:
+        self.rule = self.window.rule.name
+
+    def deepest(self, limit: int, step: int) -> int:
+        """See `Side`."""
+        found = 0
+        for place in self.places:
+            if found < limit:
+                found = max(found, place.deepest(self.keys_of, limit, step))
+        return found
+
+    def pin(self, request: Hashable, position: int, ttl: float | None) -> bool:
+        """See `Side`."""
+        begin, self.chosen = self.groups.start(self.window.rule, position), None
+        if begin < position:
+            for place in self.places:
+                if place.pin(request, self.keys_of, begin, position, ttl):
+                    self.chosen = place
+                    break
+        self.tier = None if self.chosen is None else self.chosen.tier
+        if ttl is not None:
+            self.groups.unpin(request, self.window, self.chosen)
+        return begin == position or self.chosen is not None
+
+    def take(self, request: Hashable, position: int) -> Lease | None:
+        """See `Side`."""
+        if self.chosen is None:  # an interrupt has ended the plan
+            return None
+        return self.chosen.take(request, position - self.groups.start(self.window.rule, position))
+
+    def needs(self, position: int) -> bool:
+        """See `Side`."""
+        return self.groups.start(self.window.rule, position) < position
+
+
 def _slice(keys: Keys, begin: int, end: int) -> Keys:
     return np.ascontiguousarray(keys[begin:end])
-
-
-Chosen = dict[str, Side]
-"""By name of a rule: where its pages are pinned, or taken from."""
 
 
 # ---- Pages that positions need, from the device to the host
@@ -207,7 +296,7 @@ class WindowWriteBack(BlockWriteBack):
 
     def __init__(self, groups: WindowGroups, window: WindowBlocks, host: GroupIndex) -> None:
         """No block has a note."""
-        super().__init__(groups.state, window)
+        super().__init__(groups.state, window, groups.offloader)
         self._groups, self._window, self._host = groups, window, host
         self._notes: dict[int, Stretch] = {}
         """By block. A note is stale if the block has another key by now."""
@@ -232,6 +321,8 @@ class WindowWriteBack(BlockWriteBack):
                 batch.notes[block] = note, key.reshape(1, 2)
                 ours.setdefault(id(note), (note, {}))[1][key.tobytes()] = block
         for note, blocks in ours.values():
+            if not self._offloader.may_copy():
+                return False
             try:
                 if not self._on_host(note) and self._state.weights.is_valid(note.space):
                     self._copy(batch, note, blocks)
@@ -306,12 +397,14 @@ class WindowGroups:
         manager: KVCacheManager,
         windows: Sequence[WindowBlocks],
         *,
+        counts: Counter[str],
         every: int | None = None,
         states: bool = False,
     ) -> None:
         """See `HybridManager`.
 
         Args:
+            counts: of the manager's requests and groups; ours are "windows:NAME" and "RULE:NAME".
             states: whether the manager has states, where these windows are saved.
 
         Raises:
@@ -319,6 +412,7 @@ class WindowGroups:
         """
         self.blocks = tuple(windows)
         self._manager, self.state, self._states = manager, manager.state, states
+        self.offloader = manager.offloader
         self._check(manager)
         block, page = manager.device.block_tokens, manager.page_tokens
         self.unit = max(block, page)
@@ -327,10 +421,10 @@ class WindowGroups:
             raise ConfigError("every: windows are saved where states are; leave it out")
         wanted = count(EVERY if every is None else every, "every", 1, 1 << 30)
         self.every = math.lcm(self.unit, -(-wanted // self.unit) * self.unit)
-        self._counts: Counter[str] = Counter()
+        self._counts = counts
         self._unfreed: list[Allocation] = []
         """Blocks whose index did not answer."""
-        self._sides: WeakKeyDictionary[CacheScope, list[list[Side]]] = WeakKeyDictionary()
+        self._places: WeakKeyDictionary[CacheScope, list[list[Place]]] = WeakKeyDictionary()
         self._indexes = {
             (window, Tier.DEVICE): GroupIndex(window.open_index, PLAIN) for window in self.blocks
         }
@@ -348,6 +442,8 @@ class WindowGroups:
             *((window.rule, window.run) for window in self.blocks),
         ]
         """What a position has in storage, without states."""
+        if self.blocks and self.state.storage is not None:
+            self.state.stored_with = self._last_whole
 
     def _check(self, manager: KVCacheManager) -> None:
         given: Any = self.blocks
@@ -391,101 +487,61 @@ class WindowGroups:
 
     # ---- lookup
 
-    def deepest(
-        self, prompt: Prompt, sides: list[list[Side]], position: int, step: int
-    ) -> tuple[int, str | None]:
-        """The deepest position up to this one that every window accepts, a multiple of `step`, and
-        the rule that lowered it last."""
-        agreed, limit = 0, None
-        for window, places in itertools.cycle(zip(self.blocks, sides, strict=True)):
-            if agreed == len(sides) or not position:
-                break
-            found = 0
-            for side in places:
-                if found < position:
-                    found = max(found, side.deepest(prompt, position, step))
-            agreed += 1
-            if found < position:
-                position, limit, agreed = found, window.rule.name, 1
-        return position, limit
-
-    def sides_of(self, space: CacheScope | None, options: RequestOptions) -> list[list[Side]]:
-        """Where a request may read the pages of each window: the device first."""
-        if space is None:
-            return [[] for _ in self.blocks]
-        every = self._sides.get(space)
+    def sides_of(
+        self, space: CacheScope, options: RequestOptions, keys_of: KeysOf
+    ) -> list[WindowSide]:
+        """What a request may read of each window."""
+        every = self._places.get(space)
         if every is None:
             every = []
             for window in self.blocks:
                 own, index = window.beside(space.host), self._indexes[window, Tier.DEVICE]
-                sides = [Side.of(window, Tier.DEVICE, index, own, space.device_spec)]
+                places = [Place.of(window.rule, Tier.DEVICE, index, own, space.device_spec)]
                 if (host := self._indexes.get((window, Tier.HOST))) is not None:
-                    sides.append(Side.of(window, Tier.HOST, host, space.host, space.host_spec))
-                every.append(sides)
-            self._sides[space] = every  # all or none of them
-        return [[side for side in sides if side.tier.value in options.tiers] for sides in every]
+                    where = space.host, space.host_spec
+                    places.append(Place.of(window.rule, Tier.HOST, host, *where))
+                every.append(places)
+            self._places[space] = every  # all or none of them
+        return [
+            WindowSide(
+                self,
+                window,
+                [place for place in places if place.tier.value in options.tiers],
+                keys_of,
+            )
+            for window, places in zip(self.blocks, every, strict=True)
+        ]
 
-    def pinned(
-        self,
-        request: Hashable,
-        lookup: LookupRequest,
-        sides: list[list[Side]],
-        position: int,
-        ttl: float | None,
-    ) -> Chosen | str:
-        """Pin what a position needs of each window. The name of a rule: its pages have gone.
+    def unpin(
+        self, request: Hashable, only: WindowBlocks | None = None, kept: Place | None = None
+    ) -> None:
+        """Drop the pins of a plan, also of one that an interrupt has ended, except this.
 
         Args:
-            ttl: seconds that the pins last; None: only look.
+            only: of this window; None: of all.
         """
-        chosen: Chosen = {}
-        for window, places in zip(self.blocks, sides, strict=True):
-            begin = self.start(window.rule, position)
-            if begin == position:
-                continue
-            for side in places:
-                if side.plan(request, lookup.prompt, begin, position, ttl):
-                    chosen[window.rule.name] = side
-                    break
-            else:
-                return window.rule.name
-        return chosen
-
-    def unpin(self, request: Hashable, chosen: Chosen | None = None) -> None:
-        """Drop the pins of a plan, also of one that an interrupt has ended, except these."""
-        kept = [] if chosen is None else [side.index for side in chosen.values()]
-        for index in self._indexes.values():
-            if index not in kept:
+        for (window, _), index in self._indexes.items():
+            if only in (None, window) and (kept is None or index is not kept.index):
                 index.cancel(request)
-
-    def take(
-        self, request: Hashable, chosen: Mapping[str, Side], position: int
-    ) -> dict[str, Lease] | None:
-        """The pages that were pinned for a position, by rule. None: some have gone, and none is
-        taken."""
-        leases: dict[str, Lease] = {}
-        for rule, side in chosen.items():
-            lease = side.take(request, position - self.start(side.window.rule, position))
-            if lease is None:
-                for each in leases.values():
-                    each.close()
-                self.unpin(request)
-                return None
-            leases[rule] = lease
-        return leases
 
     # ---- storage
 
-    def stored(self, running: HybridRequest, keys: Keys) -> Keys:
+    def stored(self, running: HybridRequest, keys: Keys, space: CacheScope) -> Keys:
         """What storage gets of a request that ends: KV up to its last position of which the host
         has every window, and after it what windows need at its positions.
 
         Args:
             keys: of the pages of KV that may be stored.
         """
-        page, space = self._manager.page_tokens, running.inner.space
-        assert space is not None
+        page = self._manager.page_tokens
         return self.whole(keys, space, [position // page for position in running.positions])
+
+    def _last_whole(self, keys: Keys, space: CacheScope) -> Keys:
+        """As `stored`, of KV that came to the host after its request had ended: up to the last
+        position of which the host has every window."""
+        page, sides = self._manager.page_tokens, self.sides_of(space, _HOST_ALONE, lambda _: keys)
+        position, _ = agreed(sides, len(keys) * page, self.unit)
+        return self.whole(keys, space, [position // page] if position else [])
 
     def whole(self, keys: Keys, space: CacheScope, positions: Sequence[int]) -> Keys:
         """What storage gets of these positions, in pages, ascending: see `stored`."""
@@ -659,6 +715,9 @@ class WindowGroups:
         page, space, backend = self._manager.page_tokens, needed.space, window.backend
         assert backend is not None
         with pins:
+            if not self.offloader.may_copy():
+                self.count(unsaved=1)
+                return
             index, limit = self._indexes[window, Tier.HOST], self._manager.config.time_limit
             try:
                 new = index.reserve(
@@ -672,12 +731,12 @@ class WindowGroups:
                 new.release()
                 return
             held = pins.pop_all()
-        self.state.transfers.begin(
-            NONE,  # its blocks are of another device index than KV's
+        self.offloader.copy(
             backend,
-            backend.offload,
             new,
-            (slots_of(blocks, window.block_tokens, 0, len(needed.host_keys) * page),),
+            slots_of(blocks, window.block_tokens, 0, len(needed.host_keys) * page),
+            NONE,  # its blocks are of another device index than KV's
+            space,
             lambda ok, _: self.count(**{"offloads" if ok else "failed_offloads": 1}),
             of=of,
             on_end=lambda _: held.close(),
@@ -745,38 +804,33 @@ class WindowGroups:
     # ---- figures
 
     def counted(self, match: HybridMatch, stored: bool) -> Counter[str]:
-        """What a request that begins adds to the counters; those of a group are "RULE:NAME".
+        """What a request that begins adds to the counters of windows and groups.
 
         Args:
             stored: whether its position was read from storage.
         """
-        counts = Counter(
-            f"{tier.value}_hits" for rule, tier in match.tiers.items() if rule != POINT
+        kv, usable = match.kv, match.usable
+        hits = Counter(tier for rule, tier in match.tiers.items() if rule != POINT)
+        counts: Counter[str] = Counter(
+            {f"windows:{tier.value}_hits": windows for tier, windows in hits.items()}
         )
-        counts.update(requests=1, usable_tokens=match.usable, unusable_tokens=match.unusable)
         if stored:
-            counts["storage_hits"] = counts["host_hits"]
-        kv = match.kv
-        counts[f"{PREFIX}:device_tokens"] = min(kv.device, match.usable)
-        counts[f"{PREFIX}:host_tokens"] = max(0, match.usable - kv.device)
-        counts[f"{PREFIX}:storage_tokens"] = min(kv.storage, max(0, match.usable - kv.device))
-        for window in self.blocks:
-            rule, tokens = window.rule, match.usable - self.start(window.rule, match.usable)
-            if (tier := match.tiers.get(rule.name)) is not None:
-                counts[f"{rule.name}:{tier.value}_tokens"] = tokens
-                if stored and tier is Tier.HOST:
-                    counts[f"{rule.name}:storage_tokens"] = tokens
-        if (tier := match.tiers.get(POINT)) is not None:
-            counts[f"{POINT}:{tier.value}_tokens"] = match.usable
+            counts["windows:storage_hits"] = hits[Tier.HOST]
+        counts[f"{PREFIX}:device_tokens"] = min(kv.device, usable)
+        counts[f"{PREFIX}:host_tokens"] = max(0, usable - kv.device)
+        counts[f"{PREFIX}:storage_tokens"] = min(kv.storage, max(0, usable - kv.device))
+        tokens = {
+            window.rule.name: usable - self.start(window.rule, usable) for window in self.blocks
+        }
+        for rule, tier in match.tiers.items():
+            counts[f"{rule}:{tier.value}_tokens"] = tokens.get(rule, usable)
+            if stored and tier is Tier.HOST and rule in tokens:
+                counts[f"{rule}:storage_tokens"] = tokens[rule]
         if match.limit is not None:
             counts[f"{match.limit}:limited_requests"] = 1
-            lost = match.tokens - match.usable if match.limit == PREFIX else match.unusable
+            lost = match.tokens - usable if match.limit == PREFIX else match.unusable
             counts[f"{match.limit}:limited_tokens"] = lost
         return counts
-
-    def begun(self, counts: Mapping[str, int], sign: int = 1) -> None:
-        """Count a request that begins, or take that back."""
-        self._counts.update({name: sign * value for name, value in counts.items()})
 
     def stats(self) -> WindowStats:
         """See `HybridManager.window_stats`."""
@@ -786,19 +840,24 @@ class WindowGroups:
             rule: GroupHits(**{name: counts[f"{rule}:{name}"] for name in _OF_GROUPS})
             for rule in [*rules, POINT][: None if self._states else -1]
         }
-        return WindowStats(**{name: counts[name] for name in _NAMES}, groups=groups)
+        requests = {name: counts[name] for name in _OF_REQUESTS}
+        windows = {name: counts[f"windows:{name}"] for name in _NAMES}
+        return WindowStats(**requests, **windows, groups=groups)
 
     def count(self, **counts: int) -> None:
         """Add to the counters of `WindowStats`."""
         assert counts.keys() <= _NAMES, counts
-        self._counts.update(counts)
+        self._counts.update({f"windows:{name}": count for name, count in counts.items()})
 
 
 __all__ = [
     "EVERY",
     "GroupHits",
+    "Place",
     "Side",
     "WindowGroups",
+    "WindowSide",
     "WindowStats",
     "WindowWriteBack",
+    "agreed",
 ]

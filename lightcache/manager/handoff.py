@@ -29,10 +29,9 @@ from lightcache.errors import (
 )
 from lightcache.leases import TICKET_BYTES, Allocation, ClientId, Lease
 from lightcache.manager.blocks import ManagedBlocks
-from lightcache.manager.limits import seconds_of
-from lightcache.manager.load import LoadHandle, wait_on
+from lightcache.manager.load import JointLoad, LoadHandle
 from lightcache.manager.request import CacheScope, Prompt, Request, slots_of
-from lightcache.manager.transfers import BlockTransfer, State
+from lightcache.manager.transfers import BlockTransfer
 
 if TYPE_CHECKING:
     from lightcache.manager.manager import KVCacheManager
@@ -234,73 +233,19 @@ class _Saving:
 # ---- Decode side
 
 
-class HandoffLoad:
+class HandoffLoad(JointLoad):
     """The load of a hand-off to the device; used as `LoadHandle`."""
 
-    def __init__(
-        self, manager: KVCacheManager, load: LoadHandle, partial: tuple[BlockTransfer, int] | None
-    ) -> None:
+    def __init__(self, load: LoadHandle, partial: tuple[BlockTransfer, int] | None) -> None:
         """For `receive`."""
-        self._manager, self._load = manager, load
-        self._transfer: BlockTransfer | None = None
-        self._partial = 0
-        if partial is not None:
-            self._transfer, self._partial = partial
+        super().__init__(load, [] if partial is None else [partial[0]])
+        self._partial = 0 if partial is None else partial[1]
 
     @property
     def tokens(self) -> int:
         """Leading tokens that need not be computed: `LoadHandle.tokens`, plus those of the partly
         filled page unless a copy failed."""
-        if self._load.failed or self._failed(self._transfer):
-            return self._load.tokens
-        return self._load.tokens + self._partial
-
-    @property
-    def failed(self) -> bool:
-        """Whether any of its copies has failed."""
-        return self._load.failed or self._failed(self._transfer)
-
-    def done(self) -> bool:
-        """Whether all its copies have finished. Does not block.
-
-        Raises:
-            TransferFailed: all have finished, and one failed; `tokens` says from where to compute.
-        """
-        self._manager.state.transfers.poll()
-        transfers = self._transfers()
-        if not all(transfer.finished for transfer in transfers):
-            return False  # also if one has failed: the other still writes its blocks
-        for transfer in transfers:
-            transfer.done()
-        return True
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Block until all its copies have finished.
-
-        Raises:
-            WaitTimeout: a copy is in flight.
-            TransferFailed: as `done`.
-            ConfigError: no number of seconds.
-        """
-        limit = seconds_of(timeout)
-        end = None if limit is None else time.monotonic() + limit
-        for transfer in self._transfers():
-            with contextlib.suppress(TransferFailed):
-                transfer.wait(None if end is None else max(0.0, end - time.monotonic()))
-        self.done()
-
-    def wait_on(self, stream: Any = None) -> None:
-        """As `LoadHandle.wait_on`."""
-        for transfer in self._transfers():
-            wait_on(transfer, stream)
-
-    def _transfers(self) -> list[BlockTransfer]:
-        both = (self._load.transfer, self._transfer)
-        return [transfer for transfer in both if transfer is not None]
-
-    @staticmethod
-    def _failed(transfer: BlockTransfer | None) -> bool:
-        return transfer is not None and transfer.state in (State.FAILED, State.CANCELLED)
+        return self._kv.tokens if self.failed else self._kv.tokens + self._partial
 
 
 def receive(
@@ -348,7 +293,7 @@ def receive(
             manager.allocate(request, len(prompt))
         load = manager.load(request, table)
         with manager.state.lock:
-            return HandoffLoad(manager, load, page.load(manager.request(request)))
+            return HandoffLoad(load, page.load(manager.request(request)))
     except BaseException:
         if began:
             manager.release(request, publish=False)

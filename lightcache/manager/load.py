@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -89,6 +91,63 @@ class LoadHandle:
         return getattr(moving, "number", None)
 
 
+class JointLoad:
+    """The load of a request's KV, and other copies to the device that belong to it."""
+
+    def __init__(self, kv: LoadHandle, others: Sequence[BlockTransfer]) -> None:
+        """Join them."""
+        self._kv, self._others = kv, others
+        self._loads: tuple[LoadHandle | BlockTransfer, ...] = (kv, *others)
+
+    @property
+    def failed(self) -> bool:
+        """Whether one is known to have failed."""
+        lost = any(other.state in (State.FAILED, State.CANCELLED) for other in self._others)
+        return lost or self._kv.failed
+
+    def done(self) -> bool:
+        """Whether all have finished. Does not block.
+
+        Raises:
+            TransferFailed: all have finished, and one failed.
+        """
+        finished, failed = True, None
+        for load in self._loads:
+            try:
+                finished &= load.done()
+            except TransferFailed as error:
+                failed = failed or error
+        if failed is not None and finished:  # else others still write their blocks
+            raise failed
+        return finished
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until all have finished.
+
+        Raises:
+            WaitTimeout: one is in flight.
+            TransferFailed: as `done`.
+            ConfigError: no number of seconds.
+        """
+        limit = seconds_of(timeout)
+        end = None if limit is None else time.monotonic() + limit
+        for load in self._loads:
+            with contextlib.suppress(TransferFailed):
+                load.wait(None if end is None else max(0.0, end - time.monotonic()))
+        self.done()
+
+    def wait_on(self, stream: Any = None) -> None:
+        """Make a stream of the device (None: the current one) wait for all: see
+        `LoadHandle.wait_on`.
+
+        Raises:
+            TransferFailed: one has failed already.
+        """
+        self._kv.wait_on(stream)
+        for other in self._others:
+            wait_on(other, stream)
+
+
 def wait_on(transfer: BlockTransfer, stream: Any) -> None:
     """Make a stream of the device wait for a copy; this thread waits instead if no engine of this
     process makes the copy.
@@ -156,4 +215,4 @@ def no_load(request: Request, without: int) -> LoadHandle:
     return LoadHandle(request, request.loading, without)
 
 
-__all__ = ["LoadHandle", "begin_load", "no_load", "wait_on"]
+__all__ = ["JointLoad", "LoadHandle", "begin_load", "no_load", "wait_on"]

@@ -1014,7 +1014,7 @@ class KVCacheManager:
         with self.state.lock:
             self.state.weights.begin()
         if wait:
-            self.state.transfers.wait(None, timeout)
+            self.state.wait(timeout)
 
     def finish_update(self, version: str) -> None:
         """Serve this version from now on.
@@ -1051,14 +1051,16 @@ class KVCacheManager:
         """
         timeout = seconds_of(timeout)
         with self.state.lock:
-            self.state.transfers.paused = True
-        self.state.transfers.wait(None, timeout)
+            for tracker in self.state.trackers:
+                tracker.paused = True
+        self.state.wait(timeout)
 
     def resume(self) -> None:
         """Begin transfers again, those queued meanwhile first."""
         with self.state.lock:
-            self.state.transfers.paused = False
-            self.state.transfers.poll()
+            for tracker in self.state.trackers:
+                tracker.paused = False
+                tracker.poll()
 
     @property
     def disabled(self) -> bool:
@@ -1117,8 +1119,8 @@ class KVCacheManager:
                 host=capacity_of(self.host.index),
                 running=len(self.state.requests),
                 leaving=len(self._frees),
-                transfers=self.state.transfers.in_flight,
-                queued=self.state.transfers.queued,
+                transfers=sum([tracker.in_flight for tracker in self.state.trackers]),
+                queued=sum([tracker.queued for tracker in self.state.trackers]),
                 offloads=self.offloader.breaker.state,
             )
 

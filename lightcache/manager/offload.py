@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -15,11 +16,11 @@ from lightcache._arguments import Keys, Pages
 from lightcache.breaker import CircuitBreaker
 from lightcache.errors import Abandoned, LeaseLost, LightcacheError, LockTimeout
 from lightcache.kernels.moves import slots_of_blocks
-from lightcache.manager.backend import RanksLost
+from lightcache.manager.backend import RanksLost, TransferBackend
 from lightcache.manager.limits import nothing
 from lightcache.manager.request import CacheScope, Request, WritePolicy, keys_of
 from lightcache.manager.state import ManagerState
-from lightcache.manager.transfers import BlockTransfer, OnEnd, State
+from lightcache.manager.transfers import BlockTransfer, OnEnd, OnResult, State
 from lightcache.notices import Notices
 from lightcache.reservations import Reservation
 
@@ -69,7 +70,8 @@ class Offloader:
             works="a copy to the host succeeded, pages are written again",
             log=_log,
         )
-        """Of copies to the host. It counts those that failed, without those of stale pages."""
+        """Of copies to the host, of KV and of windows. Counts those that failed, without those of
+        stale pages."""
 
     def may_copy(self) -> bool:
         """Whether a copy to the host is begun now. While the breaker is open none is; later one at
@@ -166,7 +168,7 @@ class Offloader:
         if pages and request.publish and self._state.weights.is_valid(space):
             keys = request.host_chain.keys[:pages]
             if request.stored_with is not None:
-                keys = request.stored_with(keys)
+                keys = request.stored_with(keys, space)
             if len(keys):
                 task = storage.write(keys, request.id, tokens=request.total, namespace=space.host)
                 self._state.tasks.add(task)
@@ -342,7 +344,7 @@ class Offloader:
         space: CacheScope,
         on_end: OnEnd | None = None,
     ) -> BlockTransfer:
-        """Begin to write a reservation's new pages. The transfer owns it from now on.
+        """Begin to write a reservation's new pages of KV. The transfer owns it from now on.
 
         Args:
             slots: slots of all tokens of the reserved keys, from the first one.
@@ -355,8 +357,6 @@ class Offloader:
 
         def on_result(ok: bool, nbytes: int | None) -> None:
             if ok:
-                if self.breaker.failures:
-                    self.breaker.success()
                 moved = pages * state.page_bytes if nbytes is None else nbytes
                 elapsed = time.perf_counter_ns() - begun
                 state.counts.add(
@@ -365,27 +365,61 @@ class Offloader:
             else:
                 state.counts.add(failed_offloads=1)
 
-        def on_failure(error: Exception) -> None:
-            why, stale = str(error) or repr(error), self._is_stale(error, space)
+        def on_failure(why: str, stale: bool) -> None:
             self.count_unwritten("stale" if stale else "failed", pages, why)
+
+        return self.copy(
+            state.backend, new, slots, blocks, space, on_result, on_failure, of=of, on_end=on_end
+        )
+
+    def copy(
+        self,
+        backend: TransferBackend,
+        new: Reservation,
+        slots: npt.NDArray[np.int64],
+        blocks: Pages,
+        space: CacheScope,
+        on_result: OnResult,
+        on_failure: Callable[[str, bool], None] | None = None,
+        *,
+        of: list[BlockTransfer] | None = None,
+        on_end: OnEnd | None = None,
+    ) -> BlockTransfer:
+        """Begin a copy to the host, of KV or of a window. The breaker counts it.
+
+        Args:
+            slots, space: as for `launch`.
+            on_failure: called with why it failed, and whether its pages had become stale.
+            blocks, on_result, of, on_end: see `TransferTracker.begin`.
+        """
+        breaker = self.breaker
+
+        def result(ok: bool, nbytes: int | None) -> None:
+            if ok and breaker.failures:
+                breaker.success()
+            on_result(ok, nbytes)
+
+        def failed(error: Exception) -> None:
+            why, stale = str(error) or repr(error), self._is_stale(error, space)
+            if on_failure is not None:
+                on_failure(why, stale)
             if not stale and not isinstance(error, RanksLost):
-                self.breaker.failure(why)
+                breaker.failure(why)
 
         into = None
-        if self.breaker.shut:
-            self.breaker.probe()  # its failure opens the breaker for as long again
+        if breaker.shut:
+            breaker.probe()  # its failure opens the breaker for as long again
             into = self, "_probe"
-        backend = state.backend
-        return state.transfers.begin(
+        return self._state.transfers.begin(
             blocks,
             backend,
             backend.offload,
             new,
             (slots,),
-            on_result,
+            result,
             of=of,
             on_end=on_end,
-            on_failure=on_failure,
+            on_failure=failed,
             into=into,
         )
 

@@ -338,6 +338,10 @@ class Owed:
         return self.changed
 
 
+StoredWith = Callable[[Keys, CacheScope], Keys]
+"""What storage gets of a request's KV: what is of use there, and pages of other groups."""
+
+
 @dataclass(eq=False)
 class Request:
     """One request, from `take` until `release`."""
@@ -388,9 +392,9 @@ class Request:
     """Blocks that the last commit exchanged in its table."""
     sound: Callable[[], bool] | None = None
     """Returns False if a load that this KV depends on failed. None: the KV is valid."""
-    stored_with: Callable[[Keys], Keys] | None = None
-    """Returns the keys of what storage gets when it ends, given those of its pages: what is of use
-    there, and pages of other groups. None: its pages alone."""
+    stored_with: StoredWith | None = None
+    """Returns the keys of what storage gets when it ends, given those of its pages. None: its pages
+    alone."""
     on_device: bool = field(init=False)
     """Whether its blocks are named."""
 
@@ -588,6 +592,7 @@ __all__ = [
     "Prompt",
     "Request",
     "RequestOptions",
+    "StoredWith",
     "WritePolicy",
     "check_commits",
     "check_hashable",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Hashable, Sequence
 from types import NoneType
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from lightcache.layout import Cause
 from lightcache.manager.backend import TransferBackend
 from lightcache.manager.blocks import DeviceTier
 from lightcache.manager.limits import FailOpen, Pace
-from lightcache.manager.request import ManagerConfig, Request
+from lightcache.manager.request import ManagerConfig, Request, StoredWith
 from lightcache.manager.stats import Counters, Recent, Tasks
 from lightcache.manager.transfers import TransferTracker
 from lightcache.manager.weights import Weights
@@ -72,10 +73,14 @@ class ManagerState:
         self.pace = Pace()
         self.fail_open = self.new_fail_open(let_go, "KVCacheManager")
         self.transfers = TransferTracker(self.lock, config.time_limit)
+        self.trackers = [self.transfers]
+        """And those of a manager that is built on this one."""
         self.weights = Weights(host, device, weights)
         self.tasks = Tasks(self.counts)
         self.requests: dict[Hashable, Request] = {}
         """Requests between `take` and `release`."""
+        self.stored_with: StoredWith | None = None
+        """For KV that is written back after its request has ended; see `Request.stored_with`."""
 
     def new_fail_open(self, let_go: Callable[[], None], of: str) -> FailOpen:
         """A guard with this manager's limits. Its errors count among the manager's.
@@ -91,6 +96,12 @@ class ManagerState:
         """Raises Detached if the manager is closed."""
         if self.closed:
             raise Detached(f"{call}: the manager is closed; make another one")
+
+    def wait(self, timeout: float | None) -> None:
+        """Block, without the lock, until no copy is in flight. Raises as `TransferTracker.wait`."""
+        end = None if timeout is None else time.monotonic() + timeout
+        for tracker in self.trackers:
+            tracker.wait(None, None if end is None else max(0.0, end - time.monotonic()))
 
     def moved_bytes(self, tokens: int, known: int | None) -> int:
         """Bytes of a copy: as counted by its transfer backend (`known`), else the share of the

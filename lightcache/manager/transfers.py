@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 from operator import length_hint
@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from lightcache._arguments import Pages
 from lightcache._together import append_to, keep_result, together
-from lightcache.errors import LightcacheError, TransferFailed, WaitTimeout
-from lightcache.leases import Releasable
+from lightcache.errors import LeaseLost, LightcacheError, TransferFailed, WaitTimeout
+from lightcache.leases import Lease, Releasable
 from lightcache.manager.backend import TransferBackend, TransferHandle
 from lightcache.manager.limits import Foreign, seconds_of
 from lightcache.shm.locking import Hurried
@@ -229,7 +229,6 @@ class BlockTransfer:
         if not self._counted:
             self._counted = True
             if state is _FAILED:
-                self._tracker.failed += 1
                 self._tracker.foreign.note(self.error)
                 if self._on_failure is not None and self.error is not None:
                     self._on_failure(self.error)
@@ -241,6 +240,41 @@ class BlockTransfer:
         if self._on_end is not None:
             with contextlib.suppress(LightcacheError):
                 self._on_end(ok)
+        self.state = state
+
+
+class Launch(BlockTransfer):
+    """A copy that its owner has launched on a stream of the device. It is polled as others are, but
+    no call waits for it, and `pause` does not hold it back."""
+
+    def __init__(
+        self, tracker: TransferTracker, blocks: Pages, copying: Pollable, leases: Sequence[Lease]
+    ) -> None:
+        """For `TransferTracker.launched`."""
+        self._tracker, self.blocks, self.leases = tracker, blocks, leases
+        self._copying, self.state = copying, _RUNNING
+
+    def block(self, timeout: float | None) -> None:
+        """Returns at once."""
+
+    def _has_finished(self) -> bool:
+        try:
+            if not self._copying.done():
+                return False
+        except Exception as error:  # a failed device copies nothing more
+            if still_moving(self._copying):
+                raise  # not an error of the copy: as in `BlockTransfer.block`
+            self.error = without_frames(error)
+        self._result = self.error is None, None
+        return True
+
+    def _finish(self, state: State) -> None:
+        if not self._counted:
+            self._counted = True
+            self._tracker.foreign.note(self.error)
+        for lease in self.leases:
+            with contextlib.suppress(LeaseLost):  # released by a look that was interrupted
+                lease.release()
         self.state = state
 
 
@@ -296,8 +330,6 @@ class TransferTracker:
         self._all: list[BlockTransfer] = []
         """Unfinished transfers in order, and perhaps some that have finished."""
         self.paused = False
-        self.failed = 0
-        """Number of failed transfers."""
         self.foreign = Foreign()
         """Exceptions of transfer backends that are none of our errors, for the manager's `poll`."""
 
@@ -361,10 +393,26 @@ class TransferTracker:
             if instead_of is not None:
                 known.append(partial(setattr, *instead_of, None))
             together(*known)
-        transfer.advance(paused=self.paused)
-        if transfer.state not in _UNFINISHED:
-            self._all.remove(transfer)
+        self._advanced(transfer)
         return transfer
+
+    def launched(self, blocks: Pages, copying: Pollable, leases: Sequence[Lease]) -> BlockTransfer:
+        """Note a copy that was launched on a stream.
+
+        Args:
+            blocks: those that it writes.
+            leases: of what it reads, released when it has been executed.
+        """
+        launch = Launch(self, blocks, copying, leases)
+        self._all.append(launch)
+        self._advanced(launch)
+        return launch
+
+    def _advanced(self, transfer: BlockTransfer) -> None:
+        """Take the first steps of a transfer, which may be all."""
+        transfer.advance(paused=self.paused)
+        if transfer.finished:
+            self._all.remove(transfer)
 
     def sort_out(self) -> None:
         """Forget finished transfers."""
@@ -430,4 +478,4 @@ class TransferTracker:
         self.poll()
 
 
-__all__ = ["BlockTransfer", "OnEnd", "State", "TransferTracker", "still_moving"]
+__all__ = ["BlockTransfer", "OnEnd", "OnResult", "State", "TransferTracker", "still_moving"]

@@ -113,10 +113,15 @@ class WriteBack:
 class BlockWriteBack(WriteBack):
     """The write-back of a manager's blocks: of KV, or of one window."""
 
-    def __init__(self, state: ManagerState, device: DeviceTier) -> None:
+    def __init__(self, state: ManagerState, device: DeviceTier, offloader: Offloader) -> None:
         """Nothing is being written back."""
         super().__init__()
-        self._state, self._device = state, device
+        self._state, self._device, self._offloader = state, device, offloader
+
+    def demote(self, n: int, cause: str = "demote") -> int:
+        """See `WriteBack`. While copies are disabled none: allocating evicts blocks unwritten, as
+        if the host had no room."""
+        return super().demote(n, cause) if self._offloader.may_copy() else 0
 
     def _index(self) -> PageIndex | None:
         return self._device.index if isinstance(self._device, ManagedBlocks) else None
@@ -254,8 +259,7 @@ class KVWriteBack(BlockWriteBack):
 
     def __init__(self, state: ManagerState, offloader: Offloader) -> None:
         """No block is being written back."""
-        super().__init__(state, state.device)
-        self._offloader = offloader
+        super().__init__(state, state.device, offloader)
         self._origins: dict[int, dict[bytes, _Origin]] = {}
         """Pages by last block and page key."""
         self._homes: dict[int, _Home] = {}
@@ -302,11 +306,6 @@ class KVWriteBack(BlockWriteBack):
     def _lives(self, blocks: Pages) -> Any:
         device = self._state.device
         return device.lives(blocks) if isinstance(device, MirroredBlocks) else None
-
-    def demote(self, n: int, cause: str = "demote") -> int:
-        """See `WriteBack`. While copies are disabled none: allocating evicts blocks unwritten, as
-        if the host had no room."""
-        return super().demote(n, cause) if self._offloader.may_copy() else 0
 
     def _write(self, batch: WrittenBack, pages: Pages, keys: Keys) -> bool:
         assert isinstance(batch, _Batch)
@@ -419,8 +418,13 @@ class KVWriteBack(BlockWriteBack):
                 if len(origin.host_keys) > 1:
                     last.pop(origin.host_keys[-2].tobytes(), None)
                 last[origin.host_keys[-1].tobytes()] = origin
+        stored_with = self._state.stored_with
         for origin in last.values():
-            self._write_to_storage(origin.host_keys, origin.space)
+            keys = origin.host_keys
+            if stored_with is not None:
+                keys = stored_with(keys, origin.space)
+            if len(keys):
+                self._write_to_storage(keys, origin.space)
 
     def _freed(self, batch: WrittenBack, index: PageIndex, listed: int, freed: int) -> None:
         assert isinstance(batch, _Batch)

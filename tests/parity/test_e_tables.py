@@ -105,7 +105,7 @@ class Engine:
 
     def forget_slots(self) -> None:
         """The device loses its checkpoints, and what its slots held; no request runs."""
-        self.checkpoints.traffic.moves.wait(None, 60)
+        self.checkpoints.transfers.wait(None, 60)
         self.checkpoints.poll()
         self.slots.evict(SLOTS)
         assert self.slots.stats().ready == 0

@@ -266,7 +266,7 @@ class HybridEngine:
     def settle(self) -> None:
         """Whatever goes on is over."""
         self.stream.finish()
-        self.checkpoints.traffic.moves.wait(None, 60)
+        self.checkpoints.transfers.wait(None, 60)
         self.hybrid.poll()
 
     def close(self) -> None:

@@ -167,9 +167,9 @@ def test_gauges_of_transfers_of_both_kinds(hybrids: Any) -> None:
     hybrid.pause()
     world.step("a", 42)
     world.end("a")  # its state and its pages wait
-    queued = hybrid.gauges().queued
-    assert queued == world.manager.gauges().queued + world.checkpoints.traffic.moves.queued
-    assert queued > world.manager.gauges().queued
+    queued, kv = hybrid.gauges().queued, world.manager.state.transfers.queued
+    assert queued == world.manager.gauges().queued == kv + world.checkpoints.transfers.queued
+    assert queued > kv
     world.backend.at_once = world.world.backend.at_once = False
     hybrid.resume()
     found = hybrid.gauges()

@@ -272,7 +272,7 @@ def test_take_without_a_plan(hybrids: Any) -> None:
 
 
 def test_states_that_were_cleared_leave_no_kv_either(hybrids: Any) -> None:
-    world = hybrids()
+    world = hybrids(state_pages=None)
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.save(prompt, 24)
@@ -281,6 +281,18 @@ def test_states_that_were_cleared_leave_no_kv_either(hybrids: Any) -> None:
     match = world.hybrid.take("a")
     assert (match.usable, match.kv.usable, match.tier, match.kv_tokens) == (0, 0, None, 40)
     assert not len(world.manager.request("a").table)
+    world.hybrid.release("a")
+
+
+def test_a_state_that_the_device_has_lost_is_taken_from_the_host(hybrids: Any) -> None:
+    world = hybrids()
+    prompt = Prompt(tokens(41))
+    world.compute(prompt)
+    world.save(prompt, 24)
+    assert world.plan(prompt, "a").tier is Tier.DEVICE
+    world.checkpoints.slots.clear(world.path(prompt).space.device)
+    match = world.hybrid.take("a")
+    assert (match.usable, match.tier) == (24, Tier.HOST)
     world.hybrid.release("a")
 
 

@@ -78,7 +78,7 @@ def path_of(checkpoints: Checkpoints, positions: int, seed: int = 0) -> Path:
 
 
 def settled(checkpoints: Checkpoints) -> None:
-    checkpoints.traffic.moves.wait(None, 60)
+    checkpoints.transfers.wait(None, 60)
     checkpoints.poll()
 
 
@@ -103,7 +103,7 @@ def test_a_state_goes_to_the_host_and_comes_back_to_another_slot(
     assert checkpoints.plan("r", path, (Tier.HOST, 2), 60)
     taken = checkpoints.take("r")
     assert taken is not None
-    checkpoints.traffic.load(taken[1], 5).wait(60)
+    checkpoints.load(taken[1], 5).wait(60)
     assert bytes_in(tensors, 5) == before
     states.copier.copy([5], [0]).wait()
     assert bytes_in(tensors, 0) == before

@@ -88,7 +88,7 @@ def test_the_bytes_of_a_state_come_back(segment_name: str) -> None:
         slots = checkpoints.acquire(SLOTS).detach()
         checkpoints.donate(3, path, 2)
         checkpoints.free(slots[slots != 3])
-        checkpoints.traffic.moves.wait(None, 60)
+        checkpoints.transfers.wait(None, 60)
         checkpoints.poll()
         assert states.slots is not None
         states.slots.evict(SLOTS)
@@ -99,7 +99,7 @@ def test_the_bytes_of_a_state_come_back(segment_name: str) -> None:
         assert checkpoints.plan("r", path, (Tier.HOST, 2), 60)
         taken = checkpoints.take("r")
         assert taken is not None
-        checkpoints.traffic.load(taken[1], 5).wait(60)
+        checkpoints.load(taken[1], 5).wait(60)
         assert all(torch.equal(each[5], one) for each, one in zip(every, wanted, strict=True))
         assert all(not each[4].any() for each in every)
         checkpoints.close()

@@ -70,7 +70,7 @@ def waiting(world: World, load: LoadHandle, call: str, timeout: Any) -> None:
     manager = world.manager
     calls: dict[str, Callable[[], object]] = {
         "load": lambda: load.wait(timeout),
-        "received": lambda: HandoffLoad(manager, load, None).wait(timeout),
+        "received": lambda: HandoffLoad(load, None).wait(timeout),
         "wait_blocks": lambda: manager.wait_blocks(timeout=timeout),
         "pause": lambda: manager.pause(timeout),
         "begin_update": lambda: manager.begin_update(timeout),
@@ -162,7 +162,7 @@ def test_what_comes_out_of_asking_for_a_copy_of_states(hybrids: Any) -> None:
     world.copier.at_once = False
     world.begin("b", prompt, wait=False)
     (copying,) = world.copier.going
-    (copied,) = world.checkpoints.traffic._copies
+    (copied,) = world.checkpoints.transfers._all
     copying.done = once(Odd("arranged"), copying.done)
     refused(Odd, "arranged", world.hybrid.poll)
     assert (copied.finished, len(copied.leases)) == (False, 1)

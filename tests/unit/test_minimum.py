@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from support.index_view import IndexView
 from support.keys import Keys, array, pair, prompt
 from support.refusals import refused
@@ -11,6 +12,7 @@ from support.refusals import refused
 from lightcache import Cache, ConfigError, Namespace, PageIndex, PermissionDenied, layout
 from lightcache.layout import MAX_PAGES as MOST
 from lightcache.runs import Run
+from lightcache.shm import Segment, list_segments, names
 
 PAGES = 16
 
@@ -161,3 +163,22 @@ def test_minimums_of_groups_by_name(segment_name: str) -> None:
                 Cache.open, **how, minimums={"window5": 1, "states": 0})  # fmt: skip
         assert least(cache) == [0, 16]
         assert len(cache.index.clients()) == 1, "the refused one has left"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    "minimums", [{"kv": "60KiB", "states": "5KiB"}, {"window5": 1}, {"kv": "a lot"}, "1MB"]
+)
+def test_a_refused_minimum_makes_no_cache(segment_name: str, minimums: Any, shared: bool) -> None:
+    how: dict[str, Any] = {"page_bytes": 4096, "fingerprint": "f", "secret": bytes(16)}
+    how |= {"size": "64KiB", "name": segment_name, "kv_groups": ("kv", "states")}
+    how |= {"lifetime": "persistent", "shared": shared}
+    refused(ConfigError, "minimum", Cache.open, **how, minimums=minimums)
+    assert segment_name not in [info.name for info in list_segments()]
+    assert not names.dependents(segment_name)
+    with Cache.open(**how, minimums={"kv": "60KiB", "states": "4KiB"}) as cache:
+        assert [group.minimum_pages for group in cache.index.groups()] == [15, 1]
+    refused(ConfigError, "minimum", Cache.open, **how, minimums=minimums)
+    with Cache.attach(segment_name, secret=bytes(16)) as cache:  # it was there before, and stays
+        assert [group.minimum_pages for group in cache.index.groups()] == [15, 1]
+    Segment.unlink(segment_name)

@@ -158,6 +158,10 @@ def test_ls_shows_namespaces(run: Run, segment_name: str) -> None:
         ctypes.c_uint32.from_address(record + 4).value = 9
         assert "unknown (9)" in {entry["state"] for entry in listed()}
         ctypes.c_uint32.from_address(record + 4).value = 1
+        cache.clear(cache.namespace("v3"))  # `dump` shows it until another takes its record
+        dumped = json.loads(run("dump", segment_name, "--namespaces", "--json").stdout)
+        assert ("v3", "cleared") in {(e["weights"], e["state"]) for e in dumped["namespaces"]}
+        assert "v3" not in {entry["weights"] for entry in listed()}
 
 
 def test_a_model_names_its_cache(run: Run, segment_name: str, tmp_path: Path) -> None:

@@ -247,6 +247,42 @@ def test_a_failed_copy_loses_the_block_and_is_counted(engines: Make) -> None:
     assert engine.windows[0].free == 64
 
 
+@pytest.mark.parametrize("write", [WritePolicy.BACK, WritePolicy.THROUGH])
+def test_failed_copies_of_windows_count_for_the_breaker_of_kv(
+    engines: Make, write: WritePolicy
+) -> None:
+    """While it is open no window is copied either; blocks that were to be written go without."""
+    engine = engines(write=write, wrap=LateBackend)
+    for backend in engine.backends:
+        backend.fail_next = 1 << 20
+    for i in range(1, 9):
+        engine.run([i, *STEM[1:]], 0)
+        demote(engine)
+        engine.settle()
+        kv, windows = engine.manager.stats(), engine.manage.window_stats()
+        failed = kv.failed_offloads + windows.failed_offloads
+        if failed >= engine.manager.config.failures:
+            break
+        assert engine.manager.offloader.breaker.failures == failed
+        assert engine.manage.gauges().offloads == "closed"
+    assert engine.manage.gauges().offloads == "open"
+    assert windows.failed_offloads
+    engine.run(OTHER, 0)
+    assert demote(engine) == 0
+    assert not any(backend.going for backend in engine.backends)
+    stats = engine.manage.window_stats()
+    assert stats.failed_offloads == windows.failed_offloads
+    assert (stats.unsaved > 0) == (write is WritePolicy.THROUGH)
+    for backend in engine.backends:
+        backend.fail_next = 0
+    engine.manager.enable()
+    engine.run([*OTHER, 9, 8, 7, 6], 0)
+    demote(engine)
+    engine.settle()
+    assert on_host(engine, [*OTHER, 9, 8, 7, 6])
+    assert engine.manager.offloader.breaker.failures == 0
+
+
 def test_without_room_on_the_host_it_goes(engines: Make) -> None:
     engine = engines(pages=8)
     engine.run(STEM, 0)
@@ -383,6 +419,33 @@ def test_a_position_is_stored_once_write_back_has_made_it_whole(engines: Make) -
     assert engine.tier.storage.stats().pages == 7 + 4 + 2
     forget(engine)
     assert engine.run(STEM, 2).match.usable == 56
+
+
+@pytest.mark.parametrize("first", ["kv", "windows"])
+def test_kv_whose_copy_failed_is_stored_with_its_windows(engines: Make, first: str) -> None:
+    """Neither KV nor a window reaches the host when the request ends. Storage gets the position
+    when write-back has brought both there, in whichever order, and nothing of it before."""
+    engine = engines(WINDOW, CHUNK, storage=kept, wrap=LateBackend)
+    kv, window, _ = engine.backends
+    request = engine.begin(STEM, 0)
+    while engine.step(request):
+        pass
+    window.fail_next = 1 << 20  # of each position
+    engine.end(request)
+    kv.fail_next = 1 << 20
+    engine.settle()
+    kv.fail_next = window.fail_next = 0
+    assert engine.tier._executor.wait_idle(60.0)
+    assert engine.tier.storage.stats().pages == 0
+    both = [lambda: engine.manager.demote(64), lambda: demote(engine)]
+    for number, back in enumerate(both if first == "kv" else both[::-1]):
+        assert back() > 0
+        engine.settle()
+        assert engine.tier._executor.wait_idle(60.0)
+        assert engine.tier.storage.stats().pages == number * (7 + 4 + 2)
+    forget(engine)
+    request = engine.begin(STEM, 0)
+    assert engine.running[request].match.usable == 56
 
 
 @pytest.mark.slow
