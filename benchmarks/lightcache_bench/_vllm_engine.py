@@ -21,9 +21,12 @@ VOCABULARY = 4096
 MOST = 2048
 """Tokens of a request."""
 BLOCK = 32
+TOKEN_BYTES = 8 * 2 * 2 * 64 * 4
+"""Of keys and values, in float32."""
 
 
-def _save(folder: str) -> None:
+def save(folder: str) -> None:
+    """The model, as engines load it."""
     transformers = import_module("transformers")
     import_module("torch").manual_seed(0)
     config = transformers.LlamaConfig(
@@ -53,7 +56,7 @@ def main() -> None:
     if connector is not None:
         how["kv_transfer_config"] = connector | {"kv_role": "kv_both"}
     if not os.path.exists(folder):
-        _save(folder)
+        save(folder)
     vllm = import_module("vllm")
     engine = vllm.LLM(
         model=folder,

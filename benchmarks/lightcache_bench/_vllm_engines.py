@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -25,6 +26,7 @@ SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "SGLANG_USE_CPU_ENGINE": "1",
 }
 MISSES = {"count": 4, "tokens": 512, "out": 16}
 FIRST = {"count": 1, "tokens": 1536, "out": 1}
@@ -33,17 +35,25 @@ STUDENT = {4: 2.353, 19: 1.729}
 
 
 class Engine:
-    """A process of `_vllm_engine`."""
+    """A process of `_vllm_engine` or `_sglang_engine`."""
 
-    def __init__(self, folder: str, connector: dict[str, Any] | None, blocks: int = 512) -> None:
+    def __init__(
+        self,
+        folder: str,
+        connector: dict[str, Any] | None,
+        blocks: int = 512,
+        kind: str = "vllm",
+    ) -> None:
         """Waits until it is ready."""
-        program = [sys.executable, "-m", "lightcache_bench._vllm_engine", folder, str(blocks)]
+        module = f"lightcache_bench._{kind}_engine"
+        program = [sys.executable, "-m", module, folder, str(blocks)]
         self._process = subprocess.Popen(
             [*program, json.dumps(connector)],
             env={**os.environ, **SETTINGS},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
         self._until("READY")
 
@@ -71,8 +81,9 @@ class Engine:
         return answer
 
     def kill(self) -> None:
-        """With SIGKILL."""
-        self._process.kill()
+        """With SIGKILL, and its children."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 

@@ -1,12 +1,14 @@
 """The same requests to two engines with each of several caches: hits, first token, memory, kills.
 
-Real engines of vLLM with a small model of random weights, on the CPU: two without a cache between
-them, two with lightcache, and two with the multi-process server of LMCache where that is installed
-beside vLLM. Conversations share beginnings; each turn goes to one of the two engines at random, the
-same one with every cache, and each request runs alone, with the caches in turns. Answers of a turn
-are given with the next prompt, so all are asked the same. An answer has one token: its time is that
-of the first token. Both caches have the same bytes and the same tokens in a page. "Memory" counts
-what the engines and the server have in memory (PSS) above those without a cache.
+Real engines with a small model of random weights, on the CPU: of vLLM, two without a cache between
+them, two with lightcache, and two with the multi-process server of LMCache where that is installed;
+in an environment of SGLang the third two have its own HiCache, each one with half of the bytes (on
+a CPU it needs the stand-ins of tests/engines/sglang on PYTHONPATH). Conversations share beginnings;
+each turn goes to one of the two engines at random, the same one with every cache, and each request
+runs alone, with the caches in turns. Answers of a turn are given with the next prompt, so all are
+asked the same. An answer has one token: its time is that of the first token. All caches have the
+same bytes and the same tokens in a page. "Memory" counts what the engines and the server have in
+memory (PSS) above those without a cache.
 
 Then one engine of each is killed in a request, the other is asked the same, and a new engine takes
 its place; and the server is killed and started again. Takes ten minutes on two cores.
@@ -35,7 +37,7 @@ from lightcache.shm import Segment
 from lightcache.shm.names import FOLDER
 from lightcache_bench import Row
 from lightcache_bench._timing import median, spread
-from lightcache_bench._vllm_engine import BLOCK, VOCABULARY
+from lightcache_bench._vllm_engine import BLOCK, TOKEN_BYTES, VOCABULARY
 from lightcache_bench._vllm_engines import Engine, lightcache
 
 BLOCKS = 80
@@ -47,6 +49,29 @@ PATIENCE = 120.0
 SHORT = {"count": 1, "tokens": 8 * BLOCK, "out": 1}
 INSIDE = 0.1
 """Seconds after which an engine is killed in a request."""
+
+
+HICACHE = {
+    "enable_hierarchical_cache": True,
+    "hicache_ratio": BYTES / 2 / (BLOCKS * BLOCK * TOKEN_BYTES),
+    "hicache_io_backend": "direct",
+    "hicache_mem_layout": "layer_first",
+    "hicache_write_policy": "write_through",
+}
+
+
+def linker(name: str) -> dict[str, Any]:
+    """Ours, for SGLang."""
+    how = {
+        "linker": "LightcacheLinker",
+        "linker_module_path": "lightcache.connectors.sglang",
+        "linker_extra_config": {"name": name, "size": BYTES, "on_reset": "keep"},
+    }
+    return {
+        "enable_unified_cache_external_linker": True,
+        "unified_cache_external_linker_backend": "dynamic",
+        "unified_cache_external_linker_config": how,
+    }
 
 
 def conversations(seed: int, count: int, turns: int) -> list[tuple[int, list[int]]]:
@@ -73,6 +98,7 @@ class System:
     """Two engines, and what they have between them."""
 
     name: str
+    kind: str
     folder: str
     connector: dict[str, Any] | None
     server: Server | None = None
@@ -81,7 +107,7 @@ class System:
 
     def start(self) -> Engine:
         """One more engine."""
-        return Engine(self.folder, self.connector, BLOCKS)
+        return Engine(self.folder, self.connector, BLOCKS, self.kind)
 
     def kill(self) -> None:
         """All of it, with SIGKILL."""
@@ -177,20 +203,26 @@ def rows(quick: bool) -> Iterator[Row]:
     """See `Benchmark.rows`.
 
     Raises:
-        ConfigError: there is no vLLM in this environment.
+        ConfigError: this environment has neither vLLM nor SGLang.
     """
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("engines: needs vLLM; run it in an environment that has it")
+    kinds = [kind for kind in ("vllm", "sglang") if importlib.util.find_spec(kind)]
+    if not kinds:
+        raise ConfigError("engines: needs vLLM or SGLang; run it in an environment that has one")
     name = f"bench-engines-{os.getpid()}"
-    size = {"name": name, "size": BYTES, "blocks_per_page": 1}
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         stack.callback(Segment.unlink, name, force=True)
-        systems = [System("none", folder, None), System("lightcache", folder, lightcache(size))]
-        if importlib.util.find_spec("lmcache") is not None:
-            server = Server()
-            stack.callback(server.kill)
-            systems.append(System("LMCache", folder, server.connector(), server))
+        systems = [System("none", kinds[0], folder, None)]
+        if kinds[0] == "sglang":
+            systems.append(System("lightcache", "sglang", folder, linker(name)))
+            systems.append(System("HiCache", "sglang", folder, HICACHE))
+        else:
+            how = lightcache({"name": name, "size": BYTES, "blocks_per_page": 1})
+            systems.append(System("lightcache", "vllm", folder, how))
+            if importlib.util.find_spec("lmcache") is not None:
+                server = Server()
+                stack.callback(server.kill)
+                systems.append(System("LMCache", "vllm", folder, server.connector(), server))
         for system in systems:
             stack.callback(system.kill)
             for _ in range(2):
