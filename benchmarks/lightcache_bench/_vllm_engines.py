@@ -44,7 +44,7 @@ class Engine:
         blocks: int = 512,
         kind: str = "vllm",
     ) -> None:
-        """Waits until it is ready."""
+        """Does not wait until it is ready."""
         module = f"lightcache_bench._{kind}_engine"
         program = [sys.executable, "-m", module, folder, str(blocks)]
         self._process = subprocess.Popen(
@@ -55,6 +55,9 @@ class Engine:
             text=True,
             start_new_session=True,
         )
+
+    def wait(self) -> None:
+        """Until it is ready."""
         self._until("READY")
 
     def _until(self, word: str) -> str:
@@ -107,6 +110,7 @@ def engines(quick: bool) -> Iterator[Row]:
         def start(how: dict[str, Any] | None) -> Engine:
             engine = Engine(folder, how)
             stack.callback(engine.kill)
+            engine.wait()
             return engine
 
         plain, cached = start(None), start(extra)

@@ -37,7 +37,7 @@ from lightcache.shm import Segment
 from lightcache.shm.names import FOLDER
 from lightcache_bench import Row
 from lightcache_bench._timing import median, spread
-from lightcache_bench._vllm_engine import BLOCK, TOKEN_BYTES, VOCABULARY
+from lightcache_bench._vllm_engine import BLOCK, TOKEN_BYTES, VOCABULARY, save
 from lightcache_bench._vllm_engines import Engine, lightcache
 
 BLOCKS = 80
@@ -106,7 +106,7 @@ class System:
     answers: list[dict[str, Any]] = field(default_factory=list)
 
     def start(self) -> Engine:
-        """One more engine."""
+        """One more engine. It may not be ready yet."""
         return Engine(self.folder, self.connector, BLOCKS, self.kind)
 
     def kill(self) -> None:
@@ -223,10 +223,14 @@ def rows(quick: bool) -> Iterator[Row]:
                 server = Server()
                 stack.callback(server.kill)
                 systems.append(System("LMCache", "vllm", folder, server.connector(), server))
+        save(f"{folder}/model")
         for system in systems:
             stack.callback(system.kill)
             for _ in range(2):
                 system.engines.append(system.start())
+        for system in systems:
+            for engine in system.engines:
+                engine.wait()
         asked = conversations(1, *((3, 2) if quick else (8, 4)))
         yield from served(systems, asked)
         yield from engine_killed(systems, asked)
@@ -274,6 +278,7 @@ def engine_killed(systems: list[System], asked: list[tuple[int, list[int]]]) -> 
         beside = other.ask(ids=new, out=1)
         begun = time.monotonic()
         system.engines[0] = system.start()
+        system.engines[0].wait()
         took = time.monotonic() - begun
         system.engines[0].ask(seed=0, count=1, tokens=BLOCK, out=1)
         again = system.engines[0].ask(ids=new, out=1)
