@@ -33,7 +33,7 @@ def main() -> None:
         disable_cuda_graph=True,
         page_size=BLOCK,
         mem_fraction_static=0.5,
-        log_level="error",
+        log_level="warning",
         sleep_on_idle=True,
         **(json.loads(sys.argv[3]) or {}),
     )
