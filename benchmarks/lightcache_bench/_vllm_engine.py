@@ -1,8 +1,9 @@
 """A real vLLM with a small model of random weights: lines of JSON on stdin, an answer to each.
 
-    python -m lightcache_bench._vllm_engine FOLDER '{"name": ..., "size": ...}' | null
+    python -m lightcache_bench._vllm_engine FOLDER BLOCKS '{"kv_connector": ...}' | null
 
-The model is made in FOLDER/model by the first engine.
+BLOCKS of 32 tokens are the device's. The model is made in FOLDER/model by the first engine. What is
+asked has a `seed`, for prompts that share nothing and an empty device; or `ids`, of one prompt.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ import numpy as np
 VOCABULARY = 4096
 MOST = 2048
 """Tokens of a request."""
+BLOCK = 32
+TOKEN_BYTES = 8 * 2 * 2 * 64 * 4
+"""Of keys and values, in float32."""
 
 
-def _save(folder: str) -> None:
+def save(folder: str) -> None:
+    """The model, as engines load it."""
     transformers = import_module("transformers")
     import_module("torch").manual_seed(0)
     config = transformers.LlamaConfig(
@@ -46,46 +51,51 @@ def prompts(seed: int, count: int, tokens: int) -> list[list[int]]:
 
 def main() -> None:
     """Until stdin ends."""
-    folder, extra = os.path.join(sys.argv[1], "model"), json.loads(sys.argv[2])
+    folder, connector = os.path.join(sys.argv[1], "model"), json.loads(sys.argv[3])
     how: dict[str, Any] = {}
-    if extra is not None:
-        how["kv_transfer_config"] = {
-            "kv_connector": "LightcacheConnector",
-            "kv_connector_module_path": "lightcache.connectors.vllm",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": extra,
-        }
+    if connector is not None:
+        how["kv_transfer_config"] = connector | {"kv_role": "kv_both"}
     if not os.path.exists(folder):
-        _save(folder)
+        save(folder)
     vllm = import_module("vllm")
     engine = vllm.LLM(
         model=folder,
         skip_tokenizer_init=True,
-        block_size=32,
+        block_size=BLOCK,
         dtype="float32",
         enforce_eager=True,
         max_model_len=MOST,
         max_num_batched_tokens=512,
         max_num_seqs=8,
-        num_gpu_blocks_override=512,
+        num_gpu_blocks_override=int(sys.argv[2]),
         distributed_executor_backend="uni",
+        # One group in any case. Else vLLM imports the connector early, and with LMCache's comes
+        # numba, which vLLM 0.32 cannot stand at that time: AttributeError in triton_utils.
+        disable_hybrid_kv_cache_manager=True,
         **how,
     )
     print("READY", flush=True)
     for line in sys.stdin:
         ask = json.loads(line)
-        engine.reset_prefix_cache()
+        if "seed" in ask:
+            engine.reset_prefix_cache()
         sampling = vllm.SamplingParams(
             temperature=0, max_tokens=ask.pop("out"), ignore_eos=True, detokenize=False
         )
-        given = [{"prompt_token_ids": ids} for ids in prompts(**ask)]
+        many = [ask["ids"]] if "ids" in ask else prompts(**ask)
+        given = [{"prompt_token_ids": ids} for ids in many]
         begun, cpu = time.perf_counter(), time.process_time()
         outputs = engine.generate(given, sampling, use_tqdm=False)
         took, cpu = time.perf_counter() - begun, time.process_time() - cpu
         scheduler = engine.llm_engine.engine_core.engine_core.scheduler
         while scheduler.has_requests():  # saves under way
             engine.llm_engine.step()
-        answer = {"s": took, "cpu_s": cpu, "cached": [one.num_cached_tokens for one in outputs]}
+        answer = {
+            "s": took,
+            "cpu_s": cpu,
+            "cached": [one.num_cached_tokens for one in outputs],
+            "first": [one.outputs[0].token_ids[0] for one in outputs],
+        }
         print("OUT", json.dumps(answer), flush=True)
 
 

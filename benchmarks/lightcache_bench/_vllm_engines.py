@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -25,6 +26,7 @@ SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "SGLANG_USE_CPU_ENGINE": "1",
 }
 MISSES = {"count": 4, "tokens": 512, "out": 16}
 FIRST = {"count": 1, "tokens": 1536, "out": 1}
@@ -33,18 +35,29 @@ STUDENT = {4: 2.353, 19: 1.729}
 
 
 class Engine:
-    """A process of `_vllm_engine`."""
+    """A process of `_vllm_engine` or `_sglang_engine`."""
 
-    def __init__(self, folder: str, extra: dict[str, Any] | None) -> None:
-        """Waits until it is ready."""
-        program = [sys.executable, "-m", "lightcache_bench._vllm_engine", folder]
+    def __init__(
+        self,
+        folder: str,
+        connector: dict[str, Any] | None,
+        blocks: int = 512,
+        kind: str = "vllm",
+    ) -> None:
+        """Does not wait until it is ready."""
+        module = f"lightcache_bench._{kind}_engine"
+        program = [sys.executable, "-m", module, folder, str(blocks)]
         self._process = subprocess.Popen(
-            [*program, json.dumps(extra)],
-            env={**SETTINGS, **os.environ, **SETTINGS},
+            [*program, json.dumps(connector)],
+            env={**os.environ, **SETTINGS},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
+
+    def wait(self) -> None:
+        """Until it is ready."""
         self._until("READY")
 
     def _until(self, word: str) -> str:
@@ -54,24 +67,42 @@ class Engine:
                 return line.removeprefix(word)
         raise RuntimeError("an engine has ended; its errors stand above")
 
-    def ask(self, seed: int, **what: int) -> dict[str, Any]:
-        """Prompts of this seed; seconds, and cached tokens."""
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def begin(self, **what: Any) -> None:
+        """Ask, and do not wait."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"seed": seed, **what}) + "\n")
+        self._process.stdin.write(json.dumps(what) + "\n")
         self._process.stdin.flush()
+
+    def ask(self, **what: Any) -> dict[str, Any]:
+        """See `_vllm_engine`; seconds, cached tokens, and the first token of each answer."""
+        self.begin(**what)
         answer: dict[str, Any] = json.loads(self._until("OUT"))
         return answer
 
     def kill(self) -> None:
-        """With SIGKILL."""
-        self._process.kill()
+        """With SIGKILL, and its children."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+def lightcache(extra: dict[str, Any]) -> dict[str, Any]:
+    """The connector of ours."""
+    return {
+        "kv_connector": "LightcacheConnector",
+        "kv_connector_module_path": "lightcache.connectors.vllm",
+        "kv_connector_extra_config": extra,
+    }
 
 
 def engines(quick: bool) -> Iterator[Row]:
     """Two at once, asked in turns; each starts in half a minute."""
     name = f"bench-vllm-{os.getpid()}-engines"
-    extra = {"name": name, "size": "256MiB", "blocks_per_page": 1}
+    extra = lightcache({"name": name, "size": "256MiB", "blocks_per_page": 1})
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         stack.callback(Segment.unlink, name, force=True)
@@ -79,6 +110,7 @@ def engines(quick: bool) -> Iterator[Row]:
         def start(how: dict[str, Any] | None) -> Engine:
             engine = Engine(folder, how)
             stack.callback(engine.kill)
+            engine.wait()
             return engine
 
         plain, cached = start(None), start(extra)
@@ -92,7 +124,7 @@ def misses(plain: Engine, cached: Engine, turns: int) -> Iterator[Row]:
     ratios: dict[str, list[float]] = {"s": [], "cpu_s": []}
     for turn in range(-2, turns):
         both = (plain, cached) if turn % 2 else (cached, plain)
-        answers = {id(engine): engine.ask(1000 + turn, **MISSES) for engine in both}
+        answers = {id(engine): engine.ask(seed=1000 + turn, **MISSES) for engine in both}
         assert not any(answers[id(cached)]["cached"])
         for which, values in ratios.items():
             if turn >= 0:  # the others warm up
@@ -117,11 +149,11 @@ def restarted(cached: Engine, start: Any, times: int) -> Iterator[Row]:
     """The same prompts, one at a time: of an engine that has computed them, and of the next one
     after it was killed."""
     for seed in range(times):
-        cached.ask(seed, **FIRST)
-    before = [cached.ask(seed, **FIRST) for seed in range(times)]
+        cached.ask(seed=seed, **FIRST)
+    before = [cached.ask(seed=seed, **FIRST) for seed in range(times)]
     cached.kill()
     again = start()
-    after = [again.ask(seed, **FIRST) for seed in range(times)]
+    after = [again.ask(seed=seed, **FIRST) for seed in range(times)]
     assert [each["cached"] for each in after] == [each["cached"] for each in before]
     usual = statistics.median(each["s"] for each in before)
     for name, value in (

@@ -1,18 +1,31 @@
-"""The cache of an engine's pages: how its processes open it and are named in it, and where they
-continue after a reset."""
+"""The cache of an engine's pages: how its processes open it and are named in it, when they may call
+on it, and where they continue after a reset."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 import socket
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 from lightcache import Cache
 from lightcache.connectors.engine_options import EngineOptions
-from lightcache.errors import NoSpace
+from lightcache.connectors.link import Link, Voice
+from lightcache.errors import LeaseLost, NoSpace, NotReady
+from lightcache.storage.tier import StorageTier
 
+START = 15.0
+"""Seconds that the start of an engine waits for the cache."""
+LEAVE = 15.0
+"""Seconds that a close waits for each of a thread, the storage and the cache."""
+REST = 1.0
+"""Seconds without a call after an operator has disabled the cache."""
 REMEDY = (
     "give more with Docker's --ipc=host or --shm-size, in Kubernetes with an emptyDir of medium "
     "Memory or a hostPath at /dev/shm, and with a higher memory limit"
@@ -66,6 +79,79 @@ def open_engine_cache(
         raise NoSpace(f"{error}; {REMEDY}") from error
 
 
+def storage_link(
+    cache: Cache, options: EngineOptions, who: str, prefill_tokens_per_s: float | None = None
+) -> Link[StorageTier]:
+    """The way to the storage that the options name. It is not begun."""
+    voice = Voice(who, what="the storage", then="it is not used")
+    how = {"prefill_tokens_per_s": prefill_tokens_per_s}
+    return Link(voice, partial(StorageTier.open, cache, options.storage, **how), StorageTier.close)
+
+
+@dataclass
+class CacheAndStorage:
+    """What a part of a connector that uses the storage has open."""
+
+    cache: Cache
+    storage: Link[StorageTier] | None
+
+    @property
+    def tier(self) -> StorageTier | None:
+        """The storage; None: there is none, or none yet: it is still opened, or tried again."""
+        return None if self.storage is None else self.storage.current
+
+    def close(self) -> None:
+        """Leave: the storage first."""
+        if self.storage is not None:
+            self.storage.close(LEAVE)
+        self.cache.close()
+
+
+class HasCache(Protocol):
+    """What a part of a connector has open."""
+
+    @property
+    def cache(self) -> Cache: ...
+
+
+T = TypeVar("T", bound=HasCache)
+
+
+class CachePart(Generic[T]):
+    """A part of a connector: it calls on the cache while that is open and of use."""
+
+    def __init__(self, voice: Voice, clock: Callable[[], float] = time.monotonic) -> None:
+        """Opens nothing: `_link` is the part's to make and to start."""
+        self.voice = voice
+        self.figures: Counter[str] = Counter()
+        """Since the start, or since they were taken last."""
+        self._clock = clock
+        self._link: Link[T] | None = None
+        self._rest_until = 0.0
+
+    def usable(self) -> T | None:
+        """What is open, if nothing speaks against a call."""
+        link = self._link
+        opened = None if link is None else link.current
+        if link is None or opened is None or self._clock() < self._rest_until:
+            return None
+        if opened.cache.index.segment.retired:
+            self.voice.trouble("use the cache", LeaseLost("it was removed, or replaced"))
+            link.lose(opened)
+            return None
+        return opened
+
+    def trouble(self, what: str, error: BaseException) -> None:
+        """An error of a call: say it once, and learn from it."""
+        self.figures["errors"] += 1
+        self.voice.trouble(what, error)
+        if isinstance(error, NotReady):
+            self._rest_until = self._clock() + REST
+        opened = None if self._link is None else self._link.current
+        if self._link is not None and opened is not None:
+            self._link.judge(opened, error)
+
+
 # ---- Launches: starts of an engine.
 
 
@@ -112,11 +198,16 @@ def clear_ended(cache: Cache, engine: str, launch: str) -> None:
 
 
 __all__ = [
+    "LEAVE",
     "REMEDY",
+    "START",
+    "CacheAndStorage",
+    "CachePart",
     "clear_ended",
     "host_name",
     "launch_name",
     "open_engine_cache",
     "role_name",
+    "storage_link",
     "weights_after_reset",
 ]

@@ -19,9 +19,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightcache import Cache, GiveBack, LeaseLost, LightcacheError, Reservation
-from lightcache.connectors.engine_cache import launch_name, open_engine_cache, role_name
+from lightcache.connectors.engine_cache import (
+    LEAVE,
+    launch_name,
+    open_engine_cache,
+    role_name,
+    storage_link,
+)
 from lightcache.connectors.engine_options import EngineOptions
-from lightcache.connectors.link import Link, Voice
+from lightcache.connectors.link import Voice
 from lightcache.errors import ConfigError, LockTimeout, WaitTimeout
 from lightcache.leases import Lease
 from lightcache.shm import SharedCounters, SharedRing
@@ -43,8 +49,6 @@ READ_LIMIT = 0.5
 """Seconds that a lookup waits for a storage. LightLLM gives a lookup up that has queued as long."""
 OPEN = 3.0
 """Seconds that the manager's start waits for a storage; later it is used when it is there."""
-LEAVE = 15.0
-"""Seconds that closing waits for what a storage has to write."""
 PIN = 900.0
 """Seconds within which a rank's GPU must have the pool: the driver needs minutes for a TiB."""
 NONE = -1
@@ -242,9 +246,9 @@ class Client:
         self._keys = self.cache.engine_keys()
         self._updates = SharedCounters.open(service.object_name("updates"), names=["begun"])
         self._used = True
-        voice = Voice("LightLLM", what="the storage", then="it is not used")
-        self._storage = Link(voice, self._open_storage, StorageTier.close)
-        self._storage_begun = not service.options.storage
+        options = service.options
+        self._storage = storage_link(self.cache, options, "LightLLM", options.prefill_tokens_per_s)
+        self._storage_begun = not options.storage
         self._once = threading.Lock()  # for what happens once, though threads share this
         self._writing: defaultdict[tuple[int, ...], deque[_Write]] = defaultdict(deque)
         self._writing_lock = threading.Lock()
@@ -490,11 +494,6 @@ class Client:
         return write
 
     # ---- all
-
-    def _open_storage(self) -> StorageTier:
-        options = self._service.options
-        urls, speed = options.storage, options.prefill_tokens_per_s
-        return StorageTier.open(self.cache, urls, prefill_tokens_per_s=speed)
 
     def _tier(self, timeout: float = 0.0) -> StorageTier | None:
         """The storage; None: there is none, or it is not open yet. The first call of a process that

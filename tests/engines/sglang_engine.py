@@ -18,14 +18,14 @@ from typing import Any
 
 import contracts
 import sglang
-import tiny_llama
+import tiny_models
 
 import lightcache
 
 PAGE = 16
 MODELS = {
-    "llama": functools.partial(tiny_llama.save, kv_heads=2),
-    "latent": tiny_llama.save_latent,
+    "llama": functools.partial(tiny_models.save_llama, kv_heads=2),
+    "latent": tiny_models.save_latent,
 }
 
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import os
 import random
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import contracts
+from engines import contracts, sharing
+from engines.sharing import until
 
 from lightcache import Cache
 from lightcache.shm import Segment
 
 pytestmark = pytest.mark.engines
 NAME = f"engines-{os.getpid()}"
+check_clean = partial(sharing.check_clean, NAME)
 Answer = dict[str, Any]
 
 
@@ -65,26 +67,6 @@ def engines(
 ) -> Iterator[Engines]:
     yield Engines(start, tmp_path_factory.mktemp("storage"))
     Segment.unlink(NAME, force=True)
-
-
-def check_clean() -> None:
-    """All invariants hold; and nothing is pinned when copies and storage have ended."""
-    with Cache.attach(NAME) as cache:
-
-        def unpinned() -> bool:
-            cache.reap()
-            report = cache.check()
-            report.raise_if_broken()
-            return not report.pins
-
-        until(unpinned)
-
-
-def until(asked: Callable[[], Any]) -> None:
-    """Ask until the answer is not 0."""
-    end = time.monotonic() + 60
-    while not asked():
-        assert time.monotonic() < end
 
 
 def test_the_contract(engines: Engines) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
-from engines import contracts
+from engines import contracts, sharing
+from engines.sharing import until
 
 from lightcache import Cache
 from lightcache.shm import Segment
@@ -30,6 +31,7 @@ def test_it_starts_and_answers(in_engine: Callable[..., str], segment_name: str)
 
 
 NAME = f"engines-{os.getpid()}"
+check_clean = partial(sharing.check_clean, NAME)
 Answer = dict[str, Any]
 
 
@@ -76,19 +78,6 @@ def engines(
 ) -> Iterator[Engines]:
     yield Engines(start, f"disk:{tmp_path_factory.mktemp('storage')}?capacity=1GiB")
     Segment.unlink(NAME, force=True)
-
-
-def check_clean() -> None:
-    """All invariants hold; and nothing is pinned when copies and storage have ended."""
-    with Cache.attach(NAME) as cache:
-
-        def pinned() -> int:
-            cache.reap()
-            report = cache.check()
-            report.raise_if_broken()
-            return int(report.pins)
-
-        until(lambda: not pinned())
 
 
 def test_all_is_found_and_equal_after_a_reset_and_by_another_process(engines: Engines) -> None:
@@ -201,13 +190,6 @@ def test_disabled_filled_and_removed(engines: Engines) -> None:
     assert asked() == 0
     until(asked)
     check_clean()
-
-
-def until(asked: Callable[[], int]) -> None:
-    """Ask until the answer is not 0."""
-    end = time.monotonic() + 60
-    while not asked():
-        assert time.monotonic() < end
 
 
 def test_a_reset_is_of_one_engine(engines: Engines) -> None:

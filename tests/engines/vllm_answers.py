@@ -6,7 +6,7 @@ import json
 import sys
 
 import contracts
-import tiny_llama
+import tiny_models
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
@@ -14,7 +14,7 @@ import lightcache
 
 
 def main() -> None:
-    tiny_llama.save("model")
+    tiny_models.save_llama("model")
     engine = LLM(
         model="model",
         skip_tokenizer_init=True,
@@ -28,7 +28,7 @@ def main() -> None:
     cache = lightcache.Cache.create(
         sys.argv[1], pages=8, page_bytes=4096, fingerprint="model", page_tokens=32
     )
-    ask = {"prompt_token_ids": tiny_llama.prompt(300)}
+    ask = {"prompt_token_ids": tiny_models.prompt(300)}
     how = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
     outputs = [engine.generate([ask], how, use_tqdm=False)[0] for _ in range(2)]
     answers = [list(output.outputs[0].token_ids) for output in outputs]

@@ -16,22 +16,20 @@ import threading
 import time
 from typing import Any
 
-import tiny_gemma
-import tiny_llama
-import tiny_states
+import tiny_models
 
 BLOCK = 32
 MODELS = {
-    "llama": functools.partial(tiny_llama.save, kv_heads=2),
-    "gemma": tiny_gemma.save,
-    "latent": tiny_llama.save_latent,
-    "next": tiny_states.save_next,
-    "mamba": tiny_states.save_mamba,
+    "llama": functools.partial(tiny_models.save_llama, kv_heads=2),
+    "gemma": tiny_models.save_gemma,
+    "latent": tiny_models.save_latent,
+    "next": tiny_models.save_next,
+    "mamba": tiny_models.save_mamba,
 }
 # Steps of one block, so that a prompt is divided in the same way after any hit: vLLM's kernels for
 # CPUs want bfloat16 of the one, and those of the other have no state within a step.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "next": {"dtype": "bfloat16", "max_num_batched_tokens": tiny_states.BLOCK},
+    "next": {"dtype": "bfloat16", "max_num_batched_tokens": tiny_models.STATE_BLOCK},
     "mamba": {"max_num_batched_tokens": BLOCK},
 }
 
@@ -62,7 +60,7 @@ def main() -> None:
     if not os.path.exists(model):  # its files' times are in the fingerprint
         MODELS[model](model)
         for seed, name in enumerate("ab" if model == "llama" else ""):
-            tiny_llama.save_adapter(name, seed)
+            tiny_models.save_adapter(name, seed)
     if model == "llama" and ranks == 1:
         how |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     engine = LLM(

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from lightcache.connectors.sglang.options import Options
 from lightcache.connectors.sglang.pools import GROUP, Format
-from lightcache.connectors.sglang.rank import ROOT, Rank
+from lightcache.connectors.sglang.rank import ROOT, Options, Rank
 from lightcache.kernels import KVGroup, PageGeometry, Shard, layouts
 
 PAGE, HEADS, WIDTH, LAYERS, TOKENS = 4, 2, 16, 2, 512

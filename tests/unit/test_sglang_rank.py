@@ -16,11 +16,11 @@ import pytest
 from support.sglang_stand_in import PAGE, Engine, hashes_of
 
 from lightcache import Cache, LayerLoads, OffloadQueue
+from lightcache.connectors import engine_cache
 from lightcache.connectors.engine_cache import open_engine_cache
 from lightcache.connectors.link import Link, Voice, guarded
 from lightcache.connectors.sglang import rank as module
-from lightcache.connectors.sglang.options import Options
-from lightcache.connectors.sglang.rank import ROOT, Neighbours, Rank
+from lightcache.connectors.sglang.rank import ROOT, Neighbours, Options, Rank
 from lightcache.errors import ConfigError, LightcacheError, NotReady
 from lightcache.shm import Segment
 from lightcache.tools.maintenance import _switch
@@ -296,7 +296,7 @@ def test_a_storage_is_read_before_a_lookup_promises(segment_name: str, tmp_path:
 
 
 def test_disabled_and_removed(segment_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REST", 0.0)
+    monkeypatch.setattr(engine_cache, "REST", 0.0)
     with Engine(segment_name) as engine:
         rank = engine.ranks[0]
         engine.ask(PROMPT)
@@ -386,7 +386,7 @@ def test_a_plan_that_a_load_cannot_take_is_given_back(
     with Engine(segment_name) as engine:
         engine.ask(PROMPT)
         rank = engine.ranks[0]
-        for name, attribute, value in (("r", "take", refuses), ("q", "_usable", lambda: None)):
+        for name, attribute, value in (("r", "take", refuses), ("q", "usable", lambda: None)):
             assert engine.lookup(name, HASHES) == 12
             with monkeypatch.context() as patch:
                 patch.setattr(Cache if attribute == "take" else rank, attribute, value)

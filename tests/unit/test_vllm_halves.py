@@ -16,7 +16,7 @@ import pytest
 from support.vllm_stand_in import BLOCK, Engine, Request
 
 from lightcache import Cache
-from lightcache.connectors import link
+from lightcache.connectors import engine_cache, link
 from lightcache.connectors.vllm import prompts, scheduler, worker
 from lightcache.connectors.vllm.scheduler import launch_of, open_cache, team_of
 from lightcache.errors import LightcacheError, NotReady
@@ -460,7 +460,7 @@ def test_a_reset_that_keeps(segment_name: str) -> None:
 def test_a_cache_that_is_disabled_is_a_miss(
     segment_name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightcache.connectors.vllm.scheduler.REST", 0.0)
+    monkeypatch.setattr("lightcache.connectors.engine_cache.REST", 0.0)
     with Engine(segment_name) as engine:
         engine.ask(PROMPT)
         _switch(segment_name, None, 1)
@@ -537,7 +537,7 @@ class Hanging:
         self.asked, self.there, self.closed = (threading.Event() for _ in range(3))
         self.waits: list[float] = []
 
-    def open(self, cache: Cache, urls: Any) -> Any:
+    def open(self, cache: Cache, urls: Any, **_: Any) -> Any:
         self.asked.set()
         self.there.wait()
         tier = StorageTier.open(cache, urls)
@@ -555,7 +555,7 @@ class Hanging:
 def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
     storage = Hanging()
     stand_in = SimpleNamespace(open=storage.open, close=lambda tier: tier.close())
-    monkeypatch.setattr(scheduler, "StorageTier", stand_in)
+    monkeypatch.setattr(engine_cache, "StorageTier", stand_in)
     monkeypatch.setattr(scheduler, "STORAGE", 0.0)
     monkeypatch.setattr(link, "LATE", 0.01)
     start = link.Link.start

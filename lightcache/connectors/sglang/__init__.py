@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightcache.connectors.sglang.options import Options
+from lightcache.connectors.sglang.rank import Options
 
 if TYPE_CHECKING:
     from lightcache.connectors.sglang.linker import LightcacheLinker

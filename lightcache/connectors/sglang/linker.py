@@ -14,9 +14,8 @@ import numpy as np
 
 from lightcache.connectors.engine_cache import host_name, launch_name
 from lightcache.connectors.link import guarded
-from lightcache.connectors.sglang.options import Options
 from lightcache.connectors.sglang.pools import Format, check_served, describe
-from lightcache.connectors.sglang.rank import Rank
+from lightcache.connectors.sglang.rank import Options, Rank
 from lightcache.connectors.sglang.tree import tell_linkers
 from lightcache.errors import ConfigError, NotInstalled
 

@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,16 +24,21 @@ import numpy.typing as npt
 from lightcache import Cache, LayerLoads, Offload, OffloadQueue
 from lightcache._arguments import Keys
 from lightcache.connectors.engine_cache import (
+    LEAVE,
+    START,
+    CacheAndStorage,
+    CachePart,
     clear_ended,
     open_engine_cache,
     role_name,
+    storage_link,
     weights_after_reset,
 )
+from lightcache.connectors.engine_options import EngineOptions
 from lightcache.connectors.link import Link, Voice
-from lightcache.connectors.sglang.options import Options
 from lightcache.connectors.sglang.pools import Format
 from lightcache.engine_keys import EngineKeys
-from lightcache.errors import Abandoned, Detached, LeaseLost, LightcacheError, NotReady
+from lightcache.errors import Abandoned, Detached, LeaseLost, LightcacheError
 from lightcache.kernels.moves import Engine
 from lightcache.kernels.pinned import PinnedPages
 from lightcache.leases import Lease
@@ -58,12 +63,6 @@ JOIN = 15.0
 """Seconds that a save waits for a rank that does not begin it."""
 QUIET = 10.0
 """Seconds that a reset or a close waits for saves, all in all; then they are given up."""
-START = 15.0
-"""Seconds that the start of the engine waits for the cache."""
-LEAVE = 15.0
-"""Seconds that a close waits for each of a thread, the storage and the cache."""
-REST = 1.0
-"""Seconds without a call after an operator has disabled the cache."""
 MISSES = 512
 """Requests of which nothing was found that are remembered, so that they are not hashed again."""
 NEIGHBOURS = 1 << 16
@@ -74,17 +73,23 @@ Slots = Callable[[], npt.NDArray[np.int64]]
 """Returns the token slots of pages; may wait for a device."""
 
 
+@dataclass(frozen=True)
+class Options(EngineOptions):
+    """What an operator may write into `linker_extra_config`. Each has a default, so `{}` is a
+    configuration."""
+
+    given_in = "linker_extra_config"
+
+
 @dataclass
-class Opened:
+class Opened(CacheAndStorage):
     """What a rank has open."""
 
-    cache: Cache
     reader: Engine
     writer: Engine
     """Another than `reader` only where ranks hold the same heads: each writes a part."""
     memory: PinnedPages | None
     """None: the tensors are in host memory."""
-    storage: Link[StorageTier] | None
     _spaces: dict[str, tuple[Namespace, EngineKeys]] = field(default_factory=dict)
 
     def space(self, weights: str) -> tuple[Namespace, EngineKeys]:
@@ -96,22 +101,15 @@ class Opened:
         return self._spaces[weights]
 
     @property
-    def tier(self) -> StorageTier | None:
-        """The storage; None: there is none, or it could not be opened and is tried again."""
-        return None if self.storage is None else self.storage.current
-
-    @property
     def can_load(self) -> bool:
         """Whether any page can be loaded: the driver registers the pool in the background."""
         return self.memory is None or self.memory.ready >= self.cache.pages
 
     def close(self) -> None:
-        """Wait for copies, and leave: the storage first."""
-        if self.storage is not None:
-            self.storage.close(LEAVE)
+        """Wait for copies, and leave."""
         for engine in {id(each): each for each in (self.reader, self.writer)}.values():
             engine.close()
-        self.cache.close()
+        super().close()
 
 
 @dataclass
@@ -191,7 +189,7 @@ class Neighbours:
         return None if known is None else known.hex()
 
 
-class Rank:
+class Rank(CachePart[Opened]):
     """See the module. One thread calls, but for `wait`."""
 
     def __init__(
@@ -206,17 +204,14 @@ class Rank:
         Args:
             launch: the same in all schedulers of a start of SGLang.
         """
+        super().__init__(
+            Voice(f"lightcache, rank {rank}", then="SGLang continues without it"), clock
+        )
         self.options, self.launch, self.rank = options, launch, rank
-        self.voice = Voice(f"lightcache, rank {rank}", then="SGLang continues without it")
-        self.figures: Counter[str] = Counter()
-        """Since the start."""
-        self._clock = clock
         self._format: Format | None = None
         self._team: int | None = None
-        self._link: Link[Opened] | None = None
         self._weights = options.weights
         self._resets = 0
-        self._rest_until = 0.0
         self._neighbours: Neighbours | None = None
         self._promises: OrderedDict[str, _Promise] = OrderedDict()
         """Of requests with pages that are pinned, the one that ends first in front."""
@@ -283,7 +278,7 @@ class Rank:
             engines.append(engines[0] if same else make(share=part))
             if self._resets:
                 clear_ended(cache, ENGINE, self.launch)
-            opened = Opened(cache, engines[0], engines[1], memory, self._storage(cache))
+            opened = Opened(cache, self._storage(cache), engines[0], engines[1], memory)
             opened.space(self._weights)
         except BaseException:
             for engine in engines:
@@ -296,34 +291,10 @@ class Rank:
         """Of one rank: pages of a storage are those of all ranks."""
         if not self.options.storage or self.rank:
             return None
-        voice = Voice(f"lightcache, rank {self.rank}", what="the storage", then="it is not used")
-        how = {"prefill_tokens_per_s": self.options.prefill_tokens_per_s}
-        opens = partial(StorageTier.open, cache, self.options.storage, **how)
-        storage = Link(voice, opens, StorageTier.close)
+        who, speed = f"lightcache, rank {self.rank}", self.options.prefill_tokens_per_s
+        storage = storage_link(cache, self.options, who, speed)
         storage.start(START)
         return storage
-
-    def _usable(self) -> Opened | None:
-        """What is open, if nothing speaks against a call."""
-        link = self._link
-        opened = None if link is None else link.current
-        if link is None or opened is None or self._clock() < self._rest_until:
-            return None
-        if opened.cache.index.segment.retired:
-            self.voice.trouble("use the cache", LeaseLost("it was removed, or replaced"))
-            link.lose(opened)
-            return None
-        return opened
-
-    def trouble(self, what: str, error: BaseException) -> None:
-        """An error of a call: say it once, and learn from it."""
-        self.figures["errors"] += 1
-        self.voice.trouble(what, error)
-        if isinstance(error, NotReady):
-            self._rest_until = self._clock() + REST
-        opened = None if self._link is None else self._link.current
-        if self._link is not None and opened is not None:
-            self._link.judge(opened, error)
 
     @contextlib.contextmanager
     def _noted(self, what: str) -> Iterator[None]:
@@ -341,7 +312,7 @@ class Rank:
         Args:
             before: the hash before them; `ROOT`: there is none; None: it is not known.
         """
-        opened = self._usable()
+        opened = self.usable()
         if opened is None or not opened.can_load:
             return 0
         self._lapse()
@@ -439,7 +410,7 @@ class Rank:
         promise = self._promises.pop(request, None)
         self._misses.pop(request, None)
         try:
-            opened = self._usable()
+            opened = self.usable()
             if opened is None:
                 raise LeaseLost("the cache has gone since the request was looked up")
             queued.opened = opened
@@ -583,7 +554,7 @@ class Rank:
         self.figures["offered_pages"] += len(hashes)
         try:
             with self._noted("save"):
-                save.opened = self._usable()
+                save.opened = self.usable()
                 if self._neighbours is not None:
                     if before is None:
                         save.before = self._neighbours.before(hashes[0])
@@ -643,7 +614,7 @@ class Rank:
 
     def _store(self, save: _Save) -> None:
         """Write it to the storage: all ranks have published it by now."""
-        opened = self._usable()
+        opened = self.usable()
         if opened is None or opened is not save.opened or opened.tier is None:
             return
         space, keys = opened.space(save.weights)
@@ -757,4 +728,4 @@ def _fail(error: Exception) -> Any:
     raise error
 
 
-__all__ = ["ROOT", "Neighbours", "Opened", "Rank"]
+__all__ = ["ROOT", "Neighbours", "Opened", "Options", "Rank"]

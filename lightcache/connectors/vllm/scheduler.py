@@ -17,7 +17,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,10 +24,14 @@ import numpy as np
 from lightcache import Cache
 from lightcache._arguments import Keys
 from lightcache.connectors.engine_cache import (
+    START,
+    CacheAndStorage,
+    CachePart,
     clear_ended,
     launch_name,
     open_engine_cache,
     role_name,
+    storage_link,
     weights_after_reset,
 )
 from lightcache.connectors.link import Link, Voice
@@ -49,7 +52,6 @@ from lightcache.errors import (
     ConfigError,
     LeaseLost,
     LightcacheError,
-    NotReady,
     OutOfPages,
 )
 from lightcache.hashing import KeySpec, PageHasher
@@ -57,17 +59,12 @@ from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
 from lightcache.runs import PLAIN
 from lightcache.storage.tasks import StorageTask
-from lightcache.storage.tier import StorageTier
 
 _log = logging.getLogger("lightcache.connectors")
 MOST_JOBS = 256
 """Saves under way; what comes then is offered in a later step, but a state is not."""
 MOST_HELD = 4
 """States under way hold at most this part of the device's blocks: a quarter."""
-REST = 1.0
-"""Seconds without a call after an operator has disabled the cache."""
-START = 15.0
-"""Seconds that the start of the engine waits for the cache."""
 STORAGE = 3.0
 """Seconds that the cache waits for its storage. One that is there later joins it then."""
 RESET = 5.0
@@ -113,12 +110,10 @@ def part_of(rank: int) -> str:
 
 
 @dataclass
-class Opened:
+class Opened(CacheAndStorage):
     """What the scheduler's half has open."""
 
-    cache: Cache
     finder: Finder
-    storage: Link[StorageTier] | None
     segment: str
     _spec: tuple[Namespace, KeySpec] | None = None
 
@@ -133,17 +128,6 @@ class Opened:
     def space(self) -> Namespace:
         """Where pages are found and saved now."""
         return self.finder.space
-
-    @property
-    def tier(self) -> StorageTier | None:
-        """The storage; None: there is none, or none yet: it is still opened, or tried again."""
-        return None if self.storage is None else self.storage.current
-
-    def close(self) -> None:
-        """Leave: the storage first."""
-        if self.storage is not None:
-            self.storage.close(START)
-        self.cache.close()
 
 
 @dataclass(slots=True)
@@ -229,7 +213,7 @@ class Stored:
     end: int
 
 
-class SchedulerHalf:
+class SchedulerHalf(CachePart[Opened]):
     """See the module."""
 
     def __init__(
@@ -239,15 +223,12 @@ class SchedulerHalf:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Opens nothing: the ranks say where the cache is; see `connect`."""
-        self.options, self.voice = options, Voice("lightcache, scheduler")
-        self.launch = launch_of(engine_id)
-        self.figures: Counter[str] = Counter()
-        """Since they were taken last."""
+        super().__init__(Voice("lightcache, scheduler"), clock)
+        self.options, self.launch = options, launch_of(engine_id)
         self.tells = False
         """Whether what was stored is collected, for `take_stored`: of the group with keys of its
         own (`PLAIN`)."""
         self._stored: list[Stored] = []
-        self._clock = clock
         self._page = 0
         self._groups: tuple[BlockGroup, ...] = ()
         self._windows = self._states = False
@@ -255,7 +236,6 @@ class SchedulerHalf:
         """vLLM's, if its blocks are held while they are saved."""
         self._place: Place | None = None
         self._part, self._device = "scheduler", False
-        self._link: Link[Opened] | None = None
         self._segments: dict[int, str] = {}
         self._agreed = ""
         """The segment that all ranks have open; empty: they differ."""
@@ -278,7 +258,6 @@ class SchedulerHalf:
         self._orders = Orders()
         self._number = self._resets = self._renewed = 0
         self._weights = options.weights
-        self._rest_until = 0.0
         self._speed = _Speed(clock, options.prefill_tokens_per_s)
 
     # ---- the cache
@@ -321,14 +300,12 @@ class SchedulerHalf:
             finder = self._finder(cache)
             storage = None
             if self.options.storage:
-                voice = Voice("lightcache, scheduler", what="the storage")
-                opens = partial(StorageTier.open, cache, self.options.storage)
-                storage = Link(voice, opens, StorageTier.close)
+                storage = storage_link(cache, self.options, "lightcache, scheduler")
                 storage.start(STORAGE)
         except BaseException:
             cache.close()
             raise
-        return Opened(cache, finder, storage, cache.index.segment.uuid)
+        return Opened(cache, storage, finder, cache.index.segment.uuid)
 
     def _finder(self, cache: Cache) -> Finder:
         """For the weights that are in use now."""
@@ -340,34 +317,22 @@ class SchedulerHalf:
         first, *others = {*self._segments.values()}
         self._agreed = "" if others else first
 
-    def _usable(self) -> Opened | None:
+    def usable(self) -> Opened | None:
         """What is open, if all ranks have the same open and nothing speaks against a call. Looked
         at once while a step is made: what is removed meanwhile raises an error in a later call."""
-        link = self._link
-        opened = None if link is None else link.current
+        opened = None if self._link is None else self._link.current
         if opened is not None and opened is self._checked:
             return opened
-        if link is None or opened is None or self._clock() < self._rest_until:
-            return None
-        if opened.cache.index.segment.retired:
-            self.voice.trouble("use the cache", LeaseLost("it was removed, or replaced"))
-            link.lose(opened)
-            return None
-        if opened.segment != self._agreed:
+        opened = super().usable()
+        if opened is None or opened.segment != self._agreed:
             return None
         self._checked = opened
         return opened
 
     def trouble(self, what: str, error: BaseException) -> None:
         """An error of a call: say it once, and learn from it."""
-        self.figures["errors"] += 1
         self._checked = None
-        self.voice.trouble(what, error)
-        if isinstance(error, NotReady):
-            self._rest_until = self._clock() + REST
-        opened = None if self._link is None else self._link.current
-        if self._link is not None and opened is not None:
-            self._link.judge(opened, error)
+        super().trouble(what, error)
 
     def close(self) -> None:
         """Leave the cache. What loads and saves is the workers'."""
@@ -395,7 +360,7 @@ class SchedulerHalf:
             inplace = getattr(lora, "load_inplace", False)
             number = None if inplace else getattr(lora, "lora_int_id", None)
             self._adapters.ask(request.request_id, lora.lora_path, number)
-        opened = self._usable()
+        opened = self.usable()
         if opened is not None:
             self._keyed(state, opened)
 
@@ -446,7 +411,7 @@ class SchedulerHalf:
         state.device = computed
         if request.skip_reading_prefix_cache or state.barred or state.stale:
             return 0, False
-        opened = self._usable()
+        opened = self.usable()
         if opened is None:
             return 0, False
         counts, last = (computed, request.num_tokens), state.answer
@@ -566,7 +531,7 @@ class SchedulerHalf:
     def _load(
         self, state: _Request, blocks: Sequence[list[int]], begin: int, end: int
     ) -> LoadOrder:
-        opened = self._usable()
+        opened = self.usable()
         if opened is None:
             raise LeaseLost("the cache has gone since the request was planned")
         identity, pages = state.request.request_id, -(-end // self._page)
@@ -623,7 +588,7 @@ class SchedulerHalf:
             self._settle(orders, output.preempted_req_ids or ())
             if self._windows and self._pool is None:
                 self._settle_freed(orders, output, blocks_of)
-            opened = self._usable()
+            opened = self.usable()
             drafts = output.scheduled_spec_decode_tokens
             scheduled, offering = output.num_scheduled_tokens, self._offering
             for identity in [each for each in scheduled if each in offering]:
@@ -862,7 +827,7 @@ class SchedulerHalf:
 
     def _tell(self, job: _Job) -> None:
         """Of the pages of a save that has ended, well or not, those that are there now."""
-        opened = self._usable()
+        opened = self.usable()
         if opened is None:
             return
         keys = np.frombuffer(job.keys, np.uint64).reshape(-1, 2)
@@ -901,7 +866,7 @@ class SchedulerHalf:
         self._adapters.forget(identity)
         if not self.options.storage or state.stale or not state.offered:
             return
-        opened = self._usable()
+        opened = self.usable()
         if opened is not None and opened.tier is not None and opened.spec is state.spec:
             pages = min(state.offered, state.stated) if self._states else state.offered
             if pages:

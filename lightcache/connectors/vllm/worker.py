@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from lightcache import Cache, Load, Offload
-from lightcache.connectors.engine_cache import host_name
+from lightcache.connectors.engine_cache import START, CachePart, host_name
 from lightcache.connectors.link import Link, Voice
 from lightcache.connectors.vllm.messages import (
     Hello,
@@ -35,7 +35,7 @@ from lightcache.connectors.vllm.messages import (
 )
 from lightcache.connectors.vllm.model import Format
 from lightcache.connectors.vllm.options import Options
-from lightcache.connectors.vllm.scheduler import START, open_cache, part_of, role_of
+from lightcache.connectors.vllm.scheduler import open_cache, part_of, role_of
 from lightcache.errors import Abandoned, LeaseLost, LightcacheError, LockTimeout, NotReady
 from lightcache.kernels.moves import Engine
 from lightcache.namespaces import Namespace
@@ -99,17 +99,15 @@ class _Save:
                     self.offload.abort()
 
 
-class WorkerHalf:
+class WorkerHalf(CachePart[Opened]):
     """See the module."""
 
     def __init__(self, options: Options, launch: str, team: int, rank: int) -> None:
         """Opens nothing; see `register`."""
-        self.options, self.voice = options, Voice(f"lightcache, rank {rank}", keeps=True)
-        self.launch, self.team, self.rank = launch, team, rank
-        self.figures: Counter[str] = Counter()
+        super().__init__(Voice(f"lightcache, rank {rank}", keeps=True))
+        self.options, self.launch, self.team, self.rank = options, launch, team, rank
         self._format: Format | None = None
         self._why = "no tensors were registered"
-        self._link: Link[Opened] | None = None
         self._told = ""
         self._loading: dict[str, list[Load]] = {}
         """Of each request, what is under way."""
@@ -191,14 +189,6 @@ class WorkerHalf:
         if opened is None or opened.segment != segment:
             raise LeaseLost("the cache was removed or replaced since the scheduler has looked")
         return opened
-
-    def trouble(self, what: str, error: BaseException) -> None:
-        """An error of a call: say it once, and learn from it."""
-        self.figures["errors"] += 1
-        self.voice.trouble(what, error)
-        opened = None if self._link is None else self._link.current
-        if self._link is not None and opened is not None:
-            self._link.judge(opened, error)
 
     def close(self) -> None:
         """Finish the saves under way, and leave the cache."""
