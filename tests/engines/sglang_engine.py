@@ -2,7 +2,8 @@
 
     sglang_engine.py '{"name": ..., ...}' [tensor parallel size [llama|latent [device tokens]]]
 
-The first argument is the extra configuration of the linker; "null": none.
+The first argument is the extra configuration of the linker; "null": none. With "hicache", a layout
+of host memory, it is that of a storage of HiCache.
 """
 
 from __future__ import annotations
@@ -23,6 +24,14 @@ import tiny_llama
 import lightcache
 
 PAGE = 16
+HICACHE = {
+    "backend_name": "lightcache",
+    "module_path": "lightcache.connectors.sglang",
+    "class_name": "LightcacheStorage",
+    "interface_v1": 1,
+    "hicache_storage_pass_prefix_keys": True,
+    "prefetch_threshold": PAGE,
+}
 MODELS = {
     "llama": functools.partial(tiny_llama.save, kv_heads=2),
     "latent": tiny_llama.save_latent,
@@ -38,7 +47,14 @@ def main() -> None:
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
     how: dict[str, Any] = {}
     name = f"engine-{os.getpid()}"
-    if extra is not None:
+    if extra is not None and "hicache" in extra:
+        how["enable_hierarchical_cache"] = True
+        how["hicache_mem_layout"] = extra.pop("hicache")
+        how["hicache_io_backend"] = "direct"
+        how["hicache_storage_prefetch_policy"] = "wait_complete"
+        how["hicache_storage_backend"] = "dynamic"
+        how["hicache_storage_backend_extra_config"] = json.dumps(HICACHE | extra)
+    elif extra is not None:
         how["enable_unified_cache_external_linker"] = True
         how["unified_cache_external_linker_backend"] = "dynamic"
         how["unified_cache_external_linker_config"] = {
@@ -105,6 +121,7 @@ class Told:
             "answers": [output.get("output_ids") for output in outputs],
             "cached": [info["cached_tokens"] for info in infos],
             "host": [detail.get("host", 0) for detail in details],
+            "storage": [detail.get("storage", 0) for detail in details],
             "seconds": time.monotonic() - begun,
         }
 

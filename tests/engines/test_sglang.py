@@ -129,6 +129,26 @@ def test_after_an_eviction_no_page_is_found_whose_head_is_gone(engines: Engines)
     check_clean()
 
 
+def test_hicache_over_the_same_cache(engines: Engines) -> None:
+    """Its storage finds what linkers have saved, and they what it saves."""
+    hicache = engines.start(json.dumps(json.loads(engines._how) | {"hicache": "layer_first"}))
+    answer = hicache("ask", prompts=MANY)
+    assert answer["answers"] == engines.plain["answers"]
+    assert sum(answer["storage"]) > sum(map(len, MANY)) // 2
+    new = prompts(7, 12)
+    wanted = hicache("ask", prompts=new)["answers"]
+
+    def found() -> bool:
+        """It saves in the background."""
+        answer = engines.first("ask", prompts=new)
+        assert answer["answers"] == wanted
+        return sum(answer["cached"]) > 0.9 * sum(map(len, new))
+
+    until(found)
+    hicache.end()
+    check_clean()
+
+
 def test_an_abort_while_loading(engines: Engines) -> None:
     assert engines.first("ask", prompts=MANY[:4])["answers"] == engines.plain["answers"][:4]
     engines.first("figures")

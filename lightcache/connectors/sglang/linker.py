@@ -3,20 +3,18 @@ error of one is said once and is answered, so no method raises on the scheduler'
 
 from __future__ import annotations
 
-import os
 import secrets
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lightcache.connectors.engine_cache import host_name, launch_name
+from lightcache.connectors.engine_cache import host_name, launch_of_parent
 from lightcache.connectors.link import guarded
 from lightcache.connectors.sglang.options import Options
 from lightcache.connectors.sglang.pools import Format, check_served, describe
-from lightcache.connectors.sglang.rank import Rank
+from lightcache.connectors.sglang.rank import ENGINE, Rank
 from lightcache.connectors.sglang.tree import tell_linkers
 from lightcache.errors import ConfigError, NotInstalled
 
@@ -81,7 +79,7 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
             place = _place(group)
         except Exception as error:
             why = repr(error)
-        self._rank = Rank(options, _launch(), place[0])
+        self._rank = Rank(options, launch_of_parent(ENGINE), place[0])
         self._device = False
         self.pools: dict[Any, Any] = {}
         self.layer_done_counter = LayerCounter(self._rank)
@@ -261,17 +259,6 @@ def _agree(
     if not why and len(set(fingerprints)) > 1:
         why = "the ranks describe different pages"
     return teams[0], why
-
-
-def _launch() -> str:
-    """Of this start of SGLang: all its schedulers on a machine have one parent."""
-    parent = os.getppid()
-    try:
-        stat = Path(f"/proc/{parent}/stat").read_text()
-        begun = stat.rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        begun = ""
-    return launch_name(f"sglang {host_name()} {parent} {begun}")
 
 
 __all__ = ["LayerCounter", "LightcacheLinker"]

@@ -85,6 +85,8 @@ class Opened:
     memory: PinnedPages | None
     """None: the tensors are in host memory."""
     storage: Link[StorageTier] | None
+    part: str = ""
+    """What the keys have beside the hash; see `pools.describe_host`."""
     _spaces: dict[str, tuple[Namespace, EngineKeys]] = field(default_factory=dict)
 
     def space(self, weights: str) -> tuple[Namespace, EngineKeys]:
@@ -92,7 +94,8 @@ class Opened:
         time."""
         if weights not in self._spaces:
             space = self.cache.namespace(weights)
-            self._spaces[weights] = space, self.cache.engine_keys(namespace=space)
+            keys = self.cache.engine_keys(namespace=space, salt=self.part)
+            self._spaces[weights] = space, keys
         return self._spaces[weights]
 
     @property
