@@ -1,6 +1,7 @@
 """An SGLang that does what it is told: lines of JSON on stdin, an answer to each on stdout.
 
-    sglang_engine.py '{"name": ..., ...}' [tensor parallel size [llama|latent [device tokens]]]
+    sglang_engine.py '{"name": ..., ...}' [tensor parallel size [llama|latent|gemma|lora
+        [device tokens]]]
 
 The first argument is the extra configuration of the linker; "null": none. With "hicache", a layout
 of host memory, it is that of a storage of HiCache.
@@ -19,6 +20,7 @@ from typing import Any
 
 import contracts
 import sglang
+import tiny_gemma
 import tiny_llama
 
 import lightcache
@@ -35,6 +37,8 @@ HICACHE = {
 MODELS = {
     "llama": functools.partial(tiny_llama.save, kv_heads=2),
     "latent": tiny_llama.save_latent,
+    "gemma": tiny_gemma.save,
+    "lora": functools.partial(tiny_llama.save, kv_heads=2),
 }
 
 
@@ -64,6 +68,12 @@ def main() -> None:
         }
     if not os.path.exists(model):  # its files' times are in the fingerprint
         MODELS[model](model)
+    if model == "lora":
+        for seed, adapter in enumerate("ab"):
+            if not os.path.exists(adapter):
+                tiny_llama.save_adapter(adapter, seed)
+        how |= {"lora_paths": {name: name for name in "ab"}, "max_loras_per_batch": 3}
+        how["lora_backend"] = "torch_native"
     engine = sglang.Engine(
         model_path=model,
         device="cpu",
@@ -162,6 +172,12 @@ class Told:
     def release(self, what: str) -> bool:
         """Copies run again."""
         Path(f"{self.name}-hold-{what}").unlink()
+        return True
+
+    def touch_whole_chains(self, yes: bool) -> bool:
+        """Whether the linker uses each prompt from its beginning on, whatever the device has."""
+        file = Path(f"{self.name}-whole")
+        file.touch() if yes else file.unlink()
         return True
 
     def lose(self, rank: int, lost: bool = True) -> bool:

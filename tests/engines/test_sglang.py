@@ -129,6 +129,66 @@ def test_after_an_eviction_no_page_is_found_whose_head_is_gone(engines: Engines)
     check_clean()
 
 
+def test_a_restarted_engine_finds_what_whole_chains_would_keep(engines: Engines) -> None:
+    """Beginnings that the device keeps stay in the host as well, when half of it is evicted."""
+    engine, found = engines.second, []
+    for whole in (False, True):
+        if whole:
+            engine("touch_whole_chains", yes=True)
+        with Cache.attach(NAME) as cache:
+            cache.evict(cache.pages)
+            for some in (MANY, prompts(4, 24), MANY[:16]):
+                engine("ask", prompts=some, flush=some is MANY)
+            engine("figures")
+            cache.evict(cache.stats().ready // 2)
+        answer = engine("ask", prompts=MANY)  # its tree is emptied, as a restart does
+        assert answer["answers"] == engines.plain["answers"]
+        found.append(sum(answer["host"]))
+    print("tokens found, in pieces and by whole chains:", *found)
+    engine("touch_whole_chains", yes=False)
+    assert found[0] >= 0.95 * found[1] > 0
+
+
+@pytest.mark.parametrize("model", ["latent", "gemma"])
+def test_other_models(engines: Engines, model: str) -> None:
+    """Latents; and windows of 64 tokens, which SGLang keeps in a pool of all tokens."""
+    name, some = f"{NAME}-{model}", MANY[:8]
+    how = {"name": name, "size": "64MiB", "on_reset": "keep", "secret_file": str(engines.secret)}
+    engine = engines.start(json.dumps(how), "1", model)
+    try:
+        wanted = [engine("ask", prompts=[each])["answers"][0] for each in some]
+        engine("figures")
+        answer = engine("ask", prompts=some)
+        assert answer["answers"] == wanted
+        assert sum(answer["host"]) > 0.9 * sum(map(len, some))
+        assert engine("figures")[0]["count"] == 0
+        engine.end()
+    finally:
+        Segment.unlink(name, force=True)
+
+
+def test_adapters_are_apart(engines: Engines) -> None:
+    name, one = f"{NAME}-lora", MANY[:1]
+    how = {"name": name, "size": "64MiB", "on_reset": "keep", "secret_file": str(engines.secret)}
+    engine = engines.start(json.dumps(how), "1", "lora")
+    try:
+        adapters = (None, "a", "b")
+        wanted = {}
+        for adapter in adapters:
+            answer = engine("ask", prompts=one, lora_path=[adapter])
+            assert answer["cached"] == [0]
+            wanted[adapter] = answer["answers"]
+        assert len({str(each) for each in wanted.values()}) == 3
+        engine("figures")
+        for adapter in adapters:
+            answer = engine("ask", prompts=one, lora_path=[adapter])
+            assert answer["answers"] == wanted[adapter]
+            assert sum(answer["host"]) > 0.9 * len(one[0])
+        engine.end()
+    finally:
+        Segment.unlink(name, force=True)
+
+
 def test_hicache_over_the_same_cache(engines: Engines) -> None:
     """Its storage finds what linkers have saved, and they what it saves."""
     hicache = engines.start(json.dumps(json.loads(engines._how) | {"hicache": "layer_first"}))

@@ -575,6 +575,14 @@ class Rank:
                 )
             time.sleep(1e-3)
 
+    def count_storage(self) -> Counter[str]:
+        """The figures, with those of the storage."""
+        opened = None if self._link is None else self._link.current
+        if opened is not None and opened.tier is not None:
+            for name, value in opened.tier.take_figures().items():
+                self.figures[f"storage_{name}"] += value
+        return self.figures
+
     # ---- saves
 
     def offload(
