@@ -50,7 +50,7 @@ class Wrapper:
         return self.chains[node]
 
     def _tail_hashes(self, key: Any, result: Any, device_hit_len: int) -> Any:
-        return key
+        return key  # the rest
 
     def _offload_node(self, node_id: int, transfers: Any) -> None:
         self.cache_linker.offload(transfers)
@@ -192,6 +192,9 @@ def test_calls_in_the_order_of_sglang(made: Any, linker: Any, kind: Any) -> None
         assert torch.equal(tensor[SECOND[: 5 * PAGE]], tensor[FIRST[: 5 * PAGE]])
     wrapper._tail_hashes(None, SimpleNamespace(last_device_node=2), 4 * PAGE)
     assert one.before == HASHES[3]
+    assert not one.rank._used
+    wrapper._tail_hashes([], SimpleNamespace(last_device_node=2), 4 * PAGE)  # there is no rest
+    assert list(one.rank._used) == [HASHES[3]]
     assert one.rank.voice.count == 0
     one.reset()
     assert one.lookup("r", transfer(HASHES)) == []

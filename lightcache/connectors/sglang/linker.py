@@ -116,6 +116,11 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
         """See `tree.Told`."""
         self._rank.guess_beginnings(why)
 
+    @guarded(lambda: None)
+    def used(self, last: str) -> None:
+        """See `tree.Told`."""
+        self._rank.used(last)
+
     def _join(
         self,
         server: Any,

@@ -66,6 +66,10 @@ REST = 1.0
 """Seconds without a call after an operator has disabled the cache."""
 MISSES = 512
 """Requests of which nothing was found that are remembered, so that they are not hashed again."""
+USED = 512
+"""Prompts that the device has whole, of which one touch keeps the pages here."""
+TOUCH = 1.0
+"""Seconds between two touches."""
 NEIGHBOURS = 1 << 16
 """Hashes whose predecessor is known, where SGLang's tree does not say it."""
 ROOT = ""
@@ -224,6 +228,8 @@ class Rank:
         self._promises: OrderedDict[str, _Promise] = OrderedDict()
         """Of requests with pages that are pinned, the one that ends first in front."""
         self._misses: OrderedDict[str, _Promise] = OrderedDict()
+        self._used: dict[str, None] = {}
+        self._touch_at = 0.0
         self._queued: dict[str, _Queued] = {}
         self._started: dict[int, _Batch] = {}
         self._batches = -1
@@ -432,6 +438,25 @@ class Rank:
             keys, start = np.concatenate((promise.after, keys)), found + 1
         promise.read = opened.tier.prefetch(keys, start, namespace=space)
 
+    def used(self, last: str) -> None:
+        """The device has all of a prompt up to this hash, so nothing else says that it is used.
+        `completed` touches the page, and with it those before it."""
+        if len(self._used) < USED:
+            self._used[last] = None
+
+    def _touch(self) -> None:
+        """All at once and not often, as it encodes hashes on SGLang's thread."""
+        if not self._used or self._clock() < self._touch_at:
+            return
+        self._touch_at = self._clock() + TOUCH
+        used, self._used = self._used, {}
+        with self._noted("use pages"):
+            if (opened := self._usable()) is None:
+                return
+            space, keys = opened.space(self._weights)
+            for key in keys.encode(list(used))[:, None]:
+                opened.cache.index.match(key, count=False, namespace=space).release()
+
     # ---- loads
 
     def load(self, request: str, hashes: list[str], slots: Slots) -> None:
@@ -630,6 +655,7 @@ class Rank:
         """Saves that `pop` returns. SGLang asks in each step, also an idle one: so plans lapse, and
         a thread that could not be started is tried again."""
         self._lapse()
+        self._touch()
         self._keep_saving()
         return self._offloads.completed()
 

@@ -21,6 +21,9 @@ class Told(Protocol):
     def untold(self, why: str) -> None:
         """From now on it may be unknown."""
 
+    def used(self, last: str) -> None:
+        """The device has all whole pages of a prompt, up to this hash: no call names them."""
+
 
 def tell_linkers(wrapper: Any, linker: type) -> bool:
     """From now on `UnifiedCacheLinkerWrapper` sets `before` of linkers of this class ahead of each
@@ -52,7 +55,10 @@ def _wrapped(method: Any, ask: Callable[..., str | None], linker: type) -> Any:
             except Exception as error:
                 told.before = None
                 told.untold(f"SGLang's tree did not tell what is before one ({error!r})")
-        return method(self, *arguments, **named)
+        found = method(self, *arguments, **named)
+        if found == [] and isinstance(ours, linker) and ours.before:
+            ours.used(ours.before)
+        return found
 
     return call
 
