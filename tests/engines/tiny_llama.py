@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -28,7 +29,7 @@ def save(folder: str, kv_heads: int = 1) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def save_latent(folder: str) -> None:
+def save_latent(folder: str, **more: Any) -> None:
     """A DeepSeek V2 without experts: the one size of latents that vLLM's CPU kernel has."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
@@ -52,6 +53,7 @@ def save_latent(folder: str) -> None:
         topk_group=1,
         max_position_embeddings=2048,
         initializer_range=0.2,
+        **more,
     )
     DeepseekV2ForCausalLM(config).save_pretrained(folder)
 

@@ -47,17 +47,17 @@ def tell_linkers(wrapper: Any, linker: type) -> bool:
 def _wrapped(method: Any, ask: Callable[..., str | None], linker: type) -> Any:
     @functools.wraps(method)
     def call(self: Any, *arguments: Any, **named: Any) -> Any:
-        ours = getattr(self, "cache_linker", None)
-        if isinstance(ours, linker):
-            told: Any = ours
+        ours: Any = getattr(self, "cache_linker", None)
+        told: Any = ours if isinstance(ours, linker) else None
+        if told is not None:
             try:
                 told.before = ask(self, *arguments, **named)
             except Exception as error:
                 told.before = None
                 told.untold(f"SGLang's tree did not tell what is before one ({error!r})")
         found = method(self, *arguments, **named)
-        if found == [] and isinstance(ours, linker) and ours.before:
-            ours.used(ours.before)
+        if found == [] and told is not None and told.before:
+            told.used(told.before)
         return found
 
     return call
