@@ -160,13 +160,13 @@ class Told:
         return True
 
     def figures(self) -> list[dict[str, int]]:
-        """Of each rank, when all saves have ended."""
+        """Of each rank, when all saves have ended and what the device has whole was touched."""
         found: list[dict[str, int]] = []
         while True:
             files = [Path(f"{self.name}-figures-{rank}") for rank in range(self.ranks)]
             if all(map(Path.exists, files)):
                 found = [json.loads(file.read_text()) for file in files]
-                if not any(each["saves"] for each in found):
+                if not any(each["saves"] or each["untouched"] for each in found):
                     return found
             time.sleep(0.02)
 

@@ -70,7 +70,8 @@ class ToldLinker(LightcacheLinker):
 
     def num_completed_offloads(self) -> int:
         rank = self.rank
-        said = json.dumps({"count": rank.voice.count, "saves": len(rank._offloads)} | rank.figures)
+        under_way = {"saves": len(rank._offloads), "untouched": len(rank._used)}
+        said = json.dumps({"count": rank.voice.count} | under_way | rank.figures)
         if said != self.said:
             self.said, target = said, self.file(f"figures-{rank.rank}")
             Path(f"{target}.new").write_text(said)
