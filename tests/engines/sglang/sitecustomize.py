@@ -1,11 +1,12 @@
 """Every process of SGLang reads this at its start: its torchvision is built for CUDA, and asks
 torch for operators that only its compiled part would define. They are declared, and never called.
 HiCache registers its host memory with CUDA and copies with kernels; on a CPU it need not, and torch
-copies.
+copies. Adapters ask for pinned memory, which torch has only beside a GPU.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -44,6 +45,28 @@ class CopyWithTorch(MetaPathFinder):
                 module.transfer_kv_all_layer_direct_lf_pf = copy_layers_to_pages
 
 
+class NothingPinned(MetaPathFinder):
+    """Memory of adapters is not pinned."""
+
+    def find_spec(self, name: str, _: Sequence[str] | None, __: ModuleType | None = None) -> Any:
+        if name == "sglang.srt.lora.lora_manager":
+            sys.meta_path.remove(self)
+            import torch
+
+            torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+            for made in ("tensor", "empty", "zeros", "empty_like"):
+                setattr(torch, made, unpinned(getattr(torch, made)))
+
+
+def unpinned(method: Any) -> Any:
+    @functools.wraps(method)
+    def call(*arguments: Any, **named: Any) -> Any:
+        named.pop("pin_memory", None)
+        return method(*arguments, **named)
+
+    return call
+
+
 def copy_layers(
     src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, page_size: int
 ) -> None:
@@ -71,3 +94,4 @@ def copy_layers_to_pages(
 
 sys.meta_path.insert(0, Declare())
 sys.meta_path.insert(0, CopyWithTorch())
+sys.meta_path.insert(0, NothingPinned())
