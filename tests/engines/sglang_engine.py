@@ -42,7 +42,7 @@ YARN = {  # the only positions that SGLang has for latents on a CPU
 }
 MODELS = {
     "llama": functools.partial(tiny_llama.save, kv_heads=2),
-    "latent": functools.partial(tiny_llama.save_latent, rope_parameters=YARN),
+    "latent": functools.partial(tiny_llama.save_latent, rope_parameters=YARN, moe_layer_freq=1),
     "gemma": tiny_gemma.save,
     "lora": functools.partial(tiny_llama.save, kv_heads=2),
 }

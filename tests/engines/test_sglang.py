@@ -18,6 +18,7 @@ from lightcache.shm import Segment
 
 pytestmark = pytest.mark.engines
 NAME = f"engines-{os.getpid()}"
+OTHERS = ("latent", "gemma", "lora")
 Answer = dict[str, Any]
 
 
@@ -149,44 +150,47 @@ def test_a_restarted_engine_finds_what_whole_chains_would_keep(engines: Engines)
     assert found[0] >= 0.95 * found[1] > 0
 
 
-@pytest.mark.parametrize("model", ["latent", "gemma"])
-def test_other_models(engines: Engines, model: str) -> None:
+@pytest.fixture(scope="module")
+def others(engines: Engines, start: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+    """Engines of other models, each with a cache of its own. They start at once."""
+    how = {"size": "64MiB", "on_reset": "keep", "secret_file": str(engines.secret)}
+    names = {model: f"{NAME}-{model}" for model in OTHERS}
+    started = {
+        model: start(json.dumps(how | {"name": name}), "1", model) for model, name in names.items()
+    }
+    for engine in started.values():
+        engine.until("READY")
+    yield started
+    for model, engine in started.items():
+        engine.end()
+        Segment.unlink(names[model], force=True)
+
+
+@pytest.mark.parametrize("model", [model for model in OTHERS if model != "lora"])
+def test_other_models(others: dict[str, Any], model: str) -> None:
     """Latents; and windows of 64 tokens, which SGLang keeps in a pool of all tokens."""
-    name, some = f"{NAME}-{model}", MANY[:8]
-    how = {"name": name, "size": "64MiB", "on_reset": "keep", "secret_file": str(engines.secret)}
-    engine = engines.start(json.dumps(how), "1", model)
-    try:
-        wanted = [engine("ask", prompts=[each])["answers"][0] for each in some]
-        engine("figures")
-        answer = engine("ask", prompts=some)
-        assert answer["answers"] == wanted
-        assert sum(answer["host"]) > 0.9 * sum(map(len, some))
-        assert engine("figures")[0]["count"] == 0
-        engine.end()
-    finally:
-        Segment.unlink(name, force=True)
+    engine, some = others[model], MANY[:8]
+    wanted = [engine("ask", prompts=[each])["answers"][0] for each in some]
+    engine("figures")
+    answer = engine("ask", prompts=some)
+    assert answer["answers"] == wanted
+    assert sum(answer["host"]) > 0.9 * sum(map(len, some))
+    assert engine("figures")[0]["count"] == 0
 
 
-def test_adapters_are_apart(engines: Engines) -> None:
-    name, one = f"{NAME}-lora", MANY[:1]
-    how = {"name": name, "size": "64MiB", "on_reset": "keep", "secret_file": str(engines.secret)}
-    engine = engines.start(json.dumps(how), "1", "lora")
-    try:
-        adapters = (None, "a", "b")
-        wanted = {}
-        for adapter in adapters:
-            answer = engine("ask", prompts=one, lora_path=[adapter])
-            assert answer["cached"] == [0]
-            wanted[adapter] = answer["answers"]
-        assert len({str(each) for each in wanted.values()}) == 3
-        engine("figures")
-        for adapter in adapters:
-            answer = engine("ask", prompts=one, lora_path=[adapter])
-            assert answer["answers"] == wanted[adapter]
-            assert sum(answer["host"]) > 0.9 * len(one[0])
-        engine.end()
-    finally:
-        Segment.unlink(name, force=True)
+def test_adapters_are_apart(others: dict[str, Any]) -> None:
+    engine, one = others["lora"], MANY[:1]
+    adapters, wanted = (None, "a", "b"), {}
+    for adapter in adapters:
+        answer = engine("ask", prompts=one, lora_path=[adapter])
+        assert answer["cached"] == [0]
+        wanted[adapter] = answer["answers"]
+    assert len({str(each) for each in wanted.values()}) == 3
+    engine("figures")
+    for adapter in adapters:
+        answer = engine("ask", prompts=one, lora_path=[adapter])
+        assert answer["answers"] == wanted[adapter]
+        assert sum(answer["host"]) > 0.9 * len(one[0])
 
 
 def test_hicache_over_the_same_cache(engines: Engines) -> None:
