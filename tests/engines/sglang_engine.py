@@ -34,15 +34,9 @@ HICACHE = {
     "hicache_storage_pass_prefix_keys": True,
     "prefetch_threshold": PAGE,
 }
-YARN = {  # the only positions that SGLang has for latents on a CPU
-    "rope_type": "yarn",
-    "rope_theta": 10_000.0,
-    "factor": 1.0,
-    "original_max_position_embeddings": 2048,
-}
 MODELS = {
     "llama": functools.partial(tiny_llama.save, kv_heads=2),
-    "latent": functools.partial(tiny_llama.save_latent, rope_parameters=YARN, moe_layer_freq=1),
+    "latent": tiny_llama.save_latent,
     "gemma": tiny_gemma.save,
     "lora": functools.partial(tiny_llama.save, kv_heads=2),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -29,7 +28,7 @@ def save(folder: str, kv_heads: int = 1) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def save_latent(folder: str, **more: Any) -> None:
+def save_latent(folder: str) -> None:
     """A DeepSeek V2 without experts: the one size of latents that vLLM's CPU kernel has."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
@@ -53,7 +52,6 @@ def save_latent(folder: str, **more: Any) -> None:
         topk_group=1,
         max_position_embeddings=2048,
         initializer_range=0.2,
-        **more,
     )
     DeepseekV2ForCausalLM(config).save_pretrained(folder)
 
