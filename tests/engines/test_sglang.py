@@ -151,9 +151,12 @@ def test_a_restarted_engine_finds_what_whole_chains_would_keep(engines: Engines)
 
 
 @pytest.fixture(scope="module")
-def others(engines: Engines, start: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+def others(
+    start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Any]]:
     """Engines of other models, each with a cache of its own. They start at once."""
-    how = {"size": "64MiB", "on_reset": "keep", "secret_file": str(engines.secret)}
+    secret = tmp_path_factory.mktemp("others") / "secret"
+    how = {"size": "64MiB", "on_reset": "keep", "secret_file": str(secret)}
     names = {model: f"{NAME}-{model}" for model in OTHERS}
     started = {
         model: start(json.dumps(how | {"name": name}), "1", model) for model, name in names.items()

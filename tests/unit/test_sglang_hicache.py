@@ -247,6 +247,7 @@ def test_a_clear_is_of_one_launch(made: Made) -> None:
     assert one.batch_exists(HASHES) == 0
 
 
+@pytest.mark.slow
 def test_a_storage_is_read_by_a_lookup(made: Made, segment_name: str, tmp_path: Path) -> None:
     pool = MHATokenToKVPoolHost()
     disk = f"disk:{tmp_path}/disk?capacity=64MiB"
