@@ -242,7 +242,8 @@ def test_a_clear_is_of_one_launch(made: Made) -> None:
     assert one.clear() is keeps.clear() is True
     assert one.batch_exists(HASHES) == 0
     assert keeps.batch_exists(HASHES) == 10
-    assert all(one.batch_set_v1(HASHES, indices(FIRST)))
+    assert all(one.batch_set_v1(HASHES[:4], indices(FIRST[: 4 * PAGE])))
+    assert made(pool).batch_exists(HASHES) == 4  # made again by the same launch
     one.clear()
     assert one.batch_exists(HASHES) == 0
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from time import monotonic
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -75,6 +75,10 @@ class LightcacheStorage(interface.HiCacheStorage):
     "lightcache", "module_path": "lightcache.connectors.sglang", "class_name": "LightcacheStorage",
     "interface_v1": 1, "hicache_storage_pass_prefix_keys": true, "size": "64GiB"}'`."""
 
+    clears: ClassVar[int] = 0
+    """Of this process: SGLang may make another storage later, which finds nothing of before either.
+    """
+
     def __init__(self, storage_config: Any, _more: Any = None) -> None:
         """Opens nothing yet; see `register_mem_pool_host`.
 
@@ -92,13 +96,12 @@ class LightcacheStorage(interface.HiCacheStorage):
         self.config = storage_config
         self.place = int(storage_config.tp_rank), int(storage_config.tp_size)
         self.launch = launch_of_parent(ENGINE)
-        self.weights = self.options.weights
+        self.weights = self._named()
         self._name = f"lightcache, HiCache of rank {self.place[0]}"
         self.voice = Voice(self._name, then="SGLang continues without it")
         self.figures: Counter[str] = Counter()
         """Since the start."""
         self._taken = StorageFigures()
-        self._clears = 0
         self._page_tokens = 0
         self._page_bytes = 0
         self._link: Link[Opened] | None = None
@@ -335,8 +338,8 @@ class LightcacheStorage(interface.HiCacheStorage):
         stay. With `on_reset` "keep" nothing changes."""
         if self.options.on_reset == "keep":
             return True
-        self._clears += 1  # first: SGLang believes it, whatever fails
-        self.weights = weights_after_reset(ENGINE, self.options.weights, self.launch, self._clears)
+        type(self).clears += 1  # first: SGLang believes it, whatever fails
+        self.weights = self._named()
         link = self._link
         opened = None if link is None else link.current
         if link is None or opened is None:
@@ -361,6 +364,13 @@ class LightcacheStorage(interface.HiCacheStorage):
             link.close(LEAVE)
 
     # ---- parts
+
+    def _named(self) -> str:
+        """The version of the weights that pages are of now."""
+        given = self.options.weights
+        if not self.clears or self.options.on_reset == "keep":
+            return given
+        return weights_after_reset(ENGINE, given, self.launch, self.clears)
 
     def _encoded(
         self, opened: Opened, keys: Sequence[str], extra_info: Any
