@@ -1,8 +1,10 @@
 """An SGLang that does what it is told: lines of JSON on stdin, an answer to each on stdout.
 
-    sglang_engine.py '{"name": ..., ...}' [tensor parallel size [llama|latent [device tokens]]]
+    sglang_engine.py '{"name": ..., ...}' [tensor parallel size [llama|latent|gemma|lora
+        [device tokens]]]
 
-The first argument is the extra configuration of the linker; "null": none.
+The first argument is the extra configuration of the linker; "null": none. With "hicache", a layout
+of host memory, it is that of a storage of HiCache.
 """
 
 from __future__ import annotations
@@ -23,9 +25,19 @@ import tiny_models
 import lightcache
 
 PAGE = 16
+HICACHE = {
+    "backend_name": "lightcache",
+    "module_path": "lightcache.connectors.sglang",
+    "class_name": "LightcacheStorage",
+    "interface_v1": 1,
+    "hicache_storage_pass_prefix_keys": True,
+    "prefetch_threshold": PAGE,
+}
 MODELS = {
     "llama": functools.partial(tiny_models.save_llama, kv_heads=2),
     "latent": tiny_models.save_latent,
+    "gemma": tiny_models.save_gemma,
+    "lora": functools.partial(tiny_models.save_llama, kv_heads=2),
 }
 
 
@@ -38,7 +50,14 @@ def main() -> None:
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
     how: dict[str, Any] = {}
     name = f"engine-{os.getpid()}"
-    if extra is not None:
+    if extra is not None and "hicache" in extra:
+        how["enable_hierarchical_cache"] = True
+        how["hicache_mem_layout"] = extra.pop("hicache")
+        how["hicache_io_backend"] = "direct"
+        how["hicache_storage_prefetch_policy"] = "wait_complete"
+        how["hicache_storage_backend"] = "dynamic"
+        how["hicache_storage_backend_extra_config"] = json.dumps(HICACHE | extra)
+    elif extra is not None:
         how["enable_unified_cache_external_linker"] = True
         how["unified_cache_external_linker_backend"] = "dynamic"
         how["unified_cache_external_linker_config"] = {
@@ -48,6 +67,12 @@ def main() -> None:
         }
     if not os.path.exists(model):  # its files' times are in the fingerprint
         MODELS[model](model)
+    if model == "lora":
+        for seed, adapter in enumerate("ab"):
+            if not os.path.exists(adapter):
+                tiny_llama.save_adapter(adapter, seed)
+        how |= {"lora_paths": {name: name for name in "ab"}, "max_loras_per_batch": 3}
+        how["lora_backend"] = "torch_native"
     engine = sglang.Engine(
         model_path=model,
         device="cpu",
@@ -105,6 +130,7 @@ class Told:
             "answers": [output.get("output_ids") for output in outputs],
             "cached": [info["cached_tokens"] for info in infos],
             "host": [detail.get("host", 0) for detail in details],
+            "storage": [detail.get("storage", 0) for detail in details],
             "seconds": time.monotonic() - begun,
         }
 
@@ -127,13 +153,13 @@ class Told:
         return True
 
     def figures(self) -> list[dict[str, int]]:
-        """Of each rank, when all saves have ended."""
+        """Of each rank, when all saves have ended and what the device has whole was touched."""
         found: list[dict[str, int]] = []
         while True:
             files = [Path(f"{self.name}-figures-{rank}") for rank in range(self.ranks)]
             if all(map(Path.exists, files)):
                 found = [json.loads(file.read_text()) for file in files]
-                if not any(each["saves"] for each in found):
+                if not any(each["saves"] or each["untouched"] for each in found):
                     return found
             time.sleep(0.02)
 
@@ -145,6 +171,12 @@ class Told:
     def release(self, what: str) -> bool:
         """Copies run again."""
         Path(f"{self.name}-hold-{what}").unlink()
+        return True
+
+    def touch_whole_chains(self, yes: bool) -> bool:
+        """Whether the linker uses each prompt from its beginning on, whatever the device has."""
+        file = Path(f"{self.name}-whole")
+        file.touch() if yes else file.unlink()
         return True
 
     def lose(self, rank: int, lost: bool = True) -> bool:

@@ -20,6 +20,7 @@ from lightcache.shm import Segment
 pytestmark = pytest.mark.engines
 NAME = f"engines-{os.getpid()}"
 check_clean = partial(sharing.check_clean, NAME)
+OTHERS = ("gemma", "lora")
 Answer = dict[str, Any]
 
 
@@ -108,6 +109,90 @@ def test_after_an_eviction_no_page_is_found_whose_head_is_gone(engines: Engines)
         assert there > cache.stats().ready // 2
     answer = engines.first("ask", prompts=MANY)
     assert answer["answers"] == engines.plain["answers"]
+    check_clean()
+
+
+def test_a_restarted_engine_finds_what_whole_chains_would_keep(engines: Engines) -> None:
+    """Beginnings that the device keeps stay in the host as well, when half of it is evicted."""
+    engine, found = engines.second, []
+    for whole in (False, True):
+        if whole:
+            engine("touch_whole_chains", yes=True)
+        with Cache.attach(NAME) as cache:
+            cache.evict(cache.pages)
+            for some in (MANY, prompts(4, 24), MANY[:16]):
+                engine("ask", prompts=some, flush=some is MANY)
+            engine("figures")
+            cache.evict(cache.stats().ready // 2)
+        answer = engine("ask", prompts=MANY)  # its tree is emptied, as a restart does
+        assert answer["answers"] == engines.plain["answers"]
+        found.append(sum(answer["host"]))
+    print("tokens found, in pieces and by whole chains:", *found)
+    engine("touch_whole_chains", yes=False)
+    assert found[0] >= 0.95 * found[1] > 0
+
+
+@pytest.fixture(scope="module")
+def others(
+    start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Any]]:
+    """Engines of other models, each with a cache of its own. They start at once."""
+    secret = tmp_path_factory.mktemp("others") / "secret"
+    how = {"size": "64MiB", "on_reset": "keep", "secret_file": str(secret)}
+    names = {model: f"{NAME}-{model}" for model in OTHERS}
+    started = {
+        model: start(json.dumps(how | {"name": name}), "1", model) for model, name in names.items()
+    }
+    for engine in started.values():
+        engine.until("READY")
+    yield started
+    for model, engine in started.items():
+        engine.end()
+        Segment.unlink(names[model], force=True)
+
+
+def test_windows_in_a_pool_of_all_tokens(others: dict[str, Any]) -> None:
+    engine, some = others["gemma"], MANY[:3]
+    wanted = [engine("ask", prompts=[each])["answers"][0] for each in some]
+    engine("figures")
+    answer = engine("ask", prompts=some)
+    assert answer["answers"] == wanted
+    assert sum(answer["host"]) > 0.9 * sum(map(len, some))
+    assert engine("figures")[0]["count"] == 0
+
+
+def test_adapters_are_apart(others: dict[str, Any]) -> None:
+    engine, one = others["lora"], MANY[:1]
+    adapters, wanted = (None, "a", "b"), {}
+    for adapter in adapters:
+        answer = engine("ask", prompts=one, lora_path=[adapter])
+        assert answer["cached"] == [0]
+        wanted[adapter] = answer["answers"]
+    assert len({str(each) for each in wanted.values()}) == 3
+    engine("figures")
+    for adapter in adapters:
+        answer = engine("ask", prompts=one, lora_path=[adapter])
+        assert answer["answers"] == wanted[adapter]
+        assert sum(answer["host"]) > 0.9 * len(one[0])
+
+
+def test_hicache_over_the_same_cache(engines: Engines) -> None:
+    """Its storage finds what linkers have saved, and they what it saves."""
+    hicache = engines.start(json.dumps(json.loads(engines._how) | {"hicache": "layer_first"}))
+    answer = hicache("ask", prompts=MANY)
+    assert answer["answers"] == engines.plain["answers"]
+    assert sum(answer["storage"]) > sum(map(len, MANY)) // 2
+    new = prompts(7, 12)
+    wanted = hicache("ask", prompts=new)["answers"]
+
+    def found() -> bool:
+        """It saves in the background."""
+        answer = engines.first("ask", prompts=new)
+        assert answer["answers"] == wanted
+        return sum(answer["cached"]) > 0.9 * sum(map(len, new))
+
+    until(found)
+    hicache.end()
     check_clean()
 
 

@@ -3,11 +3,14 @@ another process."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
 from pathlib import Path
 from typing import Any
+
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
 
 from lightcache.connectors.sglang.linker import LightcacheLinker
 
@@ -67,9 +70,37 @@ class ToldLinker(LightcacheLinker):
 
     def num_completed_offloads(self) -> int:
         rank = self.rank
-        said = json.dumps({"count": rank.voice.count, "saves": len(rank._offloads)} | rank.figures)
+        under_way = {"saves": len(rank._offloads), "untouched": len(rank._used)}
+        said = json.dumps({"count": rank.voice.count} | under_way | rank.figures)
         if said != self.said:
             self.said, target = said, self.file(f"figures-{rank.rank}")
             Path(f"{target}.new").write_text(said)
             os.replace(f"{target}.new", target)
         return super().num_completed_offloads()
+
+    def touch(self, chain: list[str]) -> None:
+        """Use these pages, of a prompt from its beginning on."""
+        opened = self.rank._link.current
+        space, keys = opened.space(self.rank._weights)
+        opened.cache.index.match(keys.encode(chain), count=False, namespace=space).release()
+
+
+def touched(method: Any, place: int) -> Any:
+    """A method of SGLang's wrapper of linkers, that uses first what the device has of a prompt,
+    while there is a file."""
+
+    @functools.wraps(method)
+    def call(self: Any, *arguments: Any) -> Any:
+        linker = self.cache_linker
+        if isinstance(linker, ToldLinker) and os.path.exists(linker.file("whole")):
+            node = arguments[0] if place == 0 else arguments[1].last_device_node
+            tree = self.cache.tree_core
+            linker.touch(tree.get_prefix_hash_values(node) + list(tree.get_hash_values(node)))
+        return method(self, *arguments)
+
+    return call
+
+
+for name, place in (("_offload_node", 0), ("_tail_hashes", 1)):
+    method = getattr(UnifiedCacheLinkerWrapper, name)
+    setattr(UnifiedCacheLinkerWrapper, name, touched(method, place))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from support.sglang_stand_in import hashes_of
 
+from lightcache.connectors.engine_cache import open_engine_cache
 from lightcache.connectors.sglang.pools import check_served, describe
 from lightcache.errors import ConfigError, LightcacheError
 from lightcache.shm import Segment
@@ -48,7 +50,7 @@ class Wrapper:
         return self.chains[node]
 
     def _tail_hashes(self, key: Any, result: Any, device_hit_len: int) -> Any:
-        return key
+        return key  # the rest
 
     def _offload_node(self, node_id: int, transfers: Any) -> None:
         self.cache_linker.offload(transfers)
@@ -111,7 +113,7 @@ def parameters(pool: Any, **more: Any) -> Any:
     return SimpleNamespace(token_to_kv_pool_allocator=allocator, **(given | more))
 
 
-def arguments(**more: Any) -> Any:
+def server_arguments(**more: Any) -> Any:
     given = {"model_path": "tiny", "load_format": "auto", "attention_backend": "torch_native"}
     return SimpleNamespace(**(given | more))
 
@@ -121,11 +123,16 @@ def made(linker: Any, segment_name: str) -> Iterator[Any]:
     """`made(pool)`: a linker over it."""
     found = []
 
-    def make(pool: Any, components: Any = (Component.FULL,), **more: Any) -> Any:
+    def make(
+        pool: Any,
+        components: Any = (Component.FULL,),
+        arguments: Any = None,
+        **more: Any,
+    ) -> Any:
         extra = {"name": segment_name, "size": "1MiB"}
         found.append(
             linker.LightcacheLinker(
-                arguments(),
+                server_arguments(**(arguments or {})),
                 parameters(pool, **more),
                 components=set(components),
                 extra_config=extra,
@@ -185,6 +192,9 @@ def test_calls_in_the_order_of_sglang(made: Any, linker: Any, kind: Any) -> None
         assert torch.equal(tensor[SECOND[: 5 * PAGE]], tensor[FIRST[: 5 * PAGE]])
     wrapper._tail_hashes(None, SimpleNamespace(last_device_node=2), 4 * PAGE)
     assert one.before == HASHES[3]
+    assert not one.rank._used
+    wrapper._tail_hashes([], SimpleNamespace(last_device_node=2), 4 * PAGE)  # there is no rest
+    assert list(one.rank._used) == [HASHES[3]]
     assert one.rank.voice.count == 0
     one.reset()
     assert one.lookup("r", transfer(HASHES)) == []
@@ -281,8 +291,81 @@ def test_ranks_that_cannot_agree_run_without_the_cache(
     monkeypatch.setattr(linker, name, lambda *_: 1 / 0)
     one = made(MHATokenToKVPool())
     assert one.rank.voice.count == 1
-    assert one.offload(transfer(HASHES, FIRST)) is False
+    assert one.offload(transfer(HASHES, FIRST)) is False  # alone, as far as it knows
     assert one.lookup("r", transfer(HASHES)) == []
+
+
+def test_a_rank_that_alone_cannot_agree_has_the_turns_of_the_others(
+    made: Any, linker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They count completed saves in common, in order: one that has fewer locks nodes for ever."""
+    module = importlib.import_module("lightcache.connectors.sglang.rank")
+    monkeypatch.setattr(module, "JOIN", 0.05)
+    monkeypatch.setattr(
+        module, "open_engine_cache", functools.partial(open_engine_cache, shared=False)
+    )
+    ranks = []
+    for rank in range(2):
+        monkeypatch.setattr(linker, "_place", lambda _, place=(rank, 2): place)
+        monkeypatch.setattr(linker, "_agree", (lambda *_: (7, "")) if rank else lambda *_: 1 / 0)
+        ranks.append(made(MHATokenToKVPool(heads=1)))
+    assert [one.rank.serves for one in ranks] == [False, True]
+    for _ in range(2):
+        assert [one.offload(transfer(HASHES, FIRST)) for one in ranks] == [True, True]
+    assert ranks[0].offload([object()]) is ranks[1].offload([object()]) is True
+    assert ranks[0].offload([]) is ranks[1].offload([]) is False
+    for left in (3, 2, 1):
+        assert ranks[0].num_completed_offloads() == left
+        assert min([pops(one) for one in ranks]) is False  # what SGLang takes
+    assert [one.lookup("r", transfer(HASHES)) for one in ranks] == [[], []]
+    assert ranks[0].offload(transfer(HASHES, FIRST))
+    for one in ranks:
+        one.reset()
+        assert one.num_completed_offloads() == 0
+
+
+def test_figures_are_counters(made: Any, linker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Metric:
+        def __init__(self, name: str, documentation: str, labelnames: Any) -> None:
+            self.values: dict[str, int] = {}
+            metrics[name] = self
+
+        def labels(self, model_name: str, rank: str) -> Any:
+            where = f"{model_name} {rank}"
+            add = self.values.__setitem__
+            return SimpleNamespace(inc=lambda more: add(where, self.values.get(where, 0) + more))
+
+    metrics: dict[str, Metric] = {}
+    client: Any = ModuleType("prometheus_client")
+    client.Counter = Metric
+    monkeypatch.setitem(sys.modules, "prometheus_client", client)
+    figures = importlib.import_module("lightcache.connectors.sglang.figures")
+    figures._counters.cache_clear()
+    now = [0.0]
+    monkeypatch.setattr(linker, "Meter", functools.partial(figures.Meter, clock=lambda: now[0]))
+    how = {"enable_metrics": True, "served_model_name": "m"}
+    one = made(MHATokenToKVPool(), arguments=how)
+    grown = iter([{}, {"written_bytes": 5}, {}, {"written_bytes": 2, "read_bytes": 1}])
+    tier = SimpleNamespace(take_figures=lambda: next(grown), write=lambda *_, **__: None)
+    one.rank._link.current.storage = SimpleNamespace(current=tier, close=lambda _: None)
+    assert set(metrics) == {f"sglang:lightcache_{name}" for name in figures.FIGURES}
+    assert one.offload(transfer(HASHES, FIRST))
+    assert pops(one)
+    for _ in range(2):  # it adds what is new alone
+        now[0] += 1
+        one.num_completed_offloads()
+    page = one.rank._link.current.cache.pool.page_bytes
+    assert metrics["sglang:lightcache_offered_pages"].values == {"m 0": 10}
+    assert metrics["sglang:lightcache_saved_bytes"].values == {"m 0": 10 * page}
+    assert metrics["sglang:lightcache_storage_written_bytes"].values == {"m 0": 5}
+    one.rank.figures["errors"] += 1
+    one.num_completed_offloads()
+    assert metrics["sglang:lightcache_errors"].values == {}
+    now[0] += figures.INTERVAL
+    one.num_completed_offloads()
+    assert metrics["sglang:lightcache_errors"].values == {"m 0": 1}
+    assert metrics["sglang:lightcache_storage_written_bytes"].values == {"m 0": 7}
+    figures._counters.cache_clear()
 
 
 def test_transfers_that_cannot_be_read_are_lost_in_their_turn(made: Any) -> None:
@@ -345,7 +428,7 @@ def test_pools_that_are_refused(name: str, value: Any, said: str) -> None:
 def described(place: tuple[int, int] = (0, 1), release: str = "0.5.23", **more: Any) -> Any:
     model = SimpleNamespace(get_total_num_kv_heads=lambda: 2, hf_config=None, dtype="float32")
     pool = MHATokenToKVPool(2 // place[1])
-    return describe(arguments(**more), model, pool, PAGE, place, release)
+    return describe(server_arguments(**more), model, pool, PAGE, place, release)
 
 
 def test_what_makes_pages_differ(tmp_path: Path) -> None:
@@ -370,4 +453,4 @@ def test_what_makes_pages_differ(tmp_path: Path) -> None:
     assert len(set(others)) == len(others)
     model = SimpleNamespace(get_total_num_kv_heads=lambda: 2)
     with pytest.raises(ConfigError, match="expected 1 of 2 KV heads in rank 0 of 2"):
-        describe(arguments(), model, MHATokenToKVPool(2), PAGE, (0, 2), "")
+        describe(server_arguments(), model, MHATokenToKVPool(2), PAGE, (0, 2), "")

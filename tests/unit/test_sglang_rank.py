@@ -188,6 +188,32 @@ def test_beginnings_stay_when_the_device_has_them(segment_name: str) -> None:
         assert left == cache.stats().ready
 
 
+def test_what_the_device_has_whole_stays(segment_name: str) -> None:
+    """SGLang names nothing of such a prompt: without a touch it would look cold, and go first."""
+    with Engine(segment_name) as engine:
+        rank = engine.ranks[0]
+        now = 0.0
+        rank._clock = lambda: now
+        other = list(range(200, 248))
+        for prompt in (PROMPT, other):
+            engine.ask(prompt)
+        rank.used(HASHES[-1])
+        rank.used("ab" * 32)  # one that is not here
+        now = module.TOUCH
+        rank.completed()
+        rank.used(hashes_of(other)[-1])
+        rank.completed()  # too early for another touch
+        cache = rank._link.current.cache  # type: ignore[union-attr]
+        assert cache.evict(12) == 12
+        assert engine.lookup("r", HASHES) == 12
+        assert engine.lookup("other", hashes_of(other)) == 0
+        for number in range(module.USED + 1):
+            rank.used(f"{number:064x}")
+        assert len(rank._used) == module.USED
+        assert rank.voice.count == 0
+        assert pins(segment_name) == 12
+
+
 def test_without_the_tree_neighbours_are_remembered(segment_name: str) -> None:
     with Engine(segment_name) as engine:
         rank = engine.ranks[0]

@@ -6,26 +6,29 @@
             "linker_module_path": "lightcache.connectors.sglang",
             "linker_extra_config": {"size": "64GiB"}}'
 
-`Options` has what may stand in `linker_extra_config`. docs/design/sglang.md says how it works.
-SGLang itself is imported when `LightcacheLinker` is asked for, by SGLang or by you.
+`Options` has what may stand in `linker_extra_config`. Where HiCache stays, `LightcacheStorage` is a
+storage of it; docs/guides/sglang.md has its line, docs/design/sglang.md says how both work.
+SGLang itself is imported when one of the two is asked for, by SGLang or by you.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightcache.connectors.sglang.rank import Options
 
 if TYPE_CHECKING:
+    from lightcache.connectors.sglang.hicache import LightcacheStorage
     from lightcache.connectors.sglang.linker import LightcacheLinker
+
+_MODULES = {"LightcacheLinker": "linker", "LightcacheStorage": "hicache"}
 
 
 def __getattr__(name: str) -> Any:
-    if name != "LightcacheLinker":
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from lightcache.connectors.sglang import linker
-
-    return linker.LightcacheLinker
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
-__all__ = ["LightcacheLinker", "Options"]
+__all__ = ["LightcacheLinker", "LightcacheStorage", "Options"]

@@ -3,19 +3,18 @@ error of one is said once and is answered, so no method raises on the scheduler'
 
 from __future__ import annotations
 
-import os
 import secrets
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lightcache.connectors.engine_cache import host_name, launch_name
+from lightcache.connectors.engine_cache import host_name, launch_of_parent
 from lightcache.connectors.link import guarded
+from lightcache.connectors.sglang.figures import Meter
 from lightcache.connectors.sglang.pools import Format, check_served, describe
-from lightcache.connectors.sglang.rank import Options, Rank
+from lightcache.connectors.sglang.rank import ENGINE, Options, Rank
 from lightcache.connectors.sglang.tree import tell_linkers
 from lightcache.errors import ConfigError, NotInstalled
 
@@ -80,7 +79,9 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
             place = _place(group)
         except Exception as error:
             why = repr(error)
-        self._rank = Rank(options, _launch(), place[0])
+        self._rank = Rank(options, launch_of_parent(ENGINE), place[0])
+        self._ranks, self._passed = place[1], 0
+        self._meter = self._measured(server_args)
         self._device = False
         self.pools: dict[Any, Any] = {}
         self.layer_done_counter = LayerCounter(self._rank)
@@ -94,6 +95,13 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
             self.untold("this release of SGLang does not tell what is before them")
         self._rank.start(form, team)
 
+    @guarded(lambda: None)
+    def _measured(self, server: Any) -> Meter | None:
+        if not getattr(server, "enable_metrics", False):
+            return None
+        model = getattr(server, "served_model_name", None) or server.model_path
+        return Meter(str(model), self._rank.rank)
+
     @property
     def rank(self) -> Rank:
         """What does the work."""
@@ -106,6 +114,11 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
     def untold(self, why: str) -> None:
         """See `tree.Told`."""
         self._rank.guess_beginnings(why)
+
+    @guarded(lambda: None)
+    def used(self, last: str) -> None:
+        """See `tree.Told`."""
+        self._rank.used(last)
 
     def _join(
         self,
@@ -128,7 +141,8 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
             self.pools = {PoolName.KV: pool}
         except Exception as error:
             why = why or (str(error) if isinstance(error, ConfigError) else repr(error))
-        # Each rank gets here, so that none waits for another: either all use the cache or none.
+        # Each rank gets here, so that none waits for another: either all use the cache or none. If
+        # the call itself fails on some ranks, these alone do not: docs/design/sglang.md, Ranks.
         try:
             team, why = _agree(form, why, place, group)
         except Exception as error:
@@ -175,9 +189,19 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
 
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
         """See SGLang. The same on all ranks, which count their saves in common: True, unless there
-        is nothing to save or none of them uses the cache."""
+        is nothing to save, or the only rank does not use the cache. One of several that does not
+        use it cannot know whether the others do, so its saves have their turns, and fail in them.
+        """
         before, self.before = self.before, None
-        return self._rank.serves and self._offload(transfers, before)
+        if self._rank.serves:
+            return self._offload(transfers, before)
+        passed = self._ranks > 1 and self._is_save(transfers)
+        self._passed += passed
+        return passed
+
+    @guarded(lambda: True)
+    def _is_save(self, transfers: list[Any]) -> bool:
+        return bool(_keys(transfers))
 
     @guarded(lambda: True)
     def _offload(self, transfers: list[Any], before: str | None) -> bool:
@@ -201,12 +225,17 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
 
     @guarded(int)
     def num_completed_offloads(self) -> int:
-        """See SGLang."""
-        return self._rank.completed()
+        """See SGLang, which asks in each step."""
+        if self._meter is not None and self._meter.due():
+            self._meter.observe(self._rank.count_storage())
+        return self._passed or self._rank.completed()
 
     @guarded(bool)
     def pop_completed_offload(self) -> bool:
         """See SGLang."""
+        if self._passed:
+            self._passed -= 1
+            return False
         return self._rank.pop()
 
     # ---- the end
@@ -214,6 +243,7 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
     @guarded(lambda: None)
     def reset(self) -> None:
         """See SGLang."""
+        self._passed = 0  # it has dropped its saves
         self._rank.reset()
 
     @guarded(lambda: None)
@@ -260,17 +290,6 @@ def _agree(
     if not why and len(set(fingerprints)) > 1:
         why = "the ranks describe different pages"
     return teams[0], why
-
-
-def _launch() -> str:
-    """Of this start of SGLang: all its schedulers on a machine have one parent."""
-    parent = os.getppid()
-    try:
-        stat = Path(f"/proc/{parent}/stat").read_text()
-        begun = stat.rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        begun = ""
-    return launch_name(f"sglang {host_name()} {parent} {begun}")
 
 
 __all__ = ["LayerCounter", "LightcacheLinker"]

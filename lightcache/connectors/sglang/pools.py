@@ -21,6 +21,14 @@ from lightcache.kernels import DevicePlanes, KVGroup, PageGeometry, Shard, layou
 
 GROUP = "kv"
 _POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
+_HOST_POOLS = tuple(f"{name}Host" for name in _POOLS)
+HOST_AXES = {
+    "layer_first": "lthc",
+    "page_first": "tlhc",
+    "page_first_direct": "blnhc",
+    "page_head": "bhnlc",
+}
+"""SGLang's layouts in host memory. Before them stands an axis of K and V, but for latents."""
 
 
 @dataclass(frozen=True)
@@ -102,23 +110,111 @@ def describe(
             f"expected {max(1, heads // ranks)} of {heads} KV heads in rank {rank} of {ranks}, "
             f"found tensors of {tuple(keys[0].shape)}"
         )
-    group = KVGroup.attention(
-        GROUP,
-        layers=len(keys),
-        heads=heads,
-        head_dim=width,
-        value_dim=_one_form(values)[2] if values else None,
-        dtype_bytes=keys[0].element_size(),
-        page_tokens=page_tokens,
-        content="single" if latent else "separate",
-        head_groups=heads,
+    geometry = _geometry(
+        len(keys),
+        heads,
+        (width, _one_form(values)[2] if values else None),
+        keys[0].element_size(),
+        page_tokens,
     )
-    geometry = PageGeometry([group])
     shard = Shard(geometry, rank, ranks)
     planes = layouts.sglang(shard, GROUP, keys, values or None)
+    return _format(server, model, pool, release, shard, planes)
+
+
+def _geometry(
+    layers: int, heads: int, widths: tuple[int, int | None], element_bytes: int, page_tokens: int
+) -> PageGeometry:
+    """Of a page. Widths: of a key and a value; None: latents."""
+    width, value_width = widths
+    group = KVGroup.attention(
+        GROUP,
+        layers=layers,
+        heads=heads,
+        head_dim=width,
+        value_dim=value_width,
+        dtype_bytes=element_bytes,
+        page_tokens=page_tokens,
+        content="single" if value_width is None else "separate",
+        head_groups=heads,
+    )
+    return PageGeometry([group])
+
+
+def _format(
+    server: Any, model: Any, pool: Any, release: str, shard: Shard, planes: DevicePlanes
+) -> Format:
+    geometry = shard.geometry
+    page_tokens = geometry.group(GROUP).page_tokens
     facts = [*_facts(server, model, pool, release), f"page={page_tokens}", geometry.fingerprint()]
     name = name_of(str(server.model_path))
     return Format(name, " ".join(facts), page_tokens, geometry, shard, planes)
+
+
+def check_host_served(pool: Any, config: Any) -> None:
+    """Refuse what the storage of HiCache does not serve.
+
+    Args:
+        pool: SGLang's in host memory.
+        config: its `HiCacheStorageConfig`.
+
+    Raises:
+        ConfigError: says what.
+    """
+    if type(pool).__name__ not in _HOST_POOLS or pool.layout not in HOST_AXES:
+        raise ConfigError(
+            f"expected a pool of {' or '.join(_HOST_POOLS)} in one of the layouts "
+            f"{', '.join(HOST_AXES)}, found {type(pool).__name__} in {pool.layout}: others are not "
+            "served yet"
+        )
+    if pool.kv_buffer is None or getattr(pool, "storage_format_tag", None):
+        raise ConfigError("expected pages of plain KV, found a format of SGLang's own")
+    layers = getattr(pool, "target_layer_num", pool.layer_num)
+    if layers != pool.layer_num or getattr(pool, "v_head_dim", None) not in (
+        None,
+        getattr(pool, "head_dim", None),
+    ):
+        raise ConfigError(
+            "expected layers of the model alone, with keys as wide as values, found layers of a "
+            "draft or other values: not served yet"
+        )
+    for name in ("pp_size", "attn_cp_size", "dcp_size"):
+        if getattr(config, name, 1) > 1:
+            raise ConfigError(f"expected {name} 1, found {getattr(config, name)}: not served yet")
+
+
+def describe_host(
+    server: Any, model: Any, pool: Any, place: tuple[int, int], release: str
+) -> tuple[Format, str]:
+    """The format of pages of a rank's pool in host memory, which is one tensor; and what its keys
+    have beside the hash: the part of the heads that it holds. A page has these heads alone.
+
+    Args:
+        server, model, release: as for `describe`.
+        place: the rank and the number of ranks.
+
+    Raises:
+        ConfigError: a tensor that is not served.
+    """
+    latent = type(pool).__name__.startswith("MLA")
+    axes = HOST_AXES[pool.layout] if latent else f"k{HOST_AXES[pool.layout]}"
+    buffer = pool.kv_buffer
+    if len(buffer.shape) != len(axes):
+        raise ConfigError(f"expected a tensor with the axes {axes}, found {tuple(buffer.shape)}")
+    layers, held, width = (int(buffer.shape[axes.index(axis)]) for axis in "lhc")
+    heads = 1 if latent else int(model.get_total_num_kv_heads())
+    rank, ranks = place
+    if max(1, heads // ranks) != held:
+        raise ConfigError(
+            f"expected {max(1, heads // ranks)} of {heads} KV heads in rank {rank} of {ranks}, "
+            f"found a tensor of {tuple(buffer.shape)}"
+        )
+    widths = (width, None if latent else width)
+    shard = Shard(_geometry(layers, held, widths, buffer.element_size(), int(pool.page_size)))
+    planes = layouts.attention(shard, GROUP, buffer, axes=axes)
+    parts = heads // held
+    part = f"part {rank * parts // ranks} of {parts}" if parts > 1 else ""
+    return _format(server, model, pool, release, shard, planes), part
 
 
 def _one_form(tensors: Sequence[Any]) -> tuple[int, int, int]:
@@ -169,4 +265,12 @@ def _adapters(server: Any) -> str | None:
     return digest(sorted(adapters, key=str)) if adapters else None
 
 
-__all__ = ["GROUP", "Format", "check_served", "describe"]
+__all__ = [
+    "GROUP",
+    "HOST_AXES",
+    "Format",
+    "check_host_served",
+    "check_served",
+    "describe",
+    "describe_host",
+]

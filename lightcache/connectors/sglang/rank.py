@@ -65,6 +65,10 @@ QUIET = 10.0
 """Seconds that a reset or a close waits for saves, all in all; then they are given up."""
 MISSES = 512
 """Requests of which nothing was found that are remembered, so that they are not hashed again."""
+USED = 512
+"""Prompts that the device has whole, of which one touch keeps the pages here."""
+TOUCH = 1.0
+"""Seconds between two touches."""
 NEIGHBOURS = 1 << 16
 """Hashes whose predecessor is known, where SGLang's tree does not say it."""
 ROOT = ""
@@ -90,6 +94,8 @@ class Opened(CacheAndStorage):
     """Another than `reader` only where ranks hold the same heads: each writes a part."""
     memory: PinnedPages | None
     """None: the tensors are in host memory."""
+    part: str = ""
+    """What the keys have beside the hash; see `pools.describe_host`."""
     _spaces: dict[str, tuple[Namespace, EngineKeys]] = field(default_factory=dict)
 
     def space(self, weights: str) -> tuple[Namespace, EngineKeys]:
@@ -97,7 +103,8 @@ class Opened(CacheAndStorage):
         time."""
         if weights not in self._spaces:
             space = self.cache.namespace(weights)
-            self._spaces[weights] = space, self.cache.engine_keys(namespace=space)
+            keys = self.cache.engine_keys(namespace=space, salt=self.part)
+            self._spaces[weights] = space, keys
         return self._spaces[weights]
 
     @property
@@ -216,6 +223,8 @@ class Rank(CachePart[Opened]):
         self._promises: OrderedDict[str, _Promise] = OrderedDict()
         """Of requests with pages that are pinned, the one that ends first in front."""
         self._misses: OrderedDict[str, _Promise] = OrderedDict()
+        self._used: dict[str, None] = {}
+        self._touch_at = 0.0
         self._queued: dict[str, _Queued] = {}
         self._started: dict[int, _Batch] = {}
         self._batches = -1
@@ -400,6 +409,25 @@ class Rank(CachePart[Opened]):
             keys, start = np.concatenate((promise.after, keys)), found + 1
         promise.read = opened.tier.prefetch(keys, start, namespace=space)
 
+    def used(self, last: str) -> None:
+        """The device has all of a prompt up to this hash, so nothing else says that it is used.
+        `completed` touches the page, and with it those before it."""
+        if len(self._used) < USED:
+            self._used[last] = None
+
+    def _touch(self) -> None:
+        """All at once and not often, as it encodes hashes on SGLang's thread."""
+        if not self._used or self._clock() < self._touch_at:
+            return
+        self._touch_at = self._clock() + TOUCH
+        used, self._used = self._used, {}
+        with self._noted("use pages"):
+            if (opened := self._usable()) is None:
+                return
+            space, keys = opened.space(self._weights)
+            for key in keys.encode(list(used))[:, None]:
+                opened.cache.index.match(key, count=False, namespace=space).release()
+
     # ---- loads
 
     def load(self, request: str, hashes: list[str], slots: Slots) -> None:
@@ -543,6 +571,14 @@ class Rank(CachePart[Opened]):
                 )
             time.sleep(1e-3)
 
+    def count_storage(self) -> Counter[str]:
+        """The figures, with those of the storage."""
+        opened = None if self._link is None else self._link.current
+        if opened is not None and opened.tier is not None:
+            for name, value in opened.tier.take_figures().items():
+                self.figures[f"storage_{name}"] += value
+        return self.figures
+
     # ---- saves
 
     def offload(
@@ -590,6 +626,7 @@ class Rank(CachePart[Opened]):
         """Saves that `pop` returns. SGLang asks in each step, also an idle one: so plans lapse, and
         a thread that could not be started is tried again."""
         self._lapse()
+        self._touch()
         self._keep_saving()
         return self._offloads.completed()
 

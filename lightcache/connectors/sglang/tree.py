@@ -21,6 +21,9 @@ class Told(Protocol):
     def untold(self, why: str) -> None:
         """From now on it may be unknown."""
 
+    def used(self, last: str) -> None:
+        """The device has all whole pages of a prompt, up to this hash: no call names them."""
+
 
 def tell_linkers(wrapper: Any, linker: type) -> bool:
     """From now on `UnifiedCacheLinkerWrapper` sets `before` of linkers of this class ahead of each
@@ -44,15 +47,18 @@ def tell_linkers(wrapper: Any, linker: type) -> bool:
 def _wrapped(method: Any, ask: Callable[..., str | None], linker: type) -> Any:
     @functools.wraps(method)
     def call(self: Any, *arguments: Any, **named: Any) -> Any:
-        ours = getattr(self, "cache_linker", None)
-        if isinstance(ours, linker):
-            told: Any = ours
+        ours: Any = getattr(self, "cache_linker", None)
+        told: Any = ours if isinstance(ours, linker) else None
+        if told is not None:
             try:
                 told.before = ask(self, *arguments, **named)
             except Exception as error:
                 told.before = None
                 told.untold(f"SGLang's tree did not tell what is before one ({error!r})")
-        return method(self, *arguments, **named)
+        found = method(self, *arguments, **named)
+        if found == [] and told is not None and told.before:
+            told.used(told.before)
+        return found
 
     return call
 
