@@ -70,7 +70,7 @@ def main() -> None:
     if model == "lora":
         for seed, adapter in enumerate("ab"):
             if not os.path.exists(adapter):
-                tiny_llama.save_adapter(adapter, seed)
+                tiny_models.save_adapter(adapter, seed)
         how |= {"lora_paths": {name: name for name in "ab"}, "max_loras_per_batch": 3}
         how["lora_backend"] = "torch_native"
     engine = sglang.Engine(

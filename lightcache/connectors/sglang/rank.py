@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -422,7 +422,7 @@ class Rank(CachePart[Opened]):
         self._touch_at = self._clock() + TOUCH
         used, self._used = self._used, {}
         with self._noted("use pages"):
-            if (opened := self._usable()) is None:
+            if (opened := self.usable()) is None:
                 return
             space, keys = opened.space(self._weights)
             for key in keys.encode(list(used))[:, None]:
