@@ -565,6 +565,10 @@ static inline void lci_count_evicted(lci_handle *h, uint32_t cause, uint32_t pag
 }
 #define LCI_BATCH 32
 #define LCI_HOLD 256 /* pages of work under one hold of the lock */
+/* While others wait, a hold does so many pages, or lasts so long: to hand the lock over costs as much
+ * as writing tens of pages, and a request of usual size should not pay for it several times. */
+#define LCI_SHARE 128
+#define LCI_SHARE_NS UINT64_C(50000)
 #define LCI_HINT 12 /* steps up a prefix, see prefetch_ancestor in evict.c */
 
 /* room.c, under the lock: what one call does to have pages to take, over several holds of it. */
@@ -721,6 +725,12 @@ static inline int lci_again(uint64_t begun, int wait, uint64_t deadline) {
 }
 static inline int lci_unlock(lci_handle *h, lc_txn *t) {
     return lcs_lock_drop(h->at, t, h->log_begin, h->log_end);
+}
+/* Between two steps: do others wait, and has this hold done its share? */
+static inline bool lci_give_way(const lci_handle *h, uint32_t worked) {
+    if (LC_LIKELY(!lcs_lock_wanted(h->at))) return false;
+    return worked >= LCI_SHARE ||
+           lcs_now_ns() >= lc_load(&lcs_lock_of(h->at)->since_ns) + LCI_SHARE_NS;
 }
 /* A safe point: everything so far has happened. */
 static inline void lci_step(lc_txn *t) {

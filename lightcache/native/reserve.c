@@ -354,7 +354,7 @@ static bool join(reserve *r) {
     return true;
 }
 
-/* Work under one hold of the lock: at most 256 keys, fewer when others wait. */
+/* Work under one hold of the lock: at most LCI_HOLD keys, fewer when others wait. */
 static int settle(reserve *r) {
     uint32_t rest = r->n - r->start, worked = 0, why;
     if (!lci_ns_open(r->h, r->op->ns)) return LC_E_CLEARED;
@@ -367,7 +367,7 @@ static int settle(reserve *r) {
         if (rc == LCI_ROOM_AGAIN) break;
         if (rc != LC_OK) return rc;
         worked += LCI_BATCH;
-        if (worked >= 256 || lcs_lock_wanted(r->h->at)) break;
+        if (worked >= LCI_HOLD || lci_give_way(r->h, worked)) break;
     }
     return LC_OK;
 }
