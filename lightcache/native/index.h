@@ -29,6 +29,7 @@ enum lci_state {
 #define LCI_GROUP_MASK UINT32_C(0xf8000000)
 /* What a page keeps of its word as long as it has its key. */
 #define LCI_KIND (LCI_NS_MASK | LCI_INDEPENDENT | LCI_GROUP_MASK)
+#define LCI_COUNTED (LCI_NS_MASK | LCI_GROUP_MASK) /* whose counts it is in */
 
 typedef struct lci_page {
     _Atomic uint64_t lo, hi;      /* key */
@@ -525,6 +526,8 @@ typedef struct lci_eviction {
     uint32_t by;    /* for a namespace: its number + 1; 0: for none */
     uint32_t by_group; /* for a group: its number + 1; 0: for none */
     uint32_t cause; /* LCI_ASKED and so on, for the counts */
+    uint32_t gone;      /* pages that are marked, and still counted by namespace and group: */
+    uint32_t gone_kind; /* those of this word */
     const lci_oldest_op *listing; /* listed pages are still counted; NULL: nothing is listed */
 } lci_eviction;
 
@@ -536,11 +539,13 @@ static inline bool lci_promised(const lci_handle *h, const lci_eviction *e, uint
     const lci_group_count *group = &h->root->group[number];
     uint64_t tenant = lc_load(&ns->minimum), layers = lc_load(&group->minimum);
     if (LC_LIKELY((tenant | layers) == 0)) return false;
-    if (tenant && e->by != id + 1 &&
-        lc_load(&ns->pages) <= tenant + (e->listing ? e->listing->going[id] : 0))
-        return true;
+    uint32_t going = id == lci_ns_of(e->gone_kind) ? e->gone : 0;
+    if (e->listing) going += e->listing->going[id];
+    if (tenant && e->by != id + 1 && lc_load(&ns->pages) <= tenant + going) return true;
+    going = number == lci_group_of(e->gone_kind) ? e->gone : 0;
+    if (e->listing) going += e->listing->going_group[number];
     return layers && e->by_group != number + 1 && e->cause != LCI_FOR_QUOTA &&
-           lc_load(&group->pages) <= layers + (e->listing ? e->listing->going_group[number] : 0);
+           lc_load(&group->pages) <= layers + going;
 }
 
 /* queue.c: the next page to go, taken off the queue; LC_NIL: none now (`e->exhausted`), or the
