@@ -181,13 +181,16 @@ typedef struct lcs_client {
     _Atomic uint64_t published_pages;
 } lcs_client;
 
-/* The lock: 64 bits that are swapped as one. The word (which is slept on): 0 free, else owner slot
- * (bits 0..6), waiters (bit 7), epoch (24 bits above). The sequence increases with each taking, so
- * a process that found the owner of one taking dead cannot take the lock from the owner of
- * another. */
-#define LCS_LOCK_SLOT UINT32_C(0x7f)
+/* The lock: 64 bits that are swapped as one. The word (which is slept on): owner slot (bits 0..5; 0
+ * with no other bit but STARVED: free), starved (bit 6), waiters (bit 7), epoch (24 bits above). The
+ * sequence increases with each taking, so a process that found the owner of one taking dead cannot
+ * take the lock from the owner of another. */
+#define LCS_LOCK_SLOT UINT32_C(0x3f)
+#define LCS_LOCK_STARVED UINT32_C(0x40) /* a process has slept long: who comes now leaves it the lock */
 #define LCS_LOCK_WAITERS UINT32_C(0x80)
+#define LCS_LOCK_OTHERS (LCS_LOCK_STARVED | LCS_LOCK_WAITERS) /* what others than the owner set */
 #define LCS_LOCK_EPOCH_SHIFT 8
+static inline bool lcs_word_free(uint32_t word) { return (word & ~LCS_LOCK_STARVED) == 0; }
 
 typedef struct lcs_lock {
     union {
