@@ -155,6 +155,7 @@ class LockRecord(ctypes.Structure):
         ("word", ctypes.c_uint32),
         ("sequence", ctypes.c_uint32),
         ("holder", ctypes.c_uint64),
+        ("pad0", ctypes.c_uint8 * 112),
         ("log_count", ctypes.c_uint32),
         ("operation", ctypes.c_uint32),
         ("since_ns", ctypes.c_uint64),
@@ -165,7 +166,7 @@ class LockRecord(ctypes.Structure):
         ("hold_max_ns", ctypes.c_uint64),
         ("recoveries", ctypes.c_uint64),
         ("undone_words", ctypes.c_uint64),
-        ("pad", ctypes.c_uint8 * 40),
+        ("pad", ctypes.c_uint8 * 56),
     ]
 
     @property
@@ -227,7 +228,7 @@ class LogSlot(ctypes.Structure):
 
 assert ctypes.sizeof(SegmentHeader) == 4096
 assert ctypes.sizeof(ClientRecord) == 128
-assert ctypes.sizeof(LockRecord) == 128
+assert ctypes.sizeof(LockRecord) == 256
 assert ctypes.sizeof(RingRoot) == 192
 assert ctypes.sizeof(RingSlot) == 8
 assert ctypes.sizeof(LogCursor) == 64
