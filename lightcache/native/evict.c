@@ -237,8 +237,10 @@ LC_API int lci_evict_group(lci_handle *h, uint32_t number, uint32_t want, lci_wa
         if (rc != LC_OK) return rc;
         lci_collect(h, &t, 256);
         if (lc_load(&h->root->ticket_used)) lci_settle_tickets(h, &t, 256);
-        for (int i = 0; i < 8 && op->pages < want && !t.error; i++)
+        for (int i = 0; i < 8 && op->pages < want && !t.error; i++) {
             evict_some(h, &t, &e, want - op->pages, number, op);
+            if (lci_give_way(h, (uint32_t)(i + 1) * LCI_BATCH)) break;
+        }
         rc = lci_unlock(h, &t);
         if (rc != LC_OK) return rc;
     }

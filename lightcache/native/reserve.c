@@ -582,6 +582,7 @@ LC_API int lci_evict_pages(lci_handle *h, uint32_t want, uint32_t *freed, int wa
             uint32_t n = lci_evict(h, &t, &e, want - *freed);
             lci_step(&t);
             if (!t.error) *freed += n;
+            if (lci_give_way(h, (uint32_t)(i + 1) * LCI_BATCH)) break;
         }
         if (work) e.exhausted = false; /* more may have ended that was not taken in yet */
         rc = lci_unlock(h, &t);

@@ -385,6 +385,14 @@ static void reserve_gives_way_when_it_has_done_its_share(void) {
     set_up(600);
     CHECK_EQ(holds_beside_others(UINT64_MAX / 2, 1), 256 / LCI_SHARE);
     CHECK_EQ(holds_beside_others(0, 2), 256 / LCI_BATCH); /* it has lasted long */
+    uint32_t freed = 0;
+    uint64_t before = lc_load(&lcs_lock_of(a.at)->acquisitions);
+    begun = UINT64_MAX / 2;
+    lc_pause_hook = others_wait;
+    CHECK_EQ(lci_evict_pages(a.h, 256, &freed, BLOCKING), LC_OK);
+    lc_pause_hook = NULL;
+    CHECK_EQ(freed, 256);
+    CHECK_EQ(lc_load(&lcs_lock_of(a.at)->acquisitions) - before, 256 / LCI_SHARE);
     tear_down();
 }
 
