@@ -8,7 +8,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define SPIN_NS UINT64_C(20000)      /* longer than most holds, shorter than a switch */
+#define SPIN_NS UINT64_C(50000)      /* longer than most holds: to sleep and be woken costs more */
 #ifndef LC_SPIN_ROUNDS /* tests that execute single steps set a smaller one */
 #define LC_SPIN_ROUNDS 64            /* between two looks at the clock: 0.7 to 3 us */
 #endif
