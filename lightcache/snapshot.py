@@ -240,7 +240,7 @@ def _stamp(core: Core) -> tuple[int, int, int]:
     size = ctypes.sizeof(shm_layout.LockRecord)
     address = core.segment.address + shm_layout.LOCK_OFFSET
     lock = shm_layout.LockRecord.from_buffer_copy(ctypes.string_at(address, size))
-    return lock.word & ~shm_layout.LOCK_WAITERS, lock.acquisitions, lock.log_count
+    return lock.word & ~shm_layout.LOCK_OTHERS, lock.acquisitions, lock.log_count
 
 
 def _copy(core: Core) -> Bytes:

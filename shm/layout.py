@@ -75,8 +75,10 @@ class ClientState(IntEnum):
 
 FLAG_DEVICE = 1
 
-LOCK_SLOT_MASK = 0x7F
+LOCK_SLOT_MASK = 0x3F
+LOCK_STARVED = 0x40
 LOCK_WAITERS = 0x80
+LOCK_OTHERS = LOCK_STARVED | LOCK_WAITERS
 LOCK_EPOCH_SHIFT = 8
 LOCK_EPOCH_MASK = 0xFFFFFF
 
@@ -153,6 +155,7 @@ class LockRecord(ctypes.Structure):
         ("word", ctypes.c_uint32),
         ("sequence", ctypes.c_uint32),
         ("holder", ctypes.c_uint64),
+        ("pad0", ctypes.c_uint8 * 112),
         ("log_count", ctypes.c_uint32),
         ("operation", ctypes.c_uint32),
         ("since_ns", ctypes.c_uint64),
@@ -163,7 +166,7 @@ class LockRecord(ctypes.Structure):
         ("hold_max_ns", ctypes.c_uint64),
         ("recoveries", ctypes.c_uint64),
         ("undone_words", ctypes.c_uint64),
-        ("pad", ctypes.c_uint8 * 40),
+        ("pad", ctypes.c_uint8 * 56),
     ]
 
     @property
@@ -225,7 +228,7 @@ class LogSlot(ctypes.Structure):
 
 assert ctypes.sizeof(SegmentHeader) == 4096
 assert ctypes.sizeof(ClientRecord) == 128
-assert ctypes.sizeof(LockRecord) == 128
+assert ctypes.sizeof(LockRecord) == 256
 assert ctypes.sizeof(RingRoot) == 192
 assert ctypes.sizeof(RingSlot) == 8
 assert ctypes.sizeof(LogCursor) == 64
@@ -262,6 +265,7 @@ CONSTANTS: Mapping[str, int] = {
     **{f"LCS_CLIENT_{state.name}": state.value for state in ClientState},
     "LCS_FLAG_DEVICE": FLAG_DEVICE,
     "LCS_LOCK_SLOT": LOCK_SLOT_MASK,
+    "LCS_LOCK_STARVED": LOCK_STARVED,
     "LCS_LOCK_WAITERS": LOCK_WAITERS,
     "LCS_LOCK_EPOCH_SHIFT": LOCK_EPOCH_SHIFT,
     "LCX_RING_BATCH": RING_BATCH,

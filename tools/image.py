@@ -303,7 +303,7 @@ def _stamp(segment: OpenObject) -> tuple[int, int, bytes]:
     lock = shm_layout.LockRecord.from_buffer_copy(head, shm_layout.LOCK_OFFSET)
     entries = min(lock.log_count, shm_layout.LOG_ENTRIES)
     log = head[shm_layout.LOG_OFFSET : shm_layout.LOG_OFFSET + 8 * entries]
-    return lock.word & ~shm_layout.LOCK_WAITERS, lock.acquisitions, log
+    return lock.word & ~shm_layout.LOCK_OTHERS, lock.acquisitions, log
 
 
 def undo(image: Image) -> int:

@@ -303,6 +303,6 @@ LC_API int lci_recover_copy(uint8_t *base, uint64_t bytes, uint64_t pages) {
     lci_geometry g;
     lcs_lock *lock = (lcs_lock *)(base + LCS_LOCK_OFFSET);
     if (lci_geometry_of(pages, &g) != LC_OK || bytes < g.end) return LC_E_RANGE;
-    if (lc_load(&lock->log_count) && !lc_load(&lock->word)) return LC_E_CORRUPT;
+    if (lc_load(&lock->log_count) && lcs_word_free(lc_load(&lock->word))) return LC_E_CORRUPT;
     return lc_txn_undo(base, lock, lci_log_begin(&g), g.end);
 }

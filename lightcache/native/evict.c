@@ -2,15 +2,23 @@
  * only without pins. */
 #include "index.h"
 
-/* A page on its way out: off the queue, off its parent and the counts of its namespace and group, EVICTING. Its word
- * has no other writer (publishing touches WRITING pages only), so a plain store will do. Returns its
- * parent. */
-static uint32_t mark(lci_handle *h, lc_txn *t, uint32_t page) {
+/* Marked pages leave the counts of their namespace and group, those of a row in one store. */
+static void count_gone(lci_handle *h, lc_txn *t, lci_eviction *e) {
+    if (e->gone) lci_count_named(h, t, e->gone_kind, -e->gone);
+    e->gone = 0;
+}
+
+/* A page on its way out: off the queue, off its parent and the counts of its namespace and group (`count_gone`), EVICTING.
+ * Its word has no other writer (publishing touches WRITING pages only), so a plain store will do.
+ * Returns its parent. */
+static uint32_t mark(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page) {
     lci_page *p = &h->pages[page];
     uint32_t parent = lci_parent(h, p);
     if (parent != LC_NIL) lc_txn_add(t, &h->pages[parent].children, (uint32_t)-1);
     uint32_t kind = lc_load(&p->word) & LCI_KIND;
-    lci_count_named(h, t, kind, (uint32_t)-1);
+    if (e->gone && (kind ^ e->gone_kind) & LCI_COUNTED) count_gone(h, t, e);
+    e->gone_kind = kind;
+    e->gone++;
     LC_PAUSE(LC_AT_EVICT_CHOSEN);
     lc_txn_set(t, &p->word, LCI_EVICTING | kind);
     __builtin_prefetch((const void *)&h->dict.buckets[lc_bucket(&h->dict, lc_load(&p->lo))], 1);
@@ -80,7 +88,7 @@ static uint32_t follow(lci_handle *h, lc_txn *t, const lci_eviction *e, uint32_t
 
 void lci_evict_page(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page) {
     lci_queue_remove(h, t, page);
-    follow(h, t, e, page, mark(h, t, page), false);
+    follow(h, t, e, page, mark(h, t, e, page), false);
 }
 
 /* A chosen page and those before it that were last used with it: `most` of them in all, but of a run
@@ -91,7 +99,7 @@ static uint32_t evict_with(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t p
     lci_queue_remove(h, t, page);
     while (page != LC_NIL) {
         marked[n++] = page;
-        uint32_t parent = mark(h, t, page);
+        uint32_t parent = mark(h, t, e, page);
         page = follow(h, t, e, page, parent, n < most);
     }
     return n;
@@ -99,6 +107,7 @@ static uint32_t evict_with(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t p
 
 uint32_t lci_evict_settle(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *marked, uint32_t n) {
     uint32_t freed = 0;
+    count_gone(h, t, e);
     LC_PAUSE(LC_AT_EVICT_MARKED);
     /* Pairs with the one in match_one. */
     atomic_thread_fence(memory_order_seq_cst); /* order: evict-fence */
@@ -127,7 +136,7 @@ uint32_t lci_evict(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want) {
         if (page == LC_NIL) break;
         marked[n++] = page;
         prefetch_ancestor(h, &h->pages[page]);
-        uint32_t parent = mark(h, t, page);
+        uint32_t parent = mark(h, t, e, page);
         page = follow(h, t, e, page, parent, n < want);
     }
     return n ? lci_evict_settle(h, t, e, marked, n) : 0;
@@ -228,8 +237,10 @@ LC_API int lci_evict_group(lci_handle *h, uint32_t number, uint32_t want, lci_wa
         if (rc != LC_OK) return rc;
         lci_collect(h, &t, 256);
         if (lc_load(&h->root->ticket_used)) lci_settle_tickets(h, &t, 256);
-        for (int i = 0; i < 8 && op->pages < want && !t.error; i++)
+        for (int i = 0; i < 8 && op->pages < want && !t.error; i++) {
             evict_some(h, &t, &e, want - op->pages, number, op);
+            if (lci_give_way(h, (uint32_t)(i + 1) * LCI_BATCH)) break;
+        }
         rc = lci_unlock(h, &t);
         if (rc != LC_OK) return rc;
     }

@@ -173,7 +173,7 @@ static int take_some(taking *k) {
         int rc = take_batch(k);
         if (rc == LCI_ROOM_AGAIN) return LC_OK;
         if (rc != LC_OK) return rc;
-        if (lcs_lock_wanted(h->at)) break;
+        if (lci_give_way(h, work + LCI_BATCH)) break;
     }
     return LC_OK;
 }

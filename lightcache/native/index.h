@@ -29,6 +29,7 @@ enum lci_state {
 #define LCI_GROUP_MASK UINT32_C(0xf8000000)
 /* What a page keeps of its word as long as it has its key. */
 #define LCI_KIND (LCI_NS_MASK | LCI_INDEPENDENT | LCI_GROUP_MASK)
+#define LCI_COUNTED (LCI_NS_MASK | LCI_GROUP_MASK) /* whose counts it is in */
 
 typedef struct lci_page {
     _Atomic uint64_t lo, hi;      /* key */
@@ -525,6 +526,8 @@ typedef struct lci_eviction {
     uint32_t by;    /* for a namespace: its number + 1; 0: for none */
     uint32_t by_group; /* for a group: its number + 1; 0: for none */
     uint32_t cause; /* LCI_ASKED and so on, for the counts */
+    uint32_t gone;      /* pages that are marked, and still counted by namespace and group: */
+    uint32_t gone_kind; /* those of this word */
     const lci_oldest_op *listing; /* listed pages are still counted; NULL: nothing is listed */
 } lci_eviction;
 
@@ -536,11 +539,13 @@ static inline bool lci_promised(const lci_handle *h, const lci_eviction *e, uint
     const lci_group_count *group = &h->root->group[number];
     uint64_t tenant = lc_load(&ns->minimum), layers = lc_load(&group->minimum);
     if (LC_LIKELY((tenant | layers) == 0)) return false;
-    if (tenant && e->by != id + 1 &&
-        lc_load(&ns->pages) <= tenant + (e->listing ? e->listing->going[id] : 0))
-        return true;
+    uint32_t going = id == lci_ns_of(e->gone_kind) ? e->gone : 0;
+    if (e->listing) going += e->listing->going[id];
+    if (tenant && e->by != id + 1 && lc_load(&ns->pages) <= tenant + going) return true;
+    going = number == lci_group_of(e->gone_kind) ? e->gone : 0;
+    if (e->listing) going += e->listing->going_group[number];
     return layers && e->by_group != number + 1 && e->cause != LCI_FOR_QUOTA &&
-           lc_load(&group->pages) <= layers + (e->listing ? e->listing->going_group[number] : 0);
+           lc_load(&group->pages) <= layers + going;
 }
 
 /* queue.c: the next page to go, taken off the queue; LC_NIL: none now (`e->exhausted`), or the
@@ -565,6 +570,10 @@ static inline void lci_count_evicted(lci_handle *h, uint32_t cause, uint32_t pag
 }
 #define LCI_BATCH 32
 #define LCI_HOLD 256 /* pages of work under one hold of the lock */
+/* While others wait, a hold does so many pages, or lasts so long: to hand the lock over costs as much
+ * as writing tens of pages, and a request of usual size should not pay for it several times. */
+#define LCI_SHARE 128
+#define LCI_SHARE_NS UINT64_C(50000)
 #define LCI_HINT 12 /* steps up a prefix, see prefetch_ancestor in evict.c */
 
 /* room.c, under the lock: what one call does to have pages to take, over several holds of it. */
@@ -721,6 +730,12 @@ static inline int lci_again(uint64_t begun, int wait, uint64_t deadline) {
 }
 static inline int lci_unlock(lci_handle *h, lc_txn *t) {
     return lcs_lock_drop(h->at, t, h->log_begin, h->log_end);
+}
+/* Between two steps: do others wait, and has this hold done its share? */
+static inline bool lci_give_way(const lci_handle *h, uint32_t worked) {
+    if (LC_LIKELY(!lcs_lock_wanted(h->at))) return false;
+    return worked >= LCI_SHARE ||
+           lcs_now_ns() >= lc_load(&lcs_lock_of(h->at)->since_ns) + LCI_SHARE_NS;
 }
 /* A safe point: everything so far has happened. */
 static inline void lci_step(lc_txn *t) {

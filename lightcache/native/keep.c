@@ -50,9 +50,9 @@ static int walk_keys(walk *w, void (*batch)(walk *), lci_ns_ref ref, uint32_t op
         bool all = !w->drops || lci_collect(h, &w->t, 256) < 256;
         if (w->drops && lc_load(&h->root->ticket_used)) lci_settle_tickets(h, &w->t, 256);
         if (!lci_ns_open(h, ref)) op->ended = 1; /* nothing is found in it any more */
-        for (int i = 0; i < 8 && all && !op->ended && !w->t.error; i++) {
+        for (uint32_t work = 0; work < LCI_HOLD && all && !op->ended && !w->t.error;) {
             batch(w);
-            if (lcs_lock_wanted(h->at)) break;
+            if (lci_give_way(h, work += LCI_BATCH)) break;
         }
         rc = lci_unlock(h, &w->t);
         if (rc == LC_OK && !op->ended) rc = lci_again(begun, wait, deadline);

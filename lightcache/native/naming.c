@@ -287,7 +287,7 @@ static int name_some(naming *k) {
     for (uint32_t work = 0; rc == LC_OK && k->op->done < k->n && work < LCI_HOLD;
          work += LCI_BATCH) {
         rc = name_batch(k);
-        if (lcs_lock_wanted(k->h->at)) break;
+        if (lci_give_way(k->h, work + LCI_BATCH)) break;
     }
     publish(k);
     return rc == LCI_ROOM_AGAIN ? LC_OK : rc;

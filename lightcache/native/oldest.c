@@ -97,7 +97,7 @@ static void list_some(oldest *o) {
     while (done < 256 && !o->t.error) {
         uint32_t n = list_batch(o, &steps);
         done += n;
-        if (n < LCI_BATCH || lcs_lock_wanted(h->at)) break;
+        if (n < LCI_BATCH || lci_give_way(h, done)) break;
     }
     if (o->lease->held == o->op->want || (all && o->eviction.exhausted)) o->op->ended = 1;
     o->eviction.exhausted = false;
@@ -271,9 +271,9 @@ LC_API int lci_discard(lci_handle *h, lci_discard_op *op, lci_lease *lease, cons
         if (rc != LC_OK) return rc;
         bool all = lci_collect(h, &d.t, 256) < 256;
         if (lc_load(&h->root->ticket_used)) lci_settle_tickets(h, &d.t, 256);
-        for (int i = 0; i < 8 && all && more && !d.t.error; i++) {
+        for (uint32_t work = 0; work < LCI_HOLD && all && more && !d.t.error;) {
             more = discard_batch(&d);
-            if (lcs_lock_wanted(h->at)) break;
+            if (lci_give_way(h, work += LCI_BATCH)) break;
         }
         rc = lci_unlock(h, &d.t);
         if (rc == LC_OK && more) rc = lci_again(begun, wait, deadline);

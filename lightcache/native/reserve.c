@@ -14,6 +14,8 @@ typedef struct reserve {
     lci_room room;
     uint64_t tick;
     uint32_t kept, kept_gen; /* `made` and `gen` as of the last safe point */
+    bool full; /* of the batch at hand: the chain of an absent key had no room */
+    uint32_t head[LCI_BATCH]; /* what the buckets of its keys led to before its first page was made */
 } reserve;
 
 static void keep(reserve *r) {
@@ -62,6 +64,11 @@ static uint32_t find_locked(const lci_handle *h, const lc_key *key, uint32_t *wo
     uint32_t page = lc_dict_look(&h->dict, key->lo, key->hi, length);
     if (page != LC_NIL) *word = lc_load_acquire(&h->pages[page].word);
     return page;
+}
+
+static uint32_t bucket_head(const reserve *r, uint32_t i) {
+    const lc_dict *d = &r->h->dict;
+    return lc_load(&d->buckets[lc_bucket(d, r->keys[r->start + i].lo)]);
 }
 
 /* What the word of a new page is, that of the i-th key from `start` on. */
@@ -232,18 +239,28 @@ static bool headless(const reserve *r) {
     return parent == LC_NIL || !lci_may_hang(r->h, parent, new_word(r, 0));
 }
 
+/* A key that stands twice in the batch: the first has made its page, which we write. While the bucket
+ * leads where it led, no page of this batch has come into the chain, and the key is absent from it as
+ * it was: such a page was free before, so no bucket led to it. Only other chains are walked again. */
+static uint32_t twin_of(const reserve *r, uint32_t i, uint32_t from, bool *full) {
+    const lc_key *key = &r->keys[r->start + i];
+    uint32_t word = 0, length = 0, twin = LC_NIL;
+    if (r->full || bucket_head(r, i) != r->head[i - from]) twin = find_locked(r->h, key, &word, &length);
+    *full = length >= LC_CHAIN_MAX;
+    return twin;
+}
+
 /* Go through a batch in order: each key hangs on the one before it. Returns how many of the taken
  * pages were used. */
 static uint32_t place(reserve *r, uint32_t from, uint32_t to, const uint32_t *pages, uint32_t got,
                       uint32_t why) {
-    uint32_t parent = parent_of(r, from), used = 0, word, length;
-    bool parent_is_new = false;
+    uint32_t parent = parent_of(r, from), used = 0;
+    bool parent_is_new = false, full;
+    for (uint32_t i = from; i < to; i++) r->head[i - from] = bucket_head(r, i);
     for (uint32_t i = from; i < to && !r->t.error; i++) {
         bool is_new = false;
         if (r->status[i] == LCI_UNKNOWN) {
-            /* A key that stands twice in the batch: the first has made its page, which we write. */
-            uint32_t twin = find_locked(r->h, &r->keys[r->start + i], &word, &length);
-            bool full = length >= LC_CHAIN_MAX;
+            uint32_t twin = twin_of(r, i, from, &full);
             if (twin != LC_NIL) {
                 r->page[i] = (int32_t)twin;
                 r->status[i] = LCI_BUSY_KEY;
@@ -293,14 +310,14 @@ static void settle_locked(reserve *r, uint32_t from, uint32_t to, uint32_t absen
 static int settle_batch(reserve *r, uint32_t from, uint32_t to) {
     pthread_mutex_t *rows = &r->h->at->rows;
     pthread_mutex_lock(rows);
-    bool full = false;
-    uint32_t absent = classify(r, from, to, &full);
+    r->full = false;
+    uint32_t absent = classify(r, from, to, &r->full);
     pthread_mutex_unlock(rows);
     if (r->t.error) return r->t.error;
     if (absent) {
         int rc = make_room(r, absent);
         if (rc != LCI_ROOM_MADE) return rc;
-        if (full) make_chain_room(r, from, to);
+        if (r->full) make_chain_room(r, from, to);
         keep(r); /* pages freed in this step must not be used again in it */
     }
     pthread_mutex_lock(rows);
@@ -354,7 +371,7 @@ static bool join(reserve *r) {
     return true;
 }
 
-/* Work under one hold of the lock: at most 256 keys, fewer when others wait. */
+/* Work under one hold of the lock: at most LCI_HOLD keys, fewer when others wait. */
 static int settle(reserve *r) {
     uint32_t rest = r->n - r->start, worked = 0, why;
     if (!lci_ns_open(r->h, r->op->ns)) return LC_E_CLEARED;
@@ -367,7 +384,7 @@ static int settle(reserve *r) {
         if (rc == LCI_ROOM_AGAIN) break;
         if (rc != LC_OK) return rc;
         worked += LCI_BATCH;
-        if (worked >= 256 || lcs_lock_wanted(r->h->at)) break;
+        if (worked >= LCI_HOLD || lci_give_way(r->h, worked)) break;
     }
     return LC_OK;
 }
@@ -565,6 +582,7 @@ LC_API int lci_evict_pages(lci_handle *h, uint32_t want, uint32_t *freed, int wa
             uint32_t n = lci_evict(h, &t, &e, want - *freed);
             lci_step(&t);
             if (!t.error) *freed += n;
+            if (lci_give_way(h, (uint32_t)(i + 1) * LCI_BATCH)) break;
         }
         if (work) e.exhausted = false; /* more may have ended that was not taken in yet */
         rc = lci_unlock(h, &t);

@@ -181,13 +181,16 @@ typedef struct lcs_client {
     _Atomic uint64_t published_pages;
 } lcs_client;
 
-/* The lock: 64 bits that are swapped as one. The word (which is slept on): 0 free, else owner slot
- * (bits 0..6), waiters (bit 7), epoch (24 bits above). The sequence increases with each taking, so
- * a process that found the owner of one taking dead cannot take the lock from the owner of
- * another. */
-#define LCS_LOCK_SLOT UINT32_C(0x7f)
+/* The lock: 64 bits that are swapped as one. The word (which is slept on): owner slot (bits 0..5; 0
+ * with no other bit but STARVED: free), starved (bit 6), waiters (bit 7), epoch (24 bits above). The
+ * sequence increases with each taking, so a process that found the owner of one taking dead cannot
+ * take the lock from the owner of another. */
+#define LCS_LOCK_SLOT UINT32_C(0x3f)
+#define LCS_LOCK_STARVED UINT32_C(0x40) /* a process has slept long: who comes now leaves it the lock */
 #define LCS_LOCK_WAITERS UINT32_C(0x80)
+#define LCS_LOCK_OTHERS (LCS_LOCK_STARVED | LCS_LOCK_WAITERS) /* what others than the owner set */
 #define LCS_LOCK_EPOCH_SHIFT 8
+static inline bool lcs_word_free(uint32_t word) { return (word & ~LCS_LOCK_STARVED) == 0; }
 
 typedef struct lcs_lock {
     union {
@@ -200,6 +203,9 @@ typedef struct lcs_lock {
     /* sequence << 32 | the holder's thread id in its namespace; 0 unknown. The kernel makes the id
      * FUTEX_OWNER_DIED where it sees the holder's thread end (lock.c). */
     _Atomic uint64_t holder;
+    uint8_t pad0[112];
+    /* Stored by the holder alone, `log_count` with each word that it changes. Waiters poll what is
+     * above: on its line, or on the one that is fetched with it, each store would wait for them. */
     _Atomic uint32_t log_count; /* entries of the undo log that are in force; 0: nothing to undo */
     _Atomic uint32_t operation; /* LC_OP_* of the holder, once `holder` has this sequence */
     _Atomic uint64_t since_ns;  /* CLOCK_MONOTONIC, when it was taken; the same */
@@ -210,12 +216,13 @@ typedef struct lcs_lock {
     _Atomic uint64_t hold_max_ns;
     _Atomic uint64_t recoveries;
     _Atomic uint64_t undone_words;
-    uint8_t pad[40];
+    uint8_t pad[56];
 } lcs_lock;
 
 _Static_assert(sizeof(lcs_header) == LCS_HEADER_BYTES, "header is one page");
 _Static_assert(sizeof(lcs_client) == 128, "a client is two lines");
-_Static_assert(sizeof(lcs_lock) == 128, "the lock is two lines");
+_Static_assert(sizeof(lcs_lock) == 256, "the lock is four lines");
+_Static_assert(offsetof(lcs_lock, log_count) == 128, "not fetched with what waiters poll");
 
 /* Process-local: one for every attach of a writer or reader. Never in shared memory. */
 typedef struct lcs_attachment {

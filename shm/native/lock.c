@@ -8,10 +8,14 @@
 #include <time.h>
 #include <unistd.h>
 
-#define SPIN_NS UINT64_C(20000)      /* longer than most holds, shorter than a switch */
+#define SPIN_NS UINT64_C(50000)      /* longer than most holds: to sleep and be woken costs more */
 #ifndef LC_SPIN_ROUNDS /* tests that execute single steps set a smaller one */
 #define LC_SPIN_ROUNDS 64            /* between two looks at the clock: 0.7 to 3 us */
 #endif
+#ifndef LC_STARVED_NS
+#define LC_STARVED_NS UINT64_C(500000) /* a waiter that has slept goes before newcomers from then on */
+#endif
+#define YIELD_NS UINT64_C(100000)    /* so long they leave it the free lock: it may be dead */
 #define SLEEP_NS UINT64_C(5000000)   /* then the owner's life is looked at */
 #define SLICE_NS UINT64_C(50000000)  /* then the interpreter may run signal handlers */
 
@@ -65,15 +69,32 @@ static bool take(lcs_lock *lock, uint64_t from, uint32_t mine) {
     return swap(lock, from, with_word(from + (UINT64_C(1) << 32), mine));
 }
 
-/* By the clock: one round takes 1 ns on one processor and 50 on another. */
+static bool is_free(uint64_t both) { return lcs_word_free(word_of(both)); }
+
+/* By the clock: one round takes 1 ns on one processor and 50 on another. Who has not slept leaves a
+ * free lock to a process that has starved, for as long as it may need to take it. */
 static bool spin(lcs_lock *lock, uint32_t mine, uint64_t begun) {
-    do {
+    for (uint64_t waited = 0;;) {
         for (int i = 0; i < LC_SPIN_ROUNDS; i++) {
             uint64_t both = lc_load(&lock->both);
-            if (word_of(both) == 0 && take(lock, both, mine)) return true;
+            bool yields = both & LCS_LOCK_STARVED && waited < YIELD_NS;
+            if (is_free(both) && !yields && take(lock, both, mine)) return true;
             relax();
         }
-    } while (lcs_now_ns() - begun < SPIN_NS);
+        waited = lcs_now_ns() - begun;
+        if (waited >= SPIN_NS && !is_free(lc_load(&lock->both))) return false;
+    }
+}
+
+/* A starved process does not sleep again at once: it is woken too late to find the lock free. */
+static bool spin_starved(const lcs_lock *lock) {
+    uint64_t begun = lcs_now_ns();
+    do {
+        for (int i = 0; i < LC_SPIN_ROUNDS; i++) {
+            if (is_free(lc_load(&lock->both))) return true;
+            relax();
+        }
+    } while (lcs_now_ns() - begun < YIELD_NS);
     return false;
 }
 
@@ -83,7 +104,7 @@ static bool spin(lcs_lock *lock, uint32_t mine, uint64_t begun) {
  * slot is never dead: another thread of this process holds the lock. */
 static bool owner_dead(const lcs_attachment *at, const lcs_lock *lock, uint64_t both) {
     uint32_t word = word_of(both), slot = word & LCS_LOCK_SLOT;
-    if (slot == 0 || slot >= LCS_SLOTS) return true; /* damage: no client can hold it */
+    if (slot == 0) return true; /* damage: no client can hold it */
     uint32_t epoch = word >> LCS_LOCK_EPOCH_SHIFT;
     if (slot == at->slot && epoch == (at->epoch & 0xffffff)) return false;
     if ((lc_load(&lcs_client_of(at, slot)->epoch) & 0xffffff) != epoch) return true;
@@ -95,22 +116,23 @@ static bool owner_dead(const lcs_attachment *at, const lcs_lock *lock, uint64_t 
     return of_this_taking && lcs_thread_gone(at, slot, (uint32_t)holder);
 }
 
-static int sleep_once(lcs_lock *lock, uint64_t both) {
-    if (!(both & LCS_LOCK_WAITERS)) {
-        if (!swap(lock, both, both | LCS_LOCK_WAITERS)) return LC_OK;
-        both |= LCS_LOCK_WAITERS;
-    }
-    int rc = lc_futex_wait(&lock->word, word_of(both), SLEEP_NS);
+static int sleep_once(lcs_lock *lock, uint64_t both, bool starved) {
+    uint64_t said = both | LCS_LOCK_WAITERS | (starved ? LCS_LOCK_STARVED : 0);
+    if (said != both && !swap(lock, both, said)) return LC_OK;
+    if (starved && spin_starved(lock)) return LC_OK;
+    int rc = lc_futex_wait(&lock->word, word_of(said), SLEEP_NS);
     return rc == LC_E_TIMEOUT ? LC_OK : rc;
 }
 
-static int block(lcs_attachment *at, lcs_lock *lock, uint32_t mine, uint64_t deadline,
-                 bool *taken_over) {
+/* A process dies, or gives up, with its STARVED in the word: who takes the lock next clears it, at the
+ * latest YIELD_NS after it asked. */
+static int block(lcs_attachment *at, lcs_lock *lock, uint32_t mine, uint64_t asked,
+                 uint64_t deadline, bool *taken_over) {
     uint64_t slice = lcs_now_ns() + SLICE_NS;
-    for (;;) {
+    for (bool slept = false;;) {
         uint64_t both = lc_load(&lock->both);
         /* After sleeping the lock is taken with the waiters bit: there may be other sleepers. */
-        if (word_of(both) == 0) {
+        if (is_free(both)) {
             if (take(lock, both, mine | LCS_LOCK_WAITERS)) return LC_OK;
             continue;
         }
@@ -123,7 +145,8 @@ static int block(lcs_attachment *at, lcs_lock *lock, uint32_t mine, uint64_t dea
         uint64_t now = lcs_now_ns();
         if (now >= deadline) return LC_E_TIMEOUT;
         if (now >= slice) return LC_E_INTR;
-        int rc = sleep_once(lock, both);
+        int rc = sleep_once(lock, both, slept && now - asked >= LC_STARVED_NS);
+        slept = true;
         if (rc != LC_OK) return rc;
         if (*at->fork_word != 1) return LC_E_FORKED;
     }
@@ -211,14 +234,14 @@ static int recover(lcs_attachment *at, lcs_lock *lock, uint64_t begin, uint64_t 
 }
 
 static bool is_mine(const lcs_lock *lock, uint32_t mine) {
-    return ((lc_load(&lock->word) ^ mine) & ~LCS_LOCK_WAITERS) == 0;
+    return ((lc_load(&lock->word) ^ mine) & ~LCS_LOCK_OTHERS) == 0;
 }
 
 static void let_go(const lcs_attachment *at, lcs_lock *lock, uint32_t mine) {
     unhint(at, lock);
     uint64_t both = lc_load(&lock->both);
-    while (is_mine(lock, mine) && !swap(lock, both, with_word(both, 0)))
-        both = lc_load(&lock->both); /* a waiter has set its bit */
+    while (is_mine(lock, mine) && !swap(lock, both, with_word(both, both & LCS_LOCK_STARVED)))
+        both = lc_load(&lock->both); /* a waiter has set a bit */
     if (both & LCS_LOCK_WAITERS) lc_futex_wake(&lock->word, 1);
 }
 
@@ -234,7 +257,7 @@ int lcs_lock_take(lcs_attachment *at, lc_txn *txn, uint32_t operation, int wait,
         asked = lcs_now_ns();
         if (!spin(lock, mine, asked)) {
             if (!(wait & LC_BLOCK)) return LC_E_BUSY;
-            int rc = block(at, lock, mine, deadline, &taken_over);
+            int rc = block(at, lock, mine, asked, deadline, &taken_over);
             if (rc != LC_OK) return rc;
         }
     }

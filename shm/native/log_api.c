@@ -43,7 +43,7 @@ static uint32_t mine(const lcx_log *l) {
 /* Does the client that this word names live? One that cannot be asked is taken to live. */
 static bool writer_lives(const lcx_log *l, uint32_t word) {
     uint32_t slot = word & LCS_LOCK_SLOT, epoch = word >> LCS_LOCK_EPOCH_SHIFT;
-    if (slot == 0 || slot >= LCS_SLOTS) return false; /* no client, or LCX_LOG_LEFT */
+    if (slot == 0 || word & LCS_LOCK_STARVED) return false; /* no client, or LCX_LOG_LEFT */
     if ((lc_load(&lcs_client_of(l->at, slot)->epoch) & 0xffffff) != epoch) return false;
     return lcs_slot_alive(l->at, slot) != 0;
 }

@@ -37,7 +37,7 @@ static uint32_t epoch_of(const lcx_log *l, uint32_t slot) {
 static int check_writer(const lcx_log *l, char *text, size_t room) {
     uint32_t word = lc_load(&l->root->writer), slot = word & LCS_LOCK_SLOT;
     if (word == 0 || word == LCX_LOG_LEFT) return 0;
-    if (slot == 0 || slot >= LCS_SLOTS || word & LCS_LOCK_WAITERS)
+    if (slot == 0 || word & LCS_LOCK_OTHERS)
         return snprintf(text, room, "the writer is said to be %#x", word);
     uint32_t epoch = epoch_of(l, slot);
     bool reads = lc_load_acquire(lcx_log_cursor_of(l, slot)) != 0;

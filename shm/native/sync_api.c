@@ -96,6 +96,6 @@ LC_API int lcs_robust_drop(lcs_attachment *at) {
 LC_API int lcs_recover_copy(uint8_t *base, uint64_t bytes) {
     if (bytes < LCS_PAYLOAD_OFFSET) return LC_E_RANGE;
     lcs_lock *lock = (lcs_lock *)(base + LCS_LOCK_OFFSET);
-    if (lc_load(&lock->log_count) && !lc_load(&lock->word)) return LC_E_CORRUPT;
+    if (lc_load(&lock->log_count) && lcs_word_free(lc_load(&lock->word))) return LC_E_CORRUPT;
     return lc_txn_undo(base, lock, LCS_PAYLOAD_OFFSET, bytes);
 }

@@ -87,7 +87,7 @@ static int perform(world *w, rng *r, const operation *o, bool moving) {
 static int broken(world *w) {
     lci_report report;
     const lcs_lock *lock = lcs_lock_of(w->me);
-    bool forged = lc_load(&lock->word) == 0 && lc_load(&lock->log_count) != 0;
+    bool forged = lcs_word_free(lc_load(&lock->word)) && lc_load(&lock->log_count) != 0;
     memcpy(w->scratch, w->base, w->bytes);
     if (lci_recover_copy(w->scratch, w->bytes, w->pages) < 0) return -1;
     if (forged) finding("a log that nobody left was undone", lc_load(&lock->log_count));

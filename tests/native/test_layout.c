@@ -96,9 +96,9 @@ static void open_believes_nothing(void) {
 }
 
 static void layout_texts_name_every_record(void) {
-    const char *types[] = {"lcs_header=4096\n", "lcs_client=128\n", "lcs_lock=128\n"};
+    const char *types[] = {"lcs_header=4096\n", "lcs_client=128\n", "lcs_lock=256\n"};
     for (int i = 0; i < 3; i++) CHECK(strstr(lcs_layout(), types[i]));
-    CHECK(strstr(lcs_layout(), "lcs_lock.log_count=16+4\n"));
+    CHECK(strstr(lcs_layout(), "lcs_lock.log_count=128+4\n"));
     CHECK(strstr(lci_layout(), "lci_page=64\n"));
     CHECK(strstr(lci_layout(), "lci_page.gen=32+4\n"));
     char text[64];

@@ -72,17 +72,17 @@ static void lock_excludes_and_counts(void) {
     tear_down();
 }
 
-/* However fast the processor goes round: 20 us, by the clock. */
+/* However fast the processor goes round: 50 us, by the clock. */
 static void lock_is_spun_for_by_time(void) {
     lc_txn t;
     set_up();
     CHECK_EQ(take(&a, &t, LC_TRY, 0), LC_OK);
-    for (uint64_t ns = 1000; ns <= 20000; ns *= 20) {
+    for (uint64_t ns = 1000; ns <= 25000; ns *= 25) {
         clock_ns = 0, looks = 0, pace = ns;
         int rc = take(&b, &t, LC_TRY, 0);
         pace = 0;
         CHECK_EQ(rc, LC_E_BUSY);
-        CHECK_EQ(looks, 1 + 20000 / (int)ns);
+        CHECK_EQ(looks, 1 + 50000 / (int)ns);
     }
     CHECK_EQ(drop(&a, &t), LC_OK);
     tear_down();
@@ -95,7 +95,38 @@ static void lock_waiter_says_so_and_comes_back_for_signals(void) {
     CHECK_EQ(take(&b, &u, BLOCKING), LC_E_INTR); /* after a slice: the interpreter looks */
     CHECK(lcs_lock_wanted(a.at));
     CHECK_EQ(drop(&a, &t), LC_OK);
-    CHECK_EQ(lc_load(&lock->word), 0);
+    CHECK_EQ(lc_load(&lock->word), LCS_LOCK_STARVED); /* it waited long, and may be back */
+    tear_down();
+}
+
+/* A process that has slept says so when it has waited for half a millisecond, and not before. */
+static void lock_waiter_that_slept_long_goes_first(void) {
+    lc_txn t, u;
+    set_up();
+    for (uint64_t ns = 4000; ns <= 200000; ns *= 50) { /* it sleeps several times in either */
+        CHECK_EQ(take(&a, &t, LC_TRY, 0), LC_OK);
+        clock_ns = 0, pace = ns;
+        int rc = take(&b, &u, LC_BLOCK, UINT64_C(1000000000) + 30 * ns);
+        pace = 0;
+        CHECK_EQ(rc, LC_E_TIMEOUT);
+        CHECK_EQ((lc_load(&lock->word) & LCS_LOCK_STARVED) != 0, ns == 200000);
+        CHECK_EQ(drop(&a, &t), LC_OK);
+    }
+    tear_down();
+}
+
+/* Who comes leaves it to a starved process for 100 us, no longer: that one may have died. */
+static void lock_is_left_to_the_starved(void) {
+    lc_txn t;
+    set_up();
+    lc_store(&lock->word, LCS_LOCK_STARVED);
+    clock_ns = 0, pace = 1000;
+    int rc = take(&b, &t, LC_TRY, 0);
+    pace = 0;
+    CHECK_EQ(rc, LC_OK);
+    CHECK(clock_ns >= 100000 && clock_ns < 110000);
+    CHECK_EQ(drop(&b, &t), LC_OK);
+    CHECK_EQ(lc_load(&lock->word), 0); /* said again by those who still starve */
     tear_down();
 }
 
@@ -161,7 +192,7 @@ static void lock_owner_of_another_epoch_is_dead(void) {
 
 static void lock_word_that_names_nobody_is_taken(void) {
     lc_txn u;
-    const uint32_t words[] = {LCS_SLOTS, LCS_LOCK_SLOT, 1u << LCS_LOCK_EPOCH_SHIFT};
+    const uint32_t words[] = {LCS_LOCK_WAITERS, LCS_LOCK_SLOT, 1u << LCS_LOCK_EPOCH_SHIFT};
     set_up();
     for (uint32_t i = 0; i < sizeof words / sizeof *words; i++) {
         lc_store(&lock->word, words[i]);
@@ -212,6 +243,8 @@ const test lock_tests[] = {
     TEST(lock_excludes_and_counts),
     TEST(lock_is_spun_for_by_time),
     TEST(lock_waiter_says_so_and_comes_back_for_signals),
+    TEST(lock_waiter_that_slept_long_goes_first),
+    TEST(lock_is_left_to_the_starved),
     TEST(lock_passes_to_a_sleeper),
     TEST(lock_of_a_dead_owner_is_taken_over_and_its_step_undone),
     TEST(lock_owner_of_another_epoch_is_dead),

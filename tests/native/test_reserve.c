@@ -356,6 +356,48 @@ static void keys_are_touched(void) {
     tear_down();
 }
 
+#ifdef LC_PAUSE_POINTS
+/* Another client waits all the time, and the hold began at `begun`: holds of the lock that it takes to
+ * reserve 256 pages. */
+static uint64_t begun;
+
+static void others_wait(int point) {
+    lcs_lock *lock = lcs_lock_of(a.at);
+    if (point != LC_AT_LOCKED) return;
+    atomic_fetch_or(&lock->both, LCS_LOCK_WAITERS);
+    lc_store(&lock->since_ns, begun);
+}
+
+static uint64_t holds_beside_others(uint64_t since, uint32_t number) {
+    begun = since;
+    prompt_make(&p, number, 256);
+    uint64_t before = lc_load(&lcs_lock_of(a.at)->acquisitions);
+    lc_pause_hook = others_wait;
+    CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 256);
+    lc_pause_hook = NULL;
+    uint64_t holds = lc_load(&lcs_lock_of(a.at)->acquisitions) - before;
+    prompt_publish(&a, &p, 0);
+    prompt_unpin(&a, &p);
+    return holds;
+}
+
+static void reserve_gives_way_when_it_has_done_its_share(void) {
+    set_up(600);
+    CHECK_EQ(holds_beside_others(UINT64_MAX / 2, 1), 256 / LCI_SHARE);
+    CHECK_EQ(holds_beside_others(0, 2), 256 / LCI_BATCH); /* it has lasted long */
+    uint32_t freed = 0;
+    uint64_t before = lc_load(&lcs_lock_of(a.at)->acquisitions);
+    begun = UINT64_MAX / 2;
+    lc_pause_hook = others_wait;
+    CHECK_EQ(lci_evict_pages(a.h, 256, &freed, BLOCKING), LC_OK);
+    lc_pause_hook = NULL;
+    CHECK_EQ(freed, 256);
+    CHECK_EQ(lc_load(&lcs_lock_of(a.at)->acquisitions) - before, 256 / LCI_SHARE);
+    tear_down();
+}
+
+#endif
+
 const test reserve_tests[] = {
     TEST(reserve_makes_pages_pinned_and_hung_on_one_another),
     TEST(reserve_of_what_is_there_and_of_what_others_write),
@@ -374,5 +416,8 @@ const test reserve_tests[] = {
     TEST(pieces_hang_on_the_page_before),
     TEST(a_piece_hangs_on_its_own_kind),
     TEST(keys_are_touched),
+#ifdef LC_PAUSE_POINTS
+    TEST(reserve_gives_way_when_it_has_done_its_share),
+#endif
     END_OF_TESTS,
 };

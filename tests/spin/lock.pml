@@ -16,6 +16,9 @@
  * believed to be that of this taking. BIT_FORGOTTEN: who has slept takes the lock without the
  * waiters bit. NOT_UNDONE: a taker does not look at the log.
  *
+ * Who has slept may say that it starves. Then others leave it the free lock, for a time: here nobody
+ * counts on that, so they may take it. STARVED_ALONE: it says so instead of saying that it waits.
+ *
  * APART: with deaths, and each client is in a PID namespace of its own, where numbers of threads are given
  * out again: B's thread has that of A's first. /proc tells nothing, and the slot's byte goes late, or
  * not while we look. What tells is the kernel's mark: it looks at the word that a dying thread has led
@@ -42,6 +45,7 @@
 /* The 64 bits of the lock. */
 byte owner;
 bool waiters;
+bool starved;
 byte sequence;
 
 /* lock->holder */
@@ -67,12 +71,13 @@ byte committed;        /* what the word was at the last commit */
 /* lcs_lock_take: the load of `both` and all that follows from it. */
 #define ENTER(bit) \
     assert(inside == UNKNOWN || ended[inside]); \
-    owner = CLIENT(me); waiters = bit; sequence++; inside = me
+    owner = CLIENT(me); waiters = bit; starved = false; sequence++; inside = me
 
 #ifdef NO_SEQUENCE
-#define UNCHANGED (owner == seen && waiters == seen_waiters)
+#define UNCHANGED (owner == seen && waiters == seen_waiters && starved == seen_starved)
 #else
-#define UNCHANGED (owner == seen && waiters == seen_waiters && sequence == seen_sequence)
+#define UNCHANGED (owner == seen && waiters == seen_waiters && starved == seen_starved && \
+                   sequence == seen_sequence)
 #endif
 #ifdef NO_TAG
 #define OF_THIS_TAKING true
@@ -107,12 +112,24 @@ byte committed;        /* what the word was at the last commit */
 #define LED_UNTIL_END false
 #endif
 
-#define FORGET seen = 0; seen_waiters = 0; seen_sequence = 0; slept = 0
+/* The word is still what the process has made it: the kernel compares before it lets it sleep. */
+#ifdef STARVED_ALONE
+#define AS_SAID (owner == seen && (waiters || starved) && starved == seen_starved)
+#else
+#define AS_SAID (owner == seen && waiters && starved == seen_starved)
+#endif
+#ifdef STARVED_ALONE
+#define AND_WAITS waiters
+#else
+#define AND_WAITS true
+#endif
+
+#define FORGET seen = 0; seen_waiters = 0; seen_starved = 0; seen_sequence = 0; slept = 0
 
 proctype thread(byte me) {
     int done;
     byte seen, seen_sequence, value;
-    bool seen_waiters, slept, wake;
+    bool seen_waiters, seen_starved, slept, wake;
     bool led; /* list_op_pending: hint() with NOTE, unhint() between COMMIT and DROP */
 
 again: /* spin, then block */
@@ -129,7 +146,7 @@ again: /* spin, then block */
     fi;
 #endif
     atomic {
-        seen = owner; seen_waiters = waiters; seen_sequence = sequence;
+        seen = owner; seen_waiters = waiters; seen_starved = starved; seen_sequence = sequence;
         if
         :: seen == NOBODY -> done = done & ~LOOK; goto take
         :: seen == CLIENT(me) -> goto wait /* another thread of ours */
@@ -155,12 +172,14 @@ again: /* spin, then block */
 #endif
 wait: /* sleep_once */
     if
-    :: atomic { UNCHANGED -> waiters = true; slept = true }
+    :: atomic { UNCHANGED -> waiters = true; seen_starved = starved; slept = true }
+    :: atomic { UNCHANGED && slept -> waiters = AND_WAITS; starved = true; seen_starved = true }
     :: atomic { !UNCHANGED -> goto again }
     fi;
+    /* What spin_starved finds is what a wake-up finds. */
     if
-    :: d_step { owner == seen && waiters -> futex = futex | (1 << me) }
-    :: atomic { owner != seen || !waiters -> goto again }
+    :: d_step { AS_SAID -> futex = futex | (1 << me) }
+    :: atomic { !AS_SAID -> goto again }
     fi;
     if
     :: atomic { !(futex & (1 << me)) -> goto again } /* woken */

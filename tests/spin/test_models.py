@@ -59,6 +59,7 @@ BROKEN = [
     ("lock", "", "BIT_FORGOTTEN"),
     ("lock", "", "NO_SEQUENCE"),
     ("lock", "", "NO_TAG"),
+    ("lock", "", "STARVED_ALONE"),
     ("lock", "DEATH", "UNBOUNDED"),
     ("lock", "DEATH", "NOT_UNDONE"),
     ("lock", "APART", "NO_TAG"),

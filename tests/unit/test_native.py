@@ -64,7 +64,7 @@ def test_layout_is_verified_field_by_field() -> None:
     fewer = text.replace("LCS_SLOTS=64\n", "")
     with pytest.raises(errors.LayoutMismatch, match="LCS_SLOTS: expected 64, found nothing"):
         layout.verify(fewer, layout.STRUCTURES, layout.CONSTANTS, library="core")
-    with pytest.raises(errors.LayoutMismatch, match="lcs_lock: expected nothing, found 128"):
+    with pytest.raises(errors.LayoutMismatch, match="lcs_lock: expected nothing, found 256"):
         layout.verify(text, {"lcs_header": layout.SegmentHeader}, {}, library="core")
 
 

@@ -21,12 +21,14 @@ static void held_elsewhere(stage *s) {
     lc_store(&lcs_client_of(o->at, o->at->slot)->pidns, 1);
     hold_lock(o);
 }
-static bool let_go_when_waited_for(stage *s) {
+static bool let_go_at(stage *s, uint32_t bit) {
     if (s->other[0].at->life_fd < 0) return true; /* the victim has died before */
-    if (!(lc_load(&lcs_lock_of(s->survivor.at)->both) & LCS_LOCK_WAITERS)) return false;
+    if (!(lc_load(&lcs_lock_of(s->survivor.at)->both) & bit)) return false;
     NEED(lci_let_go(s->other[0].h) == LC_OK);
     return true;
 }
+static bool let_go_when_waited_for(stage *s) { return let_go_at(s, LCS_LOCK_WAITERS); }
+static bool let_go_when_starved(stage *s) { return let_go_at(s, LCS_LOCK_STARVED); }
 /* LC_E_INTR: nobody has let go of it in time. */
 static void wait_for_lock(actor *v) {
     int rc = lci_grow(v->h, 0, LC_BLOCK, FOREVER);
@@ -39,7 +41,15 @@ static void wait_in_vain(actor *v) {
 }
 SCENE(lock_waited_for, .pages = 48, .set = held_elsewhere, .act = wait_for_lock,
       .meanwhile = let_go_when_waited_for)
+SCENE(lock_of_starved, .pages = 48, .set = held_elsewhere, .act = wait_for_lock,
+      .meanwhile = let_go_when_starved)
 SCENE(lock_in_vain, .pages = 48, .set = held_elsewhere, .act = wait_in_vain)
+
+/* One that starved has died: its bit is all that is left of it. */
+static void starved_died(stage *s) {
+    two_runs(s);
+    lc_store(&lcs_lock_of(s->survivor.at)->word, LCS_LOCK_STARVED);
+}
 
 /* Its process lives; the thread that took the lock has ended. */
 static void *take_and_end(void *a) {
@@ -53,6 +63,7 @@ static void held_by_no_thread(stage *s) {
 }
 static void evict_five(actor *v) { NEED(deed_evict(v, 5) == 5); }
 SCENE(lock_of_ended_thread, .pages = 48, .set = held_by_no_thread, .act = evict_five, .taken = 5)
+SCENE(lock_after_starved, .pages = 48, .set = starved_died, .act = evict_five, .taken = 5)
 
 /* Asleep until a key is ready, and woken by a look at who lives after 20 ms. */
 static void other_writes(stage *s) {
