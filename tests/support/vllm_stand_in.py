@@ -327,6 +327,7 @@ class Engine:
         scheduled = {name: each.end - each.num_computed_tokens for name, each in requests.items()}
         output = SimpleNamespace(
             num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
             scheduled_spec_decode_tokens={},
             preempted_req_ids={each.request_id for each in preempted},
             scheduled_new_reqs=[],

@@ -158,7 +158,8 @@ def test_a_step_looks_at_one_block_of_a_group_that_nothing_was_freed_of(segment_
             looks.clear()
             new = SimpleNamespace(new_block_ids=[])
             output = SimpleNamespace(
-                num_scheduled_tokens={}, preempted_req_ids=(), scheduled_new_reqs=[],
+                num_scheduled_tokens={}, total_num_scheduled_tokens=0,
+                preempted_req_ids=(), scheduled_new_reqs=[],
                 scheduled_cached_reqs=new, scheduled_spec_decode_tokens={},
             )  # fmt: skip
             assert not half.orders(output, tables).settle
@@ -234,7 +235,9 @@ def test_where_vllm_does_not_say_its_blocks_all_saves_are_settled(segment_name: 
         def raises(identity: str, group: int) -> list[int]:
             raise RuntimeError("it cannot be asked")
 
-        output = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=())
+        output = SimpleNamespace(
+            num_scheduled_tokens={}, total_num_scheduled_tokens=0, preempted_req_ids=()
+        )
         assert set(one.scheduler.orders(output, raises).settle) == jobs
         assert len(jobs) == 3
         gate.open.set()
