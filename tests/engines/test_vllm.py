@@ -7,16 +7,20 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from engines import contracts
 
 from lightcache import Cache
-from lightcache.shm import Segment
+from lightcache.shm import Segment, list_segments
 from lightcache.tools.maintenance import _switch
+from lightcache.tools.vllm_config import vllm_config
 
 pytestmark = pytest.mark.engines
+BY_HAND = "CI" not in os.environ
 
 
 def test_it_starts_and_answers(in_engine: Callable[..., str], segment_name: str) -> None:
@@ -276,6 +280,61 @@ def test_one_rank_reads_what_two_have_written(engines: Engines) -> None:
     check_clean()
 
 
+def test_what_vllm_config_prints_serves_and_is_warm_after_a_kill(
+    engines: Engines, serve: Callable[[str], Any], home: Path
+) -> None:
+    model = home / f"served-{os.getpid()}"  # the cache is named after it
+    model.symlink_to("llama")
+    printed = CliRunner().invoke(
+        vllm_config, [str(model), "--size", "64MiB", "--blocks-per-page", "1"]
+    )
+    assert printed.exit_code == 0
+    line = printed.stdout.splitlines()[0]
+    assert line.startswith(f"vllm serve {model} ")
+    # Small, and of one process: a prompt of 900 tokens takes the place of the one before.
+    line += " --enforce-eager --dtype float32 --max-model-len 1024 --max-num-seqs 1 --block-size 32"
+    line += " --skip-tokenizer-init --num-gpu-blocks-override 34 --distributed-executor-backend uni"
+    first, other = (
+        [chance.randrange(500) for _ in range(900)] for chance in map(random.Random, "ab")
+    )
+    loaded, device = "vllm:lightcache_loaded_tokens_total", "vllm:prefix_cache_hits_total"
+    hits = "vllm:external_prefix_cache_hits_total"
+    try:
+        server = serve(line)
+        answer = completed(server, model, first)
+        completed(server, model, other)
+        assert figure(server, hits) == figure(server, device) == 0
+        assert completed(server, model, first) == answer
+        until(lambda: figure(server, loaded))
+        assert figure(server, hits) == figure(server, loaded) == 896 - figure(server, device)
+        assert figure(server, "vllm:lightcache_errors_total") == 0
+        server.kill()
+        server = serve(line)
+        assert completed(server, model, first) == answer
+        until(lambda: figure(server, loaded))
+        assert figure(server, hits) == figure(server, loaded) == 896
+        server.kill()
+    finally:
+        for segment in list_segments():
+            if segment.name.startswith(model.name):
+                Segment.unlink(segment.name, force=True)
+
+
+def completed(server: Any, model: Path, prompt: list[int]) -> list[int]:
+    ask = {"model": str(model), "prompt": prompt, "max_tokens": 4, "temperature": 0}
+    said = json.loads(server("/v1/completions", {**ask, "return_token_ids": True}))
+    answer: list[int] = said["choices"][0]["token_ids"]
+    assert len(answer) == 4
+    return answer
+
+
+def figure(server: Any, name: str) -> float:
+    """Of its metrics, over all engines."""
+    lines = [line for line in server("/metrics").splitlines() if line.startswith(name + "{")]
+    assert lines
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
 def test_latents_are_what_vllm_has_cached(engines: Engines) -> None:
     how = json.dumps({"name": f"{NAME}-latent", "size": "16MiB", "blocks_per_page": 1})
     engine = engines.start(how, model="latent")
@@ -290,6 +349,36 @@ def test_latents_are_what_vllm_has_cached(engines: Engines) -> None:
         engine.end()
     finally:
         Segment.unlink(f"{NAME}-latent", force=True)
+
+
+def test_images_and_embeddings_are_part_of_the_keys(start: Callable[..., Any]) -> None:
+    name = f"{NAME}-images"
+    prompt = [number + 10 for number in ONE[0]]  # the first ids are special ones
+    found = (len(prompt) + 17) // 32 * 32  # after an image of 16 tokens and one that ends it
+    try:
+        how = json.dumps({"name": name, "size": "16MiB", "blocks_per_page": 1})
+        engine = start(how, "1", "images")
+        engine.until("READY")
+
+        def ask(**what: Any) -> tuple[list[int], int]:
+            answer = engine("ask", prompts=[prompt], **what)
+            engine("idle")
+            return answer["answers"][0], answer["cached"][0]
+
+        first, second, text = (ask(image=1), ask(image=2), ask())
+        assert [cached for _, cached in (first, second, text)] == [0, 0, 0]
+        assert len({str(answer) for answer, _ in (first, second, text)}) == 3
+        assert ask(image=1) == (first[0], found)
+        assert ask(image=2) == (second[0], found)
+        assert ask(image=1, salt="computed again") == (first[0], 0)
+        first, second = (ask(embeds=1), ask(embeds=2))
+        assert (first[1], second[1]) == (0, 0)
+        assert first[0] != second[0]
+        assert ask(embeds=1) == (first[0], (len(prompt) - 1) // 32 * 32)
+        assert engine("errors") == 0
+        engine.end()
+    finally:
+        Segment.unlink(name, force=True)
 
 
 WINDOWS = f"{NAME}-windows"
@@ -332,7 +421,7 @@ def test_windows_are_found_and_equal(windowed: Callable[..., Any]) -> None:
         assert min(groups.values()) > 0.9 * groups["full"] > 0
 
 
-@pytest.mark.skipif("CI" in os.environ, reason="takes a minute: `.ci/engines vllm` by hand")
+@pytest.mark.skipif(not BY_HAND, reason="takes a minute: `.ci/engines vllm` by hand")
 def test_two_ranks_read_the_windows_of_one(windowed: Callable[..., Any]) -> None:
     some = MANY[:20]
     one = windowed(1)
@@ -344,6 +433,36 @@ def test_two_ranks_read_the_windows_of_one(windowed: Callable[..., Any]) -> None
     assert found["answers"] == wanted
     assert sum(found["cached"]) > 0.9 * sum(map(len, some))
     both.end()
+
+
+def test_chunks_are_found_and_equal(start: Callable[..., Any]) -> None:
+    name, some = f"{NAME}-chunks", MANY[:12]
+    try:
+        how = json.dumps({"name": name, "size": "64MiB", "blocks_per_page": 1})
+        engine = start(how, "1", "chunks")
+        engine.until("READY")
+        wanted = engine("ask", prompts=some, salt="computed apart")["answers"]
+        assert engine("ask", prompts=some)["answers"] == wanted
+        engine("idle")
+        again = engine("ask", prompts=some)
+        assert again["answers"] == wanted
+        assert again["cached"] == [(len(prompt) - 1) // 32 * 32 for prompt in some]
+        engine("fail_loads", count=1)
+        assert engine("ask", prompts=some[:1])["answers"] == wanted[:1]
+        assert engine("errors") == 1
+        engine("idle")
+        if BY_HAND:
+            engine.end()
+            plain = start("null", "1", "chunks")
+            plain.until("READY")
+            assert plain("ask", prompts=some)["answers"] == wanted
+            plain.end()
+        with Cache.attach(name) as cache:
+            groups = {group.name: group.pages for group in cache.index.groups()}
+            assert set(groups) == {"full", "chunk96"}
+            assert min(groups.values()) == max(groups.values()) > 0
+    finally:
+        Segment.unlink(name, force=True)
 
 
 STATES = f"{NAME}-states"
@@ -367,9 +486,6 @@ def ask_one(engine: Any, prompt: list[int], salt: str | None = None) -> tuple[li
     """Its answer, and what was found of it. Alone in a step: bfloat16 depends on the batch."""
     answer = engine("ask", prompts=[prompt], salt=salt)
     return answer["answers"][0], answer["cached"][0]
-
-
-BY_HAND = "CI" not in os.environ
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 VOCABULARY = 512
 
 
-def save(folder: str, kv_heads: int = 1) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
+def config(kv_heads: int) -> LlamaConfig:
+    return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=256,
@@ -25,7 +24,11 @@ def save(folder: str, kv_heads: int = 1) -> None:
         max_position_embeddings=2048,
         initializer_range=0.2,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def save(folder: str, kv_heads: int = 1) -> None:
+    torch.manual_seed(0)
+    LlamaForCausalLM(config(kv_heads)).save_pretrained(folder)
 
 
 def save_latent(folder: str) -> None:

@@ -591,6 +591,8 @@ class SchedulerHalf:
                 if not group.whole:
                     start = max(start, _unseen(table) * group.block_tokens)
                 mine = table[start // group.block_tokens : end // group.block_tokens]
+            if start >= end:
+                continue  # at the beginning of a chunk no page of it is needed
             first = start // self._page
             numbers = np.ascontiguousarray(lease.pages[first - there :], np.int32)
             generations = opened.cache.index.generations(numbers)
