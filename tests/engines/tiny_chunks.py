@@ -22,7 +22,8 @@ def save(folder: str) -> None:
         head_dim=64,
         max_position_embeddings=2048,
         num_local_experts=2,
-        moe_layers=[],
+        moe_layers=[],  # as the next line says, in the words of vLLM
+        interleave_moe_layer_step=9,
         no_rope_layers=[1, 0, 1, 0],
         attention_chunk_size=CHUNK,
         initializer_range=0.2,

@@ -31,6 +31,7 @@ BLOCK = 32
 MODELS = {
     "llama": functools.partial(tiny_llama.save, kv_heads=2),
     "gemma": tiny_gemma.save,
+    "gemma4": tiny_gemma.save_4,
     "latent": tiny_llama.save_latent,
     "next": tiny_states.save_next,
     "mamba": tiny_states.save_mamba,

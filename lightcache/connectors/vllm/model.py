@@ -228,7 +228,7 @@ class _Part:
                 raise ConfigError(f"expected one state in a block, found tensors of {shape}")
             return
         latent = type(spec).__name__.startswith("MLA")
-        self.heads = 1 if latent else vllm_config.model_config.get_total_num_kv_heads()
+        self.heads = 1 if latent else _kv_heads(vllm_config.model_config, self.names)
         if max(1, self.heads // ranks) != heads:
             raise ConfigError(
                 f"expected {max(1, self.heads // ranks)} of {self.heads} KV heads in rank {rank} "
@@ -287,6 +287,29 @@ class _Part:
             f"ranks={self.heads}",
             f"layout=release-{_release()}-{where}",
         ]
+
+
+def _kv_heads(model: Any, names: list[str]) -> int:
+    """Of the whole model, in each of these layers: they may be others than in the other layers.
+
+    Raises:
+        ConfigError: these differ among themselves.
+    """
+    whole: int = model.get_total_num_kv_heads()
+    parts = getattr(model, "model_arch_config", None)
+    if getattr(parts, "per_layer_overrides", None) is None:
+        return whole
+    heads = set()
+    for name in names:
+        layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+        if layer is None:
+            raise ConfigError(f"expected the number of a layer in its name, found {name}")
+        heads.add(int(parts[int(layer[1])].total_num_kv_heads))
+    if len(heads) != 1:
+        raise ConfigError(
+            f"expected a group of layers with as many KV heads, found {sorted(heads)}"
+        )
+    return heads.pop()
 
 
 def _stages(vllm_config: Any, own: list[str]) -> tuple[list[str], range]:
