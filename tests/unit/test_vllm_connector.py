@@ -679,6 +679,21 @@ def hybrid(ranks: int = 1, window: int = 12) -> tuple[Any, Any, Any]:
     return config, SimpleNamespace(kv_cache_groups=[made[1], made[0], *made[2:]]), aliased
 
 
+def test_each_group_has_the_heads_of_its_own_layers() -> None:
+    class Layers(dict[int, Any]):
+        per_layer_overrides: Any = [{}]
+
+    config, groups, tensors = hybrid()
+    usual = describe(config, groups, tensors, 0, Options()).place
+    config.model_config.get_total_num_kv_heads = lambda: 5  # of layers of another kind
+    heads = Layers({number: SimpleNamespace(total_num_kv_heads=2) for number in range(7)})
+    config.model_config.model_arch_config = heads
+    assert describe(config, groups, tensors, 0, Options()).place == usual
+    heads[5].total_num_kv_heads = 1
+    with pytest.raises(ConfigError, match="as many KV heads"):
+        describe(config, groups, tensors, 0, Options())
+
+
 def test_groups_have_numbers_rules_and_pages_of_one_size() -> None:
     for ranks, rank in ((1, 0), (2, 1)):
         found = describe(*hybrid(ranks), rank, Options())

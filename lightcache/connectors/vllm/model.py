@@ -296,7 +296,7 @@ def _kv_heads(model: Any, names: list[str]) -> int:
         ConfigError: these differ among themselves.
     """
     whole: int = model.get_total_num_kv_heads()
-    parts = getattr(model, "model_arch_config", None)
+    parts: Any = getattr(model, "model_arch_config", None)
     if getattr(parts, "per_layer_overrides", None) is None:
         return whole
     heads = set()
