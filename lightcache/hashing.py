@@ -151,13 +151,16 @@ class KeySpec:
             ConfigError: as `hash_pages`.
         """
         row = 4 * self.page_tokens
-        ids = np.frombuffer(tokens, "<u4")
-        if len(tokens) >= row and np.maximum.reduce(ids) < MARK:
+        pages = len(tokens) // row
+        if pages and _MARK_BYTES not in tokens[pages * row :]:
             head, seed = self._head(salt, lora)
             if head and len(head) + row >= _SHORTEST:
-                pages = len(tokens) // row
-                return _core_keys(head + tokens[:_STRIPE], len(head), tokens, row, pages, seed)
-        return hash_pages(self, ids, salt=salt, lora=lora)
+                start = head + tokens[:_STRIPE]
+                try:
+                    return _core_keys(start, len(head), tokens, row, pages, seed)
+                except ConfigError:
+                    pass  # `hash_pages` says which token is none
+        return hash_pages(self, np.frombuffer(tokens, "<u4"), salt=salt, lora=lora)
 
     def _seed_block(self, salt: str | bytes, lora: bytes) -> bytes:
         if type(salt) is bytes and type(lora) is bytes and not salt and not lora:

@@ -34,9 +34,9 @@ REFUSED = (
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True unless sleep mode is enabled"
 )
 NOT_SERVED = (
-    "the connector says so once and vLLM runs as without it for: chunked attention, layers of "
-    "several shapes, windows or states beside other layers in a pipeline, context parallelism, "
-    "ranks on other nodes"
+    "the connector says so once and vLLM runs as without it for: layers of several shapes, "
+    "windows, chunks or states beside other layers in a pipeline, context parallelism, ranks on "
+    "other nodes"
 )
 STATES = (
     "a model with recurrent states is served only with --enable-prefix-caching, and with its "
@@ -65,7 +65,7 @@ class Shape:
     """Elements of a head and token: K and V, or a latent."""
     groups: int = 1
     window: int | None = None
-    """Tokens that some layers see; None: all have full attention."""
+    """Tokens that some layers see at most, of a window or a chunk; None: all see all."""
 
 
 @dataclass(frozen=True)
@@ -202,10 +202,11 @@ def shape_of(config: Mapping[str, Any]) -> Shape | None:
 def grouped(text: Mapping[str, Any], layers: int) -> tuple[int, int, int | None]:
     """Layers of vLLM's largest group, groups, and the window of some: groups have as many layers as
     the rarer kind, or as the other one if both kinds have about as many."""
-    window = text.get("sliding_window")
+    kinds, pattern = text.get("layer_types"), text.get("sliding_window_pattern")
+    chunks = isinstance(kinds, list) and "chunked_attention" in kinds
+    window = text.get("attention_chunk_size" if chunks else "sliding_window")
     if not isinstance(window, int) or not window or text.get("use_sliding_window") is False:
         return layers, 1, None
-    kinds, pattern = text.get("layer_types"), text.get("sliding_window_pattern")
     whole = kinds.count("full_attention") if isinstance(kinds, list) else 0
     if not whole and isinstance(pattern, int) and pattern > 1:
         whole = layers // pattern
@@ -231,8 +232,8 @@ def of_model(config: Mapping[str, Any] | None) -> Iterator[str]:
     text = text_config(config)
     if config.get("is_encoder_decoder"):
         yield "not with a connector: vLLM refuses encoder-decoder models with any; leave it out"
-    served = {"full_attention", "attention", "sliding_attention", *STATE_KINDS}
-    if kinds := set(text.get("layer_types") or ()) - served:
+    served = {"full_attention", "attention", "sliding_attention", "chunked_attention"}
+    if kinds := set(text.get("layer_types") or ()) - served - STATE_KINDS:
         yield f"not served yet: {', '.join(sorted(kinds))}; vLLM runs as without the line"
 
 

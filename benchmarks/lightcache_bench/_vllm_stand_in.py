@@ -68,6 +68,10 @@ class Output:
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     preempted_req_ids: Iterable[str] | None = None
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+    total_num_scheduled_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.total_num_scheduled_tokens = sum(self.num_scheduled_tokens.values())
 
 
 class Saver:

@@ -93,12 +93,23 @@ static lc_key hash(chain *c, uint64_t length) {
     };
 }
 
+/* Whether one of the words is no token; see MARK in hashing.py. */
+static bool marked(const uint8_t *words, uint64_t bytes) {
+    uint32_t marks = 0;
+    for (uint64_t i = 0; i + sizeof marks <= bytes; i += sizeof marks) {
+        uint32_t word;
+        memcpy(&word, words + i, sizeof word);
+        marks |= word == UINT32_MAX;
+    }
+    return marks;
+}
+
 /* The text is `before` bytes of `start` and then n pages of `page` bytes each, of which `start` has the
- * first 64 bytes as well. LC_E_RANGE: so short a text is not hashed here. */
+ * first 64 bytes as well. LC_E_RANGE: so short a text is not hashed here, or it has what is no token. */
 LC_API int lci_chain_keys(const uint8_t *start, uint64_t before, const uint8_t *pages, uint64_t page,
                           uint32_t n, uint64_t seed, lc_key *out) {
     chain c = {.start = start, .pages = pages, .before = before};
-    if (before + page < SHORTEST) return LC_E_RANGE;
+    if (before + page < SHORTEST || marked(pages, n * page)) return LC_E_RANGE;
     begin(&c, seed);
     for (uint32_t i = 0; i < n; i++) out[i] = hash(&c, before + (i + 1) * page);
     return LC_OK;

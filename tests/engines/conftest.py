@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
+import socket
 import subprocess
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -121,15 +125,94 @@ class Told:
         self.close()
 
 
+class Server:
+    """A server that a line of a shell starts, asked over HTTP."""
+
+    def __init__(self, line: str, home: Path, more: dict[str, str]) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self._errors = (home / "errors").open("a")
+        self._process = subprocess.Popen(
+            ["sh", "-c", f"exec {line} --host 127.0.0.1 --port {self._port}"],
+            cwd=home,
+            env=more,
+            stdin=subprocess.DEVNULL,
+            stdout=self._errors,
+            stderr=self._errors,
+            start_new_session=True,
+        )
+
+    def until_ready(self) -> None:
+        """Until it answers."""
+        while True:
+            try:
+                self("/health")
+                return
+            except urllib.error.URLError:
+                if self._process.poll() is not None:
+                    said = Path(self._errors.name).read_text(errors="replace")
+                    raise AssertionError(f"it ended: {said[-8000:]}") from None
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(0.1)
+
+    def __call__(self, path: str, ask: dict[str, Any] | None = None) -> str:
+        """What it says."""
+        data = None if ask is None else json.dumps(ask).encode()
+        url = f"http://127.0.0.1:{self._port}{path}"
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            return str(answer.read().decode())
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._errors.close()
+
+
 @pytest.fixture(scope="module")
-def start(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., Told]]:
-    """`start(argument...)`: a `Told` engine. All have one folder."""
+def home(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all engines."""
+    return tmp_path_factory.mktemp(request.path.stem.removeprefix("test_"))
+
+
+@pytest.fixture
+def serve(request: pytest.FixtureRequest, home: Path) -> Iterator[Callable[[str], Server]]:
+    """`serve(line)`: a server of the engine, whose command is found as a shell finds it."""
+    engine = request.path.stem.removeprefix("test_")
+    python, version = os.environ["LIGHTCACHE_ENGINE_PYTHON"], (HERE / "vllm.txt").read_text()
+    # The build for CPUs has another name, and its command the address of the folder it was made in.
+    version = version.split("==")[1].split()[0] + "+cpu"
+    facts = home / "named" / f"vllm-{version}.dist-info"
+    facts.mkdir(parents=True)
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    command = home / "named" / "vllm"
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(python)} -m vllm.entrypoints.cli.main "$@"\n')
+    command.chmod(0o755)
+    how = environment(engine, home)
+    how["PYTHONPATH"] += f":{home}/named"
+    how["PATH"] = f"{home}/named:{how['PATH']}"
+    how["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    started = []
+
+    def begin(line: str) -> Server:
+        started.append(Server(line, home, how))
+        started[-1].until_ready()
+        return started[-1]
+
+    yield begin
+    for one in started:
+        one.kill()
+
+
+@pytest.fixture(scope="module")
+def start(request: pytest.FixtureRequest, home: Path) -> Iterator[Callable[..., Told]]:
+    """`start(argument...)`: a `Told` engine."""
     engine = request.path.stem.removeprefix("test_")
     if os.environ.get("LIGHTCACHE_ENGINE") != engine:
         pytest.skip(f"runs in an environment of its own: .ci/engines {engine}")
-    home, started = tmp_path_factory.mktemp(engine), []
+    started = []
 
     def begin(*arguments: str) -> Told:
         started.append(Told(engine, home, *arguments))

@@ -5,19 +5,24 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from engines import contracts, sharing
 from engines.sharing import until
 
 from lightcache import Cache
-from lightcache.shm import Segment
+from lightcache.shm import Segment, list_segments
 from lightcache.tools.maintenance import _switch
+from lightcache.tools.vllm_config import vllm_config
 
 pytestmark = pytest.mark.engines
+BY_HAND = "CI" not in os.environ
 
 
 def test_it_starts_and_answers(in_engine: Callable[..., str], segment_name: str) -> None:
@@ -258,6 +263,62 @@ def test_one_rank_reads_what_two_have_written(engines: Engines) -> None:
     check_clean()
 
 
+def test_what_vllm_config_prints_serves_and_is_warm_after_a_kill(
+    engines: Engines, serve: Callable[[str], Any], home: Path, beside: dict[str, Any]
+) -> None:
+    assert beside  # these start meanwhile
+    model = home / f"served-{os.getpid()}"  # the cache is named after it
+    shutil.copytree(home / "llama", model)
+    printed = CliRunner().invoke(
+        vllm_config, [str(model), "--size", "64MiB", "--blocks-per-page", "1"]
+    )
+    assert printed.exit_code == 0
+    line = printed.stdout.splitlines()[0]
+    assert line.startswith(f"vllm serve {model} ")
+    # Small, and of one process: a prompt of 900 tokens takes the place of the one before.
+    line += " --enforce-eager --dtype float32 --max-model-len 1024 --max-num-seqs 1 --block-size 32"
+    line += " --skip-tokenizer-init --num-gpu-blocks-override 34 --distributed-executor-backend uni"
+    first, other = (
+        [chance.randrange(500) for _ in range(900)] for chance in map(random.Random, "ab")
+    )
+    loaded, device = "vllm:lightcache_loaded_tokens_total", "vllm:prefix_cache_hits_total"
+    hits = "vllm:external_prefix_cache_hits_total"
+    try:
+        server = serve(line)
+        answer = completed(server, model, first)
+        completed(server, model, other)
+        assert figure(server, hits) == figure(server, device) == 0
+        assert completed(server, model, first) == answer
+        until(lambda: figure(server, loaded))
+        assert figure(server, hits) == figure(server, loaded) == 896 - figure(server, device)
+        assert figure(server, "vllm:lightcache_errors_total") == 0
+        server.kill()
+        server = serve(line)
+        assert completed(server, model, first) == answer
+        until(lambda: figure(server, loaded))
+        assert figure(server, hits) == figure(server, loaded) == 896
+        server.kill()
+    finally:
+        for segment in list_segments():
+            if segment.name.startswith(model.name):
+                Segment.unlink(segment.name, force=True)
+
+
+def completed(server: Any, model: Path, prompt: list[int]) -> list[int]:
+    ask = {"model": str(model), "prompt": prompt, "max_tokens": 4, "temperature": 0}
+    said = json.loads(server("/v1/completions", {**ask, "return_token_ids": True}))
+    answer: list[int] = said["choices"][0]["token_ids"]
+    assert len(answer) == 4
+    return answer
+
+
+def figure(server: Any, name: str) -> float:
+    """Of its metrics, over all engines."""
+    lines = [line for line in server("/metrics").splitlines() if line.startswith(name + "{")]
+    assert lines
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
 def test_latents_are_what_vllm_has_cached(engines: Engines) -> None:
     how = json.dumps({"name": f"{NAME}-latent", "size": "16MiB", "blocks_per_page": 1})
     engine = engines.start(how, model="latent")
@@ -274,18 +335,55 @@ def test_latents_are_what_vllm_has_cached(engines: Engines) -> None:
         Segment.unlink(f"{NAME}-latent", force=True)
 
 
+@pytest.fixture(scope="module")
+def beside(start: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+    """Engines by their models, with a cache each. They start while another test runs."""
+    how = {"size": "64MiB", "blocks_per_page": 1}
+    started = {}
+    for model in ("images", "chunks", *(("gemma4",) if BY_HAND else ())):
+        started[model] = start(json.dumps({**how, "name": f"{NAME}-{model}"}), "1", model)
+    yield started
+    for model, engine in started.items():
+        engine.kill()
+        Segment.unlink(f"{NAME}-{model}", force=True)
+
+
+def test_images_and_embeddings_are_part_of_the_keys(beside: dict[str, Any]) -> None:
+    prompt = [number + 10 for number in ONE[0]]  # the first ids are special ones
+    found = (len(prompt) + 17) // 32 * 32  # after an image of 16 tokens and one that ends it
+    engine = beside["images"]
+    engine.until("READY")
+
+    def ask(**what: Any) -> tuple[list[int], int]:
+        answer = engine("ask", prompts=[prompt], **what)
+        engine("idle")
+        return answer["answers"][0], answer["cached"][0]
+
+    first, second, text = (ask(image=1), ask(image=2), ask())
+    assert [cached for _, cached in (first, second, text)] == [0, 0, 0]
+    assert len({str(answer) for answer, _ in (first, second, text)}) == 3
+    assert ask(image=1) == (first[0], found)
+    assert ask(image=2) == (second[0], found)
+    assert ask(image=1, salt="computed again") == (first[0], 0)
+    first, second = (ask(embeds=1), ask(embeds=2))
+    assert (first[1], second[1]) == (0, 0)
+    assert first[0] != second[0]
+    assert ask(embeds=1) == (first[0], (len(prompt) - 1) // 32 * 32)
+    assert engine("errors") == 0
+    engine.end()
+
+
 WINDOWS = f"{NAME}-windows"
 
 
 @pytest.fixture
 def windowed(start: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """`windowed(ranks)`: a Gemma 3, whose windows are shorter than prompts; 0: plain."""
+    """`windowed(ranks)`: a Gemma 3, whose windows are shorter than prompts, and which is not ready
+    yet; 0: plain."""
     how = json.dumps({"name": WINDOWS, "size": "64MiB", "blocks_per_page": 1})
 
     def begin(ranks: int) -> Any:
-        engine = start(how if ranks else "null", str(ranks or 1), "gemma")
-        engine.until("READY")
-        return engine
+        return start(how if ranks else "null", str(ranks or 1), "gemma")
 
     yield begin
     Segment.unlink(WINDOWS, force=True)
@@ -294,9 +392,11 @@ def windowed(start: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 def test_windows_are_found_and_equal(windowed: Callable[..., Any]) -> None:
     some = MANY[:20]
     plain = windowed(0)
+    plain.until("READY")
+    first = windowed(1)  # it starts meanwhile
     wanted = plain("ask", prompts=some)["answers"]
     plain.end()
-    first = windowed(1)
+    first.until("READY")
     assert first("ask", prompts=some)["answers"] == wanted
     first("idle")
     again = first("ask", prompts=some)
@@ -314,18 +414,61 @@ def test_windows_are_found_and_equal(windowed: Callable[..., Any]) -> None:
         assert min(groups.values()) > 0.9 * groups["full"] > 0
 
 
-@pytest.mark.skipif("CI" in os.environ, reason="takes a minute: `.ci/engines vllm` by hand")
+@pytest.mark.skipif(not BY_HAND, reason="takes a minute: `.ci/engines vllm` by hand")
 def test_two_ranks_read_the_windows_of_one(windowed: Callable[..., Any]) -> None:
     some = MANY[:20]
     one = windowed(1)
+    one.until("READY")
     wanted = one("ask", prompts=some)["answers"]
     one("idle")
     one.end()
     both = windowed(2)
+    both.until("READY")
     found = both("ask", prompts=some)
     assert found["answers"] == wanted
     assert sum(found["cached"]) > 0.9 * sum(map(len, some))
     both.end()
+
+
+@pytest.mark.parametrize(
+    ("model", "page", "groups"),
+    [
+        ("chunks", 32, {"full", "chunk96"}),
+        pytest.param(  # blocks of 64 tokens in layers with windows, of 32 in the others
+            "gemma4",
+            64,
+            {"full", "window64", "window64-2"},
+            marks=pytest.mark.skipif(
+                not BY_HAND, reason="takes a minute: `.ci/engines vllm` by hand"
+            ),
+        ),
+    ],
+)
+def test_chunks_and_layers_of_two_shapes_are_found_and_equal(
+    start: Callable[..., Any], beside: dict[str, Any], model: str, page: int, groups: set[str]
+) -> None:
+    engine, some = beside[model], MANY[:12]
+    engine.until("READY")
+    wanted = engine("ask", prompts=some, salt="computed apart")["answers"]
+    assert engine("ask", prompts=some)["answers"] == wanted
+    engine("idle")
+    again = engine("ask", prompts=some)
+    assert again["answers"] == wanted
+    assert again["cached"] == [(len(prompt) - 1) // page * page for prompt in some]
+    engine("fail_loads", count=1)
+    assert engine("ask", prompts=some[:1])["answers"] == wanted[:1]
+    assert engine("errors") == 1
+    engine("idle")
+    engine.end()
+    with Cache.attach(f"{NAME}-{model}") as cache:
+        pages = {group.name: group.pages for group in cache.index.groups()}
+        assert set(pages) == groups
+        assert min(pages.values()) == max(pages.values()) > 0
+    if BY_HAND:
+        plain = start("null", "1", model)
+        plain.until("READY")
+        assert plain("ask", prompts=some)["answers"] == wanted
+        plain.end()
 
 
 STATES = f"{NAME}-states"
@@ -333,13 +476,11 @@ STATES = f"{NAME}-states"
 
 @pytest.fixture
 def stateful(start: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """`stateful(model, plain)`: an engine of a model with recurrent states."""
+    """`stateful(model, plain)`: an engine of a model with recurrent states; not ready yet."""
     how = json.dumps({"name": STATES, "size": "64MiB"})
 
     def begin(model: str, plain: bool = False) -> Any:
-        engine = start("null" if plain else how, "1", model)
-        engine.until("READY")
-        return engine
+        return start("null" if plain else how, "1", model)
 
     yield begin
     Segment.unlink(STATES, force=True)
@@ -349,9 +490,6 @@ def ask_one(engine: Any, prompt: list[int], salt: str | None = None) -> tuple[li
     """Its answer, and what was found of it. Alone in a step: bfloat16 depends on the batch."""
     answer = engine("ask", prompts=[prompt], salt=salt)
     return answer["answers"][0], answer["cached"][0]
-
-
-BY_HAND = "CI" not in os.environ
 
 
 @pytest.mark.parametrize(
@@ -372,6 +510,8 @@ def test_states_are_found_and_equal(stateful: Callable[..., Any], model: str, bl
     some = [base, *([*base[:200], *other[place : place + 99]] for place in (0, 100))]
     last = [(len(prompt) - 1) // block * block for prompt in some]
     first = stateful(model)
+    first.until("READY")
+    second = stateful(model)  # it starts meanwhile
     # What vLLM computes of all of a prompt: a salt of its own finds nothing.
     alone = [ask_one(first, prompt, str(number)) for number, prompt in enumerate(some)]
     wanted = [answer for answer, _ in alone]
@@ -390,7 +530,7 @@ def test_states_are_found_and_equal(stateful: Callable[..., Any], model: str, bl
     assert first("errors") == 1
     first("idle")
     first.end()
-    second = stateful(model)
+    second.until("READY")
     assert [ask_one(second, prompt) for prompt in some] == list(zip(wanted, last, strict=True))
     assert second("errors") == 0
     second("idle")
@@ -404,5 +544,6 @@ def test_states_are_found_and_equal(stateful: Callable[..., Any], model: str, bl
         assert names == (states | {"full"} if model == "next" else {"state"})
     if BY_HAND:
         plain = stateful(model, True)
+        plain.until("READY")
         assert [ask_one(plain, prompt)[0] for prompt in some] == wanted
         plain.end()

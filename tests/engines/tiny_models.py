@@ -1,5 +1,5 @@
-"""Models of random weights, in a folder as engines load them: full attention, windows, latent
-attention, recurrent states beside full attention, and states alone."""
+"""Models of random weights, in a folder as engines load them: full attention, windows, chunks,
+latent attention, recurrent states beside full attention, and states alone."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 VOCABULARY = 512
 WINDOW = 64
 """Tokens, of Gemma's."""
+CHUNK = 96
+"""Tokens, of Llama 4's."""
 STATE_BLOCK = 96
 """Tokens of a block of Qwen3-Next, as vLLM chooses it."""
 
@@ -100,6 +102,60 @@ def save_gemma(folder: str) -> None:
         initializer_range=0.2,
     )
     Gemma3ForCausalLM(config).save_pretrained(folder)
+
+
+def save_gemma4(folder: str) -> None:
+    """A Gemma 4, whose layers with full attention have wider heads, so that their blocks have half
+    as many tokens."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    torch.manual_seed(0)
+    short, full = "sliding_attention", "full_attention"
+    layers = [short, short, full, short, short, full]
+    config = Gemma4TextConfig(
+        vocab_size=VOCABULARY,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size=128,
+        hidden_size_per_layer_input=0,
+        intermediate_size=256,
+        num_hidden_layers=len(layers),
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        global_head_dim=128,
+        num_kv_shared_layers=0,
+        max_position_embeddings=2048,
+        sliding_window=WINDOW,
+        layer_types=layers,
+        initializer_range=0.2,
+        tie_word_embeddings=False,  # else it repeats the last token, whatever came before
+    )
+    Gemma4ForCausalLM(config).save_pretrained(folder)
+
+
+def save_chunks(folder: str) -> None:
+    """A Llama 4: attention within chunks, and full attention, in turns."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    torch.manual_seed(0)
+    config = Llama4TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        intermediate_size_mlp=256,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        num_local_experts=2,
+        moe_layers=[],  # as the next line says, in the words of vLLM
+        interleave_moe_layer_step=9,
+        no_rope_layers=[1, 0, 1, 0],
+        attention_chunk_size=CHUNK,
+        initializer_range=0.2,
+    )
+    Llama4ForCausalLM(config).save_pretrained(folder)
 
 
 def save_next(folder: str) -> None:

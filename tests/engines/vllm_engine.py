@@ -1,9 +1,10 @@
 """A vLLM that does what it is told: lines of JSON on stdin, an answer to each on stdout.
 
-    vllm_engine.py '{"name": ..., ...}' [tensor parallel size [llama|gemma|latent|next|mamba]]
+    vllm_engine.py EXTRA [tensor parallel size [MODEL]]
 
-The first argument is the extra configuration of the connector; "null": none. The models have full
-attention, windows, latent attention, recurrent states beside full attention, and states alone.
+EXTRA is the extra configuration of the connector, as JSON; "null": none. Models have full
+attention, windows, latent attention, recurrent states beside full attention, states alone, images
+in their prompts, and attention within chunks.
 """
 
 from __future__ import annotations
@@ -14,23 +15,32 @@ import os
 import sys
 import threading
 import time
+import types
 from typing import Any
 
+import numpy as np
 import tiny_models
+import tiny_paligemma
+import torch
+from PIL import Image
 
 BLOCK = 32
 MODELS = {
     "llama": functools.partial(tiny_models.save_llama, kv_heads=2),
     "gemma": tiny_models.save_gemma,
+    "gemma4": tiny_models.save_gemma4,
     "latent": tiny_models.save_latent,
     "next": tiny_models.save_next,
     "mamba": tiny_models.save_mamba,
+    "images": tiny_paligemma.save,
+    "chunks": tiny_models.save_chunks,
 }
 # Steps of one block, so that a prompt is divided in the same way after any hit: vLLM's kernels for
 # CPUs want bfloat16 of the one, and those of the other have no state within a step.
 SETTINGS: dict[str, dict[str, Any]] = {
     "next": {"dtype": "bfloat16", "max_num_batched_tokens": tiny_models.STATE_BLOCK},
     "mamba": {"max_num_batched_tokens": BLOCK},
+    "images": {"skip_tokenizer_init": False, "enable_prompt_embeds": True},
 }
 
 
@@ -45,6 +55,7 @@ def main() -> None:
     how: dict[str, Any] = {
         "dtype": "float32",
         "max_num_batched_tokens": 256,
+        "skip_tokenizer_init": True,
         **SETTINGS.get(model, {}),
     }
     if extra is not None:
@@ -57,6 +68,8 @@ def main() -> None:
         how["kv_events_config"] = {"enable_kv_cache_events": True, "publisher": "null"}
     if model == "latent":
         keep_prefix_caching()
+    if model == "images":
+        stand_in_for_pixtral()
     if not os.path.exists(model):  # its files' times are in the fingerprint
         MODELS[model](model)
         for seed, name in enumerate("ab" if model == "llama" else ""):
@@ -65,7 +78,6 @@ def main() -> None:
         how |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     engine = LLM(
         model=model,
-        skip_tokenizer_init=True,
         block_size=16 if model == "latent" else BLOCK,
         enforce_eager=True,
         max_model_len=1024,
@@ -100,6 +112,14 @@ def keep_prefix_caching() -> None:
     CpuPlatform.check_and_update_config = staticmethod(change)
 
 
+def stand_in_for_pixtral() -> None:
+    """vLLM looks for the encoder of images in a list with that of Pixtral, whose code needs
+    torchvision, which is not here."""
+    absent = types.ModuleType("vllm.model_executor.models.pixtral")
+    absent.PixtralHFEncoderInfo = absent.PixtralVisionConfig = type("Absent", (), {})
+    sys.modules[absent.__name__] = absent
+
+
 class Told:
     """What a test may ask."""
 
@@ -127,8 +147,11 @@ class Told:
         adapter: str | None = None,
         tokens: int = 8,
         reset: bool = True,
+        image: int | None = None,
+        embeds: int | None = None,
     ) -> dict[str, Any]:
-        """Answers, with the device's index empty before."""
+        """Answers, with the device's index empty before. `image` goes before each prompt, `embeds`
+        take the place of its tokens: random ones."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
@@ -138,6 +161,10 @@ class Told:
         given = [
             {"prompt_token_ids": ids} | ({"cache_salt": salt} if salt else {}) for ids in prompts
         ]
+        if image is not None:
+            given = [{**each, "multi_modal_data": {"image": picture(image)}} for each in given]
+        if embeds is not None:
+            given = [{"prompt_embeds": embedded(embeds, len(ids))} for ids in prompts]
         begun = time.monotonic()
         lora = LoRARequest(adapter, ord(adapter), os.path.abspath(adapter)) if adapter else None
         outputs = self.engine.generate(given, how, use_tqdm=False, lora_request=lora)
@@ -277,6 +304,17 @@ class Told:
             engine.step()
         seen.append(len(self.scheduler.connector.of_scheduler._requests))
         return seen
+
+
+def picture(seed: int) -> Any:
+    side = tiny_paligemma.SIDE
+    pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def embedded(seed: int, tokens: int) -> Any:
+    chance = torch.Generator().manual_seed(seed)
+    return torch.randn(tokens, tiny_paligemma.WIDTH, generator=chance)
 
 
 class Gate:

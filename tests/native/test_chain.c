@@ -54,9 +54,26 @@ static void short_texts_are_refused(void) {
     CHECK_EQ(key.lo, 7);
 }
 
+static void words_that_are_no_tokens_are_refused(void) {
+    enum { BEFORE = 240, PAGE = 8, PAGES = 4 };
+    lc_key keys[PAGES];
+    uint8_t start[BEFORE + 64];
+    for (size_t place = 0; place <= PAGES * PAGE; place += 4) {
+        fill();
+        memcpy(start, text, sizeof start);
+        memset(text + BEFORE + place, 0xff, 4);
+        CHECK_EQ(lci_chain_keys(start, BEFORE, text + BEFORE, PAGE, PAGES, SEED, keys),
+                 place < PAGES * PAGE ? LC_E_RANGE : LC_OK);
+    }
+    fill();
+    memset(text + BEFORE + 2, 0xff, 4); /* of two words */
+    CHECK_EQ(lci_chain_keys(start, BEFORE, text + BEFORE, PAGE, PAGES, SEED, keys), LC_OK);
+}
+
 const test chain_tests[] = {
     TEST(hashes_are_those_of_xxh3),
     TEST(keys_of_a_chain_are_those_of_its_beginnings),
     TEST(short_texts_are_refused),
+    TEST(words_that_are_no_tokens_are_refused),
     END_OF_TESTS,
 };

@@ -91,6 +91,10 @@ STATE = -1
 """In the place of a window: a recurrent state."""
 
 
+class Chunk(int):
+    """In the place of a window: attention within chunks of so many tokens."""
+
+
 class Engine:
     """One engine: a scheduler's half, and a worker's half for each rank. With `windows`, of so many
     tokens each, it has a group of layers for each beside that of full attention, which may be left
@@ -120,6 +124,8 @@ class Engine:
             *(
                 BlockGroup(f"state{number}", Rule.point(), Run(number), BLOCK)
                 if window == STATE
+                else BlockGroup(f"chunk{window}", Rule.chunk(int(window)), Run(number), BLOCK)
+                if isinstance(window, Chunk)
                 else BlockGroup(f"window{window}", Rule.window(window - 1), Run(number), BLOCK)
                 for number, window in enumerate(windows, 1)
             ),
@@ -244,6 +250,8 @@ class Engine:
         """Blocks at the head that no later token sees."""
         if window == STATE:
             return max(0, computed - 1) // BLOCK
+        if isinstance(window, Chunk):
+            return computed // window * window // BLOCK
         return 0 if window is None else max(0, computed - window + 1) // BLOCK
 
     def grow(self, request: Request, end: int) -> tuple[list[int], ...]:
@@ -327,6 +335,7 @@ class Engine:
         scheduled = {name: each.end - each.num_computed_tokens for name, each in requests.items()}
         output = SimpleNamespace(
             num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
             scheduled_spec_decode_tokens={},
             preempted_req_ids={each.request_id for each in preempted},
             scheduled_new_reqs=[],

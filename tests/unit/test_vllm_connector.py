@@ -459,6 +459,10 @@ class MambaSpec:
 
 
 class ChunkedLocalAttentionSpec:
+    block_size, attention_chunk_size = 4, 24
+
+
+class UniformTypeKVCacheSpecs:
     block_size = 4
 
 
@@ -640,8 +644,8 @@ def test_pipelines_that_are_not_served() -> None:
 
 def test_models_that_are_not_served() -> None:
     config, groups, tensors = engine(2)
-    groups.kv_cache_groups[0].kv_cache_spec = ChunkedLocalAttentionSpec()
-    with pytest.raises(ConfigError, match="ChunkedLocalAttentionSpec"):
+    groups.kv_cache_groups[0].kv_cache_spec = UniformTypeKVCacheSpecs()
+    with pytest.raises(ConfigError, match="UniformTypeKVCacheSpecs: layers of several shapes"):
         describe(config, groups, tensors, 0, Options())
     config, groups, tensors = engine(2)
     groups.kv_cache_groups *= 17
@@ -675,6 +679,21 @@ def hybrid(ranks: int = 1, window: int = 12) -> tuple[Any, Any, Any]:
     return config, SimpleNamespace(kv_cache_groups=[made[1], made[0], *made[2:]]), aliased
 
 
+def test_each_group_has_the_heads_of_its_own_layers() -> None:
+    class Layers(dict[int, Any]):
+        per_layer_overrides: Any = [{}]
+
+    config, groups, tensors = hybrid()
+    usual = describe(config, groups, tensors, 0, Options()).place
+    config.model_config.get_total_num_kv_heads = lambda: 5  # of layers of another kind
+    heads = Layers({number: SimpleNamespace(total_num_kv_heads=2) for number in range(7)})
+    config.model_config.model_arch_config = heads
+    assert describe(config, groups, tensors, 0, Options()).place == usual
+    heads[5].total_num_kv_heads = 1
+    with pytest.raises(ConfigError, match="as many KV heads"):
+        describe(config, groups, tensors, 0, Options())
+
+
 def test_groups_have_numbers_rules_and_pages_of_one_size() -> None:
     for ranks, rank in ((1, 0), (2, 1)):
         found = describe(*hybrid(ranks), rank, Options())
@@ -692,6 +711,17 @@ def test_groups_have_numbers_rules_and_pages_of_one_size() -> None:
         assert found.groups[3].geometry.used_bytes * 2 == found.place.page_bytes
     other = describe(*hybrid(window=13), 0, Options()).place
     assert other.fingerprint != found.place.fingerprint
+    config, parts, tensors = hybrid()
+    for number in (0, 2, 3):
+        parts.kv_cache_groups[number].kv_cache_spec = ChunkedLocalAttentionSpec()
+    place = describe(config, parts, tensors, 0, Options()).place
+    assert [(each.name, each.rule.name, each.run.group) for each in place.groups] == [
+        ("chunk24", "chunk24", 1),
+        ("full", "prefix", 0),
+        ("chunk24-2", "chunk24", 2),
+        ("chunk24-3", "chunk24", 3),
+    ]
+    assert place.page_tokens == 16  # 32 are more than a chunk
 
 
 def test_drafts_keep_more_of_a_window() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.vllm_stand_in import BLOCK, Engine, Request
+from support.vllm_stand_in import BLOCK, Chunk, Engine, Request
 from unit.test_vllm_halves import Gate
 
 from lightcache import Cache
@@ -90,6 +90,30 @@ def test_a_prefix_that_was_evicted_makes_it_shallower(segment_name: str) -> None
         assert one.ask(PROMPT) == 32
 
 
+@pytest.mark.parametrize("chunk", [8, 16, 20, 32, 64])
+def test_chunks_are_found_from_their_beginning_on(segment_name: str, chunk: int) -> None:
+    def engine(identity: str, **how: Any) -> Engine:
+        return Engine(segment_name, identity, windows=(Chunk(chunk),), **how)
+
+    with engine("a") as first, engine("b", ranks=2) as second:
+        assert first.ask(PROMPT) == 0
+        assert second.ask(PROMPT) == 48
+        assert second.ask([*PROMPT[:30], *range(100, 130)]) == 24
+        assert second.ask(PROMPT, device=5 * BLOCK) == 48 - 20
+        assert second.ask(PROMPT[:48]) == 40
+        drop(first, 1, *range(6))
+        # A position at the beginning of a chunk needs none of its group's pages.
+        at = [page for page in range(7) if page * 8 // chunk * chunk // 8 == page]
+        assert second.ask(PROMPT) == 8 * max(at)
+        assert second.ask(PROMPT) == 48  # what was computed is saved again
+        assert second.scheduler.take_figures()["failed_loads"] == 0
+    with Cache.attach(segment_name) as other:
+        report = other.check()
+        report.raise_if_broken()
+        assert report.pins == 0
+        assert [group.name for group in other.index.groups()] == ["full", f"chunk{chunk}"]
+
+
 @pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 2), (2, 2), (4, 1)])
 def test_ranks_of_another_number_read(segment_name: str, writers: int, readers: int) -> None:
     with engine(segment_name, "a", writers) as first:
@@ -158,7 +182,8 @@ def test_a_step_looks_at_one_block_of_a_group_that_nothing_was_freed_of(segment_
             looks.clear()
             new = SimpleNamespace(new_block_ids=[])
             output = SimpleNamespace(
-                num_scheduled_tokens={}, preempted_req_ids=(), scheduled_new_reqs=[],
+                num_scheduled_tokens={}, total_num_scheduled_tokens=0,
+                preempted_req_ids=(), scheduled_new_reqs=[],
                 scheduled_cached_reqs=new, scheduled_spec_decode_tokens={},
             )  # fmt: skip
             assert not half.orders(output, tables).settle
@@ -234,7 +259,9 @@ def test_where_vllm_does_not_say_its_blocks_all_saves_are_settled(segment_name: 
         def raises(identity: str, group: int) -> list[int]:
             raise RuntimeError("it cannot be asked")
 
-        output = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=())
+        output = SimpleNamespace(
+            num_scheduled_tokens={}, total_num_scheduled_tokens=0, preempted_req_ids=()
+        )
         assert set(one.scheduler.orders(output, raises).settle) == jobs
         assert len(jobs) == 3
         gate.open.set()

@@ -309,6 +309,7 @@ def output(**more: Any) -> Any:
     empty = SimpleNamespace(new_block_ids=[])
     usual = {
         "num_scheduled_tokens": {},
+        "total_num_scheduled_tokens": 0,
         "scheduled_spec_decode_tokens": {},
         "preempted_req_ids": set(),
         "scheduled_new_reqs": [],

@@ -168,7 +168,12 @@ def test_what_is_offered_follows_what_was_saved_by_it_and_by_others(one: Schedul
         orders = one.step(running, {name: tokens})
         one.run(orders)
         offered.append([order.blocks for order in orders.saves])
-    assert offered == [[(0,)], [(1,)], [(2, 3)], [(4,)]]
+    # After a page that was new the next ones are not looked for: who saves them finds the other's.
+    assert offered == [[(0,)], [(1,)], [(2, 3)], [(2, 3, 4)]]
+    assert one.cache.stats().ready == 5
+    running["one"].num_computed_tokens = 0  # preempted
+    again = vllm.Output({"one": len(PROMPT)}, {"one"})
+    assert not one.half.orders(again, lambda identity, _: running[identity].blocks).saves
 
 
 def test_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ vLLM's own messages: with the handshake at the start, with each step, and with e
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 from lightcache.kernels.groups import Rule
 from lightcache.runs import PLAIN, Run
@@ -21,12 +23,12 @@ class BlockGroup:
     """Its number in the cache: keys of its pages are made with it."""
     block_tokens: int
 
-    @property
+    @cached_property
     def whole(self) -> bool:
         """Whether a position needs all pages before it, so that they are a chain."""
         return self.rule == Rule.prefix()
 
-    @property
+    @cached_property
     def state(self) -> bool:
         """Whether a page is a recurrent state: one block, as it is after the page's last token."""
         return self.rule == Rule.point()
@@ -98,8 +100,7 @@ class LoadOrder:
     parts: tuple[LoadPart, ...]
 
 
-@dataclass(frozen=True)
-class SaveOrder:
+class SaveOrder(NamedTuple):
     """Whole pages of one group and one prompt that lie in blocks, to be copied to the host. Each
     rank reserves the keys and joins the others."""
 

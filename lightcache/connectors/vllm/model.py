@@ -41,6 +41,7 @@ LEAST_PAGE = 1 << 20
 GROUP = "kv"
 _WHOLE = ("FullAttentionSpec", "MLAAttentionSpec")
 _STATE = "MambaSpec"
+_PARTS = ("SlidingWindowSpec", "ChunkedLocalAttentionSpec")
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,11 @@ def check_served(vllm_config: Any, kv_cache_config: Any) -> None:
     """
     groups = kv_cache_config.kv_cache_groups
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-    if not 0 < len(groups) <= GROUPS or set(kinds) - {*_WHOLE, "SlidingWindowSpec", _STATE}:
+    if not 0 < len(groups) <= GROUPS or set(kinds) - {*_WHOLE, *_PARTS, _STATE}:
         raise ConfigError(
-            f"expected 1 to {GROUPS} groups of layers with full attention, sliding windows or "
-            f"recurrent states, found {', '.join(kinds) or 'none'}: chunks and layers of several "
-            "shapes in a group are not served yet"
+            f"expected 1 to {GROUPS} groups of layers with full attention, sliding windows, chunks "
+            f"or recurrent states, found {', '.join(kinds) or 'none'}: layers of several shapes in "
+            "a group are not served yet"
         )
     modes = {
         group.kv_cache_spec.mamba_cache_mode
@@ -140,6 +141,9 @@ def block_groups(kv_cache_config: Any) -> tuple[BlockGroup, ...]:
                 run = Run()
         elif type(spec).__name__ == _STATE:
             rule, name = Rule.point(), "state"
+        elif type(spec).__name__ == "ChunkedLocalAttentionSpec":
+            rule = Rule.chunk(spec.attention_chunk_size)
+            name = rule.name
         else:
             # A layer that sees W tokens, its own among them; vLLM may keep more for drafts.
             tokens = spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0)
@@ -172,7 +176,7 @@ def describe(
     most = options.blocks_per_page or blocks_per_page(
         max(part.bytes_of(unit) for part in parts),
         unit,
-        min((group.rule.back + 1 for group in groups if not group.whole), default=None),
+        min((_seen(group.rule) for group in groups if not group.whole), default=None),
     )
     kinds = [part.group(unit * most, each.rule) for part, each in zip(parts, groups, strict=True)]
     size = max(PageGeometry([kind]).page_bytes for kind in kinds)
@@ -193,6 +197,11 @@ def describe(
         groups=groups,
     )
     return Format(place, tuple(formats), ranks_of(parallel))
+
+
+def _seen(rule: Rule) -> int:
+    """Tokens that a layer sees at most: of a window, or of a chunk."""
+    return max(rule.back + 1, rule.align)
 
 
 class _Part:
@@ -219,7 +228,7 @@ class _Part:
                 raise ConfigError(f"expected one state in a block, found tensors of {shape}")
             return
         latent = type(spec).__name__.startswith("MLA")
-        self.heads = 1 if latent else vllm_config.model_config.get_total_num_kv_heads()
+        self.heads = 1 if latent else _kv_heads(vllm_config.model_config, self.names)
         if max(1, self.heads // ranks) != heads:
             raise ConfigError(
                 f"expected {max(1, self.heads // ranks)} of {self.heads} KV heads in rank {rank} "
@@ -278,6 +287,29 @@ class _Part:
             f"ranks={self.heads}",
             f"layout=release-{_release()}-{where}",
         ]
+
+
+def _kv_heads(model: Any, names: list[str]) -> int:
+    """Of the whole model, in each of these layers: they may be others than in the other layers.
+
+    Raises:
+        ConfigError: these differ among themselves.
+    """
+    whole: int = model.get_total_num_kv_heads()
+    parts: Any = getattr(model, "model_arch_config", None)
+    if getattr(parts, "per_layer_overrides", None) is None:
+        return whole
+    heads = set()
+    for name in names:
+        layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+        if layer is None:
+            raise ConfigError(f"expected the number of a layer in its name, found {name}")
+        heads.add(int(parts[int(layer[1])].total_num_kv_heads))
+    if len(heads) != 1:
+        raise ConfigError(
+            f"expected a group of layers with as many KV heads, found {sorted(heads)}"
+        )
+    return heads.pop()
 
 
 def _stages(vllm_config: Any, own: list[str]) -> tuple[list[str], range]:

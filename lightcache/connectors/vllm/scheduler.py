@@ -17,7 +17,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -79,6 +79,8 @@ ADAPTER = 1.0
 """Seconds that a request waits at most until its adapter's files have been looked at."""
 RENEWALS = 16
 """Of such answers in a step; the requests at the head of vLLM's queue are asked first."""
+LONG = 1024
+"""Pages of a prompt that is planned without a look at its first page."""
 OLDEST = 20.0
 """Seconds after which an answer is renewed in any case: plans end after a minute."""
 BlocksOf = Callable[[str, int], Sequence[int]]
@@ -150,6 +152,8 @@ class _Request:
     due: float = 0.0
     """Computed tokens with which there are more pages to offer."""
     planned: bool = False
+    fresh: bool = False
+    """What comes next was not there at the last look, or the last time that pages were offered."""
     shared: int = 0
     """Tokens of a prefix that others have, but no state after it: it is worth saving one there."""
     missed: bool = False
@@ -176,8 +180,7 @@ class _Request:
     """Pages that were in memory before the storage was asked."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
+class _Answer(NamedTuple):
     """What `look` has said of a request, and of what."""
 
     opened: Opened
@@ -231,7 +234,7 @@ class SchedulerHalf(CachePart[Opened]):
         self._stored: list[Stored] = []
         self._page = 0
         self._groups: tuple[BlockGroup, ...] = ()
-        self._windows = self._states = False
+        self._windows = self._states = self._prefixes = False
         self._pool: Any = None
         """vLLM's, if its blocks are held while they are saved."""
         self._place: Place | None = None
@@ -282,6 +285,7 @@ class SchedulerHalf(CachePart[Opened]):
         self._page, self._groups = place.page_tokens, place.groups
         self._windows = not all(group.whole for group in place.groups)
         self._states = any(group.state for group in place.groups)
+        self._prefixes = any(group.whole for group in place.groups)
         self._note_segments({hello.rank: hello.segment for hello in ranks})
         self._part, self._device = "scheduler", False
         for hello in ranks:
@@ -462,16 +466,16 @@ class SchedulerHalf(CachePart[Opened]):
     def _plan(self, state: _Request, opened: Opened, limit: int) -> int:
         """The pages of the deepest position that can be loaded, pinned. Where the first page is
         neither there nor being written, nothing is planned: a plan takes ten times as long as to
-        see that."""
-        if not state.planned and opened.finder.nothing(state.keys):
+        see that. Of a long prompt it is little beside hashing, so the look is left out."""
+        state.fresh = limit < LONG and not state.planned and opened.finder.nothing(state.keys)
+        if state.fresh:
             if not state.missed:
                 opened.cache.index.core.count_lookup(limit, 0)
             state.missed = True
             return 0
         found, whole = opened.finder.plan(state.request.request_id, state.keys, limit)
         state.planned = True
-        prefixed = any(group.whole for group in self._groups)
-        state.shared = whole * self._page if prefixed and whole > found else 0
+        state.shared = whole * self._page if self._prefixes and whole > found else 0
         return found
 
     def _cancel(self, state: _Request, opened: Opened | None) -> None:
@@ -552,6 +556,8 @@ class SchedulerHalf(CachePart[Opened]):
                 if not group.whole:
                     start = max(start, _unseen(table) * group.block_tokens)
                 mine = table[start // group.block_tokens : end // group.block_tokens]
+            if start >= end:
+                continue  # at the beginning of a chunk no page of it is needed
             first = start // self._page
             numbers = np.ascontiguousarray(lease.pages[first - there :], np.int32)
             generations = opened.cache.index.generations(numbers)
@@ -581,7 +587,7 @@ class SchedulerHalf(CachePart[Opened]):
 
     def orders(self, output: Any, blocks_of: BlocksOf) -> Orders:
         """Of this step. `blocks_of` returns the blocks of a request, of the group with a number."""
-        self._speed.note(sum(output.num_scheduled_tokens.values()))
+        self._speed.note(output.total_num_scheduled_tokens)
         orders, self._orders = self._orders, Orders()
         self._renewed = 0
         try:
@@ -591,7 +597,10 @@ class SchedulerHalf(CachePart[Opened]):
             opened = self.usable()
             drafts = output.scheduled_spec_decode_tokens
             scheduled, offering = output.num_scheduled_tokens, self._offering
-            for identity in [each for each in scheduled if each in offering]:
+            few, many = scheduled, offering
+            if len(offering) < len(scheduled):
+                few, many = offering, scheduled
+            for identity in [each for each in few if each in many]:
                 state = offering[identity]
                 state.started = True
                 if state.stale or state.barred:
@@ -619,7 +628,7 @@ class SchedulerHalf(CachePart[Opened]):
             if state is not None:
                 if self._pool is None:
                     orders.settle += state.jobs
-                state.offered, state.due = 0, 0.0
+                state.offered, state.due, state.fresh = 0, 0.0, False
                 self._offering[identity] = state
 
     def _settle_freed(self, orders: Orders, output: Any, blocks_of: BlocksOf) -> None:
@@ -668,9 +677,10 @@ class SchedulerHalf(CachePart[Opened]):
         if upto > len(state.keys):
             self._extend(state)
         begin, state.offered = state.offered, upto
+        fresh, state.fresh = state.fresh, True
         for number, group in enumerate(self._groups):
             if not group.state:
-                self._save(orders, opened, state, number, begin, upto, blocks_of)
+                self._save(orders, opened, state, number, begin, upto, fresh, blocks_of)
 
     def _offer_states(self, orders: Orders, opened: Opened, told: Any) -> None:
         """vLLM tells in which blocks the step leaves states that later requests may begin with, and
@@ -711,18 +721,23 @@ class SchedulerHalf(CachePart[Opened]):
         number: int,
         begin: int,
         upto: int,
+        fresh: bool,
         blocks_of: BlocksOf,
     ) -> None:
-        """Order to save these pages of a group, those that are new."""
+        """Order to save these pages of a group, those that are new. Fresh ones are not looked for:
+        if another engine has saved them since the last look, the worker finds that."""
         group, identity = self._groups[number], state.request.request_id
         each = self._page // group.block_tokens
         table = blocks_of(identity, number)
         if not group.whole:
             begin = max(begin, -(-_unseen(table) // each))
         keys = group.run.keys(state.keys[:upto]) if group.run.group else state.keys
-        start = begin + opened.cache.index.peek(keys[begin:upto], namespace=opened.space)
+        start = begin
+        if not fresh:
+            start += opened.cache.index.peek(keys[begin:upto], namespace=opened.space)
         while start < upto and (other := self._writing.get(keys[start].tobytes())) is not None:
             start += _alike(other.keys, keys[start:upto])  # by another request of this engine
+        state.fresh &= start == begin
         if start < upto:
             blocks = tuple(table[start * each : upto * each])
             self._order(orders, opened, state, number, keys[:upto], start, start * each, blocks)
