@@ -8,7 +8,7 @@ import sys
 from enum import Enum
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -681,7 +681,7 @@ def hybrid(ranks: int = 1, window: int = 12) -> tuple[Any, Any, Any]:
 
 def test_each_group_has_the_heads_of_its_own_layers() -> None:
     class Layers(dict[int, Any]):
-        per_layer_overrides: Any = [{}]
+        per_layer_overrides: ClassVar[Any] = [{}]
 
     config, groups, tensors = hybrid()
     usual = describe(config, groups, tensors, 0, Options()).place
