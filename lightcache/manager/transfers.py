@@ -393,7 +393,9 @@ class TransferTracker:
             if instead_of is not None:
                 known.append(partial(setattr, *instead_of, None))
             together(*known)
-        self._advanced(transfer)
+        transfer.advance(paused=self.paused)
+        if transfer.finished:
+            self._all.remove(transfer)
         return transfer
 
     def launched(self, blocks: Pages, copying: Pollable, leases: Sequence[Lease]) -> BlockTransfer:
@@ -405,14 +407,11 @@ class TransferTracker:
         """
         launch = Launch(self, blocks, copying, leases)
         self._all.append(launch)
-        self._advanced(launch)
+        for each in self._all:  # what earlier ones have written is wanted again soon
+            if isinstance(each, Launch):
+                each.advance(paused=self.paused)
+        self.sort_out()
         return launch
-
-    def _advanced(self, transfer: BlockTransfer) -> None:
-        """Take the first steps of a transfer, which may be all."""
-        transfer.advance(paused=self.paused)
-        if transfer.finished:
-            self._all.remove(transfer)
 
     def sort_out(self) -> None:
         """Forget finished transfers."""
