@@ -115,6 +115,8 @@ test: install pause
 
 test-all: install pause
 	cd tests && $(bin)/python -m pytest --part=rest $(workers) $(ARGS)
+	@# Those for a GPU, on threads that stand in for one.
+	[ -n "$(ARGS)" ] || (cd tests && LIGHTCACHE_TEST_STAND_IN=1 $(bin)/python -m pytest gpu $(workers))
 
 # Into dist; for a platform that has no compiler. ARGS=x86_64 builds one of them.
 wheels: $(venv)/.requirements
