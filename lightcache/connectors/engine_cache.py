@@ -4,7 +4,6 @@ on it, and where they continue after a reset."""
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import socket
 import time
@@ -162,17 +161,6 @@ def launch_name(facts: str) -> str:
     return hashlib.blake2b(facts.encode(), digest_size=4, person=b"lightcache run").hexdigest()
 
 
-def launch_of_parent(engine: str) -> str:
-    """Of an engine whose processes have one parent."""
-    parent = os.getppid()
-    try:
-        stat = Path(f"/proc/{parent}/stat").read_text()
-        begun = stat.rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        begun = ""
-    return launch_name(f"{engine} {host_name()} {parent} {begun}")
-
-
 def host_name() -> str:
     """Tells machines apart, also of one name."""
     try:
@@ -218,7 +206,6 @@ __all__ = [
     "clear_ended",
     "host_name",
     "launch_name",
-    "launch_of_parent",
     "open_engine_cache",
     "role_name",
     "storage_link",

@@ -275,6 +275,8 @@ class HybridPlan:
     """Made by the first such check."""
     position: int = 0
     """What all groups accept, in tokens; 0: none."""
+    pinned: int = -1
+    """The position for which all sides hold pins; -1: an interrupt came before they did."""
     tiers: Mapping[str, Tier] = field(default_factory=dict)
     """By name of a rule: the tier in which what the position needs is pinned."""
     limit: str | None = None
@@ -415,10 +417,12 @@ class HybridPlanner:
             parts.unpin(request)  # the pins of the plan before
         while True:
             position, sides = plan.position, plan.sides or ()
+            plan.pinned = -1
             lacking = [side.rule for side in sides if not side.pin(request, position, ttl)]
             if lacking:
                 self._lower(plan, position - parts.step, lacking[-1])
                 continue
+            plan.pinned = position
             if pin:
                 batch = LookupBatch(((request, asked.up_to(position)),), tokens)
                 (kv,) = parts.manager.lookup.plan(batch, {asked.prompt.tenant: plan.space})
@@ -451,9 +455,13 @@ class HybridPlanner:
 
     def take(self, request: Hashable, plan: HybridPlan) -> dict[str, Lease] | None:
         """What was pinned of each group for a plan's position, by rule. None: some has gone, and
-        none is taken. Asks the sides, not `tiers`: an interrupt may have ended the last plan."""
+        none is taken. Asks the sides, not `tiers`: an interrupt may have ended the last plan, also
+        between a lower position and its pins."""
         leases: dict[str, Lease] = {}
         sides = [side for side in plan.sides or () if side.needs(plan.position)]
+        if sides and plan.pinned != plan.position:
+            self._parts.unpin(request)
+            return None
         for side in sides:
             lease = side.take(request, plan.position)
             if lease is None:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from lightcache._arguments import Pages
 from lightcache._together import append_to, keep_result, together
-from lightcache.errors import LeaseLost, LightcacheError, TransferFailed, WaitTimeout
+from lightcache.errors import LightcacheError, TransferFailed, WaitTimeout
 from lightcache.leases import Lease, Releasable
 from lightcache.manager.backend import TransferBackend, TransferHandle
 from lightcache.manager.limits import Foreign, seconds_of
@@ -253,6 +253,7 @@ class Launch(BlockTransfer):
         """For `TransferTracker.launched`."""
         self._tracker, self.blocks, self.leases = tracker, blocks, leases
         self._copying, self.state = copying, _RUNNING
+        self._box = []  # no copy of a transfer backend
 
     def block(self, timeout: float | None) -> None:
         """Returns at once."""
@@ -272,8 +273,8 @@ class Launch(BlockTransfer):
         if not self._counted:
             self._counted = True
             self._tracker.foreign.note(self.error)
-        for lease in self.leases:
-            with contextlib.suppress(LeaseLost):  # released by a look that was interrupted
+        for lease in self.leases:  # LeaseLost: released by a look that was interrupted
+            with contextlib.suppress(LightcacheError):
                 lease.release()
         self.state = state
 

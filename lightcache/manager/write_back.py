@@ -422,7 +422,10 @@ class KVWriteBack(BlockWriteBack):
         for origin in last.values():
             keys = origin.host_keys
             if stored_with is not None:
-                keys = stored_with(keys, origin.space)
+                try:
+                    keys = stored_with(keys, origin.space)
+                except LightcacheError:  # as a write that fails: the others are tried
+                    continue
             if len(keys):
                 self._write_to_storage(keys, origin.space)
 

@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import urllib.error
 import urllib.request
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.servers import free_port
 
 HERE = Path(__file__).parent
 # One thread: OpenMP's threads spin, and two of them on a core make each step slow.
@@ -129,9 +129,7 @@ class Server:
     """A server that a line of a shell starts, asked over HTTP."""
 
     def __init__(self, line: str, home: Path, more: dict[str, str]) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
+        self._port = free_port()
         self._errors = (home / "errors").open("a")
         self._process = subprocess.Popen(
             ["sh", "-c", f"exec {line} --host 127.0.0.1 --port {self._port}"],

@@ -8,6 +8,8 @@ that fails has found or saved nothing.
 
 from __future__ import annotations
 
+import secrets
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +25,6 @@ from lightcache.connectors.engine_cache import (
     START,
     CachePart,
     clear_ended,
-    launch_of_parent,
     open_engine_cache,
     role_name,
     storage_link,
@@ -32,7 +33,7 @@ from lightcache.connectors.engine_cache import (
 from lightcache.connectors.engine_options import EngineOptions
 from lightcache.connectors.link import Link, Voice, guarded
 from lightcache.connectors.sglang.pools import Format, check_host_served, describe_host
-from lightcache.connectors.sglang.rank import ENGINE, LOCK, Opened
+from lightcache.connectors.sglang.rank import ENGINE, LOCK, Opened, launch_of
 from lightcache.errors import ConfigError, NotInstalled, WaitTimeout
 from lightcache.hashing import Keys
 from lightcache.namespaces import Namespace
@@ -47,8 +48,11 @@ except ImportError as error:
         "environment of SGLang with: pip install 'lightcache[sglang]'"
     ) from error
 
-READ = 10.0
-"""Seconds that a lookup waits for a storage, in the thread that HiCache has for this."""
+READ = 3.0
+"""Seconds that a lookup waits for a storage, in the thread that HiCache has for this. SGLang ends
+if that thread does not stop within 10 s."""
+LAUNCH = launch_of(secrets.randbits(63))
+"""Of this process, which is one rank of one engine."""
 KV = "kv"
 """SGLang's name of the pool of KV."""
 OTHERS = ("backend_name", "module_path", "class_name", "interface_v1", "allocator")
@@ -98,7 +102,8 @@ class LightcacheStorage(CachePart[Opened], interface.HiCacheStorage):
         self.options = StorageOptions.of({k: given[k] for k in given if k not in OTHERS})
         self.config = storage_config
         self.place = int(storage_config.tp_rank), int(storage_config.tp_size)
-        self.launch = launch_of_parent(ENGINE)
+        self.launch = LAUNCH
+        self._thread = threading.get_ident()
         self.weights = self._named()
         self._name = f"lightcache, HiCache of rank {self.place[0]}"
         super().__init__(Voice(self._name, then="SGLang continues without it"))
@@ -185,7 +190,7 @@ class LightcacheStorage(CachePart[Opened], interface.HiCacheStorage):
     @guarded(int)
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """See SGLang: the pages of this prefix that are in memory. What lies in a storage alone is
-        read before this returns."""
+        read before this returns, in 3 s at most, but for the thread that made this object."""
         if not keys:
             return 0
         opened = self._opened()
@@ -198,10 +203,13 @@ class LightcacheStorage(CachePart[Opened], interface.HiCacheStorage):
             chain, start = encoded, found
             if after is not None:
                 chain, start = np.concatenate((after, encoded)), found + 1
-            try:
-                tier.prefetch(chain, start, namespace=space).wait(READ)
-            except WaitTimeout:
-                self.figures["late_reads"] += 1
+            reading = tier.prefetch(chain, start, namespace=space)
+            # The thread that made us runs the model: for it the next lookup finds what is read.
+            if threading.get_ident() != self._thread:
+                try:
+                    reading.wait(READ)
+                except WaitTimeout:
+                    self.figures["late_reads"] += 1
             read = index.peek(encoded, namespace=space)
             self.figures["read_pages"] += max(0, read - found)
             found = read

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from lightcache.connectors.engine_cache import host_name, launch_of_parent
+from lightcache.connectors.engine_cache import host_name
 from lightcache.connectors.link import guarded
 from lightcache.connectors.sglang.figures import Meter
 from lightcache.connectors.sglang.pools import Format, check_served, describe
-from lightcache.connectors.sglang.rank import ENGINE, Options, Rank
+from lightcache.connectors.sglang.rank import Options, Rank, launch_of
 from lightcache.connectors.sglang.tree import tell_linkers
 from lightcache.errors import ConfigError, NotInstalled
 
@@ -79,7 +79,7 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
             place = _place(group)
         except Exception as error:
             why = repr(error)
-        self._rank = Rank(options, launch_of_parent(ENGINE), place[0])
+        self._rank = Rank(options, launch_of(secrets.randbits(63)), place[0])
         self._ranks, self._passed = place[1], 0
         self._meter = self._measured(server_args)
         self._device = False
@@ -89,6 +89,8 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
         if why or form is None:
             self._rank.refuse(why)
             return
+        if team is not None:
+            self._rank.launch = launch_of(team)  # the same in all ranks
         self._device = form.device != "cpu"
         wrapper = getattr(interface, "UnifiedCacheLinkerWrapper", None)
         if not tell_linkers(wrapper, LightcacheLinker):

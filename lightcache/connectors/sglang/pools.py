@@ -242,12 +242,30 @@ def _facts(server: Any, model: Any, pool: Any, release: str) -> list[str]:
         "config": config_digest(config),
         "quant": getattr(server, "quantization", None),
         "dtype": str(getattr(model, "dtype", None)).removeprefix("torch."),
-        "kv": str(pool.dtype).removeprefix("torch."),
+        "kv": _dtype_of(server, pool),
+        "scales": _scales(server),
         "dummy": f"dummy-{getattr(server, 'random_seed', None)}" if dummy else None,
         "adapters": _adapters(server),
         "backend": "+".join(str(name) for name in dict.fromkeys(backends) if name),
     }
     return words(facts)
+
+
+def _dtype_of(server: Any, pool: Any) -> str:
+    """Of the KV: host pools of each kind of fp8 have bytes, so the argument names it."""
+    name = str(pool.dtype).removeprefix("torch.")
+    return f"{name}-{getattr(server, 'kv_cache_dtype', None)}" if name == "uint8" else name
+
+
+def _scales(server: Any) -> str | None:
+    """A digest of the file of KV's scales: what lies in the pool is scaled."""
+    path = getattr(server, "quantization_param_path", None)
+    if not path:
+        return None
+    try:
+        return digest(Path(path).read_text())
+    except OSError:
+        return digest(str(path))
 
 
 def _adapters(server: Any) -> str | None:

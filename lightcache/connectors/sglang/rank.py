@@ -29,6 +29,8 @@ from lightcache.connectors.engine_cache import (
     CacheAndStorage,
     CachePart,
     clear_ended,
+    host_name,
+    launch_name,
     open_engine_cache,
     role_name,
     storage_link,
@@ -75,6 +77,12 @@ ROOT = ""
 """In place of the hash before a piece: it begins the prompt."""
 Slots = Callable[[], npt.NDArray[np.int64]]
 """Returns the token slots of pages; may wait for a device."""
+
+
+def launch_of(drawn: int) -> str:
+    """Names one start of the ranks that hold the same tokens, by a number that one of them drew:
+    another in each start, also of one process."""
+    return launch_name(f"{ENGINE} {host_name()} {drawn}")
 
 
 @dataclass(frozen=True)
@@ -765,4 +773,4 @@ def _fail(error: Exception) -> Any:
     raise error
 
 
-__all__ = ["ROOT", "Neighbours", "Opened", "Options", "Rank"]
+__all__ = ["ROOT", "Neighbours", "Opened", "Options", "Rank", "launch_of"]

@@ -1,5 +1,5 @@
 """The hash before a piece of a prompt. SGLang's tree has it and its interface for linkers leaves it
-out, so two methods of the wrapper that calls linkers are wrapped here."""
+out, so three methods of the wrapper that calls linkers are wrapped here."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ def tell_linkers(wrapper: Any, linker: type) -> bool:
         return False
     for name, ask in asks.items():
         setattr(wrapper, name, _wrapped(methods[name], ask, linker))
+    if callable(getattr(wrapper, "match", None)):
+        wrapper.match = _noting_whole(wrapper.match, linker)
     setattr(wrapper, _MARK, True)
     return True
 
@@ -59,6 +61,24 @@ def _wrapped(method: Any, ask: Callable[..., str | None], linker: type) -> Any:
         if found == [] and told is not None and told.before:
             told.used(told.before)
         return found
+
+    return call
+
+
+def _noting_whole(match: Any, linker: type) -> Any:
+    """`match` asks nothing about a prompt that ends with a page and is whole on the device."""
+
+    @functools.wraps(match)
+    def call(self: Any, key: Any, req: Any, result: Any) -> Any:
+        ours: Any = getattr(self, "cache_linker", None)
+        if isinstance(ours, linker):
+            told: Any = ours
+            try:
+                if result.device_prefix_len >= len(key) > 0:
+                    told.used(str(self.cache.get_last_hash_value(result.last_device_node)))
+            except Exception as error:
+                told.untold(f"SGLang's tree did not tell what the device has ({error!r})")
+        return match(self, key, req, result)
 
     return call
 

@@ -467,7 +467,8 @@ class SchedulerHalf(CachePart[Opened]):
         """The pages of the deepest position that can be loaded, pinned. Where the first page is
         neither there nor being written, nothing is planned: a plan takes ten times as long as to
         see that. Of a long prompt it is little beside hashing, so the look is left out."""
-        state.fresh = limit < LONG and not state.planned and opened.finder.nothing(state.keys)
+        looked = limit < LONG or state.missed
+        state.fresh = looked and not state.planned and opened.finder.nothing(state.keys)
         if state.fresh:
             if not state.missed:
                 opened.cache.index.core.count_lookup(limit, 0)
@@ -475,6 +476,7 @@ class SchedulerHalf(CachePart[Opened]):
             return 0
         found, whole = opened.finder.plan(state.request.request_id, state.keys, limit)
         state.planned = True
+        state.missed |= not found
         state.shared = whole * self._page if self._prefixes and whole > found else 0
         return found
 
