@@ -319,6 +319,18 @@ def test_disabled_and_removed(made: Made, segment_name: str) -> None:
     np.testing.assert_array_equal(pool.tokens(SECOND), values)
 
 
+def test_kinds_of_fp8_share_nothing(hicache: Any) -> None:
+    """Host pools keep them all as bytes."""
+    server, model, release = hicache._engine()
+    pool = MHATokenToKVPoolHost()
+    pool.dtype = torch.uint8
+    found = set()
+    for kind in ("fp8_e5m2", "fp8_e4m3"):
+        server.kv_cache_dtype = kind
+        found.add(hicache.describe_host(server, model, pool, (0, 1), release)[0].fingerprint)
+    assert len(found) == 2
+
+
 def test_other_pools_beside_kv_are_refused(made: Made) -> None:
     pool = MHATokenToKVPoolHost()
     one = made(pool)

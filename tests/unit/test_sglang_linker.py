@@ -236,6 +236,16 @@ def test_a_save_that_cannot_begin_has_its_turn(made: Any, monkeypatch: pytest.Mo
     assert [pops(one) for _ in range(3)] == [False, False, True]
 
 
+def test_each_start_is_a_launch_of_its_own(made: Any) -> None:
+    """Two engines of one program count their resets each for itself."""
+    one, two = made(MHATokenToKVPool()), made(MHATokenToKVPool())
+    assert one.rank.launch != two.rank.launch
+    one.reset()
+    two.reset()
+    names = {space.weights for space in one.rank._link.current.cache.index.namespaces()}
+    assert len([name for name in names if name.startswith("sglang-")]) == 2
+
+
 def test_a_load_without_pages_fails_its_batch(made: Any) -> None:
     one = made(MHATokenToKVPool())
     assert one.load("r", transfer(HASHES, FIRST))
@@ -441,7 +451,13 @@ def test_what_makes_pages_differ(tmp_path: Path) -> None:
     with_adapter = described(**lora).fingerprint
     assert described(**lora).fingerprint == with_adapter
     (adapter / "weights").write_text("12")
+    scales = tmp_path / "scales.json"
+    scales.write_text("{}")
+    with_scales = described(quantization_param_path=str(scales)).fingerprint
+    scales.write_text('{"layers": 1}')
     others = [
+        with_scales,
+        described(quantization_param_path=str(scales)).fingerprint,
         described(release="0.5.24").fingerprint,
         described(model_path="other").fingerprint,
         described(attention_backend="triton").fingerprint,
