@@ -36,6 +36,7 @@ SIGNATURES: Mapping[str, Signature] = {
         ctypes.c_int,
         (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_int),
     ),
+    "lcs_collapse": (ctypes.c_int, (ctypes.c_void_p, ctypes.c_uint64)),
     "lcs_populate": (
         ctypes.c_int,
         (ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64),

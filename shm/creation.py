@@ -86,6 +86,7 @@ def _build_or_remove(hold: Hold, fd: int, wanted: SegmentSpec, initialise: Initi
         _check_room(wanted)
         _allocate(fd, wanted)
         hold.map(fd, wanted.total_bytes)
+        _native.blocking().lcs_collapse(hold.base, hold.bytes)  # advice: whatever it returns
         fill_header(hold.base, wanted)
         initialise(hold)
         if not ofd.try_lock(hold.opened.fd, layout.BYTE_READERS, exclusive=False):

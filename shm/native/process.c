@@ -17,6 +17,10 @@
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
+#define HUGE_BYTES ((uint64_t)2 << 20) /* where pages are 4 KiB; elsewhere collapsing is refused */
 #define MEMORY_PREFERRED 1          /* MPOL_PREFERRED */
 #define MEMORY_INTERLEAVE 3         /* MPOL_INTERLEAVE */
 #define MEMORY_NODES_ALLOWED 4      /* MPOL_F_MEMS_ALLOWED */
@@ -101,10 +105,32 @@ const uint32_t *lcs_fork_word(void) {
 
 /* ------------------------------------------------------------------ memory */
 
+/* A place at which huge pages of an object can be huge pages of its mapping: address space up to the next
+ * multiple, of which what is too much goes back. MAP_FAILED: there is none. */
+static void *huge_place(uint64_t bytes) {
+    uint64_t size = page_bytes(), all = (bytes + size - 1) / size * size, most = all + HUGE_BYTES;
+    uint8_t *got = mmap(NULL, most, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (got == MAP_FAILED) return got;
+    uint64_t before = (HUGE_BYTES - (uintptr_t)got % HUGE_BYTES) % HUGE_BYTES;
+    if (before) munmap(got, before);
+    munmap(got + before + all, most - before - all);
+    return got + before;
+}
+
+/* In such a place, unless the object's own pages are larger (hugetlbfs), which the kernel places. */
+static void *map_shared(int fd, uint64_t bytes, int access) {
+    void *place = bytes >= HUGE_BYTES ? huge_place(bytes) : MAP_FAILED;
+    if (place != MAP_FAILED) {
+        if (mmap(place, bytes, access, MAP_SHARED | MAP_FIXED, fd, 0) != MAP_FAILED) return place;
+        munmap(place, bytes);
+    }
+    return mmap(NULL, bytes, access, MAP_SHARED, fd, 0);
+}
+
 int lcs_map(int fd, uint64_t bytes, int writable, void **base) {
     int rc = enter();
     if (rc != LC_OK) return rc;
-    void *got = mmap(NULL, bytes, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, fd, 0);
+    void *got = map_shared(fd, bytes, writable ? PROT_READ | PROT_WRITE : PROT_READ);
     if (got == MAP_FAILED) {
         rc = LC_E_SYS - errno;
     } else if (madvise(got, bytes, MADV_DONTFORK) != 0) {
@@ -156,6 +182,11 @@ int lcs_advise(void *base, uint64_t bytes, int huge, int node) {
         if (rc == LC_OK) rc = second;
     }
     return rc;
+}
+
+int lcs_collapse(void *base, uint64_t bytes) {
+    uint64_t whole = bytes / HUGE_BYTES * HUGE_BYTES;
+    return !whole || madvise(base, whole, MADV_COLLAPSE) == 0 ? LC_OK : LC_E_SYS - errno;
 }
 
 int lcs_fallocate(int fd, uint64_t offset, uint64_t bytes) {

@@ -52,6 +52,26 @@ static void map_shares_memory(void) {
     close(fd);
 }
 
+/* Some bytes more than three huge pages: both mappings begin where a huge page may, and end where asked. */
+static void large_maps_are_where_huge_pages_fit(void) {
+    uint64_t bytes = 6 * MIB + 5000;
+    uint8_t *a, *b;
+    int fd = memfd_create("core_tests", MFD_CLOEXEC);
+    CHECK_EQ(lcs_fallocate(fd, 0, bytes), LC_OK);
+    CHECK_EQ(lcs_map(fd, bytes, 1, (void **)&a), LC_OK);
+    CHECK_EQ(lcs_map(fd, bytes, 0, (void **)&b), LC_OK);
+    CHECK_EQ((uintptr_t)a % (2 * MIB), 0);
+    CHECK_EQ((uintptr_t)b % (2 * MIB), 0);
+    for (uint64_t i = 0; i < bytes; i += 1000) a[i] = (uint8_t)(i / 1000);
+    (void)lcs_collapse(a, bytes); /* may be refused, and changes nothing */
+    for (uint64_t i = 0; i < bytes; i += 1000) CHECK_EQ(b[i], (uint8_t)(i / 1000));
+    CHECK_EQ(lcs_collapse(a, MIB), LC_OK); /* less than one: nothing to do */
+    CHECK(lcs_collapse(a + 1, bytes) < 0);
+    CHECK_EQ(lcs_unmap(a, bytes), LC_OK);
+    CHECK_EQ(lcs_unmap(b, bytes), LC_OK);
+    close(fd);
+}
+
 /* The exit status of a child with a tmpfs of 1 MiB of its own; 100: it may not have one. */
 static int in_a_small_tmpfs(void) {
     void *base;
@@ -236,6 +256,7 @@ static void ready_and_retired_words(void) {
 
 const test process_tests[] = {
     TEST(map_shares_memory),
+    TEST(large_maps_are_where_huge_pages_fit),
     TEST(populating_what_there_is_no_memory_for),
     TEST(map_says_why_not),
     TEST(life_descriptors_are_recorded_and_closed),

@@ -99,6 +99,21 @@ def test_advice_and_populating(segment_name: str) -> None:
         assert segment.view(segment.payload_offset, 1)[0] == 3
 
 
+def test_a_segment_lies_in_huge_pages_where_there_are_some(segment_name: str) -> None:
+    """So do the mappings of those that attach later. The object of the probe tells whether this kernel
+    collapses shared memory, and has huge pages just now."""
+    probe, two = f"{segment_name}-probe", 2 << 20
+    with Segment.create(probe, 2 * two) as segment:
+        if _native.blocking().lcs_collapse(segment.address, segment.nbytes) != 0:
+            pytest.skip("shared memory cannot be collapsed into huge pages here")
+    with Segment.create(segment_name, 4 * two) as made, Segment.attach(segment_name) as other:
+        for segment in (made, other):
+            assert segment.address % two == 0
+            assert bytes(segment.view(segment.payload_offset, 4 * two)) == bytes(4 * two)
+        mapped = Path("/proc/self/smaps").read_text().split(f"{made.address:x}-")[1]
+        assert int(mapped.split("ShmemPmdMapped:")[1].split()[0]) > 0
+
+
 def test_system_calls_that_fail_say_why() -> None:
     address = ctypes.c_void_p()
     code = _native.quick().lcs_map(-1, 4096, True, ctypes.byref(address))
