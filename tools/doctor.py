@@ -286,9 +286,9 @@ def huge_pages() -> list[Finding]:
     elif chosen in ("never", "deny"):
         path = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
         remedy = f"for --huge-pages: echo advise > {path}"
-        first = warning("huge pages", f"shared memory gets none ({chosen})", remedy)
+        first = warning("huge pages", f"a pool gets none ({chosen})", remedy)
     else:
-        first = ok("huge pages", f"shared memory gets transparent ones ({chosen})")
+        first = ok("huge pages", f"a pool gets transparent ones ({chosen})")
     return [first, ok("hugetlb", _hugetlb())]
 
 

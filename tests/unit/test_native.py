@@ -100,8 +100,7 @@ def test_advice_and_populating(segment_name: str) -> None:
 
 
 def test_a_segment_lies_in_huge_pages_where_there_are_some(segment_name: str) -> None:
-    """So do the mappings of those that attach later. The object of the probe tells whether this kernel
-    collapses shared memory, and has huge pages just now."""
+    """The probe tells whether this kernel collapses shared memory, and has huge pages just now."""
     probe, two = f"{segment_name}-probe", 2 << 20
     with Segment.create(probe, 2 * two) as segment:
         if _native.blocking().lcs_collapse(segment.address, segment.nbytes) != 0:
