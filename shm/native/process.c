@@ -117,14 +117,15 @@ static void *huge_place(uint64_t bytes) {
     return got + before;
 }
 
-/* In such a place, unless the object's own pages are larger (hugetlbfs), which the kernel places. */
+/* In such a place; a hugetlbfs has its own. Where mapping over the place fails, it stays: the kernel may
+ * have given it back before, and another thread may have got it. */
 static void *map_shared(int fd, uint64_t bytes, int access) {
-    void *place = bytes >= HUGE_BYTES ? huge_place(bytes) : MAP_FAILED;
-    if (place != MAP_FAILED) {
-        if (mmap(place, bytes, access, MAP_SHARED | MAP_FIXED, fd, 0) != MAP_FAILED) return place;
-        munmap(place, bytes);
-    }
-    return mmap(NULL, bytes, access, MAP_SHARED, fd, 0);
+    struct statfs found;
+    void *place = MAP_FAILED;
+    bool placed_by_kernel = fstatfs(fd, &found) == 0 && (uint32_t)found.f_type == HUGETLBFS;
+    if (bytes >= HUGE_BYTES && !placed_by_kernel) place = huge_place(bytes);
+    if (place == MAP_FAILED) return mmap(NULL, bytes, access, MAP_SHARED, fd, 0);
+    return mmap(place, bytes, access, MAP_SHARED | MAP_FIXED, fd, 0);
 }
 
 int lcs_map(int fd, uint64_t bytes, int writable, void **base) {
