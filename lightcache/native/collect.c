@@ -91,7 +91,7 @@ static uint32_t drain_chunk(lci_handle *h, lc_txn *t, uint32_t rid, bool doomed)
     if (!n) return 0;
     for (uint32_t i = 0; i < n; i++) {
         uint32_t page = lc_load(&c->page[i]);
-        if (page < h->page_count) __builtin_prefetch(&h->pages[page], 1);
+        if (page < h->page_count) lc_prefetch_write(&h->pages[page]);
     }
     uint32_t joined = 0;
     for (uint32_t i = 0; i < n && !t->error; i++) {

@@ -21,7 +21,7 @@ static uint32_t mark(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page) {
     e->gone++;
     LC_PAUSE(LC_AT_EVICT_CHOSEN);
     lc_txn_set(t, &p->word, LCI_EVICTING | kind);
-    __builtin_prefetch((const void *)&h->dict.buckets[lc_bucket(&h->dict, lc_load(&p->lo))], 1);
+    lc_prefetch_write((const void *)&h->dict.buckets[lc_bucket(&h->dict, lc_load(&p->lo))]);
     return parent;
 }
 
@@ -29,11 +29,17 @@ static uint32_t mark(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page) {
  * something hangs on is on no list, so its link `queue.prev` is free for a hint: an ancestor some
  * steps up, as far as the prefix was reserved in one call. It may say anything (the page was on a
  * list since): it is only asked for, never believed. */
-static void prefetch_ancestor(const lci_handle *h, const lci_page *p) {
-    uint32_t far = lc_load(&p->queue.prev);
+static void prefetch_ancestor(const lci_handle *h, lci_eviction *e, const lci_page *p) {
+    uint32_t far = lc_load(&p->queue.prev), at = e->asked++ % LCI_ASKED_FOR, near = e->ahead[at];
+    e->ahead[at] = far;
+    if (near < h->page_count) { /* its record has come by now: the counts that its bits lead to */
+        uint64_t bits = lc_load(&h->pages[near].pins);
+        for (int i = 0; bits && i < 4; i++, bits &= bits - 1)
+            __builtin_prefetch((const void *)lci_pin(h, (uint32_t)__builtin_ctzll(bits), near));
+    }
     if (far >= h->page_count) return;
-    __builtin_prefetch(&h->pages[far], 1);
-    __builtin_prefetch((const void *)lci_pin(h, h->at->slot, far));
+    lc_prefetch_write(&h->pages[far]);
+    lc_prefetch_write((const void *)lci_pin(h, h->at->slot, far));
 }
 
 /* A client pinned it while we marked it: as it was before, and used just now. */
@@ -53,7 +59,7 @@ static void finish(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n) 
     const lc_dict *d = &h->dict;
     for (uint32_t i = 0; i < n; i++) { /* the buckets were asked for when the pages were marked */
         uint32_t head = lc_load(&d->buckets[lc_bucket(d, lc_load(&h->pages[pages[i]].lo))]);
-        if (head < d->nodes) __builtin_prefetch(lc_node_at(d, head), 1);
+        if (head < d->nodes) lc_prefetch_write(lc_node_at(d, head));
     }
     for (uint32_t i = 0; i < n; i++) {
         lc_dict_unlink(t, &h->dict, pages[i]);
@@ -135,7 +141,7 @@ uint32_t lci_evict(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want) {
         if (page == LC_NIL) page = lci_queue_pop(h, t, e, &steps);
         if (page == LC_NIL) break;
         marked[n++] = page;
-        prefetch_ancestor(h, &h->pages[page]);
+        prefetch_ancestor(h, e, &h->pages[page]);
         uint32_t parent = mark(h, t, e, page);
         page = follow(h, t, e, page, parent, n < want);
     }

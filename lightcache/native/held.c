@@ -149,7 +149,7 @@ static int take_batch(taking *k) {
     uint32_t have = lci_available(k->h);
     if (have < want) return k->t.error ? k->t.error : LC_E_FULL;
     if (lci_take_free(k->h, &k->t, pages, want) != want && !k->t.error) k->t.error = LC_E_CORRUPT;
-    for (uint32_t i = 0; i < want && !k->t.error; i++) __builtin_prefetch(&k->h->pages[pages[i]], 1);
+    for (uint32_t i = 0; i < want && !k->t.error; i++) lc_prefetch_write(&k->h->pages[pages[i]]);
     return k->t.error ? k->t.error : take_pages(k, pages, want);
 }
 

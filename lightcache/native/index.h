@@ -518,6 +518,7 @@ static inline bool lci_may_hang(const lci_handle *h, uint32_t parent, uint32_t w
     return (other & LCI_KIND) == 0;
 }
 
+#define LCI_ASKED_FOR 8
 /* One call's eviction, over several holds of the lock. */
 typedef struct lci_eviction {
     uint64_t since; /* pages used at or after this tick are left alone: they came in meanwhile */
@@ -528,6 +529,7 @@ typedef struct lci_eviction {
     uint32_t cause; /* LCI_ASKED and so on, for the counts */
     uint32_t gone;      /* pages that are marked, and still counted by namespace and group: */
     uint32_t gone_kind; /* those of this word */
+    uint32_t asked, ahead[LCI_ASKED_FOR]; /* pages that go soon, as it seems: their records were asked for */
     const lci_oldest_op *listing; /* listed pages are still counted; NULL: nothing is listed */
 } lci_eviction;
 

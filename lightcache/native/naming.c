@@ -107,9 +107,9 @@ static int all_ours(naming *k) {
 static void prefetch(const naming *k) {
     const lc_dict *d = &k->h->dict;
     for (uint32_t i = 0; i < k->count; i++) {
-        __builtin_prefetch((const void *)&d->buckets[lc_bucket(d, k->keys[k->key[i]].lo)], 1);
+        lc_prefetch_write((const void *)&d->buckets[lc_bucket(d, k->keys[k->key[i]].lo)]);
         if ((uint32_t)page_of(k, i) < k->h->page_count)
-            __builtin_prefetch(&k->h->pages[page_of(k, i)], 1);
+            lc_prefetch_write(&k->h->pages[page_of(k, i)]);
     }
     for (uint32_t i = 0; i < k->count; i++) {
         uint32_t head = lc_load(&d->buckets[lc_bucket(d, k->keys[k->key[i]].lo)]);

@@ -35,7 +35,7 @@ static void ask_for(const reserve *r, uint32_t i) {
         __builtin_prefetch((const void *)&d->buckets[lc_bucket(d, r->keys[i + 16].lo)]);
     if (i + 8 >= r->start) return;
     uint32_t head = lc_load(&d->buckets[lc_bucket(d, r->keys[i + 8].lo)]);
-    if (head < d->nodes) __builtin_prefetch(lc_node_at(d, head), 1);
+    if (head < d->nodes) lc_prefetch_write(lc_node_at(d, head));
 }
 
 static void touch_chain(reserve *r) {
@@ -123,7 +123,7 @@ static void prefetch_keys(const reserve *r, uint32_t from, uint32_t to) {
     const lc_key *keys = r->keys + r->start;
     uint32_t end = to + LCI_BATCH < r->n - r->start ? to + LCI_BATCH : r->n - r->start;
     for (uint32_t i = to; i < end; i++)
-        __builtin_prefetch((const void *)&d->buckets[lc_bucket(d, keys[i].lo)], 1);
+        lc_prefetch_write((const void *)&d->buckets[lc_bucket(d, keys[i].lo)]);
     for (uint32_t i = from; i < to; i++) {
         uint32_t head = lc_load(&d->buckets[lc_bucket(d, keys[i].lo)]);
         if (head < d->nodes) __builtin_prefetch(lc_node_at(d, head));
@@ -290,7 +290,7 @@ static void settle_locked(reserve *r, uint32_t from, uint32_t to, uint32_t absen
     uint32_t pages[LCI_BATCH], why = 0, got = 0;
     if (absent) {
         got = take_pages(r, absent, pages, &why);
-        for (uint32_t i = 0; i < got; i++) __builtin_prefetch(&r->h->pages[pages[i]], 1);
+        for (uint32_t i = 0; i < got; i++) lc_prefetch_write(&r->h->pages[pages[i]]);
     }
     uint32_t before = r->op->made, used = place(r, from, to, pages, got, why);
     if (r->t.error) return;

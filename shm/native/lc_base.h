@@ -58,6 +58,17 @@ enum lc_error {
 /* For a counter with one writer at a time. */
 #define lc_raise(p, n) lc_store((p), lc_load(p) + (n))
 
+/* Ask for a line that will be stored to. On x86-64 the builtin asks for it as for reading, unless the
+ * compiler is told of an instruction that older processors take for a no-op: a line that another
+ * processor has would have to come twice. */
+static inline void lc_prefetch_write(const void *line) {
+#if defined(__x86_64__)
+    __asm__ __volatile__("prefetchw %0" : : "m"(*(const char *)line));
+#else
+    __builtin_prefetch(line, 1);
+#endif
+}
+
 /* Pause points: test builds only. A point calls the hook with its number and may be blocked
  * there while another thread or process runs the other side of a race. */
 #ifdef LC_PAUSE_POINTS

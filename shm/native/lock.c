@@ -13,7 +13,7 @@
 #define LC_SPIN_ROUNDS 64            /* between two looks at the clock: 0.7 to 3 us */
 #endif
 #ifndef LC_STARVED_NS
-#define LC_STARVED_NS UINT64_C(500000) /* a waiter that has slept goes before newcomers from then on */
+#define LC_STARVED_NS UINT64_C(125000) /* a waiter that has slept goes before newcomers from then on */
 #endif
 #define YIELD_NS UINT64_C(100000)    /* so long they leave it the free lock: it may be dead */
 #define SLEEP_NS UINT64_C(5000000)   /* then the owner's life is looked at */
