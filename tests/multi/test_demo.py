@@ -134,8 +134,8 @@ def test_a_hybrid_model(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_pool_that_is_too_small_has_storage(tiny: str, tmp_path: Path) -> None:
     """`memory:` ends with its worker: no restart."""
-    small = ("--model", tiny, "--workers", "1", "--size", "5MiB", "--storage", "memory:", "--no-kill")
-    facts = json.loads(ran("--json", *small, folder=tmp_path))
+    small = ("--model", tiny, "--workers", "1", "--size", "5MiB", "--no-kill")
+    facts = json.loads(ran("--json", "--storage", "memory:", *small, folder=tmp_path))
     assert facts["restart"] is None
     assert facts["hit_tokens"]["storage"] > 0
 
