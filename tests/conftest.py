@@ -88,7 +88,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the asked part."""
+    """Keep the asked part; of the rest what may take longest first: else one process would build
+    and run the last of these while the others have nothing left."""
     part = config.getoption("--part")
     if part == "all" or chosen(config):
         return
@@ -97,7 +98,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         is_rest = any(item.get_closest_marker(name) for name in REST)
         (kept if is_rest == (part == "rest") else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
-    items[:] = kept
+    items[:] = sorted(kept, key=may_take, reverse=True) if part == "rest" else kept
+
+
+def may_take(item: pytest.Item) -> float:
+    """Seconds, where a test has a limit of its own."""
+    limit = item.get_closest_marker("timeout")
+    return float(limit.args[0]) if limit else 0.0
 
 
 @pytest.hookimpl(wrapper=True)

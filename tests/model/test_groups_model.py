@@ -28,7 +28,7 @@ from multi.pausing import BUILD
 
 from lightcache import layout
 
-EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "120"))
+EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "60"))
 SHARE = 8  # of them in `make test`
 
 pytestmark = pytest.mark.skipif(

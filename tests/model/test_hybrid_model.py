@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 from model.hybrid_machine import HybridMachine
 
-EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "120")) // 4
+EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "60")) // 4
 SHARE = 8  # of them in `make test`
 
 

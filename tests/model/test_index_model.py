@@ -13,7 +13,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from model.holding import HoldingMachine
 from model.machine import IndexMachine
 
-EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "120"))
+EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "60"))
 SHARE = 12  # of them in `make test`
 
 

@@ -19,12 +19,13 @@ import pytest
 
 import lightcache
 from lightcache.shm import sweep
-from lightcache.tools.demo.messages import SECRET
+from lightcache.tools.demo.messages import DENSE, SECRET, ModelSpec
 
 pytest.importorskip("transformers")
 # Models, several processes and demos on two cores.
 pytestmark = [pytest.mark.models, pytest.mark.timeout(300)]
 
+BuiltOnce = Callable[[str, Callable[[Path], object]], Path]
 WaitUntil = Callable[[Callable[[], bool], str], None]
 _SMALL = ("demo", "--users", "2", "--turns", "3")
 _COMMAND = (sys.executable, "-c", "from lightcache.tools.cli import main; main()", *_SMALL)
@@ -50,6 +51,20 @@ def started(*arguments: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
         assert process.stdout is not None
         process.stdout.close()
         sweep(prefix=f"demo-{process.pid}-")
+
+
+@pytest.fixture(scope="module")
+def tiny(built_once: BuiltOnce) -> str:
+    """A checkpoint that computes a hundred times as fast as the model of `make demo`, and whose KV
+    has the same size."""
+
+    def save(folder: Path) -> None:
+        from lightcache.tools.demo import model
+
+        form = {**DENSE, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+        model.build(ModelSpec(form)).save_pretrained(folder)
+
+    return str(built_once("demo-model", save))
 
 
 def ran(*arguments: str, folder: Path, status: int = 0) -> str:
@@ -101,8 +116,8 @@ def check_facts(facts: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.crash
-def test_all_of_it_holds(tmp_path: Path) -> None:
-    check_facts(json.loads(ran("--json", folder=tmp_path)))
+def test_all_of_it_holds(tiny: str, tmp_path: Path) -> None:
+    check_facts(json.loads(ran("--json", "--model", tiny, folder=tmp_path)))
     assert list(tmp_path.glob("lightcache-demo-*")) == []
 
 
@@ -117,35 +132,36 @@ def test_a_hybrid_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_pool_that_is_too_small_has_storage(tmp_path: Path) -> None:
+def test_a_pool_that_is_too_small_has_storage(tiny: str, tmp_path: Path) -> None:
     """`memory:` ends with its worker: no restart."""
-    small = ("--workers", "1", "--size", "5MiB", "--storage", "memory:", "--no-kill")
-    facts = json.loads(ran("--json", *small, folder=tmp_path))
+    small = ("--model", tiny, "--workers", "1", "--size", "5MiB", "--no-kill")
+    facts = json.loads(ran("--json", "--storage", "memory:", *small, folder=tmp_path))
     assert facts["restart"] is None
     assert facts["hit_tokens"]["storage"] > 0
 
 
 @pytest.mark.slow
-def test_a_storage_that_was_given_stays(tmp_path: Path) -> None:
-    url = f"disk:{tmp_path}/pages?capacity=64MiB"
+def test_a_storage_that_was_given_stays(tiny: str, tmp_path: Path) -> None:
+    given = ("--model", tiny, "--storage", f"disk:{tmp_path}/pages?capacity=64MiB")
     for least in (0, 300):
-        out = ran("--json", "--no-kill", "--no-restart", "--storage", url, folder=tmp_path)
+        out = ran("--json", "--no-kill", "--no-restart", *given, folder=tmp_path)
         assert json.loads(out)["hit_tokens"].get("storage", 0) >= least
 
 
 @pytest.mark.slow
-def test_nothing_from_storage_after_the_restart_is_a_problem(tmp_path: Path) -> None:
-    url = f"flaky:read_fail=1:disk:{tmp_path}/pages?capacity=64MiB"
-    out = ran("--no-kill", "--workers", "1", "--storage", url, folder=tmp_path, status=1)
+def test_nothing_from_storage_after_the_restart_is_a_problem(tiny: str, tmp_path: Path) -> None:
+    given = ("--model", tiny, "--storage", f"flaky:read_fail=1:disk:{tmp_path}/x?capacity=64MiB")
+    out = ran("--no-kill", "--workers", "1", *given, folder=tmp_path, status=1)
     assert "it did not hold: nothing came from storage after the restart" in out
     assert "All of it held" not in out
 
 
 @pytest.mark.slow
 @pytest.mark.crash
-def test_a_worker_that_is_killed_twice_is_replaced_twice(tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_twice_is_replaced_twice(tiny: str, tmp_path: Path) -> None:
     """Killed at any moment, not where the demo kills one; then its successor. All turns wait."""
-    with started("--no-kill", "--no-restart", "--workers", "1", folder=tmp_path) as process:
+    alone = ("--no-kill", "--no-restart", "--workers", "1", "--model", tiny)
+    with started(*alone, folder=tmp_path) as process:
         pid = int(read_until(process, _READY)[1])
         read_until(process, _TURN)
         os.kill(pid, signal.SIGKILL)
@@ -214,9 +230,9 @@ def test_any_process_is_killed_and_the_cache_goes_on(
     ],
 )
 def test_an_interrupt_ends_and_removes_everything(
-    sent: signal.Signals, status: int, moment: str, tmp_path: Path
+    sent: signal.Signals, status: int, moment: str, tiny: str, tmp_path: Path
 ) -> None:
-    with started(folder=tmp_path) as process:
+    with started("--model", tiny, folder=tmp_path) as process:
         read_until(process, moment)
         process.send_signal(sent)
         out, _ = process.communicate()

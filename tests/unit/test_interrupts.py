@@ -3,7 +3,7 @@
 The scenes are in `support.interrupted`, `support.interrupted_hybrid` and
 `support.interrupted_windows`.
 
-LIGHTCACHE_INTERRUPT_STRIDE: at every third place only, of signals at every 21st; 1 tries all.
+LIGHTCACHE_INTERRUPT_STRIDE: at every fifth place only, of signals at every 35th; 1 tries all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lightcache.storage.common import Deadline
 from lightcache.storage.executor import READ, Executor
 
 SCENES = [*MANAGER_SCENES, *HYBRID_SCENES, *WINDOW_SCENES]
-STRIDE = int(os.environ.get("LIGHTCACHE_INTERRUPT_STRIDE", "3"))
+STRIDE = int(os.environ.get("LIGHTCACHE_INTERRUPT_STRIDE", "5"))
 STRIDES = pytest.mark.parametrize("stride", [31, pytest.param(STRIDE, marks=pytest.mark.slow)])
 BY_NAME = pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
 # What is raised while a generator that an interrupt has left is closed, Python prints and drops.

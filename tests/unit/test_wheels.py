@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,23 +16,33 @@ import pytest
 from support.packages import need
 
 ROOT = Path(__file__).resolve().parents[2]
+BuiltOnce = Callable[[str, Callable[[Path], object]], Path]
+Build = Callable[[str], Path]
 FOR = ("--fingerprint", "model")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def build(architecture: str, folder: Path) -> Path:
-    command = [sys.executable, str(ROOT / ".ci/wheels"), str(folder), architecture]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (wheel,) = folder.glob("*.whl")
-    assert done.stdout.strip() == str(wheel)
-    return wheel
+@pytest.fixture
+def build(built_once: BuiltOnce) -> Build:
+    """`build(architecture)`: its wheel."""
+
+    def make(architecture: str) -> Path:
+        def into(folder: Path) -> None:
+            command = [sys.executable, str(ROOT / ".ci/wheels"), str(folder), architecture]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+            assert [done.stdout.strip()] == [str(each) for each in folder.glob("*.whl")]
+
+        (wheel,) = built_once(f"wheel-{architecture}", into).glob("*.whl")
+        return wheel
+
+    return make
 
 
 @pytest.mark.parametrize("architecture", ["x86_64", "aarch64"])
-def test_a_wheel_is_for_every_python_of_its_platform(architecture: str, tmp_path: Path) -> None:
+def test_a_wheel_is_for_every_python_of_its_platform(architecture: str, build: Build) -> None:
     need("gcc" if architecture == "x86_64" else "aarch64-linux-gnu-gcc")
-    wheel = build(architecture, tmp_path)
+    wheel = build(architecture)
     name = re.fullmatch(rf".+-py3-none-manylinux_2_(\d+)_{architecture}\.whl", wheel.name)
     assert name
     assert int(name[1]) >= 17
@@ -52,9 +63,11 @@ def test_a_wheel_is_for_every_python_of_its_platform(architecture: str, tmp_path
     assert not re.search("vllm|sglang", wanted)  # neither engine nor torch
 
 
-def test_a_wheel_works_where_there_is_no_compiler(tmp_path: Path, segment_name: str) -> None:
+def test_a_wheel_works_where_there_is_no_compiler(
+    tmp_path: Path, segment_name: str, build: Build
+) -> None:
     need("gcc")
-    wheel = build("x86_64", tmp_path)
+    wheel = build("x86_64")
     place = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
     (site,) = place.glob("lib/python*/site-packages")

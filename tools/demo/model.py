@@ -6,7 +6,6 @@ lies in blocks and recurrent states in slots, as in engines with paged attention
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -134,7 +133,6 @@ def compare(
 def reference(spec: ModelSpec, pipe: Connection) -> None:
     """The whole of the reference process, which never sees a cache: compares what it is sent, until
     the pipe is closed."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
     model = build(spec)
     while True:
         try:

@@ -44,7 +44,8 @@ def stopping(backend: EngineBackend, number: int, pipe: Connection) -> Iterator[
 
 def run(config: WorkerConfig, name: str, pipe: Connection) -> None:
     """The whole of a worker process: serves until the router closes the pipe."""
-    torch.set_num_threads(config.threads)
+    # Not more than OMP_NUM_THREADS, which torch knows.
+    torch.set_num_threads(min(config.threads, torch.get_num_threads()))
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         with ExitStack() as stack:
