@@ -256,21 +256,23 @@ class ARC(Policy):
             return
         recent = len(self._recent)
         if recent > self._share or (was_frequent and recent == self._share):
-            order, ghosts = self._recent, self._recent_ghosts
+            order = self._recent
         else:
-            order, ghosts = self._frequent, self._frequent_ghosts
-        gone = self._forget(order)
+            order = self._frequent
+        gone, order = self._forget(order)
+        ghosts = self._recent_ghosts if order is self._recent else self._frequent_ghosts
         ghosts[gone] = None
 
-    def _forget(self, order: Order) -> int:
-        """Evict the first leaf of a list, or of the other one if it has none."""
+    def _forget(self, order: Order) -> tuple[int, Order]:
+        """Evict the first leaf of a list, or of the other one if it has none. Returns it and the
+        list that had it."""
         other = self._frequent if order is self._recent else self._recent
         for each in (order, other):
             block = self._leaf(each)
             if block is not None:
                 del each[block]
                 self._drop(block)
-                return block
+                return block, each
         raise AssertionError("a cache that is full has a leaf")
 
 
