@@ -182,14 +182,10 @@ class GDSF(LFU):
 
 
 class Belady(Ranked):
-    """The block whose next use is the furthest goes first, the deepest of several: what any order
-    of eviction could reach that knew the future."""
+    """The leaf whose next use is the furthest goes first: no order of eviction hits more."""
 
     def __init__(self, trace: Trace, pages: int) -> None:
         super().__init__(trace, pages)
-        self._depth: list[int] = []
-        for parent in trace.parents:
-            self._depth.append(self._depth[parent] + 1 if parent >= 0 else 0)
         self._ahead: list[list[float]] = [[math.inf] for _ in trace.parents]
         for number in range(len(trace.requests) - 1, -1, -1):
             for block in trace.requests[number]:
@@ -199,7 +195,7 @@ class Belady(Ranked):
         self._ahead[block].pop()
 
     def _rank(self, block: int) -> tuple[float, float]:
-        return -self._ahead[block][-1], -self._depth[block]
+        return -self._ahead[block][-1], 0
 
 
 class ARC(Policy):

@@ -3,7 +3,7 @@
 A file has one JSON object a line: `hash_ids`, the blocks of a prompt from its root on (equal ids
 are equal prefixes), and `timestamp` in milliseconds; the public Mooncake traces are so. The
 generated patterns are made from a seed, the same in every run. Each is one habit of traffic that
-an eviction order can get wrong; sizes are such that caches of 1,000 to 10,000 pages differ.
+an eviction order can get wrong; sizes are such that caches of 1,000 and 3,000 pages differ.
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ from lightcache_bench._policies import BOUND, POLICIES
 from lightcache_bench._pool import keys_of
 from lightcache_bench._traces import BURSTS, Trace
 
-PAGES = (1_000, 3_000, 10_000)
+PAGES = (1_000, 3_000)
 """Of caches for generated traces."""
-FILE_PAGES = (*PAGES, 30_000, 100_000)
+FILE_PAGES = (*PAGES, 10_000, 30_000, 100_000)
 QUICK = 1_000
 """Requests."""
 CORE = "this index"

@@ -133,6 +133,8 @@ def test_gdsf_ages() -> None:
     asked = ("a", "a", "a", *"bcdefg", "a")
     assert hit_letters("lfu", 2, *asked)[-1] == 1
     assert hit_letters("gdsf", 2, *asked)[-1] == 0
+    # d was used twice before it went; when it comes back it is as new as c, and older.
+    assert hit_letters("gdsf", 2, *"dbadacd") == [0, 0, 0, 0, 1, 0, 0]
 
 
 def test_belady_knows_what_comes() -> None:
@@ -145,6 +147,8 @@ def test_arc_keeps_what_was_used_twice() -> None:
     asked = ("a", "b", "a", "b", *"cdefgh", "a", "b")
     assert hit_letters("lru", 4, *asked)[-2:] == [0, 0]
     assert hit_letters("arc", 4, *asked)[-2:] == [1, 1]
+    # What goes from the other list, where one has no leaf, is a ghost of the list that it was in.
+    assert hit_letters("arc", 3, *"fdadfcacdefc")[-1] == 1
 
 
 def test_s3_fifo_lets_new_blocks_go_soon() -> None:
@@ -160,10 +164,15 @@ def test_sieve_passes_what_was_used() -> None:
     assert hit_letters("sieve", 3, *"abca", "d", "e", "a") == [0, 0, 0, 1, 0, 0, 1]
     assert hit_letters("sieve", 3, *"abca", "d", "e", "c")[-1] == 0
     assert hit_letters("sieve", 3, *"abca", "d", "e", "d")[-1] == 1
+    # It comes to a for the second time, and passes it, since b continues it.
+    asked = ("a", "ab", "ab", "x", "y", "y", "z", "ab")
+    assert hit_letters("sieve", 3, *asked) == [0, 1, 2, 0, 0, 1, 0, 1]
 
 
 def test_w_tinylfu_admits_what_is_used_more_often() -> None:
     assert hit_letters("w-tinylfu", 3, *"abab", *"cdefgh", "a", "b")[-2:] == [1, 1]
+    # Uses are halved after 20: d's many, most of them before that, are too few at the end.
+    assert hit_letters("w-tinylfu", 2, *"cdcdccbcbdcdbadabddbd")[-1] == 0
     # A scan does not replace a loop of which a part fits.
     loop = "abcdefgh" * 5
     assert sum(hit_letters("lru", 5, *loop)) == 0
