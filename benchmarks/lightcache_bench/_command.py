@@ -13,9 +13,10 @@ from lightcache.tools.output import Command, cell, console, emit, fail, json_opt
 
 TAKES = {
     "trace": ("policy", "manager", "hybrid", "vllm"),
-    "only": ("transfer", "serve", "vllm"),
+    "only": ("policy", "transfer", "serve", "vllm"),
     "path": ("storage", "serve"),
     "url": ("storage",),
+    **dict.fromkeys(("pages", "policies", "seeds", "rate", "calls"), ("policy",)),
     **dict.fromkeys(
         ("model", "device", "workers", "prefix_tokens", "requests", "pool", "size", "storage"),
         ("serve",),
@@ -39,7 +40,24 @@ TAKES = {
 )
 @click.option("--url", help="For `storage`: one to measure instead, such as redis://host:6379/0.")
 @click.option("--storage", metavar="URL", help="For `serve`: a storage to measure, not a disk.")
-@click.option("--only", help="Parts to run, such as 2,3, for `transfer`, `serve` and `vllm`.")
+@click.option(
+    "--only",
+    help="Parts to run, such as 2,3, for `transfer`, `serve` and `vllm`; traces, such as "
+    "loop,zipf, for `policy`.",
+)
+@click.option("--pages", help="For `policy`: sizes of caches, such as 1000,3000.")
+@click.option("--policies", help="For `policy`: what to compare with, such as lru,arc.")
+@click.option(
+    "--seeds", type=click.IntRange(1), help="For `policy`: runs, each with another secret."
+)
+@click.option(
+    "--rate",
+    type=click.FloatRange(0, min_open=True),
+    help="For `policy`: how many times as fast as in the trace.",
+)
+@click.option(
+    "--calls", type=click.IntRange(0), help="For `policy`: further calls for each request."
+)
 @click.option("--model", help="For `serve`: small, medium, 8b, or a folder with a checkpoint.")
 @click.option("--device", help="For `serve`: cpu, cuda, or names with commas between.")
 @click.option("--workers", type=click.IntRange(1, 16), help="For `serve`: model workers.")

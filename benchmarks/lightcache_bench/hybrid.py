@@ -48,8 +48,8 @@ from lightcache_bench._hybrid_ours import Pool, Room, hit_tokens
 from lightcache_bench._hybrid_plain import EndsOnly, TiedToNodes, bound, pages_of
 from lightcache_bench._hybrid_traffic import Traffic, Visit
 from lightcache_bench._manager_trace import SCALE, TOKENS, tokens_of
+from lightcache_bench._traces import hash_ids
 from lightcache_bench.hybrid_sizing import best_split, paths_of, reuse_of
-from lightcache_bench.policy import read
 
 MODEL = SimpleNamespace(
     layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 12,
@@ -107,7 +107,7 @@ def _hits(quick: bool) -> Iterator[Row]:
 
 def _trace(quick: bool, path: Path) -> Iterator[Row]:
     """The last block of a prompt is not full, and no other prompt has it."""
-    blocks = [each[:-1] for each in read(path)[: 300 if quick else TRACE_REQUESTS]]
+    blocks = [each[:-1] for each in hash_ids(path)[: 300 if quick else TRACE_REQUESTS]]
     visits = [Visit(tokens_of(each), np.empty(0, np.int64)) for each in blocks]
     grid = Grid(SCALE, SCALE, chunk=SCALE)
     scale = TOKENS // SCALE

@@ -41,7 +41,7 @@ from lightcache_bench import Row, meets
 from lightcache_bench._manager_plain import PlainManager
 from lightcache_bench._manager_trace import CAPACITIES, replay
 from lightcache_bench._timing import median, spread
-from lightcache_bench.policy import read
+from lightcache_bench._traces import hash_ids
 
 BLOCK = 16
 PAGES = 128
@@ -67,7 +67,7 @@ def rows(quick: bool, trace: str | Path | None = None) -> Iterator[Row]:
     yield from _steps(quick)
     yield from _hanging(quick)
     if trace is not None:
-        requests = read(Path(trace))[: 500 if quick else None]
+        requests = hash_ids(Path(trace))[: 500 if quick else None]
         for pages in CAPACITIES[:2] if quick else CAPACITIES:
             yield from replay(requests, pages)
 

@@ -26,8 +26,8 @@ from lightcache.connectors.vllm.messages import Report
 from lightcache.errors import ConfigError
 from lightcache_bench import Row, _gpu_device, _vllm_engines, _vllm_rates, meets
 from lightcache_bench._timing import clocked_cpu, interleaved, median, spread, tails
+from lightcache_bench._traces import hash_ids
 from lightcache_bench._vllm_stand_in import Output, Request, Scheduler, schedulers
-from lightcache_bench.policy import read
 
 PROMPT = 131_072
 BLOCK = 16
@@ -69,7 +69,7 @@ def rows(quick: bool, trace: str | Path | None = None, only: str | None = None) 
     if 3 in wanted and (trace is not None or only is not None):
         if trace is None:
             raise ConfigError("vllm: part 3 needs a trace; give --trace FILE (JSONL with hash_ids)")
-        yield from pools(read(Path(trace))[: 1000 if quick else None], quick)
+        yield from pools(hash_ids(Path(trace))[: 1000 if quick else None], quick)
     if ENGINE_PART in wanted:
         if importlib.util.find_spec("vllm") is None:
             raise ConfigError("vllm: part 6 needs vLLM; run it in an environment that has it")

@@ -279,7 +279,7 @@ def test_command_refuses(monkeypatch: pytest.MonkeyPatch, no_device: None) -> No
     for arguments, message in (
         (["transfer"], "expected a device that torch can use"),
         (["transfer", "--only", "14"], "expected parts such as 2,3"),
-        (["index", "--only", "2"], "takes no --only; `transfer`, `serve` and `vllm` do"),
+        (["index", "--only", "2"], "takes no --only; `policy`, `transfer`, `serve` and `vllm` do"),
         (
             ["index", "--trace", __file__],
             "takes no --trace; `policy`, `manager`, `hybrid` and `vllm` do",
