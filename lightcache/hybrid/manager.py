@@ -163,7 +163,8 @@ class HybridManager:
         self.manager, self.checkpoints, self.grid = manager, checkpoints, grid
         step = grid.fine if self.config.tail else grid.grid
         counts = checkpoints.counts
-        groups = WindowGroups(manager, windows, counts=counts, every=every, states=states)
+        owner = checkpoints if states else None
+        groups = WindowGroups(manager, windows, counts=counts, every=every, states=owner)
         if windows and states:
             self._check_joined(step, groups.unit)
         self.parts = HybridParts(manager, checkpoints, groups, grid, step, states)
