@@ -513,8 +513,9 @@ class PageIndex:
             initialise,
             timeout,
         )
-        how = {"replace": replace, "check_new": check_new, "named": named}
-        segment = Segment.open(**spec.segment_arguments(), **how)
+        segment = Segment.open(
+            **spec.segment_arguments(), replace=replace, check_new=check_new, named=named
+        )
         return cls._joined(segment, role, device, lock_timeout, timeout)
 
     @classmethod
