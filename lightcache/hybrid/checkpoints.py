@@ -951,23 +951,6 @@ class Checkpoints:
         self.back.poll()
         return self.transfers.in_flight
 
-    def pause(self, timeout: float | None = None) -> None:
-        """Hold back new copies between slots and host pages until `resume`; waits for those in
-        flight.
-
-        Raises:
-            WaitTimeout: some are still in flight; all is paused.
-        """
-        with self.lock:
-            self.transfers.paused = True
-        self.transfers.wait(None, timeout)
-
-    def resume(self) -> None:
-        """Let copies begin again, those requested meanwhile first."""
-        with self.lock:
-            self.transfers.paused = False
-            self._poll()
-
     def clear(self, weights: str, tenant: str | None = None, *, everywhere: bool = True) -> None:
         """Clear a version, or one of its tenants: the spaces opened here and, if `everywhere`,
         those on the host that other processes opened."""

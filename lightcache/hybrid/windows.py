@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -114,48 +114,6 @@ _OF_GROUPS = tuple(each.name for each in fields(GroupHits))
 
 KeysOf = Callable[[KeySpec], Keys]
 """The keys of a sequence, as `Prompt.keys`."""
-
-
-class Side(Protocol):
-    """What a request may read of one rule, in all tiers, for the planner: of a window, or of
-    states."""
-
-    rule: str
-    """Its name."""
-    tier: Tier | None
-    """The tier that has what was pinned last; None: the position needs nothing of this rule."""
-
-    def needs(self, position: int) -> bool:
-        """Whether a position needs anything of this rule."""
-
-    def deepest(self, limit: int, step: int) -> int:
-        """The deepest position up to this one, a multiple of `step`, that a tier accepts."""
-
-    def pin(self, request: Hashable, position: int, ttl: float | None) -> bool:
-        """Pin what a position needs, in place of what was pinned before. False: it has gone.
-
-        Args:
-            ttl: seconds that the pins last; None: only look.
-        """
-
-    def take(self, request: Hashable, position: int) -> Lease | None:
-        """What was pinned for a position. None: it has gone."""
-
-
-def agreed(sides: Sequence[Side], limit: int, step: int) -> tuple[int, list[str]]:
-    """The deepest position up to this one that all sides accept, a multiple of `step`, and the
-    rules that lowered it, in order."""
-    position, rules, agreeing, number = limit // step * step, [], 0, len(sides)
-    while position:
-        for side in sides:
-            found = side.deepest(position, step)
-            agreeing += 1
-            if found < position:
-                position, agreeing = found, 1
-                rules.append(side.rule)
-            if agreeing == number or not position:
-                return position, rules
-    return position, rules
 
 
 @dataclass(frozen=True, eq=False)
@@ -869,10 +827,8 @@ __all__ = [
     "EVERY",
     "GroupHits",
     "Place",
-    "Side",
     "WindowGroups",
     "WindowSide",
     "WindowStats",
     "WindowWriteBack",
-    "agreed",
 ]
