@@ -54,6 +54,7 @@ from lightcache.pool import (
     HostPool,
     Numa,
     check_numa,
+    check_object,
     lacking_room,
     make_object,
 )
@@ -246,6 +247,26 @@ class CacheSpec:
         Raises:
             ConfigError: see `Cache.set_minimums`.
         """
+        self._check_minimums()
+        make_object(segment, *self._lengths(), self.numa)
+
+    def check_new(self, freed: int) -> None:
+        """What `initialise` will refuse, before a cache is removed to make room for this one.
+
+        Args:
+            freed: bytes that come free by that.
+
+        Raises:
+            As `initialise`.
+        """
+        self._check_minimums()
+        check_object(self.name, self.config, *self._lengths(), self.numa, freed)
+
+    def _lengths(self) -> tuple[int, int]:
+        """Of the pool, and of what has memory from the start."""
+        return self.pages * self.page_bytes, self.first * self.page_bytes
+
+    def _check_minimums(self) -> None:
         if self.minimums is not None:
             names = names_of(self.config)
             wanted = sum(minimum_pages(self.name, self.minimums, names, self.page_bytes).values())
@@ -254,8 +275,6 @@ class CacheSpec:
                     f"minimums: {self.name!r}: expected at most its {self.pages} pages in all, "
                     f"found {wanted}; lower one of them, or give a larger size"
                 )
-        lengths = self.pages * self.page_bytes, self.first * self.page_bytes
-        make_object(segment, *lengths, self.numa)
 
 
 def minimum_pages(
@@ -777,7 +796,8 @@ class Cache:
             idle_limit: seconds. A persistent cache that was unused for this long and has no live
                 client is removed by the next `open`, `create` or `sweep` that needs its room. None:
                 never. If given with lifetime None, a new cache is persistent.
-            replace: remove a cache that differs, if it has no live client.
+            replace: remove a cache that differs, if it has no live client, and if this one can be
+                made: see below.
             minimums: see `set_minimums`; None: unchanged.
             shared: True: all parts of this process that open the cache so are one client: one slot,
                 with its pins, plans, tickets, default namespace, counters, pool and pinned memory.
@@ -791,7 +811,8 @@ class Cache:
             LayoutMismatch: the cache differs and `replace` is False; names each item.
             InUse: the cache differs, `replace` is True, and it has a live client.
             ConfigError: minimums that cannot be: no cache was made, and one that exists was left.
-            Otherwise as `create` and `attach`.
+            Otherwise as `create` and `attach`. With `replace` all arguments are checked before a
+            cache is removed, and whether there will be room.
         """
         spec = CacheSpec(
             name,
@@ -820,6 +841,7 @@ class Cache:
                     idle_limit=idle_limit,
                     group=group,
                     replace=replace,
+                    check_new=spec.check_new,
                     role=role,
                     device=device,
                     lock_timeout=lock_timeout,

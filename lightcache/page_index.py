@@ -73,6 +73,7 @@ from lightcache.snapshot import CheckReport, GroupPages, IndexStats, NamespacePa
 
 T = TypeVar("T", bound="PageIndex")
 Hook = Callable[[Segment], None]
+Check = Callable[[int], None]
 
 
 def _facts() -> str:
@@ -472,6 +473,7 @@ class PageIndex:
         idle_limit: float | None = None,
         group: str | int | None = None,
         replace: bool = False,
+        check_new: Check | None = None,
         named: Collection[str] | None = None,
         role: str = "",
         device: bool = False,
@@ -487,7 +489,9 @@ class PageIndex:
             idle_limit: seconds. A persistent index that was unused for this long and has no live
                 client is removed by the next `open`, `create` or `sweep` that needs its room. None:
                 never. If given with lifetime None, a new index is persistent.
-            replace: remove an index that differs, if it has no live client.
+            replace: remove an index that differs, if it has no live client, and if the new one can
+                be made.
+            check_new: see `Segment.open`.
             named: items of the configuration that must be equal, "pages" and "independent" among
                 them, and "bytes" for the size; None: all. The others are those of a new index.
             Otherwise as `create`.
@@ -509,7 +513,9 @@ class PageIndex:
             initialise,
             timeout,
         )
-        segment = Segment.open(**spec.segment_arguments(), replace=replace, named=named)
+        segment = Segment.open(
+            **spec.segment_arguments(), replace=replace, check_new=check_new, named=named
+        )
         return cls._joined(segment, role, device, lock_timeout, timeout)
 
     @classmethod

@@ -45,7 +45,7 @@ from lightcache.shm.codes import Code, check, system_errno
 from lightcache.shm.errors import require
 from lightcache.shm.folders import Folder, FolderKind, path_in, path_of
 from lightcache.shm.objects import ForkWord, memory_of
-from lightcache.shm.sweep import give_way, make_room, relatives
+from lightcache.shm.sweep import give_way, make_room, most_room, relatives
 from lightcache.shm.waiting import Event
 from lightcache.shm.wanted import FAMILY_ITEM
 
@@ -193,16 +193,12 @@ def make_object(segment: Segment, total: int, first: int, numa: Numa = None) -> 
         length, family = folder.length(total), segment.config.get(FAMILY_ITEM)
         held, users = 0, ""
         if length > folder.room().bytes:
-            held, users = _held_by_family(segment, folder)
+            held, users = _held_by_family(segment.name, family, folder)
             sizes = {"needed": length, "coming": held}
             make_room(room=lambda: folder.room().bytes, spare=segment.name, family=family, **sizes)
         room = folder.room()
         if length > room.bytes + held or first > room.bytes:
-            raise NoSpace(
-                f"the pool needs {format_size(length)} ({length} bytes), found "
-                f"{format_size(room.bytes)} {room.limit}{users}; choose a smaller size, remove "
-                "old caches (`lightcache ls`, `lightcache rm`), or enlarge it"
-            )
+            raise _no_space(length, room, users)
         mode = 0o660 if segment.stat().st_mode & 0o060 else 0o600
         name = pool_name(segment)
         try:
@@ -217,14 +213,47 @@ def make_object(segment: Segment, total: int, first: int, numa: Numa = None) -> 
             os.close(fd)
 
 
-def _held_by_family(segment: Segment, folder: Folder) -> tuple[int, str]:
+def _no_space(length: int, room: memory.FreeMemory, users: str) -> NoSpace:
+    return NoSpace(
+        f"the pool needs {format_size(length)} ({length} bytes), found "
+        f"{format_size(room.bytes)} {room.limit}{users}; choose a smaller size, remove "
+        "old caches (`lightcache ls`, `lightcache rm`), or enlarge it"
+    )
+
+
+def check_object(
+    name: str, config: Mapping[str, Any], total: int, first: int, numa: Numa, freed: int
+) -> None:
+    """Refuse a pool object that cannot be made, whatever else is removed.
+
+    Args:
+        name, config: of the segment.
+        total, first, numa: see `make_object`.
+        freed: bytes that come free before it is made.
+
+    Raises:
+        ConfigError: there is no such GPU.
+        Otherwise as `make_object`.
+    """
+    advised_node(numa)
+    with Folder.open(path_in(dict(config)) or names.FOLDER) as folder:
+        length, family = folder.length(total), config.get(FAMILY_ITEM)
+        if not folder.may_write():
+            raise PermissionDenied(f"make a pool in {folder.path}: {owners.whose(folder.path)}")
+        held, users = _held_by_family(name, family, folder)
+        room = folder.room()
+        most = room.bytes + freed + most_room(name, family)
+        if length > most + held or first > most:
+            raise _no_space(length, room, users)
+
+
+def _held_by_family(name: str, family: str | None, folder: Folder) -> tuple[int, str]:
     """The memory of the caches of the same family that processes use, and those for a message. None
     of it can be counted on for huge pages, which are reserved when a pool is mapped."""
-    family = segment.config.get(FAMILY_ITEM)
     if family is None or folder.kind is FolderKind.HUGETLBFS:
         return 0, ""
     held, parts = 0, []
-    for relative in relatives(family, segment.name):
+    for relative in relatives(family, name):
         paths = [path_of(full) for full in relative.objects]
         own = sum(memory_of(str(path)) for path in paths if path.parent == folder.path)
         held += own
@@ -295,7 +324,7 @@ def lacking_room(segment: Segment) -> str | None:
         return None
     subject = "this cache's pool" if pools == 1 else f"{pools} caches' pools in {folder.path}"
     with segment.folder() as folder:
-        users = _held_by_family(segment, folder)[1]
+        users = _held_by_family(segment.name, segment.config.get(FAMILY_ITEM), folder)[1]
     until = ", until those have ended" if users else ""
     return (
         f"{subject} are to have {format_size(owed)} of memory that they do not have yet, found "
@@ -859,6 +888,7 @@ __all__ = [
     "PoolObject",
     "advised_node",
     "check_numa",
+    "check_object",
     "look",
     "make_object",
     "node_of_pci",

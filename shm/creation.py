@@ -19,7 +19,7 @@ from lightcache.shm.codes import Code, check, system_errno
 from lightcache.shm.errors import CacheCorrupted, LightcacheError, NoSpace, PermissionDenied
 from lightcache.shm.hold import Hold
 from lightcache.shm.objects import ForkWord, OpenObject
-from lightcache.shm.sweep import make_room, remove_leftover, sweep
+from lightcache.shm.sweep import make_room, most_room, remove_leftover, sweep
 from lightcache.shm.wanted import FAMILY_ITEM, SegmentSpec, fill_header
 
 _ALLOCATE_AT_ONCE = 64 << 20  # bytes between two checks for signals, about 20 ms
@@ -107,10 +107,44 @@ def _set_access(fd: int, wanted: SegmentSpec) -> None:
         os.fchown(fd, -1, wanted.group)
         os.fchmod(fd, _GROUP_MODE)
     except PermissionError as error:
-        raise PermissionDenied(
-            f"create {wanted.name!r} for group {wanted.group}: {error}; a user can only give it to "
-            "a group that the user is in"
-        ) from error
+        raise _no_access(wanted, str(error)) from error
+
+
+def _no_access(wanted: SegmentSpec, why: str) -> PermissionDenied:
+    return PermissionDenied(
+        f"create {wanted.name!r} for group {wanted.group}: {why}; a user can only give it to "
+        "a group that the user is in"
+    )
+
+
+def check_access(wanted: SegmentSpec) -> None:
+    """Refuse a segment whose group this user cannot give it to, before it is created.
+
+    Raises:
+        PermissionDenied
+    """
+    ours = {os.getegid(), *os.getgroups()}
+    if wanted.group is not None and os.geteuid() and wanted.group not in ours:
+        raise _no_access(wanted, f"found groups {sorted(ours)}")
+
+
+def check_room(wanted: SegmentSpec, freed: int) -> None:
+    """Refuse a segment for which nothing makes room, before it is created.
+
+    Args:
+        freed: bytes that come free before.
+
+    Raises:
+        NoSpace
+    """
+    most = freed + most_room(wanted.name, _family(wanted))
+    if memory.available().bytes + most < wanted.total_bytes:
+        raise _no_space(wanted, 0)
+
+
+def _family(wanted: SegmentSpec) -> str | None:
+    family: str | None = json.loads(wanted.config or "{}").get(FAMILY_ITEM)
+    return family
 
 
 def _no_space(wanted: SegmentSpec, needed: int) -> NoSpace:
@@ -127,8 +161,7 @@ def _check_room(wanted: SegmentSpec) -> None:
     def room() -> int:
         return memory.available().bytes
 
-    family = json.loads(wanted.config or "{}").get(FAMILY_ITEM)
-    make_room(wanted.total_bytes, room, spare=wanted.name, family=family)
+    make_room(wanted.total_bytes, room, spare=wanted.name, family=_family(wanted))
     if room() < wanted.total_bytes:
         raise _no_space(wanted, 0)
 

@@ -172,11 +172,15 @@ class Folder:
             ) from error
         return True
 
+    def may_write(self) -> bool:
+        """True if this user may make files in it."""
+        return os.access(".", os.W_OK | os.X_OK, dir_fd=self.fd, effective_ids=True)
+
     def may_unlink(self, owner: int) -> bool:
         """True if mode and sticky bit let this user unlink files of `owner` in it."""
         status = os.fstat(self.fd)
         free = not status.st_mode & stat.S_ISVTX or os.geteuid() in (0, status.st_uid, owner)
-        return free and os.access(".", os.W_OK | os.X_OK, dir_fd=self.fd, effective_ids=True)
+        return free and self.may_write()
 
     def dependents(self, name: str, uuid: str, owner: int) -> list[str]:
         """Names of the dependents of the segment with this UUID: regular files of its owner."""

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
+from functools import partial
 
 import posix_ipc
 
 from lightcache.shm import _native, clients, layout, names, ofd, owners
-from lightcache.shm.creation import Initialise, try_create
+from lightcache.shm.creation import Initialise, check_access, check_room, try_create
 from lightcache.shm.errors import (
     CacheCorrupted,
     InUse,
@@ -30,6 +31,8 @@ from lightcache.shm.hold import Hold
 from lightcache.shm.objects import OpenObject
 from lightcache.shm.sweep import remove_leftover
 from lightcache.shm.wanted import SegmentSpec, verify_header
+
+Check = Callable[[int], None]
 
 
 class Obstacle(Enum):
@@ -174,13 +177,21 @@ def create(wanted: SegmentSpec, initialise: Initialise, *, timeout: float | None
 
 
 def open_or_create(
-    wanted: SegmentSpec, initialise: Initialise, *, replace: bool, timeout: float | None
+    wanted: SegmentSpec,
+    initialise: Initialise,
+    *,
+    replace: Check | None,
+    timeout: float | None,
 ) -> Hold:
     """Attach to an equal segment or create it.
 
+    Args:
+        replace: None: keep one that differs. Else called before it is removed, with the bytes that
+            come free; raises if the new one cannot be made.
+
     Raises:
-        LayoutMismatch, CacheCorrupted: the existing one differs, and `replace` is False.
-        InUse: it differs, `replace` is True, and it has a live client.
+        LayoutMismatch, CacheCorrupted: the existing one differs, and `replace` is None.
+        InUse: it differs, `replace` is given, and it has a live client.
         Otherwise as `attach` and `create`.
     """
     pause = ofd.Pause(timeout)
@@ -188,9 +199,10 @@ def open_or_create(
         try:
             result: Hold | Obstacle | None = _try_attach(wanted, readonly=False)
         except (LayoutMismatch, CacheCorrupted):
-            if not replace:
+            if replace is None:
                 raise
-            unlink(wanted.name, wanted.group, force=False, timeout=pause.left())
+            check = partial(_check_replacement, wanted, replace)
+            unlink(wanted.name, wanted.group, force=False, timeout=pause.left(), check=check)
             continue
         if result is Obstacle.MISSING:
             result = try_create(wanted, initialise, pause)
@@ -204,8 +216,24 @@ def open_or_create(
             raise NotReady(f"open {wanted.name!r}: {reason} (waited {timeout} s)")
 
 
-def unlink(name: str, group: int | None, *, force: bool, timeout: float | None) -> bool:
+def _check_replacement(wanted: SegmentSpec, check: Check, freed: int) -> None:
+    check_access(wanted)
+    check_room(wanted, freed)
+    check(freed)
+
+
+def unlink(
+    name: str,
+    group: int | None,
+    *,
+    force: bool,
+    timeout: float | None,
+    check: Check | None = None,
+) -> bool:
     """Retire a segment and remove its name and dependents; False if there is none.
+
+    Args:
+        check: called before anything is removed, with the bytes that come free; may refuse.
 
     Raises:
         InUse: it has a live client and `force` is False.
@@ -225,5 +253,7 @@ def unlink(name: str, group: int | None, *, force: bool, timeout: float | None) 
                     f"unlink {name!r}: a client is attached ({clients.living(opened)}); let them "
                     "close it first"
                 )
+            if check is not None:
+                check(opened.most_memory())
             opened.remove_locked(unseen=True)
             return True

@@ -21,6 +21,7 @@ from lightcache.shm.layout import Lifetime, SegmentKind
 DEFAULT_TIMEOUT = 10.0  # seconds to wait for a creator; laying out a million pages takes less
 
 Hook = Callable[["Segment"], None]
+Check = lifecycle.Check
 
 
 def free_dead_slots(segment: Segment) -> None:
@@ -165,6 +166,7 @@ class Segment:
         idle_limit: float | None = None,
         group: str | int | None = None,
         replace: bool = False,
+        check_new: Check | None = None,
         named: Collection[str] | None = None,
         initialise: Hook | None = None,
         reaper: Hook | None = None,
@@ -179,6 +181,9 @@ class Segment:
                 client is removed by the next `open`, `create` or `sweep` that needs its room. None:
                 never. If given with lifetime None, a new segment is persistent.
             replace: remove a segment that differs, if it has no live client.
+            check_new: called before one is removed so, with the bytes that come free. Refuses by an
+                error: then the segment stays, as it does where the new one has no room or may not
+                be of the group.
             named: items of the configuration that must be equal, and "bytes" for the size; None:
                 all. The rest is what a new segment gets, and an existing one may have otherwise.
 
@@ -198,7 +203,8 @@ class Segment:
             group=group,
             named=named,
         )
-        return _Maker(reaper, initialise).open(expected, replace, timeout)
+        may = (check_new or (lambda _: None)) if replace else None
+        return _Maker(reaper, initialise).open(expected, may, timeout)
 
     @staticmethod
     def unlink(
@@ -535,7 +541,9 @@ class _Maker:
     def create(self, expected: wanted.SegmentSpec, timeout: float | None) -> Segment:
         return self.wrap(lifecycle.create(expected, self._initialise, timeout=timeout))
 
-    def open(self, expected: wanted.SegmentSpec, replace: bool, timeout: float | None) -> Segment:
+    def open(
+        self, expected: wanted.SegmentSpec, replace: Check | None, timeout: float | None
+    ) -> Segment:
         hold = lifecycle.open_or_create(
             expected, self._initialise, replace=replace, timeout=timeout
         )

@@ -157,6 +157,12 @@ def make_room(
     return removed + give_way(needed, room, spare, family)
 
 
+def most_room(spare: str, family: str | None) -> int:
+    """Bytes that `make_room` can free at most. Changes nothing."""
+    dead = [each.bytes for each in leftovers() if each.name != spare]
+    return sum(dead) + _most_room(spare, family)
+
+
 def _most_room(spare: str | None, family: str | None) -> int:
     """Bytes that removing every segment beyond its idle limit, and every unused one of the family,
     can free at most."""

@@ -36,7 +36,7 @@ from lightcache.reservations import Reservation
 from lightcache.runs import PLAIN, Run
 
 if TYPE_CHECKING:
-    from lightcache.hybrid.copiers import Copying, StateCopier
+    from lightcache.hybrid.copiers import StateCopier
     from lightcache.storage.tier import BaseTier
 
 
@@ -808,12 +808,6 @@ class Checkpoints:
 
     # ---- copies between slots and the host, and their pins
 
-    def launched(self, copying: Copying, slots: Pages, leases: Sequence[Lease]) -> BlockTransfer:
-        """Note a launch from slot to slot, which writes these slots. Releases the leases once it
-        has been executed."""
-        with self.lock:
-            return self.transfers.launched(slots, copying, leases)
-
     def offload(
         self,
         slot: int,
@@ -882,11 +876,11 @@ class Checkpoints:
         new.release()
         return None
 
-    def load(self, lease: Lease, slot: int, of: list[BlockTransfer] | None = None) -> BlockTransfer:
+    def load(self, lease: Lease, slot: int, **known: Any) -> BlockTransfer:
         """Load a host page's state into a slot. The transfer takes over the lease.
 
         Args:
-            of: as for `TransferTracker.begin`.
+            known: of, into, instead_of, as for `TransferTracker.begin`.
         """
         backend = self._backend
         assert backend is not None
@@ -897,7 +891,7 @@ class Checkpoints:
         where, touched = np.array([slot], np.int64), np.array([slot], np.int32)
         with self.lock:
             return self.transfers.begin(
-                touched, backend, backend.load, lease, (where, 0), on_result, of=of
+                touched, backend, backend.load, lease, (where, 0), on_result, **known
             )
 
     def demote(self, n: int) -> int:
@@ -956,23 +950,6 @@ class Checkpoints:
         self.transfers.poll()
         self.back.poll()
         return self.transfers.in_flight
-
-    def pause(self, timeout: float | None = None) -> None:
-        """Hold back new copies between slots and host pages until `resume`; waits for those in
-        flight.
-
-        Raises:
-            WaitTimeout: some are still in flight; all is paused.
-        """
-        with self.lock:
-            self.transfers.paused = True
-        self.transfers.wait(None, timeout)
-
-    def resume(self) -> None:
-        """Let copies begin again, those requested meanwhile first."""
-        with self.lock:
-            self.transfers.paused = False
-            self._poll()
 
     def clear(self, weights: str, tenant: str | None = None, *, everywhere: bool = True) -> None:
         """Clear a version, or one of its tenants: the spaces opened here and, if `everywhere`,

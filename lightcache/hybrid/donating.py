@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,10 @@ from lightcache.hybrid.requests import HybridRequest
 from lightcache.hybrid.saving import RequestSlots, Rest, Saved
 from lightcache.leases import Allocation
 from lightcache.manager.request import Request
-from lightcache.manager.transfers import BlockTransfer, OnEnd, State
+from lightcache.manager.transfers import OnEnd, State
 
 if TYPE_CHECKING:
-    from lightcache.hybrid.copiers import StateCopier
+    from lightcache.hybrid.copiers import Copying, StateCopier
 
 # ---- Tail eviction: KV after the last checkpoint of a path
 
@@ -91,30 +91,41 @@ class Donor:
     def copy(self, pairs: list[tuple[HybridRequest, int, int]], stream: Any) -> tuple[Pages, Pages]:
         """Copy from slot to slot of each request, in one launch. Takes over checkpoints that are
         being restored. Returns the sources and targets."""
-        parts, leases = self._parts, []
-        sources, targets = (
-            slot_array([pair[1] for pair in pairs]),
-            slot_array([pair[2] for pair in pairs]),
-        )
-        copying = self._copier.copy(sources, targets, stream)
-        for request, _, _ in pairs:
-            taken, request.found = request.found, None
-            if taken is not None:
-                leases.append(taken[1])
-        launch = parts.checkpoints.launched(copying, targets, leases)
-        for request, _, _ in pairs:
-            request.transfers.append(launch)
-        return sources, targets
+        requests, sources, targets = zip(*pairs, strict=True)
+        slots = slot_array(sources), slot_array(targets)
+        self._launch(requests, self._copier.copy, (*slots, stream), slots[1])
+        return slots
 
     def zero(self, running: list[HybridRequest], stream: Any) -> Pages:
         """Set the working slots of these requests to zero. Returns them."""
         slots = slot_array([request.own_slots.working for request in running])
         if running:
-            copying = self._copier.zero(slots, stream)
-            launch = self._parts.checkpoints.launched(copying, slots, [])
-            for request in running:
-                request.transfers.append(launch)
+            self._launch(running, self._copier.zero, (slots, stream), slots)
         return slots
+
+    def _launch(
+        self,
+        running: Sequence[HybridRequest],
+        call: Callable[..., Copying],
+        arguments: tuple[Any, ...],
+        written: Pages,
+    ) -> None:
+        """Launch what writes these slots of these requests. What it reads of checkpoints stays
+        pinned until it has been executed.
+
+        Args:
+            arguments: of the call; the last one is the stream.
+        """
+        restoring = [request for request in running if request.found is not None]
+        self._parts.checkpoints.transfers.launch(
+            written,
+            call,
+            arguments,
+            lambda: self._copier.copy(*_NO_SLOTS, arguments[-1]),
+            *(partial(setattr, request, "found", None) for request in restoring),
+            of=[request.transfers for request in running],
+            leases=[request.found[1] for request in restoring if request.found is not None],
+        )
 
     def exchange(self, request: HybridRequest, slots: RequestSlots) -> list[int]:
         """Turn saved states of the prompt into checkpoints, if a replacement slot is free for each;
@@ -216,22 +227,15 @@ class Donor:
         once no copy uses them. May be repeated after an interrupt: `leaving` is set last."""
         rests = [(request, _rest(request)) for request in running if request.leaving is None]
         busy = [slot for _, rest in rests for slot in rest.busy]  # a launched step may write them
-        mark = self._mark(slot_array(busy), running[0].ended[1]) if busy else []
+        if busy:
+            writing = [request for request, rest in rests if rest.busy]
+            nothing = *_NO_SLOTS, running[0].ended[1]
+            try:  # it tells when all work launched before has been executed
+                self._launch(writing, self._copier.copy, nothing, slot_array(busy))
+            except Exception as error:  # the device failed: it writes nothing more
+                self._parts.checkpoints.transfers.foreign.note(error)
         for request, rest in rests:
-            if rest.busy:
-                request.transfers += mark
             request.leaving = [*rest.free, *rest.busy]
-
-    def _mark(self, busy: Pages, stream: Any) -> list[BlockTransfer]:
-        """Note when all work launched before has been executed. Empty if the device failed: then
-        it writes nothing more."""
-        nothing, checkpoints = np.zeros(0, np.int32), self._parts.checkpoints
-        try:
-            mark = self._copier.copy(nothing, nothing, stream)
-        except Exception as error:
-            checkpoints.transfers.foreign.note(error)
-            return []
-        return [checkpoints.launched(mark, busy, [])]
 
     def _last(self, request: HybridRequest, kept: int | None, position: int | None) -> list[Saved]:
         """The saved states to donate: the newest, preceded by the one to keep."""
@@ -278,9 +282,12 @@ class Donor:
         return sum([has_ended(request.inner) for request in self.ending])
 
 
-def slot_array(numbers: list[int]) -> Pages:
+def slot_array(numbers: Sequence[int]) -> Pages:
     """Slots as the core and copiers take them."""
     return np.array(numbers, np.int32)
+
+
+_NO_SLOTS = slot_array([]), slot_array([])
 
 
 def taking_over(slots: Allocation) -> partial[None]:

@@ -163,7 +163,8 @@ class HybridManager:
         self.manager, self.checkpoints, self.grid = manager, checkpoints, grid
         step = grid.fine if self.config.tail else grid.grid
         counts = checkpoints.counts
-        groups = WindowGroups(manager, windows, counts=counts, every=every, states=states)
+        owner = checkpoints if states else None
+        groups = WindowGroups(manager, windows, counts=counts, every=every, states=owner)
         if windows and states:
             self._check_joined(step, groups.unit)
         self.parts = HybridParts(manager, checkpoints, groups, grid, step, states)
@@ -389,14 +390,20 @@ class HybridManager:
         found = None if checkpoint is None else (tiers[POINT], checkpoint)
         running = HybridRequest(inner, match, states, found, self._counted(match, plan))
         inner.sound = running.sound
+        known = partial(self._requests.__setitem__, request, running)
+        counted = self._counting(running, 1)
         if self.windows:
             ours = windows.begin(running, match, leases)
-            known = partial(self._requests.__setitem__, request, running)
-            together(known, *[partial(setattr, lease, "ended", True) for lease in ours])
+            together(known, *[partial(setattr, lease, "ended", True) for lease in ours], counted)
         else:
-            self._requests[request] = running
-        self.checkpoints.counts.update(running.counted)
+            together(known, counted)
         return match
+
+    def _counting(self, running: HybridRequest, times: int) -> partial[Any]:
+        """For `together`: count a request that begins, or once less."""
+        counts = self.checkpoints.counts
+        after = {name: counts[name] + times * count for name, count in running.counted.items()}
+        return partial(dict.update, counts, after)
 
     def _counted(self, match: HybridMatch, plan: HybridPlan | None) -> Counter[str]:
         """What a request that begins adds to the counters."""
@@ -592,9 +599,12 @@ class HybridManager:
             elif request.found[0] is Tier.DEVICE:
                 pairs.append((request, int(request.found[1].pages[0]), slots.working))
             else:
-                (_, lease), request.found = request.found, None
-                request.loading = loads[request.inner.id] = self.checkpoints.load(
-                    lease, slots.working, request.transfers
+                loads[request.inner.id] = self.checkpoints.load(
+                    request.found[1],
+                    slots.working,
+                    of=request.transfers,
+                    into=(request, "loading"),
+                    instead_of=(request, "found"),
                 )
         working = slot_array([slots.working for slots in slots_of])
         zeroed = self._donor.zero(empty, stream)
@@ -682,9 +692,12 @@ class HybridManager:
         """Plan and take again, with at most `limit` tokens. Until the caller takes them, its slots
         are those of a request that has ended."""
         inner = running.inner
-        together(partial(self._donor.ending.append, running), partial(self._requests.pop, inner.id))
+        together(
+            partial(self._donor.ending.append, running),
+            partial(self._requests.pop, inner.id),
+            self._counting(running, -1),
+        )
         running.let_go()
-        self.checkpoints.counts.subtract(running.counted)
         self.manager.untake(inner.id)
         self.plan(inner.id, inner.prompt, options=inner.options, limit=limit)
         self._begin(inner.id)

@@ -287,7 +287,7 @@ class Windows:
         *,
         every: int | None = None,
         grid: Grid | None = None,
-        config: HybridConfig | None = None,
+        hybrid: HybridConfig | None = None,
         checkpoints: Checkpoints | None = None,
         **how: Any,
     ) -> HybridManager:
@@ -296,7 +296,8 @@ class Windows:
         Args:
             index: name of the index of this device's blocks of full attention; those of others are
                 "INDEX-RULE". One for each engine or data-parallel rank of the node.
-            every, grid, config: see `HybridManager`; the grid and config for states.
+            every, grid: see `HybridManager`; the grid for states.
+            hybrid: its `config`, of states.
             checkpoints: made from `states`, closed here; None: with their defaults.
             how: as for `EngineKV.manager`.
 
@@ -325,12 +326,12 @@ class Windows:
                 checkpoints = self.states.checkpoints(storage=manager.state.storage)
             if checkpoints is not None:
                 stack.callback(checkpoints.close)
-            hybrid = HybridManager(
-                manager, checkpoints, grid, windows=blocks, every=every, config=config
+            joined = HybridManager(
+                manager, checkpoints, grid, windows=blocks, every=every, config=hybrid
             )
-            stack.callback(hybrid.close)
+            stack.callback(joined.close)
             self._closing.push(stack.pop_all())
-        return hybrid
+        return joined
 
     @property
     def _first(self) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from lightcache._arguments import Keys
 from lightcache.errors import LeaseLost, LightcacheError
 from lightcache.hybrid.checkpoints import Path, StateSpace, Tier, last_ready
 from lightcache.hybrid.requests import POINT, PREFIX, HybridMatch, HybridRequest
-from lightcache.hybrid.windows import Side, WindowGroups, agreed
+from lightcache.hybrid.windows import WindowGroups
 from lightcache.leases import Lease
 from lightcache.manager.limits import Foreign
 from lightcache.manager.lookup import Arguments, LookupBatch, LookupRequest, peeked
@@ -172,6 +172,51 @@ class Stored:
         """Cancel the reads."""
         for task in self.running:
             foreign.cancel(task)
+
+
+# ---- What a request may read of one group
+
+
+class Side(Protocol):
+    """What a request may read of one rule, in all tiers, for the planner: of a window, or of
+    states."""
+
+    rule: str
+    """Its name."""
+    tier: Tier | None
+    """The tier that has what was pinned last; None: the position needs nothing of this rule."""
+
+    def needs(self, position: int) -> bool:
+        """Whether a position needs anything of this rule."""
+
+    def deepest(self, limit: int, step: int) -> int:
+        """The deepest position up to this one, a multiple of `step`, that a tier accepts."""
+
+    def pin(self, request: Hashable, position: int, ttl: float | None) -> bool:
+        """Pin what a position needs, in place of what was pinned before. False: it has gone.
+
+        Args:
+            ttl: seconds that the pins last; None: only look.
+        """
+
+    def take(self, request: Hashable, position: int) -> Lease | None:
+        """What was pinned for a position. None: it has gone."""
+
+
+def agreed(sides: Sequence[Side], limit: int, step: int) -> tuple[int, list[str]]:
+    """The deepest position up to this one that all sides accept, a multiple of `step`, and the
+    rules that lowered it, in order."""
+    position, rules, agreeing, number = limit // step * step, [], 0, len(sides)
+    while position:
+        for side in sides:
+            found = side.deepest(position, step)
+            agreeing += 1
+            if found < position:
+                position, agreeing = found, 1
+                rules.append(side.rule)
+            if agreeing == number or not position:
+                return position, rules
+    return position, rules
 
 
 # ---- Plans
@@ -771,6 +816,8 @@ __all__ = [
     "HybridParts",
     "HybridPlan",
     "HybridPlanner",
+    "Side",
     "StateSide",
     "Stored",
+    "agreed",
 ]

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,7 +25,7 @@ from lightcache.errors import (
 from lightcache.group_index import GroupIndex
 from lightcache.groups import Group, GroupSet, Rule
 from lightcache.hashing import KeySpec
-from lightcache.hybrid.checkpoints import Tier
+from lightcache.hybrid.checkpoints import Checkpoints, Tier
 from lightcache.hybrid.requests import POINT, PREFIX, HybridMatch, HybridRequest
 from lightcache.hybrid.window_blocks import WindowBlocks, WindowTable
 from lightcache.leases import Allocation, Lease, NamingResult
@@ -47,7 +47,6 @@ from lightcache.shm.locking import Hurried
 
 EVERY = 4096
 """Default distance of saved positions, in tokens."""
-_HOST_ALONE = RequestOptions(tiers=frozenset({"host"}))
 
 
 # ---- Figures
@@ -115,48 +114,6 @@ _OF_GROUPS = tuple(each.name for each in fields(GroupHits))
 
 KeysOf = Callable[[KeySpec], Keys]
 """The keys of a sequence, as `Prompt.keys`."""
-
-
-class Side(Protocol):
-    """What a request may read of one rule, in all tiers, for the planner: of a window, or of
-    states."""
-
-    rule: str
-    """Its name."""
-    tier: Tier | None
-    """The tier that has what was pinned last; None: the position needs nothing of this rule."""
-
-    def needs(self, position: int) -> bool:
-        """Whether a position needs anything of this rule."""
-
-    def deepest(self, limit: int, step: int) -> int:
-        """The deepest position up to this one, a multiple of `step`, that a tier accepts."""
-
-    def pin(self, request: Hashable, position: int, ttl: float | None) -> bool:
-        """Pin what a position needs, in place of what was pinned before. False: it has gone.
-
-        Args:
-            ttl: seconds that the pins last; None: only look.
-        """
-
-    def take(self, request: Hashable, position: int) -> Lease | None:
-        """What was pinned for a position. None: it has gone."""
-
-
-def agreed(sides: Sequence[Side], limit: int, step: int) -> tuple[int, list[str]]:
-    """The deepest position up to this one that all sides accept, a multiple of `step`, and the
-    rules that lowered it, in order."""
-    position, rules, agreeing, number = limit // step * step, [], 0, len(sides)
-    while position:
-        for side in sides:
-            found = side.deepest(position, step)
-            agreeing += 1
-            if found < position:
-                position, agreeing = found, 1
-                rules.append(side.rule)
-            if agreeing == number or not position:
-                return position, rules
-    return position, rules
 
 
 @dataclass(frozen=True, eq=False)
@@ -399,13 +356,13 @@ class WindowGroups:
         *,
         counts: Counter[str],
         every: int | None = None,
-        states: bool = False,
+        states: Checkpoints | None = None,
     ) -> None:
         """See `HybridManager`.
 
         Args:
             counts: of the manager's requests and groups; ours are "windows:NAME" and "RULE:NAME".
-            states: whether the manager has states, where these windows are saved.
+            states: where the manager has states, these windows are saved.
 
         Raises:
             ConfigError: see `HybridManager`.
@@ -417,7 +374,7 @@ class WindowGroups:
         block, page = manager.device.block_tokens, manager.page_tokens
         self.unit = max(block, page)
         """What a position needs begins at a multiple of so many tokens."""
-        if every is not None and (states or not self.blocks):
+        if every is not None and (states is not None or not self.blocks):
             raise ConfigError("every: windows are saved where states are; leave it out")
         wanted = count(EVERY if every is None else every, "every", 1, 1 << 30)
         self.every = math.lcm(self.unit, -(-wanted // self.unit) * self.unit)
@@ -538,10 +495,26 @@ class WindowGroups:
 
     def _last_whole(self, keys: Keys, space: CacheScope) -> Keys:
         """As `stored`, of KV that came to the host after its request had ended: up to the last
-        position of which the host has every window."""
-        page, sides = self._manager.page_tokens, self.sides_of(space, _HOST_ALONE, lambda _: keys)
-        position, _ = agreed(sides, len(keys) * page, self.unit)
-        return self.whole(keys, space, [position // page] if position else [])
+        position of which the host has every window, and the state. If it has no state of any, one
+        may have been in storage before: then without."""
+        host = [
+            Group(window.rule.name, window.rule, index.index, space.host, index.run)
+            for (window, tier), index in self._indexes.items()
+            if tier is Tier.HOST
+        ]
+        for groups in ([*host, *self._states_on_host(space)], host):
+            page = self._manager.page_tokens
+            step = self.unit // page
+            pages = GroupSet(groups, page_tokens=page).peek(keys, step=step).pages
+            if pages:
+                return self.whole(keys, space, [pages])
+        return keys[:0]
+
+    def _states_on_host(self, space: CacheScope) -> list[Group]:
+        index = None if self._states is None else self._states.host_states
+        if not isinstance(index, GroupIndex):
+            return []
+        return [Group(POINT, Rule.point(), index.index, space.host, index.run)]
 
     def whole(self, keys: Keys, space: CacheScope, positions: Sequence[int]) -> Keys:
         """What storage gets of these positions, in pages, ascending: see `stored`."""
@@ -639,7 +612,7 @@ class WindowGroups:
     def _due(self, running: HybridRequest, full: int, last: bool) -> list[int]:
         """The positions to save, of those before and at `full` that are not saved yet."""
         prompt, saved = running.match.tokens, running.saved
-        if self._states:  # without its state no position is of use
+        if self._states is not None:  # without its state no position is of use
             return sorted(position for position in running.due if saved < position <= full)
         due = {prompt // self.unit * self.unit, (prompt - 1) // self.unit * self.unit}
         due.update(range(saved // self.every * self.every + self.every, full + 1, self.every))
@@ -838,7 +811,7 @@ class WindowGroups:
         rules = [PREFIX, *(window.rule.name for window in self.blocks)]
         groups = {
             rule: GroupHits(**{name: counts[f"{rule}:{name}"] for name in _OF_GROUPS})
-            for rule in [*rules, POINT][: None if self._states else -1]
+            for rule in [*rules, POINT][: -1 if self._states is None else None]
         }
         requests = {name: counts[name] for name in _OF_REQUESTS}
         windows = {name: counts[f"windows:{name}"] for name in _NAMES}
@@ -854,10 +827,8 @@ __all__ = [
     "EVERY",
     "GroupHits",
     "Place",
-    "Side",
     "WindowGroups",
     "WindowSide",
     "WindowStats",
     "WindowWriteBack",
-    "agreed",
 ]

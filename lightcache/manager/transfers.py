@@ -244,30 +244,56 @@ class BlockTransfer:
 
 
 class Launch(BlockTransfer):
-    """A copy that its owner has launched on a stream of the device. It is polled as others are, but
-    no call waits for it, and `pause` does not hold it back."""
+    """A copy on a stream of the device. It is polled as others are, but no call waits for it, and
+    `pause` does not hold it back."""
 
     def __init__(
-        self, tracker: TransferTracker, blocks: Pages, copying: Pollable, leases: Sequence[Lease]
+        self,
+        tracker: TransferTracker,
+        blocks: Pages,
+        mark: Callable[[], Pollable],
+        leases: Sequence[Lease],
     ) -> None:
-        """For `TransferTracker.launched`."""
+        """For `TransferTracker.launch`."""
         self._tracker, self.blocks, self.leases = tracker, blocks, leases
-        self._copying, self.state = copying, _RUNNING
-        self._box = []  # no copy of a transfer backend
+        self._mark, self.state = mark, _BEGINNING
+        self.launches: list[Pollable] = []
+        """What was launched, or a mark after it."""
+
+    @property
+    def moving(self) -> TransferHandle | None:
+        """None: it has no transfer backend."""
+        return None
 
     def block(self, timeout: float | None) -> None:
         """Returns at once."""
 
+    def _find_what_began(self) -> None:
+        """An interrupt came, and it may be on the stream: a mark there tells when it has ended."""
+        if not self.launches:
+            try:
+                self.launches.append(self._mark())
+            except Exception as error:  # a failed device copies nothing more
+                self.error = without_frames(error)
+                self._result = False, None
+        self.state = _RUNNING
+
     def _has_finished(self) -> bool:
+        (copying,) = self.launches
         try:
-            if not self._copying.done():
+            if not copying.done():
                 return False
         except Exception as error:  # a failed device copies nothing more
-            if still_moving(self._copying):
+            if still_moving(copying):
                 raise  # not an error of the copy: as in `BlockTransfer.block`
             self.error = without_frames(error)
         self._result = self.error is None, None
         return True
+
+    def refused(self) -> None:
+        """The call that launches has raised: nothing moves."""
+        self._counted = True  # the caller has the exception
+        self._finish(_FAILED)
 
     def _finish(self, state: State) -> None:
         if not self._counted:
@@ -399,20 +425,42 @@ class TransferTracker:
             self._all.remove(transfer)
         return transfer
 
-    def launched(self, blocks: Pages, copying: Pollable, leases: Sequence[Lease]) -> BlockTransfer:
-        """Note a copy that was launched on a stream.
+    def launch(
+        self,
+        blocks: Pages,
+        call: Callable[..., Pollable],
+        arguments: tuple[Any, ...],
+        mark: Callable[[], Pollable],
+        *calls: partial[Any],
+        of: Sequence[list[BlockTransfer]],
+        leases: Sequence[Lease] = (),
+    ) -> None:
+        """Launch a copy on a stream. It is known before, so that an interrupt cannot hide it.
 
         Args:
             blocks: those that it writes.
-            leases: of what it reads, released when it has been executed.
+            call: launches it. What it raises is raised here, and nothing moves then.
+            mark: launches, on the same stream, what tells when all before it has been executed.
+            calls: C functions to call in the instant in which the launch is known, as for
+                `together`.
+            of: lists of transfers of the owners of its blocks, to which it is appended.
+            leases: of what it reads, its own from that instant on: released when it has been
+                executed.
         """
-        launch = Launch(self, blocks, copying, leases)
-        self._all.append(launch)
-        for each in self._all:  # what earlier ones have written is wanted again soon
-            if isinstance(each, Launch):
-                each.advance(paused=self.paused)
-        self.sort_out()
-        return launch
+        with self.lock:
+            launch = Launch(self, blocks, mark, leases)
+            known = [partial(list.append, each, launch) for each in (self._all, *of)]
+            together(*known, *calls)
+            try:
+                keep_result(launch.launches, call, *[(each,) for each in arguments])
+            except Exception:
+                launch.refused()
+                self.sort_out()
+                raise
+            for each in self._all:  # what earlier ones have written is wanted again soon
+                if isinstance(each, Launch):
+                    each.advance(paused=self.paused)
+            self.sort_out()
 
     def sort_out(self) -> None:
         """Forget finished transfers."""

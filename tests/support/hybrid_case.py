@@ -32,8 +32,10 @@ from lightcache.runs import PLAIN, Run
 class LateCopying:
     """A launch that happens when it is told to."""
 
-    def __init__(self, act: Callable[[], object]) -> None:
+    def __init__(self, act: Callable[[], object], slots: Any = ()) -> None:
         self.act, self.over = act, False
+        self.slots = frozenset(int(slot) for slot in slots)
+        """Those that it reads or writes."""
 
     def done(self) -> bool:
         """See `Copying`."""
@@ -61,16 +63,16 @@ class LateCopier:
         """See `StateCopier`."""
         if len(sources) != len(targets) or len(np.intersect1d(sources, targets)):
             raise ConfigError("a test copies a slot onto one that is read")
-        return self.launch(lambda: self.copier.copy(sources, targets))
+        return self.launch(lambda: self.copier.copy(sources, targets), [*sources, *targets])
 
     def zero(self, slots: Any, stream: Any = None) -> LateCopying:
         """See `StateCopier`."""
-        return self.launch(lambda: self.copier.zero(slots))
+        return self.launch(lambda: self.copier.zero(slots), slots)
 
-    def launch(self, act: Callable[[], object]) -> LateCopying:
+    def launch(self, act: Callable[[], object], slots: Any = ()) -> LateCopying:
         """Anything else on the same stream."""
         self.launches += 1
-        made = LateCopying(act)
+        made = LateCopying(act, slots)
         self.going.append(made)
         if self.at_once:
             self.finish()

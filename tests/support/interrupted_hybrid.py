@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import numpy as np
 from support.hybrid_case import HybridWorld
@@ -31,12 +32,42 @@ class HybridPlace(HybridWorld):
     def check(self) -> None:
         """Nothing is left of it; then everything is forgotten."""
         self.nothing_left()
+        assert min(self.checkpoints.counts.values(), default=0) >= 0, self.checkpoints.counts
         for _, _, index in self.checkpoints.tiers:
             index.evict(index.pages)
             assert index.stats().free == index.pages
         self.world.cache.index.evict(self.world.cache.pages)
         self.world.index.evict(self.world.device.blocks)
         assert self.world.index.stats().free == self.world.device.blocks
+
+
+class LatePlace(HybridPlace):
+    """A HybridPlace whose launches happen when all calls have been made."""
+
+    def calm(self) -> None:
+        """No slot that a launch reads or writes has gone back, though each request has ended and
+        none of its steps is in flight."""
+        for request in REQUESTS:
+            self.hybrid.release(request, at=0)
+            self.hybrid.cancel(request)
+        gc.collect()
+        self.hybrid.poll()
+        used = frozenset[int]().union(*(launch.slots for launch in self.copier.going))
+        with self.checkpoints.acquire(self.checkpoints.room()["device"].available) as others:
+            assert used.isdisjoint(others.pages.tolist()), f"one of {used} went back"
+        self.copier.at_once = True
+        super().calm()
+
+
+def late(act: Callable[[HybridPlace], Action]) -> Callable[[HybridPlace], Action]:
+    """The same call, whose launches do not happen within it."""
+
+    def prepare(world: HybridPlace) -> Action:
+        action = act(world)
+        world.copier.at_once = False
+        return action
+
+    return prepare
 
 
 def cached(world: HybridPlace) -> None:
@@ -251,3 +282,7 @@ HYBRID_SCENES = [
         restart, release, release_donating, release_saved, release_many, poll,
     )
 ]  # fmt: skip
+HYBRID_SCENES += [
+    Scene(f"hybrid late {act.__name__}", LatePlace, late(act))
+    for act in (restore, restore_many, save, restart)
+]

@@ -63,6 +63,8 @@ class WindowPlace(WindowEngine):
         gauges = self.manager.gauges()
         left = gauges.running, gauges.leaving, gauges.transfers, gauges.queued, self.manage.leaving
         assert left == (0,) * 5, left
+        counts = self.manage.checkpoints.counts
+        assert min(counts.values(), default=0) >= 0, counts
         self.nothing_left()
         self.forget_device()
         self.host.index.evict(self.host.pages)

@@ -400,12 +400,12 @@ def test_no_room_on_the_host(hybrids: Any) -> None:
 def test_while_transfers_are_paused_the_copy_waits(hybrids: Any) -> None:
     world = hybrids(slots=1)
     prompt = Prompt(tokens(41))
-    world.checkpoints.pause()
+    world.hybrid.pause()
     world.save(prompt, 8)
     assert world.there(prompt)["host"] == []
     with pytest.raises(OutOfPages):
         world.checkpoints.acquire(1)  # its content is still wanted
-    world.checkpoints.resume()
+    world.hybrid.resume()
     world.settle()
     assert world.there(prompt)["host"] == [8]
 

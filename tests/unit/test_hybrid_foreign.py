@@ -3,15 +3,17 @@ KV's, out of `poll`."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from support.hybrid_case import HybridWorld
 from support.manager_case import Reading, Shelf, tokens
-from support.raising import Odd
+from support.raising import Odd, raising
 from support.refusals import refused
 
-from lightcache.errors import TransferFailed
+from lightcache.errors import LockTimeout, TransferFailed
 from lightcache.manager import Prompt, WritePolicy
 
 PROMPT = Prompt(tokens(42))
@@ -139,3 +141,14 @@ def test_closing_a_hybrid_manager_looks_for_what_is_over(hybrids: Any) -> None:
     refused(Odd, "arranged", world.hybrid.close)
     assert (world.hybrid.leaving, world.slots.stats().held) == (0, 0)
     world.hybrid.close()
+
+
+def test_a_launch_whose_pins_cannot_go_holds_up_no_other(hybrids: Any) -> None:
+    world = hybrids()
+    transfers, slots = world.checkpoints.transfers, np.array([15], np.int32)
+    stuck: Any = SimpleNamespace(release=raising(LockTimeout))
+    transfers.launch(slots, world.copier.zero, (slots,), odd, of=[], leases=[stuck])
+    world.begin("a", PROMPT)
+    world.step("a", 40)
+    world.end("a")
+    assert world.hybrid.poll() == 0

@@ -237,3 +237,15 @@ def test_a_slot_of_an_engine_that_the_host_has_no_room_for(hybrids: Any) -> None
     assert world.hybrid._request("a").slots._read == set()
     full.release()
     world.end("a", at=False)
+
+
+def test_a_plan_whose_pins_are_of_a_deeper_position_is_made_again(hybrids: Any) -> None:
+    """An interrupt came after the position was lowered, and before its pins."""
+    world = hybrids()
+    world.run("x", PROMPT)
+    world.hybrid.plan("a", PROMPT)
+    world.hybrid._planner._plans["a"].position -= world.hybrid.parts.step
+    match = world.hybrid.take("a")
+    assert match.usable == 40
+    assert world.hybrid._request("a").found is not None
+    world.hybrid.release("a")

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from support.interrupted import SCENES as MANAGER_SCENES
 from support.interrupted import Place, Scene, cached, ready, try_scene
-from support.interrupted_hybrid import HYBRID_SCENES
+from support.interrupted_hybrid import HYBRID_SCENES, PROMPT, HybridPlace
 from support.interrupted_windows import WINDOW_SCENES
 from support.interrupts import interrupt, interrupt_call
 from support.manager_case import open_cache
@@ -72,6 +72,30 @@ def test_where_python_looks_for_signals(segment_name: str, scene: Scene) -> None
     first = SCENES.index(scene) % stride
     tried = try_scene(scene, segment_name, first=first, stride=stride, signals=True)
     assert tried.failures == []
+
+
+@pytest.mark.slow
+@LEFT
+def test_what_is_running_is_counted(segment_name: str) -> None:
+    """And counted no more once it has begun anew."""
+    world = HybridPlace(segment_name)
+    world.run("x", PROMPT)
+    world.settle()
+    world.world.index.evict(world.world.device.blocks)
+    at, more = 0, True
+    while more:
+        before = world.hybrid.stats().requests
+        world.hybrid.plan("a", PROMPT)
+        more = interrupt_call(lambda: world.hybrid.take("a"), at)
+        running = "a" in world.hybrid._requests
+        assert world.hybrid.stats().requests - before == running, at
+        if running:
+            interrupt_call(lambda: world.hybrid.skip_load("a"), at)
+            running = "a" in world.hybrid._requests
+            assert world.hybrid.stats().requests - before == running, at
+        world.calm()
+        at += 1
+    world.close()
 
 
 def closed(name: str) -> bool:

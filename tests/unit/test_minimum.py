@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import numpy as np
 import pytest
 from support.index_view import IndexView
 from support.keys import Keys, array, pair, prompt
 from support.refusals import refused
 
-from lightcache import Cache, ConfigError, Namespace, PageIndex, PermissionDenied, layout
+from lightcache import (
+    Cache,
+    ConfigError,
+    Namespace,
+    NoSpace,
+    PageIndex,
+    PermissionDenied,
+    layout,
+)
 from lightcache.layout import MAX_PAGES as MOST
 from lightcache.runs import Run
 from lightcache.shm import Segment, list_segments, names
+from lightcache.shm.objects import OpenObject
 
 PAGES = 16
 
@@ -182,3 +193,38 @@ def test_a_refused_minimum_makes_no_cache(segment_name: str, minimums: Any, shar
     with Cache.attach(segment_name, secret=bytes(16)) as cache:  # it was there before, and stays
         assert [group.minimum_pages for group in cache.index.groups()] == [15, 1]
     Segment.unlink(segment_name)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "message"),
+    [
+        ({"minimums": {"kv": "60KiB", "states": "8KiB"}}, ConfigError, "at most its 16 pages"),
+        ({"minimums": {"window5": 1}}, ConfigError, "found .'window5'"),
+        ({"pages": 1 << 20, "size": None, "page_bytes": "1GiB"}, NoSpace, "the pool needs"),
+        ({"numa": "gpu:1234"}, ConfigError, "gpu:1234"),
+        ({"group": 4321}, PermissionDenied, "for group 4321"),
+    ],
+)
+def test_what_cannot_be_made_replaces_nothing(
+    segment_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    wrong: Any,
+    kind: type[Exception],
+    message: str,
+) -> None:
+    how: dict[str, Any] = {"page_bytes": 4096, "fingerprint": "f", "secret": bytes(16)}
+    how |= {"size": "64KiB", "name": segment_name, "kv_groups": ("kv", "states")}
+    keys = np.arange(1, 3, dtype=np.uint64).reshape(1, 2)
+    with Cache.open(**how, lifetime="persistent") as old, old.reserve(keys) as new:
+        new.publish()
+    other = {**how, "fingerprint": "other", "replace": True, "shared": "minimums" in wrong}
+    if "group" in wrong:
+        monkeypatch.setattr(os, "geteuid", lambda: 77_777)
+        monkeypatch.setattr(OpenObject, "check_access", lambda self, group: None)
+    refused(kind, message, Cache.open, **{**other, **wrong})
+    monkeypatch.undo()
+    with Cache.open(**how) as old:
+        assert old.peek(keys) == 1, "it is the old one, with its pages"
+    with Cache.open(**other, minimums={"kv": "60KiB", "states": "4KiB"}) as cache:
+        assert cache.peek(keys) == 0
+        assert [group.minimum_pages for group in cache.index.groups()] == [15, 1]

@@ -12,7 +12,7 @@ import posix_ipc
 import pytest
 from support.refusals import refused
 
-from lightcache.errors import Detached, InUse, LayoutMismatch, NotReady
+from lightcache.errors import Detached, InUse, LayoutMismatch, NoSpace, NotReady
 from lightcache.shm import Lifetime, Segment, layout, list_segments, names, ofd, read_segment, sweep
 from lightcache.shm.layout import SegmentKind
 from lightcache.shm.objects import OpenObject
@@ -172,6 +172,24 @@ def test_open_replaces_what_nobody_lives_in(segment_name: str) -> None:
     Segment.create(segment_name, 10, lifetime="persistent").close()
     with Segment.open(segment_name, 20_000, replace=True) as new:
         assert new.payload_bytes >= 20_000
+
+
+def test_what_cannot_be_made_replaces_nothing(segment_name: str) -> None:
+    with Segment.create(segment_name, 10, lifetime="persistent") as old:
+        uuid = old.uuid
+    refused(NoSpace, "ask for less", Segment.open, segment_name, 1 << 45, replace=True)
+    heard: list[int] = []
+
+    def no(freed: int) -> None:
+        heard.append(freed)
+        raise NotReady("not now")
+
+    refused(NotReady, "not now",
+            Segment.open, segment_name, 99_999, replace=True, check_new=no)  # fmt: skip
+    assert heard == [path_of(segment_name).stat().st_size]
+    with Segment.attach(segment_name) as old:
+        assert old.uuid == uuid
+    Segment.unlink(segment_name)
 
 
 def test_open_continues_what_outlived_its_processes(segment_name: str, script: Script) -> None:

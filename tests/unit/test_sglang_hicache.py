@@ -24,6 +24,7 @@ from lightcache.connectors.engine_cache import open_engine_cache
 from lightcache.connectors.sglang.pools import HOST_AXES
 from lightcache.errors import ConfigError, LightcacheError
 from lightcache.shm import Segment
+from lightcache.storage.tasks import StorageTask
 from lightcache.tools.maintenance import _switch
 
 torch = pytest.importorskip("torch")
@@ -395,3 +396,18 @@ def test_a_release_before_the_linker_is_asked_for_its_model(
     one = made(MHATokenToKVPoolHost())
     assert one.voice.count == 0
     assert all(one.batch_set_v1(HASHES, indices(FIRST)))
+
+
+def test_the_thread_of_the_model_waits_for_no_storage(
+    made: Made, segment_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, waits = MHATokenToKVPoolHost(), []
+    disk = f"disk:{tmp_path}/disk?capacity=64MiB"
+    one = made(pool, storage=disk)
+    monkeypatch.setattr(StorageTask, "wait", lambda self, limit: waits.append(limit))
+    assert one.batch_exists(HASHES[:4]) == 0
+    assert waits == []
+    with ThreadPoolExecutor(1) as hicache_thread:
+        assert hicache_thread.submit(one.batch_exists, HASHES[:4]).result() == 0
+    assert waits == [importlib.import_module(type(one).__module__).READ]
+    monkeypatch.undo()

@@ -320,6 +320,7 @@ def test_a_rank_that_alone_cannot_agree_has_the_turns_of_the_others(
         monkeypatch.setattr(linker, "_agree", (lambda *_: (7, "")) if rank else lambda *_: 1 / 0)
         ranks.append(made(MHATokenToKVPool(heads=1)))
     assert [one.rank.serves for one in ranks] == [False, True]
+    assert ranks[1].rank.launch == linker.launch_of(7)  # as all that agree
     for _ in range(2):
         assert [one.offload(transfer(HASHES, FIRST)) for one in ranks] == [True, True]
     assert ranks[0].offload([object()]) is ranks[1].offload([object()]) is True
@@ -470,3 +471,19 @@ def test_what_makes_pages_differ(tmp_path: Path) -> None:
     model = SimpleNamespace(get_total_num_kv_heads=lambda: 2)
     with pytest.raises(ConfigError, match="expected 1 of 2 KV heads in rank 0 of 2"):
         describe(server_arguments(), model, MHATokenToKVPool(2), PAGE, (0, 2), "")
+
+
+def test_what_the_device_has_whole_is_used(
+    made: Any, linker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`match` of a prompt that ends with a page asks nothing of the linker."""
+    wrapper = linker.interface.UnifiedCacheLinkerWrapper
+    monkeypatch.setattr(wrapper, "match", lambda self, key, req, result: "found", raising=False)
+    one, used = made(MHATokenToKVPool()), []
+    monkeypatch.setattr(one, "used", used.append)
+    tree = wrapper(one, {1: HASHES[:4]})
+    for whole, known in ((4 * PAGE, 1), (4 * PAGE - 1, 1), (0, 1), (4 * PAGE, 2)):
+        result = SimpleNamespace(device_prefix_len=whole, last_device_node=known)
+        assert tree.match([0] * 4 * PAGE, None, result) == "found"
+    assert used == [HASHES[3]]
+    assert one.rank.voice.count == 1  # of node 2

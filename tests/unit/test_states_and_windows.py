@@ -10,8 +10,8 @@ import pytest
 import torch
 from support.refusals import refused
 
-from lightcache import Cache
-from lightcache.errors import ConfigError
+from lightcache import Cache, PageIndex
+from lightcache.errors import ConfigError, LockTimeout
 from lightcache.group_index import GroupIndex
 from lightcache.groups import Rule
 from lightcache.hybrid import Checkpoints, Grid, HybridConfig, HybridManager, open_hybrid
@@ -19,7 +19,7 @@ from lightcache.hybrid.checkpoints import Tier
 from lightcache.hybrid.copiers import ArrayCopier
 from lightcache.hybrid.opening import Windows
 from lightcache.hybrid.saving import Saves
-from lightcache.manager import NullBackend, Prompt
+from lightcache.manager import ManagerConfig, NullBackend, Prompt, WritePolicy
 
 WINDOW = Rule.window(5)
 TOKENS = [i * 7 % 50 + 1 for i in range(42)]
@@ -50,7 +50,7 @@ class Model:
             secret=bytes(16),
         )
         assert isinstance(self.opened, Windows)
-        self.hybrid = self.opened.manager(f"{name}-gpu", grid=GRID, config=ENDS, **how)
+        self.hybrid = self.opened.manager(f"{name}-gpu", grid=GRID, hybrid=ENDS, **how)
         self.tables: dict[str, Any] = {}
         self.working = 0
 
@@ -214,6 +214,43 @@ def test_all_groups_come_back_from_storage(segment_name: str) -> None:
     assert (match.usable, match.kv.storage) == (40, 40)
     assert match.tiers == {"point": Tier.HOST, "window5": Tier.HOST}
     assert model.hybrid.stats().storage_hits == model.hybrid.window_stats().storage_hits == 1
+    model.stored()
+    model.close()
+
+
+def test_kv_that_came_late_is_stored_with_a_state(
+    segment_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KV finds no room when its request ends, and neither does the last state. Write-back brings KV
+    to the host: storage gets it up to the last position that has a state."""
+    back = ManagerConfig(write=WritePolicy.BACK)
+    model = Model(segment_name, storage="memory:", config=back)
+    states = model.hybrid.checkpoints.host_states
+    reserve, reserve_batch = GroupIndex.reserve, PageIndex.reserve_batch
+    last = PROMPT.keys(model.hybrid.inner.weights.open_space("").host_spec)[9]
+
+    def no_state(self: GroupIndex, keys: Any, *rest: Any, **how: Any) -> Any:
+        if self is states and (keys[-1] == last).all():
+            keys, rest = keys[:0], (0,)
+        return reserve(self, keys, *rest, **how)
+
+    def no_kv(self: PageIndex, *rest: Any, **how: Any) -> Any:
+        if self is model.hybrid.manager.host.index:
+            raise LockTimeout("arranged")
+        return reserve_batch(self, *rest, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GroupIndex, "reserve", no_state)
+        patch.setattr(PageIndex, "reserve_batch", no_kv)
+        model.compute(budget=16)  # states of 16 and 32
+    model.stored()
+    assert model.hybrid.manager.demote(64) > 0
+    model.settle()
+    model.stored()
+    model.forget_device()
+    model.opened.kv.cache.index.evict(200)
+    match = model.compute()
+    assert (match.usable, match.kv.storage) == (32, 32)
     model.stored()
     model.close()
 

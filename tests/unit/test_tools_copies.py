@@ -19,13 +19,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from lightcache import Cache, PageIndex, layout, runs
+from lightcache import Cache, PageIndex, layout, runs, snapshot
 from lightcache.manager.stats import NodeCounters
 from lightcache.page_index import geometry
 from lightcache.shm import Segment, names
 from lightcache.shm import layout as shm_layout
+from lightcache.shm.objects import OpenObject
 from lightcache.tools import check as check_module
-from lightcache.tools import cli
+from lightcache.tools import cli, image
 from lightcache.tools.facts import state_of
 from lightcache.tools.image import read
 
@@ -578,3 +579,23 @@ def test_dump_says_what_can_be_had(run: Run, made: str, timeout: float, late: in
         assert f"{6 - late} pins" in checked
         assert ("6 more pins are of tickets that were not adopted in time" in checked) == bool(late)
         ticket.drop()
+
+
+def test_processes_that_ask_for_the_lock_change_no_stamp(made: str) -> None:
+    """Neither those that wait for it, nor those that have waited for long: nothing is stored."""
+    with (
+        PageIndex.attach(made) as index,
+        contextlib.closing(
+            OpenObject.open(made, writable=False) or pytest.fail("it is gone")
+        ) as opened,
+    ):
+        at = index.segment.address + shm_layout.LOCK_OFFSET
+        lock = shm_layout.LockRecord.from_address(at)
+        stamps = []
+        for word in (0, shm_layout.LOCK_WAITERS, shm_layout.LOCK_STARVED, 1):
+            lock.word |= word
+            stamps.append((snapshot._stamp(index.core), image._stamp(opened)))
+            lock.word &= ~word
+    assert stamps[0] == stamps[1] == stamps[2]
+    assert stamps[3][0] != stamps[0][0]
+    assert stamps[3][1] != stamps[0][1]

@@ -226,3 +226,16 @@ def own(one: Scheduler) -> int:
     """Pages that this client has missed."""
     (client,) = one.cache.clients()
     return client.missed_pages
+
+
+def test_a_long_prompt_that_is_missed_is_counted_once(
+    one: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "LONG", 1)
+    request = Request("first", PROMPT)
+    one.half.begin(request)
+    before = sum(client.lookups for client in one.cache.clients())
+    for _ in range(3):
+        assert one.half.look(request, 0) == (0, False)
+        one.now += 2 * scheduler.ASK
+    assert sum(client.lookups for client in one.cache.clients()) == before + 1

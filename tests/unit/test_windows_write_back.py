@@ -473,3 +473,35 @@ def test_positions_outlive_all_processes_of_a_node(
         match = engine.run(prompt, 2).match
         assert (match.usable, match.kv.storage) == (56, 56)
         engine.settle()
+
+
+def test_a_prompt_without_its_windows_keeps_no_other_from_storage(
+    engines: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index of a window does not answer for one of two whose KV came late."""
+    engine = engines(WINDOW, CHUNK, storage=kept, wrap=LateBackend)
+    for tokens in (STEM, [token + 1 for token in STEM]):
+        request = engine.begin(tokens, 0)
+        while engine.step(request):
+            pass
+        engine.end(request)
+    engine.backends[0].fail_next = 1 << 20
+    engine.settle()
+    engine.backends[0].fail_next = 0
+    assert engine.tier._executor.wait_idle(60.0)
+    assert engine.tier.storage.stats().pages == 0
+    state, asked = engine.manager.state, []
+    stored_with = state.stored_with
+
+    def once(*given: Any) -> Any:
+        asked.append(given)
+        if len(asked) == 1:
+            raise LockTimeout("arranged")
+        return stored_with(*given)
+
+    monkeypatch.setattr(state, "stored_with", once)
+    assert engine.manager.demote(64) > 0
+    engine.settle()
+    assert engine.tier._executor.wait_idle(60.0)
+    assert len(asked) == 2
+    assert engine.tier.storage.stats().pages == 7 + 4 + 2
