@@ -146,7 +146,7 @@ class LightcacheStorage(CachePart[Opened], interface.HiCacheStorage):
         except BaseException:
             cache.close()
             raise
-        opened = Opened(cache, self._storage(cache), engine, engine, None, part)
+        opened = Opened(cache, self._storage(cache), (engine,), (engine,), None, part=part)
         try:
             opened.space(self.weights)
         except BaseException:
@@ -242,7 +242,7 @@ class LightcacheStorage(CachePart[Opened], interface.HiCacheStorage):
             return ()
         try:
             slots = self._slots(host_indices, len(keys))[: count * self._page_tokens]
-            load = Load(opened.reader, lease, slots)
+            load = Load(opened.readers[0], lease, slots)
         except BaseException:
             if begun_with(lease) is None:
                 lease.release()
@@ -275,7 +275,7 @@ class LightcacheStorage(CachePart[Opened], interface.HiCacheStorage):
             return saved
         count = len(held.new)
         try:
-            save = Offload(opened.writer, held, slots, positions=held.new)
+            save = Offload(opened.writers[0], held, slots, positions=held.new)
         except BaseException:
             if begun_with(held) is None:
                 held.abandon()

@@ -117,8 +117,13 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
         """See `tree.Told`."""
         self._rank.guess_beginnings(why)
 
+    @property
+    def window(self) -> int:
+        """See `tree.Told`."""
+        return self._rank.window
+
     @guarded(lambda: None)
-    def used(self, last: str) -> None:
+    def used(self, last: list[str]) -> None:
         """See `tree.Told`."""
         self._rank.used(last)
 
@@ -139,8 +144,9 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
             check_served(pool, params, components)
             model = import_module("sglang.srt.runtime_context").process_model_config()
             release = str(import_module("sglang.version").__version__)
-            form = describe(server, model, pool, params.page_size, place, release)
-            self.pools = {PoolName.KV: pool}
+            window = getattr(params, "swa_retain_window", None)
+            form = describe(server, model, pool, params.page_size, place, release, window)
+            self.pools = dict.fromkeys(_names(len(form.pools)), pool)
         except Exception as error:
             why = why or (str(error) if isinstance(error, ConfigError) else repr(error))
         # Each rank gets here, so that none waits for another: either all use the cache or none. If
@@ -159,14 +165,15 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
         before, self.before = self.before, None
         hashes = _keys(transfers)
         found = self._rank.lookup(rid, hashes, before) if hashes else 0
-        return list(range(1, found + 1))
+        return list(self._rank.lengths(found))
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
         """See SGLang. True, always: ranks that answer otherwise than others wait for ever. What is
         lost is said by `finish_layer_wise_loading`."""
         try:
-            transfer = next(each for each in transfers if each.name == PoolName.KV)
-            self._rank.load(rid, list(transfer.keys), partial(_slots, transfer.device_indices))
+            of = {each.name: each for each in transfers}
+            slots = [partial(_slots, of[name].device_indices) for name in self.pools]
+            self._rank.load(rid, list(of[PoolName.KV].keys), *slots)
         except Exception as error:
             self._rank.lose(rid, error)
         return True
@@ -214,12 +221,16 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
             if not hashes:
                 return False
             events = self._events()
-            indices = next(each for each in transfers if each.name == PoolName.KV).device_indices
+            of = {each.name: each for each in transfers if each.name in self.pools}
             # The first event says that the numbers of the slots are there.
-            slots = partial(_slots, indices, *events[:1])
+            slots, *more = (
+                (len(each.keys), partial(_slots, each.device_indices, *events[:1]))
+                for name in self.pools
+                if (each := of.get(name)) is not None
+            )
         except Exception as error:  # it has its turn, and fails in it
-            slots = partial(_fail, error)
-        self._rank.offload(hashes, slots, before, events)
+            slots, more = (0, partial(_fail, error)), []
+        self._rank.offload(hashes, slots[1], before, events, *more)
         return True
 
     def _events(self) -> list[Any]:
@@ -252,6 +263,11 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
     def close(self) -> None:
         """See SGLang."""
         self._rank.close()
+
+
+def _names(pools: int) -> list[Any]:
+    """SGLang's, of the pools of a format."""
+    return [PoolName.KV] if pools == 1 else [PoolName.KV, PoolName.SWA]
 
 
 def _keys(transfers: list[Any]) -> list[str]:
