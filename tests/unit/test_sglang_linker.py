@@ -289,6 +289,20 @@ def test_nothing_is_raised_and_a_load_is_always_true(
     assert one.rank.voice.count == 10
 
 
+def test_a_call_that_takes_long_is_said_and_counted(
+    made: Any, linker: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = made(MHATokenToKVPool())
+    assert one.lookup("r", transfer(HASHES)) == []
+    assert one.rank.figures["slow_calls"] == 0
+    monkeypatch.setattr(linker, "SLOW", 0.0)
+    one.lookup("r", transfer(HASHES))
+    one.layer_done_counter.wait_until(0)
+    assert one.rank.figures["slow_calls"] == 2
+    assert "rank 0: lookup took" in caplog.text
+    assert "rank 0: wait_until took" in caplog.text
+
+
 def test_a_save_that_cannot_begin_has_its_turn(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one = made(MHATokenToKVPool())
     assert one.offload([]) is False

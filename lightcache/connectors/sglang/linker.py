@@ -3,10 +3,13 @@ error of one is said once and is answered, so no method raises on the scheduler'
 
 from __future__ import annotations
 
+import functools
 import secrets
+import time
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -14,7 +17,7 @@ from lightcache.connectors.engine_cache import host_name
 from lightcache.connectors.link import guarded
 from lightcache.connectors.sglang.figures import Meter
 from lightcache.connectors.sglang.pools import Format, check_served, describe
-from lightcache.connectors.sglang.rank import Options, Rank, launch_of
+from lightcache.connectors.sglang.rank import SLOW, Options, Rank, launch_of
 from lightcache.connectors.sglang.tree import tell_linkers
 from lightcache.errors import ConfigError, NotInstalled
 
@@ -28,26 +31,45 @@ except ImportError as error:
     ) from error
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def timed(method: F) -> F:
+    """Of SGLang's scheduler, or of a forward pass: if it has waited for long, that is said."""
+
+    @functools.wraps(method)
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        begun = time.monotonic()
+        try:
+            return method(self, *arguments, **named)
+        finally:
+            if (seconds := time.monotonic() - begun) >= SLOW:
+                self.rank.slow(method.__name__, seconds)
+
+    return cast(F, call)
+
+
 class LayerCounter:
     """What a forward pass waits for: the loads of its batch, layer by layer. It never raises."""
 
     def __init__(self, rank: Rank) -> None:
         """No batch is consumed."""
-        self._rank = rank
+        self.rank = rank
         self.consumer_index = -1
 
     def trouble(self, what: str, error: BaseException) -> None:
         """See `Guarded`."""
-        self._rank.trouble(what, error)
+        self.rank.trouble(what, error)
 
     def set_consumer(self, index: int) -> None:
         """The pass that comes next is that of this batch; -1: it has no loads."""
         self.consumer_index = index
 
+    @timed
     @guarded(lambda: None)
     def wait_until(self, threshold: int) -> None:
         """Wait for a layer."""
-        self._rank.wait(self.consumer_index, threshold)
+        self.rank.wait(self.consumer_index, threshold)
 
 
 class LightcacheLinker(interface.UnifiedCacheLinker):
@@ -159,6 +181,7 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
 
     # ---- lookups and loads
 
+    @timed
     @guarded(list)
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
         """See SGLang."""
@@ -167,6 +190,7 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
         found = self._rank.lookup(rid, hashes, before) if hashes else 0
         return list(self._rank.lengths(found))
 
+    @timed
     def load(self, rid: str, transfers: list[Any]) -> bool:
         """See SGLang. True, always: ranks that answer otherwise than others wait for ever. What is
         lost is said by `finish_layer_wise_loading`."""
@@ -178,17 +202,20 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
             self._rank.lose(rid, error)
         return True
 
+    @timed
     @guarded(bool)
     def cancel_queued_load(self, rid: str) -> bool:
         """See SGLang."""
         return self._rank.cancel_load(rid)
 
+    @timed
     @guarded(lambda: -1)
     def start_layer_wise_loading(self) -> int:
         """See SGLang. The loads wait for all work that is queued by now: it may still read the
         slots."""
         return self._rank.begin(self._events)
 
+    @timed
     @guarded(bool)
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         """See SGLang."""
@@ -196,6 +223,7 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
 
     # ---- saves
 
+    @timed
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
         """See SGLang. The same on all ranks, which count their saves in common: True, unless there
         is nothing to save, or the only rank does not use the cache. One of several that does not
@@ -236,6 +264,7 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
     def _events(self) -> list[Any]:
         return self.record_offload_ready() if self._device else []
 
+    @timed
     @guarded(int)
     def num_completed_offloads(self) -> int:
         """See SGLang, which asks in each step."""
@@ -243,6 +272,7 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
             self._meter.observe(self._rank.count_storage())
         return self._passed or self._rank.completed()
 
+    @timed
     @guarded(bool)
     def pop_completed_offload(self) -> bool:
         """See SGLang."""
@@ -253,12 +283,14 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
 
     # ---- the end
 
+    @timed
     @guarded(lambda: None)
     def reset(self) -> None:
         """See SGLang."""
         self._passed = 0  # it has dropped its saves
         self._rank.reset()
 
+    @timed
     @guarded(lambda: None)
     def close(self) -> None:
         """See SGLang."""

@@ -68,6 +68,8 @@ JOIN = 15.0
 """Seconds that a save waits for a rank that does not begin it."""
 QUIET = 10.0
 """Seconds that a reset or a close waits for saves, all in all; then they are given up."""
+SLOW = 1.0
+"""Seconds from which on a call that SGLang waited for is said in the log, and counted."""
 MISSES = 512
 """Requests of which nothing was found that are remembered, so that they are not hashed again."""
 USED = 512
@@ -277,6 +279,11 @@ class Rank(CachePart[Opened]):
         self._link = Link(self.voice, self._open, Opened.close)
         with self._noted("start"):
             self._link.start(START)
+
+    def slow(self, call: str, seconds: float) -> None:
+        """SGLang has waited for this call so long. Any thread."""
+        self.figures["slow_calls"] += 1
+        _log.warning("lightcache, rank %d: %s took %.1f s", self.rank, call, seconds)
 
     def refuse(self, why: str) -> None:
         """The cache is of no use for this engine."""
