@@ -78,11 +78,8 @@ def _noting_whole(match: Any, linker: type) -> Any:
         ours: Any = getattr(self, "cache_linker", None)
         if isinstance(ours, linker):
             told: Any = ours
-            try:
-                if result.device_prefix_len >= len(key) > 0:
-                    _use(told, self.cache, result.last_device_node)
-            except Exception as error:
-                told.untold(f"SGLang's tree did not tell what the device has ({error!r})")
+            if result.device_prefix_len >= len(key) > 0:
+                _use(told, self.cache, result.last_device_node)
         return match(self, key, req, result)
 
     return call
@@ -90,14 +87,17 @@ def _noting_whole(match: Any, linker: type) -> Any:
 
 def _use(told: Told, cache: Any, node: Any) -> None:
     """The device has a prompt up to this node."""
-    if not told.window:
-        told.used([str(cache.get_last_hash_value(node))])
-        return
-    tree = cache.tree_core
-    hashes = list(tree.get_hash_values(node))
-    if len(hashes) < told.window:
-        hashes = [*tree.get_prefix_hash_values(node), *hashes]
-    told.used(hashes[-told.window :])
+    try:
+        if not told.window:
+            told.used([str(cache.get_last_hash_value(node))])
+            return
+        tree = cache.tree_core
+        hashes = list(tree.get_hash_values(node))
+        if len(hashes) < told.window:
+            hashes = [*tree.get_prefix_hash_values(node), *hashes]
+        told.used(hashes[-told.window :])
+    except Exception as error:
+        told.untold(f"SGLang's tree did not tell what the device has ({error!r})")
 
 
 def _before_tail(self: Any, key: Any, result: Any, device_hit_len: int) -> str | None:
