@@ -195,10 +195,12 @@ def test_saves_wait_together_for_a_stopped_holder_of_the_lock(
         now += timeout
         return reserve(cache, *arguments, timeout=timeout, **how)
 
-    with Engine(segment_name) as engine:
+    with Engine(segment_name) as engine, contextlib.ExitStack() as stack:
         rank = engine.ranks[0]
         rank._clock = lambda: now
         holder = subprocess.Popen([sys.executable, "-c", HOLDS, segment_name])
+        stack.callback(holder.wait)
+        stack.callback(holder.kill)
         os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)
         monkeypatch.setattr(Cache, "reserve", waited)
         marker = threading.Event()
@@ -209,8 +211,7 @@ def test_saves_wait_together_for_a_stopped_holder_of_the_lock(
         go.set()
         assert engine.saved(20) == [False] * 20
         assert waits == [0.25] + [0.0] * 19
-        holder.kill()
-        holder.wait()
+        stack.close()
         engine.offload(PROMPT[:24])
         assert engine.saved() == [True]
 
