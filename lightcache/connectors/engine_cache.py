@@ -18,6 +18,7 @@ from lightcache import Cache
 from lightcache.connectors.engine_options import EngineOptions
 from lightcache.connectors.link import Link, Voice
 from lightcache.errors import LeaseLost, NoSpace, NotReady
+from lightcache.kernels.moves import Engine
 from lightcache.storage.tier import StorageTier
 
 START = 15.0
@@ -77,6 +78,12 @@ def open_engine_cache(
         )
     except NoSpace as error:
         raise NoSpace(f"{error}; {REMEDY}") from error
+
+
+def close_all(engines: list[Engine]) -> None:
+    """Wait for their copies, and close them."""
+    for engine in {id(engine): engine for engine in engines}.values():
+        engine.close()
 
 
 def storage_link(

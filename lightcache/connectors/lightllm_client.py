@@ -47,6 +47,9 @@ PATIENCE = 0.001
 """Seconds that a lookup waits for a ring's lock."""
 READ_LIMIT = 0.5
 """Seconds that a lookup waits for a storage. LightLLM gives a lookup up that has queued as long."""
+LOCK = 0.1
+"""Seconds that a reservation waits for the index's lock, on the thread that runs the model: with a
+holder that is stopped nothing is saved, and the service continues."""
 OPEN = 3.0
 """Seconds that the manager's start waits for a storage; later it is used when it is there."""
 PIN = 900.0
@@ -438,7 +441,7 @@ class Client:
 
     def _reserve(self, hash_keys: Sequence[int], pages: list[int], ready: list[bool]) -> _Write:
         keys = self._keys.encode(hash_keys)
-        new = self.cache.reserve(keys)
+        new = self.cache.reserve(keys, timeout=LOCK)
         for position, page in zip(new.new.tolist(), new.pages.tolist(), strict=True):
             pages[position] = page
         for position, page in zip(new.present.tolist(), new.present_pages.tolist(), strict=True):

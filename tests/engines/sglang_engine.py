@@ -1,6 +1,6 @@
 """An SGLang that does what it is told: lines of JSON on stdin, an answer to each on stdout.
 
-    sglang_engine.py '{"name": ..., ...}' [tensor parallel size [llama|latent|gemma|lora
+    sglang_engine.py '{"name": ..., ...}' [tensor parallel size [llama|latent|gemma|mellum|lora
         [device tokens]]]
 
 The first argument is the extra configuration of the linker; "null": none. With "hicache", a layout
@@ -37,6 +37,7 @@ MODELS = {
     "llama": functools.partial(tiny_models.save_llama, kv_heads=2),
     "latent": tiny_models.save_latent,
     "gemma": tiny_models.save_gemma,
+    "mellum": tiny_models.save_mellum,
     "lora": functools.partial(tiny_models.save_llama, kv_heads=2),
 }
 

@@ -20,7 +20,7 @@ from lightcache.shm import Segment
 pytestmark = pytest.mark.engines
 NAME = f"engines-{os.getpid()}"
 check_clean = partial(sharing.check_clean, NAME)
-OTHERS = ("gemma", "lora")
+OTHERS = ("gemma", "mellum", "lora")
 Answer = dict[str, Any]
 
 
@@ -159,6 +159,24 @@ def test_windows_in_a_pool_of_all_tokens(others: dict[str, Any]) -> None:
     assert answer["answers"] == wanted
     assert sum(answer["host"]) > 0.9 * sum(map(len, some))
     assert engine("figures")[0]["count"] == 0
+
+
+def test_windows_in_a_pool_of_their_own(others: dict[str, Any]) -> None:
+    engine, some = others["mellum"], MANY[:6]
+    wanted = [engine("ask", prompts=[each])["answers"][0] for each in some]
+    engine("figures")
+    answer = engine("ask", prompts=some)
+    assert answer["answers"] == wanted
+    assert sum(answer["host"]) > 0.9 * sum(map(len, some))
+    with Cache.attach(f"{NAME}-mellum") as cache:
+        assert cache.index.segment.config["kv_groups"] == ["full", "window63"]
+        cache.evict(cache.stats().ready // 2)
+    answer = engine("ask", prompts=some)
+    assert answer["answers"] == wanted
+    assert 0 < sum(answer["host"]) < sum(map(len, some))
+    figures = engine("figures")[0]
+    assert figures["count"] == figures["absent_pages"] == 0
+    sharing.check_clean(f"{NAME}-mellum")
 
 
 def test_adapters_are_apart(others: dict[str, Any]) -> None:

@@ -133,6 +133,34 @@ def save_gemma4(folder: str) -> None:
     Gemma4ForCausalLM(config).save_pretrained(folder)
 
 
+def save_mellum(folder: str) -> None:
+    """A Mellum without experts: windows in three layers, full attention in two. SGLang has a pool
+    for each kind."""
+    from transformers import MellumConfig, MellumForCausalLM
+
+    torch.manual_seed(0)
+    short, full = "sliding_attention", "full_attention"
+    layers = [short, short, full, short, full]
+    config = MellumConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=len(layers),
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        sliding_window=WINDOW,
+        layer_types=layers,
+        mlp_layer_types=["dense"] * len(layers),
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=64,
+        initializer_range=0.2,
+    )
+    MellumForCausalLM(config).save_pretrained(folder)
+
+
 def save_chunks(folder: str) -> None:
     """A Llama 4: attention within chunks, and full attention, in turns."""
     from transformers import Llama4ForCausalLM, Llama4TextConfig

@@ -8,8 +8,10 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
 
 from lightcache.connectors.sglang.linker import LightcacheLinker
@@ -104,3 +106,28 @@ def touched(method: Any, place: int) -> Any:
 for name, place in (("_offload_node", 0), ("_tail_hashes", 1)):
     method = getattr(UnifiedCacheLinkerWrapper, name)
     setattr(UnifiedCacheLinkerWrapper, name, touched(method, place))
+
+
+def in_the_pool_of_windows(method: Any) -> Any:
+    """A forward pass of SGLang's attention in torch. It writes KV of a layer with a window into the
+    slots of the pool of windows, and reads it from the slots that the whole prompt has in the other
+    pool: without this its own answers depend on what else is in the batch."""
+
+    @functools.wraps(method)
+    def call(self: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any, **how: Any) -> Any:
+        pool, whole = self.token_to_kv_pool, self.req_to_token_pool
+        if not self.use_sliding_window_kv_pool or not pool.layers_mapping[layer.layer_id][1]:
+            return method(self, q, k, v, layer, *rest, **how)
+        slots = pool.translate_loc_from_full_to_swa(whole.req_to_token)
+        self.req_to_token_pool = SimpleNamespace(req_to_token=slots)
+        try:
+            return method(self, q, k, v, layer, *rest, **how)
+        finally:
+            self.req_to_token_pool = whole
+
+    return call
+
+
+for name in ("forward_extend", "forward_decode"):
+    method = getattr(TorchNativeAttnBackend, name)
+    setattr(TorchNativeAttnBackend, name, in_the_pool_of_windows(method))

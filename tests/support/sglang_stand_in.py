@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from lightcache.connectors.sglang.pools import GROUP, Format
+from lightcache.connectors.page_groups import PageGroup
+from lightcache.connectors.sglang.pools import FULL, GROUP, Format, PoolFormat
 from lightcache.connectors.sglang.rank import ROOT, Options, Rank
+from lightcache.groups import Rule
 from lightcache.kernels import KVGroup, PageGeometry, Shard, layouts
+from lightcache.runs import Run
 
 PAGE, HEADS, WIDTH, LAYERS, TOKENS = 4, 2, 16, 2, 512
 _numbers = itertools.count()
@@ -37,42 +41,62 @@ def computed(tokens: list[int], layer: int, plane: int, heads: int) -> Any:
     return ((sums[:, None, None] + marks[None, :, :]) % 256).astype(np.uint8)
 
 
+def kv_group(layers: int, heads: int, latent: bool, rule: Rule) -> KVGroup:
+    return KVGroup.attention(
+        GROUP,
+        layers=layers,
+        heads=heads,
+        head_dim=WIDTH,
+        dtype_bytes=1,
+        page_tokens=PAGE,
+        content="single" if latent else "separate",
+        rule=rule,
+        head_groups=heads,
+    )
+
+
 class Engine:
     """One engine: `ranks` of them in one process, each with its tensors."""
 
     def __init__(
-        self, name: str, launch: str = "11111111", ranks: int = 1, latent: bool = False, **how: Any
+        self,
+        name: str,
+        launch: str = "11111111",
+        ranks: int = 1,
+        latent: bool = False,
+        window: int = 0,
+        **how: Any,
     ) -> None:
+        """`window`: pages that a position needs of a third layer, which has a pool of its own."""
         self.options = Options.of({"name": name, "size": "1MiB", **how})
         heads = 1 if latent else HEADS
-        group = KVGroup.attention(
-            GROUP,
-            layers=LAYERS,
-            heads=heads,
-            head_dim=WIDTH,
-            dtype_bytes=1,
-            page_tokens=PAGE,
-            content="single" if latent else "separate",
-            head_groups=heads,
-        )
-        geometry = PageGeometry([group])
+        self.pages = window
         self.ranks: list[Rank] = []
         self.tensors: list[list[list[Any]]] = []
+        self.windows: list[list[list[Any]]] = []
         self.heads, own = heads, max(1, heads // ranks)
+        group = PageGroup("window", Rule.window(window * PAGE), Run(1)) if window else FULL
+        kinds = [(FULL, LAYERS, self.tensors), (group, 1, self.windows)][: 1 + bool(window)]
+        size = PageGeometry([kv_group(LAYERS, heads, latent, FULL.rule)]).page_bytes
         for rank in range(ranks):
-            shape = (TOKENS, own, WIDTH)
-            planes = [
-                [np.zeros(shape, np.uint8) for _ in range(LAYERS)]
-                for _ in range(1 if latent else 2)
-            ]
-            shard = Shard(geometry, rank, ranks)
-            views = layouts.sglang(shard, GROUP, planes[0], None if latent else planes[1])
-            text = f"stand-in {geometry.fingerprint()}"
-            found = Format("stand-in", text, PAGE, geometry, shard, views)
+            pools = []
+            for number, (group, layers, tensors) in enumerate(kinds):
+                kind = kv_group(layers, heads, latent, group.rule)
+                geometry = PageGeometry([kind], part_bytes=size if window else None)
+                shape = (TOKENS, own, WIDTH)
+                planes = [
+                    [np.zeros(shape, np.uint8) for _ in range(layers)]
+                    for _ in range(1 if latent else 2)
+                ]
+                tensors.append(planes)
+                shard = Shard(geometry, rank, ranks)
+                views = layouts.sglang(shard, GROUP, planes[0], None if latent else planes[1])
+                numbers = {number: 0, 2: 1} if number == 0 else {number: 0}
+                pools.append(PoolFormat(group, geometry, shard, views, numbers if window else {}))
+            text = " ".join(["stand-in", *(pool.geometry.fingerprint() for pool in pools)])
             one = Rank(self.options, launch, rank)
-            one.start(found, 7 if ranks > 1 else None)
+            one.start(Format("stand-in", text, PAGE, tuple(pools)), 7 if ranks > 1 else None)
             self.ranks.append(one)
-            self.tensors.append(planes)
         self.slots = itertools.cycle(range(PAGE, TOKENS, PAGE))
 
     def close(self) -> None:
@@ -93,21 +117,28 @@ class Engine:
         return (np.asarray(starts, np.int64)[:, None] + np.arange(PAGE)).ravel()
 
     def lookup(self, request: str, hashes: list[str], before: str | None = ROOT) -> int:
-        """Pages that all ranks have."""
-        return min(rank.lookup(request, hashes, before) for rank in self.ranks)
+        """Pages that all ranks have, as SGLang finds them."""
+        sets = [set(rank.lengths(rank.lookup(request, hashes, before))) for rank in self.ranks]
+        return max(set.intersection(*sets), default=0)
 
     def load(self, request: str, tokens: list[int], hashes: list[str], begin: int = 0) -> bool:
         """Load these pages of a prompt; whether all ranks have them, with the right bytes."""
-        slots = self.take(len(hashes))
+        both = [self.take(len(hashes))]
+        if self.pages:
+            both.append(self.take(min(self.pages, len(hashes))))
         for rank in self.ranks:
-            rank.load(request, hashes, lambda: slots)
-        return self.run({request: (tokens, begin * PAGE, slots)})[request]
+            rank.load(request, hashes, *((lambda slots=slots: slots) for slots in both))
+        whole = self.run({request: (tokens, begin * PAGE, both[0])})[request]
+        if whole and self.pages:
+            end = (begin + len(hashes)) * PAGE
+            self.check(tokens, end - len(both[1]), both[1], self.windows)
+        return whole
 
     def run(self, loaded: dict[str, tuple[list[int], int, Any]]) -> dict[str, bool]:
         """A forward pass; whether the loads of all ranks have landed."""
         numbers = [rank.begin(list) for rank in self.ranks]
         for rank, number in zip(self.ranks, numbers, strict=True):
-            for layer in range(LAYERS):
+            for layer in range(LAYERS + bool(self.pages)):
                 rank.wait(number, layer)
         whole = min([rank.finish(number) for rank, number in zip(self.ranks, numbers, strict=True)])
         if whole:
@@ -115,12 +146,19 @@ class Engine:
                 self.check(tokens, begin, slots)
         return dict.fromkeys(loaded, whole)
 
-    def check(self, tokens: list[int], begin: int, slots: Any) -> None:
+    def check(self, tokens: list[int], begin: int, slots: Any, pool: Any = None) -> None:
         """The slots have what this prompt has from this token on."""
-        for (rank, planes), layer in itertools.product(enumerate(self.tensors), range(LAYERS)):
+        for rank, number, layer, tensor in self.each(pool):
+            wanted = self.part(tokens, layer, number, rank)[begin : begin + len(slots)]
+            np.testing.assert_array_equal(tensor[slots], wanted)
+
+    def each(self, pool: Any = None) -> Iterator[tuple[int, int, int, Any]]:
+        """Rank, plane, layer and tensor, of a pool."""
+        pool = self.tensors if pool is None else pool
+        for rank, planes in enumerate(pool):
             for number, plane in enumerate(planes):
-                wanted = self.part(tokens, layer, number, rank)[begin : begin + len(slots)]
-                np.testing.assert_array_equal(plane[layer][slots], wanted)
+                for layer, tensor in enumerate(plane, 10 * (pool is self.windows)):
+                    yield rank, number, layer, tensor
 
     def part(self, tokens: list[int], layer: int, plane: int, rank: int) -> Any:
         """Of the heads of a rank."""
@@ -129,25 +167,35 @@ class Engine:
         first = rank * own % self.heads
         return whole[:, first : first + own]
 
-    def compute(self, tokens: list[int], begin: int = 0) -> Any:
+    def compute(self, tokens: list[int], begin: int = 0, pool: Any = None) -> Any:
         """Put the KV of whole pages from this page on into slots."""
         pages = len(tokens) // PAGE - begin
         slots = self.take(pages)
         span = slice(begin * PAGE, (begin + pages) * PAGE)
-        for (rank, planes), layer in itertools.product(enumerate(self.tensors), range(LAYERS)):
-            for number, plane in enumerate(planes):
-                plane[layer][slots] = self.part(tokens, layer, number, rank)[span]
+        for rank, number, layer, tensor in self.each(pool):
+            tensor[slots] = self.part(tokens, layer, number, rank)[span]
         return slots
 
     def offload(
-        self, tokens: list[int], begin: int = 0, before: str | None = None, after: Any = ()
+        self,
+        tokens: list[int],
+        begin: int = 0,
+        before: str | None = None,
+        after: Any = (),
+        windows: int | None = None,
     ) -> None:
-        """Save the pages from this one on, as one node of the tree."""
+        """Save the pages from this one on, as one node of the tree, and the windows of as many of
+        its last pages; None: of all."""
         hashes = hashes_of(tokens)
         slots = self.compute(tokens, begin)
         told = before if before is not None else (hashes[begin - 1] if begin else ROOT)
+        more = None
+        if self.pages and windows != 0:
+            first = begin if windows is None else len(hashes) - windows
+            other = self.compute(tokens, first, self.windows)
+            more = (len(hashes) - first, lambda: other)
         for rank in self.ranks:
-            rank.offload(hashes[begin:], lambda: slots, told, list(after))
+            rank.offload(hashes[begin:], lambda: slots, told, list(after), more)
 
     def saved(self, count: int = 1) -> list[bool]:
         """The next results, as SGLang takes them: of all ranks together."""

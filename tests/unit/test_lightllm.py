@@ -199,6 +199,29 @@ def test_recycled(start: Callable[..., Any]) -> None:
     assert sum(worker.allocate_pages(prompt)[1]) == 0
 
 
+def test_a_holder_of_the_lock_stops_no_model(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank reserves on the thread that runs the model."""
+    manager, worker, other = start("manager"), start("worker"), start("worker")
+    prompt, waits = hashes("prompt", 4), []
+    reserve = Cache.reserve
+
+    def noted(cache: Cache, *arguments: Any, **how: Any) -> Any:
+        waits.append(how.get("timeout"))
+        return reserve(cache, *arguments, **(how | {"timeout": 0.01}))
+
+    monkeypatch.setattr(Cache, "reserve", noted)
+    assert other.cache.index.core.locked("lci_hold", what="test") == 0
+    assert worker.allocate_pages(prompt) == ([-1] * 4, [False] * 4)
+    worker.update_pages_status_to_ready([-1] * 4)
+    other.cache.index.core.quick.lci_let_go(other.cache.index.core.handle)
+    Worker(worker).finish(prompt)
+    assert len(manager.query_pages(prompt)) == 4
+    worker.deref_pages(manager.query_pages(prompt) * 2)
+    assert waits == [lightllm_client.LOCK] * 2
+
+
 def test_errors_are_misses(start: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
     """An operator disables the cache; then again; a list that was never allocated."""
     manager, worker = start("manager"), start("worker")

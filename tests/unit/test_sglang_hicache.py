@@ -46,6 +46,11 @@ class MHATokenToKVPoolHost:
         self.axes = f"k{axes}" if self.kinds > 1 else axes
         sizes = SIZES | {"h": heads, "k": self.kinds}
         self.kv_buffer = torch.zeros([sizes[axis] for axis in self.axes])
+        self.cleared = 0
+
+    def clear(self) -> None:
+        """SGLang has dropped its tree."""
+        self.cleared += 1
 
     def _view(self) -> Any:
         """K and V, layers, blocks if it has them, tokens, heads, elements."""
@@ -249,6 +254,22 @@ def test_a_clear_is_of_one_launch(made: Made) -> None:
     assert made(pool).batch_exists(HASHES) == 4  # made again by the same launch
     one.clear()
     assert one.batch_exists(HASHES) == 0
+
+
+def test_a_flush_is_a_clear(made: Made) -> None:
+    """SGLang does not say it to a storage: it empties the host pool."""
+    pool, other = MHATokenToKVPoolHost(), MHATokenToKVPoolHost()
+    one, keeps = made(pool), made(other, on_reset="keep")
+    pool.compute(FIRST)
+    assert all(one.batch_set_v1(HASHES, indices(FIRST)))
+    pool.clear()
+    assert one.batch_exists(HASHES) == 0
+    other.clear()
+    assert keeps.batch_exists(HASHES) == 10
+    clears = one.clears
+    one.close()
+    pool.clear()
+    assert (one.clears, pool.cleared, other.cleared) == (clears, 2, 1)
 
 
 @pytest.mark.slow

@@ -107,6 +107,18 @@ class MLATokenToKVPool:
         self.kv_buffer = [torch.zeros((TOKENS, 1, 24)) for _ in range(2)]
 
 
+class SWAKVPool:
+    """SGLang's, of two layers with a window about one with full attention."""
+
+    def __init__(self) -> None:
+        self.dtype = torch.float32
+        self.full_kv_pool, self.swa_kv_pool = MHATokenToKVPool(width=16), MHATokenToKVPool()
+        for planes in (self.full_kv_pool.k_buffer, self.full_kv_pool.v_buffer):
+            del planes[1:]
+        self.full_layer_nums, self.swa_layer_nums = 1, 2
+        self.layers_mapping = {0: (0, True), 1: (0, False), 2: (1, True)}
+
+
 def parameters(pool: Any, **more: Any) -> Any:
     allocator = SimpleNamespace(get_kvcache=lambda: pool)
     given = {"tp_cache_group": None, "attn_tp_cache_group": None, "page_size": PAGE}
@@ -147,9 +159,9 @@ def made(linker: Any, segment_name: str) -> Iterator[Any]:
         Segment.unlink(segment_name)
 
 
-def transfer(hashes: list[str], slots: Any = None) -> Any:
+def transfer(hashes: list[str], slots: Any = None, name: PoolName = PoolName.KV) -> Any:
     indices = None if slots is None else torch.as_tensor(slots)
-    return [SimpleNamespace(name=PoolName.KV, keys=hashes, device_indices=indices)]
+    return [SimpleNamespace(name=name, keys=hashes, device_indices=indices)]
 
 
 HASHES = hashes_of(list(range(40)))
@@ -200,6 +212,58 @@ def test_calls_in_the_order_of_sglang(made: Any, linker: Any, kind: Any) -> None
     assert one.lookup("r", transfer(HASHES)) == []
 
 
+def test_a_pool_of_windows_is_saved_and_loaded_beside_the_other(made: Any) -> None:
+    pool = SWAKVPool()
+    kinds = (Component.FULL, Component.SWA)
+    one = made(pool, kinds, swa_retain_window=2 * PAGE - 1)
+    assert {name.name: which for name, which in one.pools.items()} == {"KV": pool, "SWA": pool}
+    wholes = pool.full_kv_pool.k_buffer + pool.full_kv_pool.v_buffer
+    shorts = pool.swa_kv_pool.k_buffer + pool.swa_kv_pool.v_buffer
+    for number, tensor in enumerate(wholes + shorts):
+        shape = tensor[FIRST].shape
+        tensor[FIRST] = torch.arange(shape.numel(), dtype=torch.float32).reshape(shape) + number
+    one.before = ""
+    four = transfer(HASHES[:4], FIRST[: 4 * PAGE])
+    assert one.offload([*four, *transfer(HASHES[1:4], FIRST[PAGE : 4 * PAGE], PoolName.SWA)])
+    one.before = HASHES[3]
+    assert one.offload(transfer(HASHES[4:], FIRST[4 * PAGE :]))  # it has none of these windows
+    assert [pops(one), pops(one)] == [True, True]
+    one.before = ""
+    asked = [*transfer(HASHES), *transfer(HASHES[-2:], name=PoolName.SWA)]
+    assert one.lookup("r", asked) == [4]
+    load = transfer(HASHES[:4], SECOND[: 4 * PAGE])
+    assert one.load("r", [*load, *transfer(HASHES[2:4], SECOND[: 2 * PAGE], PoolName.SWA)])
+    index = one.start_layer_wise_loading()
+    counter = one.layer_done_counter
+    counter.set_consumer(index)
+    for layer in range(4):  # the last is none of the model
+        counter.wait_until(layer)
+    assert one.finish_layer_wise_loading(index)
+    for tensor in wholes:
+        assert torch.equal(tensor[SECOND[: 4 * PAGE]], tensor[FIRST[: 4 * PAGE]])
+    for tensor in shorts:
+        assert torch.equal(tensor[SECOND[: 2 * PAGE]], tensor[FIRST[2 * PAGE : 4 * PAGE]])
+    assert one.rank.voice.count == 0
+    assert one.load("r", load)  # without the slots of a window
+    assert one.finish_layer_wise_loading(one.start_layer_wise_loading()) is False
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"swa_layer_nums": 0}, "found 1 and 0 of 7 tokens"),
+        ({"swa_kv_pool": MLATokenToKVPool()}, "found MLATokenToKVPool"),
+    ],
+)
+def test_pools_of_windows_that_are_refused(change: dict[str, Any], said: str) -> None:
+    pool = SWAKVPool()
+    vars(pool).update(change)
+    model = SimpleNamespace(get_total_num_kv_heads=lambda: 2, hf_config=None, dtype="float32")
+    with pytest.raises(ConfigError, match=said):  # noqa: PT012
+        check_served(pool, parameters(pool), [Component.FULL, Component.SWA])
+        describe(server_arguments(), model, pool, PAGE, (0, 1), "0.5.23", 7)
+
+
 def test_nothing_is_raised_and_a_load_is_always_true(
     made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +287,20 @@ def test_nothing_is_raised_and_a_load_is_always_true(
         one.reset()
         one.close()
     assert one.rank.voice.count == 10
+
+
+def test_a_call_that_takes_long_is_said_and_counted(
+    made: Any, linker: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = made(MHATokenToKVPool())
+    assert one.lookup("r", transfer(HASHES)) == []
+    assert one.rank.figures["slow_calls"] == 0
+    monkeypatch.setattr(linker, "SLOW", 0.0)
+    one.lookup("r", transfer(HASHES))
+    one.layer_done_counter.wait_until(0)
+    assert one.rank.figures["slow_calls"] == 2
+    assert "rank 0: lookup took" in caplog.text
+    assert "rank 0: wait_until took" in caplog.text
 
 
 def test_a_save_that_cannot_begin_has_its_turn(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,7 +472,7 @@ def test_transfers_that_cannot_be_read_are_lost_in_their_turn(made: Any) -> None
 
 
 def test_what_is_not_served_runs_without_the_cache(made: Any) -> None:
-    one = made(MHATokenToKVPool(), (Component.FULL, Component.SWA))
+    one = made(MHATokenToKVPool(), (Component.FULL, Component.MAMBA))
     assert one.rank.voice.count == 1
     assert one.pools == {}
     assert one.lookup("r", transfer(HASHES)) == []
@@ -405,8 +483,8 @@ def test_what_is_not_served_runs_without_the_cache(made: Any) -> None:
 @pytest.mark.parametrize(
     ("more", "components", "said"),
     [
-        ({}, "FULL SWA", "expected a model with full attention alone, found FULL, SWA"),
-        ({}, "FULL MAMBA", "found FULL, MAMBA"),
+        ({}, "FULL SWA", "expected a pool of SWAKVPool for a model with windows, found MHA"),
+        ({}, "FULL MAMBA", "and windows at most, found FULL, MAMBA"),
         ({"pp_size": 2}, "FULL", "expected pp_size 1, found 2"),
         ({"attn_cp_size": 2}, "FULL", "expected attn_cp_size 1, found 2"),
         ({"is_eagle": True}, "FULL", "speculative"),

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -169,6 +172,50 @@ def test_saves_end_in_their_order_whatever_fails(segment_name: str) -> None:
         assert rank.voice.count == 0
 
 
+HOLDS = """
+import os, signal, sys
+from lightcache import Cache
+cache = Cache.attach(sys.argv[1])
+assert cache.index.core.locked("lci_hold", what="test") == 0
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@pytest.mark.slow
+def test_saves_wait_together_for_a_stopped_holder_of_the_lock(
+    segment_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOCK", 0.25)
+    now, go, reserve = 0.0, threading.Event(), Cache.reserve
+    waits: list[float] = []
+
+    def waited(cache: Cache, *arguments: Any, timeout: float, **how: Any) -> Any:
+        nonlocal now
+        waits.append(timeout)
+        now += timeout
+        return reserve(cache, *arguments, timeout=timeout, **how)
+
+    with Engine(segment_name) as engine, contextlib.ExitStack() as stack:
+        rank = engine.ranks[0]
+        rank._clock = lambda: now
+        holder = subprocess.Popen([sys.executable, "-c", HOLDS, segment_name])
+        stack.callback(holder.wait)
+        stack.callback(holder.kill)
+        os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)
+        monkeypatch.setattr(Cache, "reserve", waited)
+        marker = threading.Event()
+        monkeypatch.setattr(marker, "set", go.wait)  # all are queued before the first begins
+        rank._saves.put(marker)
+        for number in range(20):
+            engine.offload(list(range(100 * number, 100 * number + 8)))
+        go.set()
+        assert engine.saved(20) == [False] * 20
+        assert waits == [0.25] + [0.0] * 19
+        stack.close()
+        engine.offload(PROMPT[:24])
+        assert engine.saved() == [True]
+
+
 def test_beginnings_stay_when_the_device_has_them(segment_name: str) -> None:
     """Half of the pool is evicted: no page is found whose beginning is gone."""
     with Engine(segment_name) as engine:
@@ -197,18 +244,18 @@ def test_what_the_device_has_whole_stays(segment_name: str) -> None:
         other = list(range(200, 248))
         for prompt in (PROMPT, other):
             engine.ask(prompt)
-        rank.used(HASHES[-1])
-        rank.used("ab" * 32)  # one that is not here
+        rank.used(HASHES[-1:])
+        rank.used(["ab" * 32])  # one that is not here
         now = module.TOUCH
         rank.completed()
-        rank.used(hashes_of(other)[-1])
+        rank.used(hashes_of(other)[-1:])
         rank.completed()  # too early for another touch
         cache = rank._link.current.cache  # type: ignore[union-attr]
         assert cache.evict(12) == 12
         assert engine.lookup("r", HASHES) == 12
         assert engine.lookup("other", hashes_of(other)) == 0
         for number in range(module.USED + 1):
-            rank.used(f"{number:064x}")
+            rank.used([f"{number:064x}"])
         assert len(rank._used) == module.USED
         assert rank.voice.count == 0
         assert pins(segment_name) == 12

@@ -17,6 +17,7 @@ FIGURES = (
     "lost_saves",
     "failed_batches",
     "late_loads",
+    "slow_calls",
     "storage_read_bytes",
     "storage_written_bytes",
     "errors",

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -123,6 +124,7 @@ class LightcacheStorage(CachePart[Opened], interface.HiCacheStorage):
         except Exception as error:
             self._refuse(error)
             return
+        self._note_flushes(mem_pool_host)
         self._page_tokens, self._page_bytes = form.page_tokens, form.geometry.page_bytes
         self._link = Link(self.voice, partial(self._open, form, part), Opened.close)
         try:
@@ -146,7 +148,7 @@ class LightcacheStorage(CachePart[Opened], interface.HiCacheStorage):
         except BaseException:
             cache.close()
             raise
-        opened = Opened(cache, self._storage(cache), engine, engine, None, part)
+        opened = Opened(cache, self._storage(cache), (engine,), (engine,), None, part=part)
         try:
             opened.space(self.weights)
         except BaseException:
@@ -242,7 +244,7 @@ class LightcacheStorage(CachePart[Opened], interface.HiCacheStorage):
             return ()
         try:
             slots = self._slots(host_indices, len(keys))[: count * self._page_tokens]
-            load = Load(opened.reader, lease, slots)
+            load = Load(opened.readers[0], lease, slots)
         except BaseException:
             if begun_with(lease) is None:
                 lease.release()
@@ -275,7 +277,7 @@ class LightcacheStorage(CachePart[Opened], interface.HiCacheStorage):
             return saved
         count = len(held.new)
         try:
-            save = Offload(opened.writer, held, slots, positions=held.new)
+            save = Offload(opened.writers[0], held, slots, positions=held.new)
         except BaseException:
             if begun_with(held) is None:
                 held.abandon()
@@ -351,11 +353,21 @@ class LightcacheStorage(CachePart[Opened], interface.HiCacheStorage):
         taken, self._taken = self._taken, StorageFigures()
         return taken
 
+    @property
+    def used(self) -> bool:
+        """Whether it has a cache, or waits for one."""
+        return self._link is not None
+
     def close(self) -> None:
         """Leave the cache."""
         link, self._link = self._link, None
         if link is not None:
             link.close(LEAVE)
+
+    def _note_flushes(self, pool: Any) -> None:
+        """SGLang says nothing of a flush, which is how it forgets KV of old weights. But it empties
+        the host pool then, with no copy under way: that is a reset."""
+        pool.clear = partial(_cleared, weakref.ref(self), pool.clear)
 
     # ---- parts
 
@@ -396,6 +408,14 @@ class LightcacheStorage(CachePart[Opened], interface.HiCacheStorage):
         getattr(taken, f"{what}_pgs").append(pages)
         rate = pages * self._page_bytes / max(seconds, 1e-9) / 1e9
         getattr(taken, f"{what}_bandwidth").append(rate)
+
+
+def _cleared(storage: weakref.ref[LightcacheStorage], clear: Callable[[], Any]) -> Any:
+    """SGLang empties the host pool of a storage that may be gone."""
+    noted = storage()
+    if noted is not None and noted.used:
+        noted.clear()
+    return clear()
 
 
 class _Closed(Exception):

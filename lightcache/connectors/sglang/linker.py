@@ -3,10 +3,13 @@ error of one is said once and is answered, so no method raises on the scheduler'
 
 from __future__ import annotations
 
+import functools
 import secrets
+import time
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -14,7 +17,7 @@ from lightcache.connectors.engine_cache import host_name
 from lightcache.connectors.link import guarded
 from lightcache.connectors.sglang.figures import Meter
 from lightcache.connectors.sglang.pools import Format, check_served, describe
-from lightcache.connectors.sglang.rank import Options, Rank, launch_of
+from lightcache.connectors.sglang.rank import SLOW, Options, Rank, launch_of
 from lightcache.connectors.sglang.tree import tell_linkers
 from lightcache.errors import ConfigError, NotInstalled
 
@@ -28,26 +31,45 @@ except ImportError as error:
     ) from error
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def timed(method: F) -> F:
+    """Of SGLang's scheduler, or of a forward pass: if it has waited for long, that is said."""
+
+    @functools.wraps(method)
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        begun = time.monotonic()
+        try:
+            return method(self, *arguments, **named)
+        finally:
+            if (seconds := time.monotonic() - begun) >= SLOW:
+                self.rank.slow(method.__name__, seconds)
+
+    return cast(F, call)
+
+
 class LayerCounter:
     """What a forward pass waits for: the loads of its batch, layer by layer. It never raises."""
 
     def __init__(self, rank: Rank) -> None:
         """No batch is consumed."""
-        self._rank = rank
+        self.rank = rank
         self.consumer_index = -1
 
     def trouble(self, what: str, error: BaseException) -> None:
         """See `Guarded`."""
-        self._rank.trouble(what, error)
+        self.rank.trouble(what, error)
 
     def set_consumer(self, index: int) -> None:
         """The pass that comes next is that of this batch; -1: it has no loads."""
         self.consumer_index = index
 
+    @timed
     @guarded(lambda: None)
     def wait_until(self, threshold: int) -> None:
         """Wait for a layer."""
-        self._rank.wait(self.consumer_index, threshold)
+        self.rank.wait(self.consumer_index, threshold)
 
 
 class LightcacheLinker(interface.UnifiedCacheLinker):
@@ -117,8 +139,13 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
         """See `tree.Told`."""
         self._rank.guess_beginnings(why)
 
+    @property
+    def window(self) -> int:
+        """See `tree.Told`."""
+        return self._rank.window
+
     @guarded(lambda: None)
-    def used(self, last: str) -> None:
+    def used(self, last: list[str]) -> None:
         """See `tree.Told`."""
         self._rank.used(last)
 
@@ -139,8 +166,9 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
             check_served(pool, params, components)
             model = import_module("sglang.srt.runtime_context").process_model_config()
             release = str(import_module("sglang.version").__version__)
-            form = describe(server, model, pool, params.page_size, place, release)
-            self.pools = {PoolName.KV: pool}
+            window = getattr(params, "swa_retain_window", None)
+            form = describe(server, model, pool, params.page_size, place, release, window)
+            self.pools = dict.fromkeys(_names(len(form.pools)), pool)
         except Exception as error:
             why = why or (str(error) if isinstance(error, ConfigError) else repr(error))
         # Each rank gets here, so that none waits for another: either all use the cache or none. If
@@ -153,35 +181,41 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
 
     # ---- lookups and loads
 
+    @timed
     @guarded(list)
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
         """See SGLang."""
         before, self.before = self.before, None
         hashes = _keys(transfers)
         found = self._rank.lookup(rid, hashes, before) if hashes else 0
-        return list(range(1, found + 1))
+        return list(self._rank.lengths(found))
 
+    @timed
     def load(self, rid: str, transfers: list[Any]) -> bool:
         """See SGLang. True, always: ranks that answer otherwise than others wait for ever. What is
         lost is said by `finish_layer_wise_loading`."""
         try:
-            transfer = next(each for each in transfers if each.name == PoolName.KV)
-            self._rank.load(rid, list(transfer.keys), partial(_slots, transfer.device_indices))
+            of = {each.name: each for each in transfers}
+            slots = [partial(_slots, of[name].device_indices) for name in self.pools]
+            self._rank.load(rid, list(of[PoolName.KV].keys), *slots)
         except Exception as error:
             self._rank.lose(rid, error)
         return True
 
+    @timed
     @guarded(bool)
     def cancel_queued_load(self, rid: str) -> bool:
         """See SGLang."""
         return self._rank.cancel_load(rid)
 
+    @timed
     @guarded(lambda: -1)
     def start_layer_wise_loading(self) -> int:
         """See SGLang. The loads wait for all work that is queued by now: it may still read the
         slots."""
         return self._rank.begin(self._events)
 
+    @timed
     @guarded(bool)
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         """See SGLang."""
@@ -189,6 +223,7 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
 
     # ---- saves
 
+    @timed
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
         """See SGLang. The same on all ranks, which count their saves in common: True, unless there
         is nothing to save, or the only rank does not use the cache. One of several that does not
@@ -214,17 +249,22 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
             if not hashes:
                 return False
             events = self._events()
-            indices = next(each for each in transfers if each.name == PoolName.KV).device_indices
+            of = {each.name: each for each in transfers if each.name in self.pools}
             # The first event says that the numbers of the slots are there.
-            slots = partial(_slots, indices, *events[:1])
+            slots, *more = (
+                (len(each.keys), partial(_slots, each.device_indices, *events[:1]))
+                for name in self.pools
+                if (each := of.get(name)) is not None
+            )
         except Exception as error:  # it has its turn, and fails in it
-            slots = partial(_fail, error)
-        self._rank.offload(hashes, slots, before, events)
+            slots, more = (0, partial(_fail, error)), []
+        self._rank.offload(hashes, slots[1], before, events, *more)
         return True
 
     def _events(self) -> list[Any]:
         return self.record_offload_ready() if self._device else []
 
+    @timed
     @guarded(int)
     def num_completed_offloads(self) -> int:
         """See SGLang, which asks in each step."""
@@ -232,6 +272,7 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
             self._meter.observe(self._rank.count_storage())
         return self._passed or self._rank.completed()
 
+    @timed
     @guarded(bool)
     def pop_completed_offload(self) -> bool:
         """See SGLang."""
@@ -242,16 +283,23 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
 
     # ---- the end
 
+    @timed
     @guarded(lambda: None)
     def reset(self) -> None:
         """See SGLang."""
         self._passed = 0  # it has dropped its saves
         self._rank.reset()
 
+    @timed
     @guarded(lambda: None)
     def close(self) -> None:
         """See SGLang."""
         self._rank.close()
+
+
+def _names(pools: int) -> list[Any]:
+    """SGLang's, of the pools of a format."""
+    return [PoolName.KV] if pools == 1 else [PoolName.KV, PoolName.SWA]
 
 
 def _keys(transfers: list[Any]) -> list[str]:

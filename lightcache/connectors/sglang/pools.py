@@ -3,8 +3,8 @@ to others. It reads SGLang's objects and imports nothing of SGLang."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,18 @@ from lightcache.connectors.model_facts import (
     version_of,
     words,
 )
+from lightcache.connectors.page_groups import PageGroup
 from lightcache.errors import ConfigError
+from lightcache.groups import Rule
 from lightcache.kernels import DevicePlanes, KVGroup, PageGeometry, Shard, layouts
+from lightcache.runs import PLAIN, Run
 
 GROUP = "kv"
+FULL = PageGroup("full", Rule.prefix(), PLAIN)
+"""Layers that need all of a prompt: in most models all layers."""
 _POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
+_WINDOWS = "SWAKVPool"
+"""Of two pools: one of full attention, one of windows, each with slots of its own."""
 _HOST_POOLS = tuple(f"{name}Host" for name in _POOLS)
 HOST_AXES = {
     "layer_first": "lthc",
@@ -32,20 +39,61 @@ HOST_AXES = {
 
 
 @dataclass(frozen=True)
+class PoolFormat:
+    """Pages of one of SGLang's pools, in one rank."""
+
+    group: PageGroup
+    geometry: PageGeometry
+    shard: Shard
+    planes: DevicePlanes
+    layers: Mapping[int, int] = field(default_factory=dict)
+    """Where in the pool a layer of the model is; empty: there is one pool, which has all in their
+    order."""
+
+
+@dataclass(frozen=True)
 class Format:
     """Of one rank."""
 
     model: str
     fingerprint: str
     page_tokens: int
-    geometry: PageGeometry
-    shard: Shard
-    planes: DevicePlanes
+    pools: tuple[PoolFormat, ...]
+    """The first has full attention; a second one windows."""
+
+    @property
+    def geometry(self) -> PageGeometry:
+        """Of the first pool. Pages of all pools have the same size in the cache."""
+        return self.pools[0].geometry
+
+    @property
+    def shard(self) -> Shard:
+        """Of the first pool."""
+        return self.pools[0].shard
+
+    @property
+    def planes(self) -> DevicePlanes:
+        """Of the first pool."""
+        return self.pools[0].planes
 
     @property
     def device(self) -> str:
         """Where its tensors are."""
         return self.planes.device
+
+    @property
+    def groups(self) -> tuple[PageGroup, ...]:
+        """Of all pools."""
+        return tuple(pool.group for pool in self.pools)
+
+    def place(self, layer: int) -> tuple[int | None, int]:
+        """Which pool has a layer of the model, and where; None: not known."""
+        for number, pool in enumerate(self.pools):
+            if not pool.layers:
+                return number, layer
+            if layer in pool.layers:
+                return number, pool.layers[layer]
+        return None, layer
 
 
 def check_served(pool: Any, params: Any, components: Iterable[Any]) -> None:
@@ -55,21 +103,21 @@ def check_served(pool: Any, params: Any, components: Iterable[Any]) -> None:
         ConfigError: says what.
     """
     kinds = sorted(getattr(component, "name", str(component)) for component in components)
-    if kinds != ["FULL"]:
+    if kinds not in (["FULL"], ["FULL", "SWA"]):
         raise ConfigError(
-            f"expected a model with full attention alone, found {', '.join(kinds)}: sliding "
-            "windows and recurrent states are not served yet"
+            f"expected a model with full attention, and windows at most, found {', '.join(kinds)}: "
+            "recurrent states and others are not served yet"
         )
-    if type(pool).__name__ not in _POOLS:
-        raise ConfigError(
-            f"expected a pool of {' or '.join(_POOLS)}, found {type(pool).__name__}: sparse "
-            "indexes, compressed and quantised caches are not served yet"
-        )
-    if getattr(pool, "kv_cache_layout", "nhd") != "nhd":
-        raise ConfigError(f"expected KV with tokens first (nhd), found {pool.kv_cache_layout}")
-    scales = ("k_scale_buffer", "v_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer")
-    if any(getattr(pool, name, None) is not None for name in scales):
-        raise ConfigError("expected KV without scales, found a quantised cache: not served yet")
+    if kinds == ["FULL"]:
+        _check_pool(pool, _POOLS)
+    else:
+        if type(pool).__name__ != _WINDOWS:
+            raise ConfigError(
+                f"expected a pool of {_WINDOWS} for a model with windows, found "
+                f"{type(pool).__name__}: compressed and unified ones are not served yet"
+            )
+        for part in (pool.full_kv_pool, pool.swa_kv_pool):
+            _check_pool(part, _POOLS[:1])
     for name in ("pp_size", "attn_cp_size"):
         if getattr(params, name, 1) > 1:
             raise ConfigError(f"expected {name} 1, found {getattr(params, name)}: not served yet")
@@ -80,6 +128,19 @@ def check_served(pool: Any, params: Any, components: Iterable[Any]) -> None:
         )
 
 
+def _check_pool(pool: Any, kinds: Sequence[str]) -> None:
+    if type(pool).__name__ not in kinds:
+        raise ConfigError(
+            f"expected a pool of {' or '.join(kinds)}, found {type(pool).__name__}: sparse "
+            "indexes, compressed and quantised caches are not served yet"
+        )
+    if getattr(pool, "kv_cache_layout", "nhd") != "nhd":
+        raise ConfigError(f"expected KV with tokens first (nhd), found {pool.kv_cache_layout}")
+    scales = ("k_scale_buffer", "v_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer")
+    if any(getattr(pool, name, None) is not None for name in scales):
+        raise ConfigError("expected KV without scales, found a quantised cache: not served yet")
+
+
 def describe(
     server: Any,
     model: Any,
@@ -87,6 +148,7 @@ def describe(
     page_tokens: int,
     place: tuple[int, int],
     release: str,
+    window: int | None = None,
 ) -> Format:
     """The format of this rank's pages, from the tensors that SGLang has allocated.
 
@@ -95,39 +157,89 @@ def describe(
         model: its configuration of the model.
         place: the rank and the number of ranks.
         release: of SGLang.
+        window: tokens that SGLang keeps of a window, of a model with a pool of them.
 
     Raises:
         ConfigError: tensors that are not served.
     """
-    rank, ranks = place
-    latent = type(pool).__name__.startswith("MLA")
-    keys: list[Any] = list(pool.kv_buffer if latent else pool.k_buffer)
-    values: list[Any] = [] if latent else list(pool.v_buffer)
-    _, held, width = _one_form(keys)
-    heads = 1 if latent else int(model.get_total_num_kv_heads())
-    if max(1, heads // ranks) != held:
-        raise ConfigError(
-            f"expected {max(1, heads // ranks)} of {heads} KV heads in rank {rank} of {ranks}, "
-            f"found tensors of {tuple(keys[0].shape)}"
+    heads = int(model.get_total_num_kv_heads())
+    if type(pool).__name__ != _WINDOWS:
+        parts = [_Part(FULL, pool, heads, page_tokens, place)]
+    else:
+        if not window or min(pool.full_layer_nums, pool.swa_layer_nums) < 1:
+            raise ConfigError(
+                "expected layers with full attention and layers with a window, found "
+                f"{pool.full_layer_nums} and {pool.swa_layer_nums} of {window} tokens"
+            )
+        # SGLang loads so many whole pages, whatever part of the first one the window has.
+        pages = -(-window // page_tokens)
+        group = PageGroup(f"window{window}", Rule.window(pages * page_tokens), Run(1))
+        other = heads
+        if getattr(model, "is_hybrid_swa_compress", False):
+            other = int(model.get_swa_num_kv_heads(1))
+        full, short = (
+            {layer: at for layer, (at, windowed) in pool.layers_mapping.items() if windowed == kind}
+            for kind in (False, True)
         )
-    geometry = _geometry(
-        len(keys),
-        heads,
-        (width, _one_form(values)[2] if values else None),
-        keys[0].element_size(),
-        page_tokens,
-    )
-    shard = Shard(geometry, rank, ranks)
-    planes = layouts.sglang(shard, GROUP, keys, values or None)
-    return _format(server, model, pool, release, shard, planes)
+        parts = [
+            _Part(FULL, pool.full_kv_pool, heads, page_tokens, place, full),
+            _Part(group, pool.swa_kv_pool, other, page_tokens, place, short),
+        ]
+    # With two pools a page of the cache is as large as the larger of the two kinds.
+    size = max(PageGeometry([part.kind]).page_bytes for part in parts) if len(parts) > 1 else None
+    return _format(server, model, pool, release, tuple(part.format(size) for part in parts))
 
 
-def _geometry(
-    layers: int, heads: int, widths: tuple[int, int | None], element_bytes: int, page_tokens: int
-) -> PageGeometry:
+class _Part:
+    """One of SGLang's pools, in one rank."""
+
+    def __init__(
+        self,
+        group: PageGroup,
+        pool: Any,
+        heads: int,
+        page_tokens: int,
+        place: tuple[int, int],
+        layers: Mapping[int, int] | None = None,
+    ) -> None:
+        self.group, self._place, self._layers = group, place, layers or {}
+        latent = type(pool).__name__.startswith("MLA")
+        self._keys: list[Any] = list(pool.kv_buffer if latent else pool.k_buffer)
+        self._values: list[Any] = [] if latent else list(pool.v_buffer)
+        _, held, width = _one_form(self._keys)
+        heads, (rank, ranks) = 1 if latent else heads, place
+        if max(1, heads // ranks) != held:
+            raise ConfigError(
+                f"expected {max(1, heads // ranks)} of {heads} KV heads in rank {rank} of {ranks}, "
+                f"found tensors of {tuple(self._keys[0].shape)}"
+            )
+        self.kind = _kv_group(
+            len(self._keys),
+            heads,
+            (width, _one_form(self._values)[2] if self._values else None),
+            self._keys[0].element_size(),
+            page_tokens,
+            group.rule,
+        )
+
+    def format(self, page_bytes: int | None) -> PoolFormat:
+        geometry = PageGeometry([self.kind], part_bytes=page_bytes)
+        shard = Shard(geometry, *self._place)
+        planes = layouts.sglang(shard, GROUP, self._keys, self._values or None)
+        return PoolFormat(self.group, geometry, shard, planes, self._layers)
+
+
+def _kv_group(
+    layers: int,
+    heads: int,
+    widths: tuple[int, int | None],
+    element_bytes: int,
+    page_tokens: int,
+    rule: Rule = FULL.rule,
+) -> KVGroup:
     """Of a page. Widths: of a key and a value; None: latents."""
     width, value_width = widths
-    group = KVGroup.attention(
+    return KVGroup.attention(
         GROUP,
         layers=layers,
         heads=heads,
@@ -136,19 +248,21 @@ def _geometry(
         dtype_bytes=element_bytes,
         page_tokens=page_tokens,
         content="single" if value_width is None else "separate",
+        rule=rule,
         head_groups=heads,
     )
-    return PageGeometry([group])
 
 
 def _format(
-    server: Any, model: Any, pool: Any, release: str, shard: Shard, planes: DevicePlanes
+    server: Any, model: Any, pool: Any, release: str, pools: tuple[PoolFormat, ...]
 ) -> Format:
-    geometry = shard.geometry
-    page_tokens = geometry.group(GROUP).page_tokens
-    facts = [*_facts(server, model, pool, release), f"page={page_tokens}", geometry.fingerprint()]
-    name = name_of(str(server.model_path))
-    return Format(name, " ".join(facts), page_tokens, geometry, shard, planes)
+    page_tokens = pools[0].geometry.page_tokens
+    facts = [*_facts(server, model, pool, release), f"page={page_tokens}"]
+    for each in pools:
+        facts.append(each.geometry.fingerprint())
+        if each.layers:
+            facts.append(f"layers={digest(sorted(each.layers.items()))}")
+    return Format(name_of(str(server.model_path)), " ".join(facts), page_tokens, pools)
 
 
 def check_host_served(pool: Any, config: Any) -> None:
@@ -210,11 +324,13 @@ def describe_host(
             f"found a tensor of {tuple(buffer.shape)}"
         )
     widths = (width, None if latent else width)
-    shard = Shard(_geometry(layers, held, widths, buffer.element_size(), int(pool.page_size)))
+    group = _kv_group(layers, held, widths, buffer.element_size(), int(pool.page_size))
+    shard = Shard(PageGeometry([group]))
     planes = layouts.attention(shard, GROUP, buffer, axes=axes)
     parts = heads // held
     part = f"part {rank * parts // ranks} of {parts}" if parts > 1 else ""
-    return _format(server, model, pool, release, shard, planes), part
+    found = PoolFormat(FULL, shard.geometry, shard, planes)
+    return _format(server, model, pool, release, (found,)), part
 
 
 def _one_form(tensors: Sequence[Any]) -> tuple[int, int, int]:
@@ -284,9 +400,11 @@ def _adapters(server: Any) -> str | None:
 
 
 __all__ = [
+    "FULL",
     "GROUP",
     "HOST_AXES",
     "Format",
+    "PoolFormat",
     "check_host_served",
     "check_served",
     "describe",

@@ -29,6 +29,7 @@ from lightcache.connectors.engine_cache import (
     CacheAndStorage,
     CachePart,
     clear_ended,
+    close_all,
     host_name,
     launch_name,
     open_engine_cache,
@@ -38,7 +39,8 @@ from lightcache.connectors.engine_cache import (
 )
 from lightcache.connectors.engine_options import EngineOptions
 from lightcache.connectors.link import Link, Voice
-from lightcache.connectors.sglang.pools import Format
+from lightcache.connectors.page_groups import Finder, PageGroup, names_of_groups
+from lightcache.connectors.sglang.pools import FULL, Format
 from lightcache.engine_keys import EngineKeys
 from lightcache.errors import Abandoned, Detached, LeaseLost, LightcacheError
 from lightcache.kernels.moves import Engine
@@ -60,11 +62,14 @@ LATE = 60.0
 """Seconds between two warnings that a failed load still writes. It is waited for until it has
 ended: SGLang gives its slots to other requests then."""
 LOCK = 5.0
-"""Seconds that the thread of saves waits for the index's lock."""
+"""Seconds from a save on in which it may wait for the index's lock: while a holder is stopped,
+those that are queued fail together, and not one after the other."""
 JOIN = 15.0
 """Seconds that a save waits for a rank that does not begin it."""
 QUIET = 10.0
 """Seconds that a reset or a close waits for saves, all in all; then they are given up."""
+SLOW = 1.0
+"""Seconds from which on a call that SGLang waited for is said in the log, and counted."""
 MISSES = 512
 """Requests of which nothing was found that are remembered, so that they are not hashed again."""
 USED = 512
@@ -97,14 +102,18 @@ class Options(EngineOptions):
 class Opened(CacheAndStorage):
     """What a rank has open."""
 
-    reader: Engine
-    writer: Engine
-    """Another than `reader` only where ranks hold the same heads: each writes a part."""
+    readers: tuple[Engine, ...]
+    """Of each pool."""
+    writers: tuple[Engine, ...]
+    """Others than `readers` only where ranks hold the same heads: each writes a part."""
     memory: PinnedPages | None
     """None: the tensors are in host memory."""
+    groups: tuple[PageGroup, ...] = (FULL,)
+    page_tokens: int = 1
     part: str = ""
     """What the keys have beside the hash; see `pools.describe_host`."""
     _spaces: dict[str, tuple[Namespace, EngineKeys]] = field(default_factory=dict)
+    _finders: dict[str, Finder] = field(default_factory=dict)
 
     def space(self, weights: str) -> tuple[Namespace, EngineKeys]:
         """The namespace of a version of the weights, and its keys. May take the lock the first
@@ -115,6 +124,13 @@ class Opened(CacheAndStorage):
             self._spaces[weights] = space, keys
         return self._spaces[weights]
 
+    def finder(self, weights: str) -> Finder:
+        """What finds pages of all pools in that namespace."""
+        if weights not in self._finders:
+            space, _ = self.space(weights)
+            self._finders[weights] = Finder(self.cache, space, self.groups, self.page_tokens)
+        return self._finders[weights]
+
     @property
     def can_load(self) -> bool:
         """Whether any page can be loaded: the driver registers the pool in the background."""
@@ -122,8 +138,7 @@ class Opened(CacheAndStorage):
 
     def close(self) -> None:
         """Wait for copies, and leave."""
-        for engine in {id(each): each for each in (self.reader, self.writer)}.values():
-            engine.close()
+        close_all([*self.readers, *self.writers])
         super().close()
 
 
@@ -148,16 +163,17 @@ class _Queued:
     """A load that the next batch begins."""
 
     opened: Opened | None
-    lease: Lease | None
-    """None: the pages have gone, so the batch fails."""
-    slots: Slots | None = None
+    leases: list[Lease]
+    """Of each pool; none: the pages have gone, so the batch fails."""
+    slots: tuple[Slots, ...] = ()
 
 
 @dataclass
 class _Batch:
     """Loads of a forward pass."""
 
-    loads: LayerLoads | None
+    loads: list[LayerLoads]
+    """Of each pool; none: nothing can be loaded."""
     lost: bool
 
 
@@ -169,12 +185,18 @@ class _Save:
     queue: OffloadQueue
     weights: str
     hashes: list[str]
-    slots: Slots
+    slots: tuple[Slots, ...]
+    """Of each pool; of that of windows only what SGLang still has, which may be nothing."""
+    windowed: int
+    """Last pages of which it has the windows."""
     before: str | None
     after: list[Any]
+    end: float
+    """When it waits for the index's lock no longer: of a queue of saves each has waited."""
     absent: int = 0
     """Pages for which there was no room, or whose beginning has gone."""
-    offload: Offload | None = None
+    offloads: dict[int, Offload] = field(default_factory=dict)
+    """By pool."""
 
 
 class _Settled(Exception):
@@ -231,7 +253,8 @@ class Rank(CachePart[Opened]):
         self._promises: OrderedDict[str, _Promise] = OrderedDict()
         """Of requests with pages that are pinned, the one that ends first in front."""
         self._misses: OrderedDict[str, _Promise] = OrderedDict()
-        self._used: dict[str, None] = {}
+        self._used: dict[str, list[str]] = {}
+        """The last hash of a prompt, and those of the window that ends there."""
         self._touch_at = 0.0
         self._queued: dict[str, _Queued] = {}
         self._started: dict[int, _Batch] = {}
@@ -256,6 +279,11 @@ class Rank(CachePart[Opened]):
         self._link = Link(self.voice, self._open, Opened.close)
         with self._noted("start"):
             self._link.start(START)
+
+    def slow(self, call: str, seconds: float) -> None:
+        """SGLang has waited for this call so long. Any thread."""
+        self.figures["slow_calls"] += 1
+        _log.warning("lightcache, rank %d: %s took %.1f s", self.rank, call, seconds)
 
     def refuse(self, why: str) -> None:
         """The cache is of no use for this engine."""
@@ -283,23 +311,27 @@ class Rank(CachePart[Opened]):
             page_tokens=of.page_tokens,
             role=role_name(ENGINE, self.launch, f"rank {self.rank}"),
             device=device,
+            kv_groups=names_of_groups(of.groups),
         )
-        engines: list[Engine] = []
+        readers: list[Engine] = []
+        writers: list[Engine] = []
         try:
             memory = cache.pin(device=of.device) if device else None
             how: dict[str, Any] = {"memory": memory} if device else {"threads": 1}
-            whole, part = of.shard.share(), of.shard.share(writing=True)
-            make = partial(cache.transfer_engine, of.geometry, of.planes, **how)
-            engines.append(make(share=whole))
-            same = part.cells == whole.cells
-            engines.append(engines[0] if same else make(share=part))
+            for pool in of.pools:
+                make = partial(cache.transfer_engine, pool.geometry, pool.planes, **how)
+                whole, part = pool.shard.share(), pool.shard.share(writing=True)
+                readers.append(make(share=whole))
+                same = part.cells == whole.cells
+                writers.append(readers[-1] if same else make(share=part))
             if self._resets:
                 clear_ended(cache, ENGINE, self.launch)
-            opened = Opened(cache, self._storage(cache), engines[0], engines[1], memory)
+            engines = tuple(readers), tuple(writers)
+            storage = self._storage(cache)
+            opened = Opened(cache, storage, *engines, memory, of.groups, of.page_tokens)
             opened.space(self._weights)
         except BaseException:
-            for engine in engines:
-                engine.close()
+            close_all(readers + writers)
             cache.close()
             raise
         return opened
@@ -324,7 +356,8 @@ class Rank(CachePart[Opened]):
     # ---- lookups
 
     def lookup(self, request: str, hashes: list[str], before: str | None) -> int:
-        """Pages of this prefix of the hashes that are in memory; they are pinned for `load`.
+        """Pages of this prefix of the hashes that are in memory; they are pinned for `load`. Of a
+        model with windows: the deepest prefix with the window that ends there.
 
         Args:
             before: the hash before them; `ROOT`: there is none; None: it is not known.
@@ -342,13 +375,8 @@ class Rank(CachePart[Opened]):
                 promise.missed = True
             found = 0
         else:
-            found = index.plan(
-                request,
-                promise.keys,
-                after=promise.after,
-                namespace=space,
-                timeout=LIMIT,
-                frozen=True,
+            found, _ = opened.finder(promise.weights).plan(
+                request, promise.keys, len(promise.keys), after=promise.after, timeout=LIMIT
             )
             promise.planned = True
         if self._rest_until:
@@ -356,12 +384,21 @@ class Rank(CachePart[Opened]):
             self.voice.well()
         if not found and promise.planned:
             promise.planned = False
-            opened.cache.cancel(request)
+            opened.finder(promise.weights).cancel(request)
         self._keep(request, promise)
         if found < len(hashes):
             with self._noted("read a storage"):
-                self._read(opened, promise, space, found)
+                self._read(opened, promise, found)
         return found
+
+    def lengths(self, found: int) -> range:
+        """Of what a lookup has found, the prefixes for which all is pinned: with windows only the
+        found one, if a window does not begin at the first page."""
+        of = self._format
+        first = 1
+        if of is not None and any(each.rule.first(found, of.page_tokens) for each in of.groups):
+            first = found
+        return range(first, found + 1)
 
     def _promise(
         self, request: str, opened: Opened, hashes: list[str], before: str | None
@@ -408,20 +445,28 @@ class Rank(CachePart[Opened]):
                 return
             self._unpin(request, self._promises.pop(request))
 
-    def _read(self, opened: Opened, promise: _Promise, space: Namespace, found: int) -> None:
+    def _read(self, opened: Opened, promise: _Promise, found: int) -> None:
         """Begin to read what is not in memory, once: it is found later."""
         if opened.tier is None or promise.read is not None:
             return
         keys, start = promise.keys, found
         if promise.after is not None:
             keys, start = np.concatenate((promise.after, keys)), found + 1
-        promise.read = opened.tier.prefetch(keys, start, namespace=space)
+        promise.read = opened.finder(promise.weights).read(opened.tier, keys, start)
 
-    def used(self, last: str) -> None:
-        """The device has all of a prompt up to this hash, so nothing else says that it is used.
-        `completed` touches the page, and with it those before it."""
+    @property
+    def window(self) -> int:
+        """Pages that a position needs of the windows; 0: there is no pool of them."""
+        of = self._format
+        if of is None:
+            return 0
+        return max((each.rule.most(of.page_tokens) for each in of.groups[1:]), default=0)
+
+    def used(self, last: list[str]) -> None:
+        """The device has all of a prompt up to the last of these hashes, so nothing else says that
+        it is used. `completed` touches the page, and with it those before it; of a window each."""
         if len(self._used) < USED:
-            self._used[last] = None
+            self._used[last[-1]] = last
 
     def _touch(self) -> None:
         """All at once and not often, as it encodes hashes on SGLang's thread."""
@@ -433,16 +478,24 @@ class Rank(CachePart[Opened]):
             if (opened := self.usable()) is None:
                 return
             space, keys = opened.space(self._weights)
+            match = partial(opened.cache.index.match, count=False, namespace=space)
             for key in keys.encode(list(used))[:, None]:
-                opened.cache.index.match(key, count=False, namespace=space).release()
+                match(key).release()
+            for group in opened.groups[1:]:
+                for last in used.values():
+                    match(group.run.keys(keys.encode(last))).release()
 
     # ---- loads
 
-    def load(self, request: str, hashes: list[str], slots: Slots) -> None:
+    def load(self, request: str, hashes: list[str], *slots: Slots) -> None:
         """The next batch loads these pages, of which all ranks have said that they are there. If
-        they have gone nevertheless, that batch fails: nothing else may differ between ranks."""
+        they have gone nevertheless, that batch fails: nothing else may differ between ranks.
+
+        Args:
+            slots: of each pool; of that of windows those of the last pages.
+        """
         self.cancel_load(request)
-        queued = self._queued[request] = _Queued(None, None, slots)
+        queued = self._queued[request] = _Queued(None, [], slots)
         promise = self._promises.pop(request, None)
         self._misses.pop(request, None)
         try:
@@ -450,7 +503,7 @@ class Rank(CachePart[Opened]):
             if opened is None:
                 raise LeaseLost("the cache has gone since the request was looked up")
             queued.opened = opened
-            queued.lease = self._lease(request, promise, opened, hashes)
+            queued.leases = self._leases(request, promise, opened, hashes)
         except Exception as error:
             if promise is not None:  # its plan may be there still
                 self._unpin(request, promise)
@@ -458,44 +511,46 @@ class Rank(CachePart[Opened]):
 
     def lose(self, request: str, error: Exception) -> None:
         """A load that SGLang has asked for and that cannot be made: the next batch fails by it."""
-        queued = self._queued.setdefault(request, _Queued(None, None))
-        lease, queued.lease = queued.lease, None
-        if lease is not None:
-            self._give_back(lease)
+        queued = self._queued.setdefault(request, _Queued(None, []))
+        leases, queued.leases = queued.leases, []
+        self._give_back(leases)
         self.trouble("load", error)
 
-    def _lease(
+    def _leases(
         self, request: str, promise: _Promise | None, opened: Opened, hashes: list[str]
-    ) -> Lease:
+    ) -> list[Lease]:
+        finder, pages = opened.finder(self._weights), len(hashes)
         if promise is not None and promise.opened is opened and promise.planned:
-            if promise.hashes[: len(hashes)] == hashes and promise.weights == self._weights:
+            if promise.hashes[:pages] == hashes and promise.weights == self._weights:
                 with contextlib.suppress(LeaseLost):  # it has lapsed
-                    lease = opened.cache.take(request, pages=len(hashes))
-                    if len(lease) == len(hashes):
-                        return lease
-                    lease.release()
+                    return finder.take(request, promise.keys, pages)
             else:
-                opened.cache.cancel(request)
+                opened.finder(promise.weights).cancel(request)
         space, keys = opened.space(self._weights)
-        lease = opened.cache.index.match(keys.encode(hashes), count=False, namespace=space)
-        if len(lease) < len(hashes):
-            found = len(lease)
-            lease.release()
-            raise LeaseLost(f"expected {len(hashes)} pages, found {found}: the others have gone")
-        return lease
+        encoded = keys.encode(hashes)
+        leases: list[Lease] = []
+        for group in opened.groups:
+            wanted = group.run.keys(encoded[finder.first(group, pages) :])
+            leases.append(opened.cache.index.match(wanted, count=False, namespace=space))
+            if (found := len(leases[-1])) < len(wanted):
+                self._give_back(leases)
+                raise LeaseLost(
+                    f"expected {len(wanted)} pages, found {found}: the others have gone"
+                )
+        return leases
 
     def cancel_load(self, request: str) -> bool:
         """Give up a load that has not begun. False: there is none."""
         queued = self._queued.pop(request, None)
         if queued is None:
             return False
-        if queued.lease is not None:
-            self._give_back(queued.lease)
+        self._give_back(queued.leases)
         return True
 
-    def _give_back(self, lease: Lease) -> None:
-        with self._noted("give back"), contextlib.suppress(LightcacheError):  # its cache has gone
-            lease.close()
+    def _give_back(self, leases: list[Lease]) -> None:
+        for lease in leases:
+            with self._noted("give back"), contextlib.suppress(LightcacheError):
+                lease.close()  # an error: its cache has gone
 
     def begin(self, after: Callable[[], list[Any]]) -> int:
         """Begin the loads of a batch; returns its number, -1: there are none.
@@ -507,7 +562,7 @@ class Rank(CachePart[Opened]):
         if not queued:
             return -1
         self._batches += 1
-        batch = self._started[self._batches] = _Batch(None, True)
+        batch = self._started[self._batches] = _Batch([], True)
         try:
             batch.lost = not self._begin(batch, queued, after())
         except Exception as error:
@@ -518,29 +573,38 @@ class Rank(CachePart[Opened]):
         """Whether nothing is lost by now."""
         whole = True
         for request, each in queued.items():
-            if each.lease is None or each.opened is None or each.slots is None:
+            if not each.leases or each.opened is None:
                 whole = False
                 continue
-            if batch.loads is None:
-                opened, batch.loads = each.opened, LayerLoads(each.opened.reader, timeout=LOAD)
+            if not batch.loads:
+                opened = each.opened
+                batch.loads = [LayerLoads(reader, timeout=LOAD) for reader in opened.readers]
             try:
                 if each.opened is not opened:
                     raise LeaseLost("the cache was replaced since the request was looked up")
-                batch.loads.add(request, each.lease, each.slots())
-                self.figures["loaded_pages"] += len(each.lease)
+                parts = zip(batch.loads, each.leases, each.slots, strict=True)
+                for loads, lease, slots in parts:
+                    loads.add(request, lease, slots())
+                    self.figures["loaded_pages"] += len(lease)
             except Exception as error:
                 whole = False
-                self._give_back(each.lease)
+                for loads in batch.loads:
+                    loads.cancel(request)
+                self._give_back(each.leases)
                 self.trouble("load", error)
-        if batch.loads is not None:
-            batch.loads.start(after=after)
+        for loads in batch.loads:
+            loads.start(after=after)
         return whole
 
     def wait(self, number: int, layer: int) -> None:
         """Wait until a layer of a batch is there, or its loads have failed. Any thread."""
-        batch = self._started.get(number)
-        if batch is not None and batch.loads is not None:
-            batch.loads.wait(layer)
+        batch, of = self._started.get(number), self._format
+        if batch is None or of is None:
+            return
+        pool, layer = of.place(layer)
+        for each, loads in enumerate(batch.loads):
+            if pool in (None, each):
+                loads.wait(layer)
 
     def finish(self, number: int) -> bool:
         """Wait for a batch; whether all of it was loaded. None of its copies writes any more."""
@@ -548,15 +612,15 @@ class Rank(CachePart[Opened]):
         if batch is None:
             return False  # its start has failed
         whole = not batch.lost
-        if batch.loads is not None:
+        for loads in batch.loads:
             landed = False
             with self._noted("load"):
-                errors = batch.loads.finish()
+                errors = loads.finish()
                 landed = not errors
                 for error in errors.values():
                     self.trouble("load", error)
             whole = whole and landed
-            self._wait_for_copies(batch.loads)
+            self._wait_for_copies(loads)
         self.figures["failed_batches"] += not whole
         return whole
 
@@ -590,11 +654,32 @@ class Rank(CachePart[Opened]):
     # ---- saves
 
     def offload(
-        self, hashes: list[str], slots: Slots, before: str | None, after: list[Any]
+        self,
+        hashes: list[str],
+        slots: Slots,
+        before: str | None,
+        after: list[Any],
+        windows: tuple[int, Slots] | None = None,
     ) -> None:
         """Save pages. It is reported by `completed` in its turn, whatever becomes of it: ranks that
-        save the same report the same number."""
-        save = _Save(None, self._offloads, self._weights, hashes, slots, before, after)
+        save the same report the same number.
+
+        Args:
+            windows: the number of the last pages of which SGLang has the windows, and their slots.
+        """
+        windowed, other = (0, None) if windows is None else windows
+        both = (slots,) if other is None else (slots, other)
+        save = _Save(
+            None,
+            self._offloads,
+            self._weights,
+            hashes,
+            both,
+            windowed,
+            before,
+            after,
+            self._clock() + LOCK,
+        )
         self.figures["offered_pages"] += len(hashes)
         try:
             with self._noted("save"):
@@ -628,7 +713,7 @@ class Rank(CachePart[Opened]):
 
     def _unpin(self, request: str, promise: _Promise) -> None:
         with self._noted("give back"), contextlib.suppress(LightcacheError):  # its cache has gone
-            promise.opened.cache.cancel(request)
+            promise.opened.finder(promise.weights).cancel(request)
 
     def completed(self) -> int:
         """Saves that `pop` returns. SGLang asks in each step, also an idle one: so plans lapse, and
@@ -636,22 +721,32 @@ class Rank(CachePart[Opened]):
         self._lapse()
         self._touch()
         self._keep_saving()
-        return self._offloads.completed()
+        return self._offloads.completed() // self._parts
+
+    @property
+    def _parts(self) -> int:
+        """Places in the queue that each save has, one for each pool: so ranks count alike."""
+        return 1 if self._format is None else len(self._format.pools)
+
+    def _popped(self) -> tuple[_Save, Exception | None]:
+        ended = self._offloads.pop()
+        assert isinstance(ended.tag, _Save)
+        return ended.tag, ended.error
 
     def pop(self) -> bool:
-        """Whether the oldest save has succeeded."""
-        ended = self._offloads.pop()
-        save = ended.tag
-        assert isinstance(save, _Save)
-        error = ended.error
-        if isinstance(error, Abandoned):
-            self.figures["lost_saves"] += 1  # by another rank, or cleared
-        elif error is not None and not isinstance(error, _Settled):
-            self.trouble("save", error)
-        if save.offload is not None and error is None:
-            self.figures["saved_bytes"] += save.offload.nbytes
+        """Whether the oldest save has succeeded, of all pools."""
+        saved = True
+        for pool in range(self._parts):
+            save, error = self._popped()
+            if isinstance(error, Abandoned):
+                self.figures["lost_saves"] += 1  # by another rank, or cleared
+            elif error is not None and not isinstance(error, _Settled):
+                self.trouble("save", error)
+            saved = saved and (error is None or isinstance(error, _Settled))
+            if error is None:
+                self.figures["saved_bytes"] += save.offloads[pool].nbytes
         self.figures["absent_pages"] += save.absent
-        saved = (error is None or isinstance(error, _Settled)) and not save.absent
+        saved = saved and not save.absent
         if saved:
             with self._noted("write to a storage"):
                 self._store(save)
@@ -662,8 +757,9 @@ class Rank(CachePart[Opened]):
         opened = self.usable()
         if opened is None or opened is not save.opened or opened.tier is None:
             return
-        space, keys = opened.space(save.weights)
-        opened.tier.write(keys.encode(save.hashes), save.hashes[0], namespace=space)
+        _, keys = opened.space(save.weights)
+        finder = opened.finder(save.weights)
+        finder.write(opened.tier, keys.encode(save.hashes), save.hashes[0])
 
     def _run(self) -> None:
         """The thread of saves: begins them in order."""
@@ -671,41 +767,55 @@ class Rank(CachePart[Opened]):
             if isinstance(save, threading.Event):
                 save.set()
             else:
-                try:
-                    save.queue.submit(partial(self._begin_save, save), save)
-                except Detached:
-                    pass  # a reset has closed the queue
-                except Exception as error:  # it has its turn, and fails in it
-                    with self._noted("save"):
-                        save.queue.submit(partial(_fail, error), save)
+                for pool in range(self._parts):
+                    self._submit(save, pool)
             del save  # it keeps the offload, and that the pool's pages
 
-    def _begin_save(self, save: _Save) -> Offload:
+    def _submit(self, save: _Save, pool: int) -> None:
+        try:
+            save.queue.submit(partial(self._begin_save, save, pool), save)
+        except Detached:
+            pass  # a reset has closed the queue
+        except Exception as error:  # it has its turn, and fails in it
+            with self._noted("save"):
+                save.queue.submit(partial(_fail, error), save)
+
+    def _begin_save(self, save: _Save, pool: int) -> Offload:
         opened, of = save.opened, self._format
         if opened is None or of is None:
             raise LeaseLost("the cache is not open")
+        if pool and (save.absent or not save.windowed):
+            raise _Settled  # without the pages of the first pool a window is of no use
+        group = of.pools[pool].group
         space, keys = opened.space(save.weights)
-        how: dict[str, Any] = {"namespace": space, "timeout": LOCK}
-        encoded = keys.encode([save.before, *save.hashes] if save.before else save.hashes)
-        if save.before:
-            encoded, how["after"] = encoded[1:], encoded[:1]
+        left = max(0.0, save.end - self._clock())
+        how: dict[str, Any] = {"namespace": space, "timeout": left, "run": group.run}
+        if group.whole:
+            encoded = keys.encode([save.before, *save.hashes] if save.before else save.hashes)
+            if save.before:
+                encoded, how["after"] = encoded[1:], encoded[:1]
+        else:
+            encoded = group.run.keys(keys.encode(save.hashes[-save.windowed :]))
+            how["independent"] = True
         if self._team is not None:
             how |= {"shards": of.shard.ranks, "shard": of.shard.rank, "team": self._team}
             how["join_timeout"] = JOIN
-        slots = save.slots()
+        slots = save.slots[pool]()
         held = opened.cache.reserve(encoded, **how)
-        save.absent = len(held.missing)
+        save.absent += len(held.missing)
         try:
             if not len(held.new):
                 raise _Settled
             if save.queue is not self._offloads:
                 raise LeaseLost("SGLang has dropped its tree since")
-            save.offload = Offload(opened.writer, held, slots, positions=held.new, after=save.after)
+            writer = opened.writers[pool]
+            offload = Offload(writer, held, slots, positions=held.new, after=save.after)
         except BaseException:
             if begun_with(held) is None:
                 (held.abandon if len(held.new) else held.release)()
             raise
-        return save.offload
+        save.offloads[pool] = offload
+        return offload
 
     def _quiet(self) -> None:
         """No save reads the device any more, or what it reads is given up."""

@@ -21,8 +21,13 @@ class Told(Protocol):
     def untold(self, why: str) -> None:
         """From now on it may be unknown."""
 
-    def used(self, last: str) -> None:
-        """The device has all whole pages of a prompt, up to this hash: no call names them."""
+    @property
+    def window(self) -> int:
+        """Pages that a window has; 0: there is no pool of them."""
+
+    def used(self, last: list[str]) -> None:
+        """The device has all whole pages of a prompt, up to the last of these hashes, which are
+        those of the window that ends there, or one: no call names them."""
 
 
 def tell_linkers(wrapper: Any, linker: type) -> bool:
@@ -59,7 +64,7 @@ def _wrapped(method: Any, ask: Callable[..., str | None], linker: type) -> Any:
                 told.untold(f"SGLang's tree did not tell what is before one ({error!r})")
         found = method(self, *arguments, **named)
         if found == [] and told is not None and told.before:
-            told.used(told.before)
+            _use(told, self.cache, arguments[1].last_device_node)
         return found
 
     return call
@@ -73,14 +78,26 @@ def _noting_whole(match: Any, linker: type) -> Any:
         ours: Any = getattr(self, "cache_linker", None)
         if isinstance(ours, linker):
             told: Any = ours
-            try:
-                if result.device_prefix_len >= len(key) > 0:
-                    told.used(str(self.cache.get_last_hash_value(result.last_device_node)))
-            except Exception as error:
-                told.untold(f"SGLang's tree did not tell what the device has ({error!r})")
+            if result.device_prefix_len >= len(key) > 0:
+                _use(told, self.cache, result.last_device_node)
         return match(self, key, req, result)
 
     return call
+
+
+def _use(told: Told, cache: Any, node: Any) -> None:
+    """The device has a prompt up to this node."""
+    try:
+        if not told.window:
+            told.used([str(cache.get_last_hash_value(node))])
+            return
+        tree = cache.tree_core
+        hashes = list(tree.get_hash_values(node))
+        if len(hashes) < told.window:
+            hashes = [*tree.get_prefix_hash_values(node), *hashes]
+        told.used(hashes[-told.window :])
+    except Exception as error:
+        told.untold(f"SGLang's tree did not tell what the device has ({error!r})")
 
 
 def _before_tail(self: Any, key: Any, result: Any, device_hit_len: int) -> str | None:

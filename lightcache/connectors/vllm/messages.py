@@ -8,25 +8,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from lightcache.connectors.page_groups import PageGroup
 from lightcache.kernels.groups import Rule
-from lightcache.runs import PLAIN, Run
+from lightcache.runs import PLAIN
 
 
 @dataclass(frozen=True)
-class BlockGroup:
+class BlockGroup(PageGroup):
     """Layers for which vLLM has one table of blocks a request; their pages are found together."""
 
-    name: str
-    rule: Rule
-    """Which of its pages a position needs."""
-    run: Run
-    """Its number in the cache: keys of its pages are made with it."""
     block_tokens: int
-
-    @cached_property
-    def whole(self) -> bool:
-        """Whether a position needs all pages before it, so that they are a chain."""
-        return self.rule == Rule.prefix()
 
     @cached_property
     def state(self) -> bool:

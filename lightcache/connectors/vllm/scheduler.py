@@ -35,7 +35,7 @@ from lightcache.connectors.engine_cache import (
     weights_after_reset,
 )
 from lightcache.connectors.link import Link, Voice
-from lightcache.connectors.vllm.groups import Finder
+from lightcache.connectors.page_groups import Finder, names_of_groups
 from lightcache.connectors.vllm.messages import (
     BlockGroup,
     Hello,
@@ -980,15 +980,8 @@ def open_cache(
         role=role,
         device=device,
         shared=shared,
-        kv_groups=_names(place.groups),
+        kv_groups=names_of_groups(place.groups),
     )
-
-
-def _names(groups: Sequence[BlockGroup]) -> list[str] | None:
-    """By their numbers in the cache, for operators; None: there is only number 0."""
-    names = {group.run.group: group.name for group in groups}
-    last = max(names, default=0)
-    return [names.get(number, "none") for number in range(last + 1)] if last else None
 
 
 __all__ = [

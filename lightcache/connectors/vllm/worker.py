@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from lightcache import Cache, Load, Offload
-from lightcache.connectors.engine_cache import START, CachePart, host_name
+from lightcache.connectors.engine_cache import START, CachePart, close_all, host_name
 from lightcache.connectors.link import Link, Voice
 from lightcache.connectors.vllm.messages import (
     Hello,
@@ -72,12 +72,6 @@ class Opened:
         """Wait for copies, and leave."""
         close_all(self.readers + self.writers)
         self.cache.close()
-
-
-def close_all(engines: list[Engine]) -> None:
-    """Wait for their copies, and close them."""
-    for engine in {id(engine): engine for engine in engines}.values():
-        engine.close()
 
 
 class _Save:

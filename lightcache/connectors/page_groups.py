@@ -1,18 +1,20 @@
 """What a request finds of all groups of a model: one position, and the pages that each group needs
-there, pinned. docs/design/vllm.md has the rules."""
+there, pinned. docs/design/vllm.md has the rules; SGLang's connector keeps to them as well."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from lightcache import Cache
 from lightcache._arguments import Keys
-from lightcache.connectors.vllm.messages import BlockGroup
 from lightcache.errors import LeaseLost
-from lightcache.groups import Group, GroupSet
+from lightcache.groups import Group, GroupSet, Rule
 from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
-from lightcache.runs import PLAIN
+from lightcache.plans import TIMEOUT
+from lightcache.runs import PLAIN, Run
 from lightcache.storage.tasks import StorageTask
 from lightcache.storage.tier import StorageTier
 
@@ -20,11 +22,34 @@ ATTEMPTS = 8
 """Times that a position is looked for while others evict its pages."""
 
 
+@dataclass(frozen=True)
+class PageGroup:
+    """Layers whose pages are found together."""
+
+    name: str
+    rule: Rule
+    """Which of its pages a position needs."""
+    run: Run
+    """Its number in the cache: keys of its pages are made with it."""
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether a position needs all pages before it, so that they are a chain."""
+        return self.rule == Rule.prefix()
+
+
+def names_of_groups(groups: Sequence[PageGroup]) -> list[str] | None:
+    """By their numbers in the cache, for operators; None: there is only number 0."""
+    names = {group.run.group: group.name for group in groups}
+    last = max(names, default=0)
+    return [names.get(number, "none") for number in range(last + 1)] if last else None
+
+
 class Finder:
     """Finds, pins and takes pages in one namespace. Takes no lock."""
 
     def __init__(
-        self, cache: Cache, space: Namespace, groups: Sequence[BlockGroup], page_tokens: int
+        self, cache: Cache, space: Namespace, groups: Sequence[PageGroup], page_tokens: int
     ) -> None:
         """Of a model with these groups; at most one of them has keys of its own (`PLAIN`)."""
         self.cache, self.space, self.groups = cache, space, tuple(groups)
@@ -37,7 +62,7 @@ class Finder:
                      for each in self._others]  # fmt: skip
             self._set = GroupSet(found, page_tokens=page_tokens)
 
-    def first(self, group: BlockGroup, pages: int) -> int:
+    def first(self, group: PageGroup, pages: int) -> int:
         """The first page of the group that the position after so many pages needs."""
         return group.rule.first(pages, self._page)
 
@@ -47,13 +72,31 @@ class Finder:
         index = self.cache.index
         return self._first is not None and not index.peek_ahead(keys[:1], namespace=self.space)
 
-    def plan(self, request: Hashable, keys: Keys, limit: int) -> tuple[int, int]:
+    def plan(
+        self,
+        request: Hashable,
+        keys: Keys,
+        limit: int,
+        *,
+        after: Keys | None = None,
+        timeout: float = TIMEOUT,
+    ) -> tuple[int, int]:
         """Pin what the deepest position up to this one needs; returns the position, in pages, and
-        the pages of the first group before the deepest one that this group alone has."""
+        the pages of the first group before the deepest one that this group alone has.
+
+        Args:
+            after, timeout: see `PageIndex.plan`.
+        """
         found = whole = limit
         if self._first is not None:
             found = self.cache.index.plan(
-                request, keys, limit=limit, namespace=self.space, frozen=True
+                request,
+                keys,
+                after=after,
+                limit=limit,
+                namespace=self.space,
+                timeout=timeout,
+                frozen=True,
             )
             whole = found
         if self._set is None:
@@ -62,17 +105,24 @@ class Finder:
             found = self._set.peek(keys[:found]).pages
             if not found:
                 break
-            if all(self._plan(request, group, keys, found) for group in self._others):
+            if all(self._plan(request, group, keys, found, timeout) for group in self._others):
                 return found, whole
         for group in self._others:
             self.cache.cancel(_name(request, group))
         return 0, whole
 
-    def _plan(self, request: Hashable, group: BlockGroup, keys: Keys, pages: int) -> bool:
+    def _plan(
+        self,
+        request: Hashable,
+        group: PageGroup,
+        keys: Keys,
+        pages: int,
+        timeout: float = TIMEOUT,
+    ) -> bool:
         """Whether all that the group needs there is pinned now."""
         wanted = group.run.keys(keys[self.first(group, pages) : pages])
         found = self.cache.index.plan(
-            _name(request, group), wanted, namespace=self.space, frozen=True
+            _name(request, group), wanted, namespace=self.space, timeout=timeout, frozen=True
         )
         return found == len(wanted)
 
@@ -134,9 +184,9 @@ class Finder:
             tier.write(group.run.keys(needed), request, namespace=self.space)
 
 
-def _name(request: Hashable, group: BlockGroup) -> Hashable:
+def _name(request: Hashable, group: PageGroup) -> Hashable:
     """Of the group's plan."""
     return request if group.run == PLAIN else (group.run.group, request)
 
 
-__all__ = ["Finder"]
+__all__ = ["Finder", "PageGroup", "names_of_groups"]
