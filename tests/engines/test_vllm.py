@@ -335,17 +335,21 @@ def test_latents_are_what_vllm_has_cached(engines: Engines) -> None:
         Segment.unlink(f"{NAME}-latent", force=True)
 
 
+def of_model(model: str) -> dict[str, Any]:
+    """Options of the engines of a model."""
+    return {"name": f"{NAME}-{model}", "size": "64MiB", "blocks_per_page": 1}
+
+
 @pytest.fixture(scope="module")
 def beside(start: Callable[..., Any]) -> Iterator[dict[str, Any]]:
     """Engines by their models, with a cache each. They start while another test runs."""
-    how = {"size": "64MiB", "blocks_per_page": 1}
     started = {}
-    for model in ("images", "chunks", *(("gemma4",) if BY_HAND else ())):
-        started[model] = start(json.dumps({**how, "name": f"{NAME}-{model}"}), "1", model)
+    for model in ("images", "chunks", "gemma", "oss", *(("gemma4",) if BY_HAND else ())):
+        started[model] = start(json.dumps(of_model(model)), "1", model)
     yield started
     for model, engine in started.items():
         engine.kill()
-        Segment.unlink(f"{NAME}-{model}", force=True)
+        Segment.unlink(of_model(model)["name"], force=True)
 
 
 def test_images_and_embeddings_are_part_of_the_keys(beside: dict[str, Any]) -> None:
@@ -373,67 +377,12 @@ def test_images_and_embeddings_are_part_of_the_keys(beside: dict[str, Any]) -> N
     engine.end()
 
 
-WINDOWS = f"{NAME}-windows"
-
-
-@pytest.fixture
-def windowed(start: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """`windowed(ranks)`: a Gemma 3, whose windows are shorter than prompts, and which is not ready
-    yet; 0: plain."""
-    how = json.dumps({"name": WINDOWS, "size": "64MiB", "blocks_per_page": 1})
-
-    def begin(ranks: int) -> Any:
-        return start(how if ranks else "null", str(ranks or 1), "gemma")
-
-    yield begin
-    Segment.unlink(WINDOWS, force=True)
-
-
-def test_windows_are_found_and_equal(windowed: Callable[..., Any]) -> None:
-    some = MANY[:20]
-    plain = windowed(0)
-    plain.until("READY")
-    first = windowed(1)  # it starts meanwhile
-    wanted = plain("ask", prompts=some)["answers"]
-    plain.end()
-    first.until("READY")
-    assert first("ask", prompts=some)["answers"] == wanted
-    first("idle")
-    again = first("ask", prompts=some)
-    assert again["answers"] == wanted
-    assert sum(again["cached"]) > 0.9 * sum(map(len, some))
-    for number in range(3):
-        first("fail_loads", count=1)  # the part of one group, of four
-        assert first("ask", prompts=some[number : number + 1])["answers"] == [wanted[number]]
-    assert first("errors") == 3
-    first("idle")
-    first.end()
-    with Cache.attach(WINDOWS) as cache:
-        groups = {group.name: group.pages for group in cache.index.groups()}
-        assert set(groups) == {"full", "window64", "window64-2", "window64-3"}
-        assert min(groups.values()) > 0.9 * groups["full"] > 0
-
-
-@pytest.mark.skipif(not BY_HAND, reason="takes a minute: `.ci/engines vllm` by hand")
-def test_two_ranks_read_the_windows_of_one(windowed: Callable[..., Any]) -> None:
-    some = MANY[:20]
-    one = windowed(1)
-    one.until("READY")
-    wanted = one("ask", prompts=some)["answers"]
-    one("idle")
-    one.end()
-    both = windowed(2)
-    both.until("READY")
-    found = both("ask", prompts=some)
-    assert found["answers"] == wanted
-    assert sum(found["cached"]) > 0.9 * sum(map(len, some))
-    both.end()
-
-
 @pytest.mark.parametrize(
     ("model", "page", "groups"),
     [
         ("chunks", 32, {"full", "chunk96"}),
+        ("gemma", 32, {"full", "window64", "window64-2", "window64-3"}),
+        ("oss", 32, {"full", "window64"}),
         pytest.param(  # blocks of 64 tokens in layers with windows, of 32 in the others
             "gemma4",
             64,
@@ -444,31 +393,61 @@ def test_two_ranks_read_the_windows_of_one(windowed: Callable[..., Any]) -> None
         ),
     ],
 )
-def test_chunks_and_layers_of_two_shapes_are_found_and_equal(
+def test_windows_chunks_and_layers_of_two_shapes_are_found_and_equal(
     start: Callable[..., Any], beside: dict[str, Any], model: str, page: int, groups: set[str]
 ) -> None:
     engine, some = beside[model], MANY[:12]
     engine.until("READY")
+    second = None
+    if model == "oss" or BY_HAND:
+        second = start(json.dumps(of_model(model)), "1", model)  # it starts meanwhile
     wanted = engine("ask", prompts=some, salt="computed apart")["answers"]
     assert engine("ask", prompts=some)["answers"] == wanted
     engine("idle")
     again = engine("ask", prompts=some)
     assert again["answers"] == wanted
     assert again["cached"] == [(len(prompt) - 1) // page * page for prompt in some]
-    engine("fail_loads", count=1)
-    assert engine("ask", prompts=some[:1])["answers"] == wanted[:1]
-    assert engine("errors") == 1
+    for number in range(len(groups) - 1):
+        engine("fail_loads", count=1)  # the part of one group
+        answer = engine("ask", prompts=some[number : number + 1])["answers"]
+        assert answer == wanted[number : number + 1]
+    assert engine("errors") == len(groups) - 1
     engine("idle")
     engine.end()
-    with Cache.attach(f"{NAME}-{model}") as cache:
+    with Cache.attach(of_model(model)["name"]) as cache:
         pages = {group.name: group.pages for group in cache.index.groups()}
         assert set(pages) == groups
         assert min(pages.values()) == max(pages.values()) > 0
+    if second is not None:
+        second.until("READY")
+        found = second("ask", prompts=some)
+        assert (found["answers"], found["cached"]) == (wanted, again["cached"])
+        second.end()
     if BY_HAND:
         plain = start("null", "1", model)
         plain.until("READY")
         assert plain("ask", prompts=some)["answers"] == wanted
         plain.end()
+
+
+@pytest.mark.skipif(not BY_HAND, reason="takes a minute: `.ci/engines vllm` by hand")
+def test_two_ranks_read_the_windows_of_one(start: Callable[..., Any]) -> None:
+    some, name = MANY[:20], f"{NAME}-windows"
+    how = json.dumps({**of_model("gemma"), "name": name})
+    try:
+        one = start(how, "1", "gemma")
+        one.until("READY")
+        wanted = one("ask", prompts=some)["answers"]
+        one("idle")
+        one.end()
+        both = start(how, "2", "gemma")
+        both.until("READY")
+        found = both("ask", prompts=some)
+        assert found["answers"] == wanted
+        assert sum(found["cached"]) > 0.9 * sum(map(len, some))
+        both.end()
+    finally:
+        Segment.unlink(name, force=True)
 
 
 STATES = f"{NAME}-states"

@@ -34,6 +34,7 @@ MODELS = {
     "mamba": tiny_models.save_mamba,
     "images": tiny_paligemma.save,
     "chunks": tiny_models.save_chunks,
+    "oss": tiny_models.save_oss,
 }
 # Steps of one block, so that a prompt is divided in the same way after any hit: vLLM's kernels for
 # CPUs want bfloat16 of the one, and those of the other have no state within a step.
