@@ -23,6 +23,7 @@ from lightcache.tools.vllm_config import vllm_config
 
 pytestmark = pytest.mark.engines
 BY_HAND = "CI" not in os.environ
+by_hand = pytest.mark.skipif(not BY_HAND, reason="takes long: `.ci/engines vllm` by hand")
 
 
 def test_it_starts_and_answers(in_engine: Callable[..., str], segment_name: str) -> None:
@@ -203,12 +204,41 @@ def test_a_reset_is_of_one_engine(engines: Engines) -> None:
     assert engines.second("forget", everything=True)
     assert engines.second("ask", prompts=MANY[:1])["cached"] == [0]
     assert engines.first("ask", prompts=MANY[:1])["cached"][0] > 0
-    said = engines.second("pause", prompt=MANY[0])  # vLLM refuses it, with any connector
-    assert said[0] == "WAITING_FOR_REMOTE_KVS"
-    assert "waiting for remote KV transfer" in said[1]
-    assert engines.second("pause", prompt=None) == []
     answer = engines.second("ask", prompts=MANY[:3])
     assert answer["answers"] == engines.plain["answers"][:3]
+
+
+@pytest.mark.parametrize(
+    ("how", "loading", "saving"),
+    [
+        # vLLM refuses what it cannot do while blocks are in use, with any connector.
+        ("reset", "False", "False"),
+        ("reset and preempt", "refused", "True"),
+        ("sleep", "refused", "refused"),
+        pytest.param("pause", "refused", "refused", marks=by_hand),
+        pytest.param("pause and keep", "refused", "None", marks=by_hand),
+    ],
+)
+def test_other_weights_while_copies_are_under_way(
+    engines: Engines, how: str, loading: str, saving: str
+) -> None:
+    engine = engines.second
+    old, other, new = (prompts(sum(how.encode()) + more, 1)[0] for more in range(3))
+    engine("ask", prompts=[old])
+    engine("idle")
+    some = [old, [*old, *other[:70]]]
+    for seed, kind, said in ((1, "load", loading), (2, "save", saving)):
+        answers = engine("update", how=how, prompt=some[-1], seed=seed)
+        assert answers[:2] == [kind, said]
+        assert "refused" not in answers[2:]
+        wanted = engine("ask", prompts=some, salt=f"{how} {kind}")["answers"]
+        assert engine("ask", prompts=some)["answers"] == wanted
+        engine("idle")
+        found = engine("ask", prompts=some)
+        assert found["answers"] == wanted
+        assert min(found["cached"]) > 0
+        some.append(new)
+    check_clean()
 
 
 def test_killed_in_a_save_and_in_a_load(engines: Engines) -> None:
@@ -387,9 +417,7 @@ def test_images_and_embeddings_are_part_of_the_keys(beside: dict[str, Any]) -> N
             "gemma4",
             64,
             {"full", "window64", "window64-2"},
-            marks=pytest.mark.skipif(
-                not BY_HAND, reason="takes a minute: `.ci/engines vllm` by hand"
-            ),
+            marks=by_hand,
         ),
     ],
 )
@@ -430,7 +458,7 @@ def test_windows_chunks_and_layers_of_two_shapes_are_found_and_equal(
         plain.end()
 
 
-@pytest.mark.skipif(not BY_HAND, reason="takes a minute: `.ci/engines vllm` by hand")
+@by_hand
 def test_two_ranks_read_the_windows_of_one(start: Callable[..., Any]) -> None:
     some, name = MANY[:20], f"{NAME}-windows"
     how = json.dumps({**of_model("gemma"), "name": name})
@@ -475,13 +503,7 @@ def ask_one(engine: Any, prompt: list[int], salt: str | None = None) -> tuple[li
     ("model", "block"),
     [
         ("next", 96),
-        pytest.param(
-            "mamba",
-            32,
-            marks=pytest.mark.skipif(
-                not BY_HAND, reason="takes a minute: `.ci/engines vllm` by hand"
-            ),
-        ),
+        pytest.param("mamba", 32, marks=by_hand),
     ],
 )
 def test_states_are_found_and_equal(stateful: Callable[..., Any], model: str, block: int) -> None:

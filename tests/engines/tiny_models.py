@@ -19,8 +19,8 @@ STATE_BLOCK = 96
 """Tokens of a block of Qwen3-Next, as vLLM chooses it."""
 
 
-def save_llama(folder: str, kv_heads: int = 1) -> None:
-    torch.manual_seed(0)
+def save_llama(folder: str, kv_heads: int = 1, seed: int = 0) -> None:
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=128,
