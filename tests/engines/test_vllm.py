@@ -6,7 +6,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from engines import contracts, sharing
-from engines.sharing import until
+from engines.sharing import NAME, until
 
 from lightcache import Cache
-from lightcache.shm import Segment, list_segments
+from lightcache.shm import Segment
 from lightcache.tools.maintenance import _switch
 from lightcache.tools.vllm_config import vllm_config
 
@@ -36,7 +36,6 @@ def test_it_starts_and_answers(in_engine: Callable[..., str], segment_name: str)
     assert said["where"].startswith(os.environ["LIGHTCACHE_ENGINE_PATH"])
 
 
-NAME = f"engines-{os.getpid()}"
 check_clean = partial(sharing.check_clean, NAME)
 Answer = dict[str, Any]
 
@@ -79,11 +78,8 @@ class Engines:
 
 
 @pytest.fixture(scope="module")
-def engines(
-    start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engines]:
-    yield Engines(start, f"disk:{tmp_path_factory.mktemp('storage')}?capacity=1GiB")
-    Segment.unlink(NAME, force=True)
+def engines(start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    return Engines(start, f"disk:{tmp_path_factory.mktemp('storage')}?capacity=1GiB")
 
 
 def test_all_is_found_and_equal_after_a_reset_and_by_another_process(engines: Engines) -> None:
@@ -297,7 +293,7 @@ def test_what_vllm_config_prints_serves_and_is_warm_after_a_kill(
     engines: Engines, serve: Callable[[str], Any], home: Path, beside: dict[str, Any]
 ) -> None:
     assert beside  # these start meanwhile
-    model = home / f"served-{os.getpid()}"  # the cache is named after it
+    model = home / f"{NAME}-served"  # the cache is named after it
     shutil.copytree(home / "llama", model)
     printed = CliRunner().invoke(
         vllm_config, [str(model), "--size", "64MiB", "--blocks-per-page", "1"]
@@ -313,25 +309,20 @@ def test_what_vllm_config_prints_serves_and_is_warm_after_a_kill(
     )
     loaded, device = "vllm:lightcache_loaded_tokens_total", "vllm:prefix_cache_hits_total"
     hits = "vllm:external_prefix_cache_hits_total"
-    try:
-        server = serve(line)
-        answer = completed(server, model, first)
-        completed(server, model, other)
-        assert figure(server, hits) == figure(server, device) == 0
-        assert completed(server, model, first) == answer
-        until(lambda: figure(server, loaded))
-        assert figure(server, hits) == figure(server, loaded) == 896 - figure(server, device)
-        assert figure(server, "vllm:lightcache_errors_total") == 0
-        server.kill()
-        server = serve(line)
-        assert completed(server, model, first) == answer
-        until(lambda: figure(server, loaded))
-        assert figure(server, hits) == figure(server, loaded) == 896
-        server.kill()
-    finally:
-        for segment in list_segments():
-            if segment.name.startswith(model.name):
-                Segment.unlink(segment.name, force=True)
+    server = serve(line)
+    answer = completed(server, model, first)
+    completed(server, model, other)
+    assert figure(server, hits) == figure(server, device) == 0
+    assert completed(server, model, first) == answer
+    until(lambda: figure(server, loaded))
+    assert figure(server, hits) == figure(server, loaded) == 896 - figure(server, device)
+    assert figure(server, "vllm:lightcache_errors_total") == 0
+    server.kill()
+    server = serve(line)
+    assert completed(server, model, first) == answer
+    until(lambda: figure(server, loaded))
+    assert figure(server, hits) == figure(server, loaded) == 896
+    server.kill()
 
 
 def completed(server: Any, model: Path, prompt: list[int]) -> list[int]:
@@ -352,17 +343,14 @@ def figure(server: Any, name: str) -> float:
 def test_latents_are_what_vllm_has_cached(engines: Engines) -> None:
     how = json.dumps({"name": f"{NAME}-latent", "size": "16MiB", "blocks_per_page": 1})
     engine = engines.start(how, model="latent")
-    try:
-        engine("ask", prompts=ONE)
-        engine("idle")
-        own = engine("ask", prompts=ONE, reset=False)
-        ours = engine("ask", prompts=ONE)
-        assert min(own["cached"]) > 0
-        assert (ours["cached"], ours["answers"]) == (own["cached"], own["answers"])
-        assert engine("errors") == 0
-        engine.end()
-    finally:
-        Segment.unlink(f"{NAME}-latent", force=True)
+    engine("ask", prompts=ONE)
+    engine("idle")
+    own = engine("ask", prompts=ONE, reset=False)
+    ours = engine("ask", prompts=ONE)
+    assert min(own["cached"]) > 0
+    assert (ours["cached"], ours["answers"]) == (own["cached"], own["answers"])
+    assert engine("errors") == 0
+    engine.end()
 
 
 def of_model(model: str) -> dict[str, Any]:
@@ -371,15 +359,12 @@ def of_model(model: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def beside(start: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+def beside(start: Callable[..., Any]) -> dict[str, Any]:
     """Engines by their models, with a cache each. They start while another test runs."""
     started = {}
     for model in ("images", "chunks", "gemma", "oss", *(("gemma4",) if BY_HAND else ())):
         started[model] = start(json.dumps(of_model(model)), "1", model)
-    yield started
-    for model, engine in started.items():
-        engine.kill()
-        Segment.unlink(of_model(model)["name"], force=True)
+    return started
 
 
 def test_images_and_embeddings_are_part_of_the_keys(beside: dict[str, Any]) -> None:
@@ -460,37 +445,30 @@ def test_windows_chunks_and_layers_of_two_shapes_are_found_and_equal(
 
 @by_hand
 def test_two_ranks_read_the_windows_of_one(start: Callable[..., Any]) -> None:
-    some, name = MANY[:20], f"{NAME}-windows"
-    how = json.dumps({**of_model("gemma"), "name": name})
-    try:
-        one = start(how, "1", "gemma")
-        one.until("READY")
-        wanted = one("ask", prompts=some)["answers"]
-        one("idle")
-        one.end()
-        both = start(how, "2", "gemma")
-        both.until("READY")
-        found = both("ask", prompts=some)
-        assert found["answers"] == wanted
-        assert sum(found["cached"]) > 0.9 * sum(map(len, some))
-        both.end()
-    finally:
-        Segment.unlink(name, force=True)
-
-
-STATES = f"{NAME}-states"
+    some = MANY[:20]
+    how = json.dumps({**of_model("gemma"), "name": f"{NAME}-windows"})
+    one = start(how, "1", "gemma")
+    one.until("READY")
+    wanted = one("ask", prompts=some)["answers"]
+    one("idle")
+    one.end()
+    both = start(how, "2", "gemma")
+    both.until("READY")
+    found = both("ask", prompts=some)
+    assert found["answers"] == wanted
+    assert sum(found["cached"]) > 0.9 * sum(map(len, some))
+    both.end()
 
 
 @pytest.fixture
-def stateful(start: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+def stateful(start: Callable[..., Any]) -> Callable[..., Any]:
     """`stateful(model, plain)`: an engine of a model with recurrent states; not ready yet."""
-    how = json.dumps({"name": STATES, "size": "64MiB"})
 
     def begin(model: str, plain: bool = False) -> Any:
-        return start("null" if plain else how, "1", model)
+        how = {"name": f"{NAME}-{model}", "size": "64MiB"}
+        return start("null" if plain else json.dumps(how), "1", model)
 
-    yield begin
-    Segment.unlink(STATES, force=True)
+    return begin
 
 
 def ask_one(engine: Any, prompt: list[int], salt: str | None = None) -> tuple[list[int], int]:
@@ -536,7 +514,7 @@ def test_states_are_found_and_equal(stateful: Callable[..., Any], model: str, bl
     assert second("errors") == 0
     second("idle")
     second.end()
-    with Cache.attach(STATES) as cache:
+    with Cache.attach(f"{NAME}-{model}") as cache:
         report = cache.check()
         report.raise_if_broken()
         assert report.pins == 0

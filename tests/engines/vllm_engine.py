@@ -29,6 +29,7 @@ MODELS = {
     "llama": functools.partial(tiny_models.save_llama, kv_heads=2),
     "gemma": tiny_models.save_gemma,
     "gemma4": tiny_models.save_gemma4,
+    "shapes": tiny_models.save_gemma4,
     "latent": tiny_models.save_latent,
     "next": tiny_models.save_next,
     "mamba": tiny_models.save_mamba,
@@ -41,6 +42,8 @@ MODELS = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "next": {"dtype": "bfloat16", "max_num_batched_tokens": tiny_models.STATE_BLOCK},
     "mamba": {"max_num_batched_tokens": BLOCK},
+    # All layers in one group, of two shapes.
+    "shapes": {"disable_hybrid_kv_cache_manager": True},
     "images": {"skip_tokenizer_init": False, "enable_prompt_embeds": True},
 }
 

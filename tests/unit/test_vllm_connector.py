@@ -31,6 +31,7 @@ from lightcache.connectors.vllm.scheduler import Stored, open_cache
 from lightcache.errors import ConfigError, NoSpace
 from lightcache.prompt import MultimodalItem, Prompt
 from lightcache.shm import memory
+from lightcache.tools.vllm_config import page_of, shape_of
 
 
 @pytest.fixture
@@ -770,6 +771,18 @@ def test_groups_have_numbers_rules_and_pages_of_one_size() -> None:
         ("chunk24-3", "chunk24", 3),
     ]
     assert place.page_tokens == 16  # 32 are more than a chunk
+
+
+def test_vllm_config_says_the_page_that_the_connector_makes() -> None:
+    usual = {"num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 4}
+    kinds = ["full_attention" if number in (2, 5) else "sliding_attention" for number in range(7)]
+    windows = {**usual, "num_hidden_layers": 7, "sliding_window": 12, "layer_types": kinds}
+    latents = {**usual, "num_hidden_layers": 3, "kv_lora_rank": 8}
+    for config, given in ((usual, engine(2)), (windows, hybrid()), (latents, latent(1))):
+        place = describe(*given, 0, Options()).place
+        page = page_of(shape_of(config), 4, 4, Options())
+        assert (page.tokens, page.bytes) == (place.page_tokens, place.page_bytes)
+        assert page.groups == len(place.groups)
 
 
 def test_drafts_keep_more_of_a_window() -> None:
