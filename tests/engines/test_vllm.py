@@ -362,7 +362,8 @@ def of_model(model: str) -> dict[str, Any]:
 def beside(start: Callable[..., Any]) -> dict[str, Any]:
     """Engines by their models, with a cache each. They start while another test runs."""
     started = {}
-    for model in ("images", "chunks", "gemma", "oss", *(("gemma4",) if BY_HAND else ())):
+    more = ("gemma4", "shapes") if BY_HAND else ()
+    for model in ("images", "chunks", "gemma", "oss", *more):
         started[model] = start(json.dumps(of_model(model)), "1", model)
     return started
 
@@ -398,12 +399,9 @@ def test_images_and_embeddings_are_part_of_the_keys(beside: dict[str, Any]) -> N
         ("chunks", 32, {"full", "chunk96"}),
         ("gemma", 32, {"full", "window64", "window64-2", "window64-3"}),
         ("oss", 32, {"full", "window64"}),
-        pytest.param(  # blocks of 64 tokens in layers with windows, of 32 in the others
-            "gemma4",
-            64,
-            {"full", "window64", "window64-2"},
-            marks=by_hand,
-        ),
+        # Blocks of 64 tokens in layers with windows, of 32 in the others; or all in one group.
+        pytest.param("gemma4", 64, {"full", "window64", "window64-2"}, marks=by_hand),
+        pytest.param("shapes", 32, {"0"}, marks=by_hand),
     ],
 )
 def test_windows_chunks_and_layers_of_two_shapes_are_found_and_equal(

@@ -259,6 +259,7 @@ class Told:
             while self.scheduler.requests:
                 engine.step()
         assert half._weights != before
+        orders = half._number
         folder = f"llama-{seed}"
         if not os.path.exists(folder):
             MODELS["llama"](folder, seed=seed)
@@ -268,6 +269,7 @@ class Told:
         core.resume_scheduler()
         self.release()
         self.idle()
+        assert half._number == orders, "saved what is partly of the old weights"
         engine.abort_request(["busy"])  # of what a pause has ended the outputs do not know
         return said
 
