@@ -232,9 +232,9 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     kinds = kinds[: len(each)]
     if len(set(each)) > 1 and len(set(kinds)) > 1:
         pairs = dict.fromkeys(zip(kinds, each, strict=True))
-        forms = [f"{kind}: {own} heads of {width // 2}" for kind, (own, width) in pairs]
+        said = [f"{kind}: {own} heads of {width // 2}" for kind, (own, width) in pairs]
         raise Unknown(
-            f"its layers have several shapes ({', '.join(forms)}). vLLM then makes blocks of "
+            f"its layers have several shapes ({', '.join(said)}). vLLM then makes blocks of "
             "several lengths, or groups of several shapes, as its layout of memory wants: no page "
             "is computed, and its log says how many tokens and bytes one has"
         )

@@ -460,11 +460,11 @@ def test_two_ranks_read_the_windows_of_one(start: Callable[..., Any]) -> None:
 
 @pytest.fixture
 def stateful(start: Callable[..., Any]) -> Callable[..., Any]:
-    """`stateful(model, plain)`: an engine of a model with recurrent states; not ready yet."""
+    """`stateful(model, plain, ranks)`: an engine of a model with recurrent states; not ready yet."""
 
-    def begin(model: str, plain: bool = False) -> Any:
-        how = {"name": f"{NAME}-{model}", "size": "64MiB"}
-        return start("null" if plain else json.dumps(how), "1", model)
+    def begin(model: str, plain: bool = False, ranks: int = 1) -> Any:
+        how = {"name": f"{NAME}-{model}-{ranks}", "size": "64MiB"}
+        return start("null" if plain else json.dumps(how), str(ranks), model)
 
     return begin
 
@@ -475,6 +475,11 @@ def ask_one(engine: Any, prompt: list[int], salt: str | None = None) -> tuple[li
     return answer["answers"][0], answer["cached"][0]
 
 
+def three_of_one_prefix() -> list[list[int]]:
+    base, other = (prompt[:310] for prompt in prompts(11, 2))
+    return [base, *([*base[:200], *other[place : place + 99]] for place in (0, 100))]
+
+
 @pytest.mark.parametrize(
     ("model", "block"),
     [
@@ -483,8 +488,7 @@ def ask_one(engine: Any, prompt: list[int], salt: str | None = None) -> tuple[li
     ],
 )
 def test_states_are_found_and_equal(stateful: Callable[..., Any], model: str, block: int) -> None:
-    base, other = (prompt[:310] for prompt in prompts(11, 2))
-    some = [base, *([*base[:200], *other[place : place + 99]] for place in (0, 100))]
+    some = three_of_one_prefix()
     last = [(len(prompt) - 1) // block * block for prompt in some]
     first = stateful(model)
     first.until("READY")
@@ -503,7 +507,7 @@ def test_states_are_found_and_equal(stateful: Callable[..., Any], model: str, bl
     assert found == list(zip(wanted, [0, 0, between], strict=True))
     assert [ask_one(first, prompt) for prompt in some] == list(zip(wanted, last, strict=True))
     first("fail_loads", count=1)
-    assert ask_one(first, base) == (wanted[0], 0)
+    assert ask_one(first, some[0]) == (wanted[0], 0)
     assert first("errors") == 1
     first("idle")
     first.end()
@@ -512,7 +516,7 @@ def test_states_are_found_and_equal(stateful: Callable[..., Any], model: str, bl
     assert second("errors") == 0
     second("idle")
     second.end()
-    with Cache.attach(f"{NAME}-{model}") as cache:
+    with Cache.attach(f"{NAME}-{model}-1") as cache:
         report = cache.check()
         report.raise_if_broken()
         assert report.pins == 0
@@ -524,3 +528,24 @@ def test_states_are_found_and_equal(stateful: Callable[..., Any], model: str, bl
         plain.until("READY")
         assert [ask_one(plain, prompt)[0] for prompt in some] == wanted
         plain.end()
+
+
+@by_hand
+def test_two_ranks_write_and_read_states(stateful: Callable[..., Any]) -> None:
+    some = three_of_one_prefix()
+    last = [(len(prompt) - 1) // 96 * 96 for prompt in some]
+    first = stateful("next", ranks=2)
+    first.until("READY")
+    wanted = [ask_one(first, prompt, str(number))[0] for number, prompt in enumerate(some)]
+
+    def saved() -> bool:
+        found = [ask_one(first, prompt) for prompt in some]
+        assert [answer for answer, _ in found] == wanted
+        return [cached for _, cached in found] == last
+
+    until(saved)
+    first.end()
+    second = stateful("next", ranks=2)
+    second.until("READY")
+    assert [ask_one(second, prompt) for prompt in some] == list(zip(wanted, last, strict=True))
+    second.end()
