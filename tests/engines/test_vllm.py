@@ -460,7 +460,7 @@ def test_two_ranks_read_the_windows_of_one(start: Callable[..., Any]) -> None:
 
 @pytest.fixture
 def stateful(start: Callable[..., Any]) -> Callable[..., Any]:
-    """`stateful(model, plain, ranks)`: an engine of a model with recurrent states; not ready yet."""
+    """`stateful(model, plain, ranks)`: a model with recurrent states, whose engine is not ready."""
 
     def begin(model: str, plain: bool = False, ranks: int = 1) -> Any:
         how = {"name": f"{NAME}-{model}-{ranks}", "size": "64MiB"}
