@@ -159,6 +159,7 @@ class Told:
         self.asked += 1
         Path(f"{self.name}-asked.new").write_text(str(self.asked))
         os.replace(f"{self.name}-asked.new", f"{self.name}-asked")
+        self.engine.get_server_info()  # else an idle scheduler sleeps for up to a second
         found: list[dict[str, int]] = []
         while True:
             files = [Path(f"{self.name}-figures-{rank}") for rank in range(self.ranks)]
