@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from lightcache.connectors.vllm.model import blocks_per_page
 from lightcache.connectors.vllm.options import Options
 from lightcache.connectors.vllm.room import shortage
 from lightcache.errors import ConfigError
+from lightcache.kernels import KVGroup, PageGeometry
 from lightcache.page_index import geometry
 from lightcache.shm import list_segments
 from lightcache.storage.urls import check_url
@@ -34,9 +36,8 @@ REFUSED = (
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True unless sleep mode is enabled"
 )
 NOT_SERVED = (
-    "the connector says so once and vLLM runs as without it for: layers of several shapes, "
-    "windows, chunks or states beside other layers in a pipeline, context parallelism, ranks on "
-    "other nodes"
+    "the connector says so once and vLLM runs as without it for: windows, chunks, states or layers "
+    "of several shapes beside other layers in a pipeline, context parallelism, ranks on other nodes"
 )
 STATES = (
     "a model with recurrent states is served only with --enable-prefix-caching, and with its "
@@ -44,6 +45,8 @@ STATES = (
     "and that after a prefix which prompts share; --prefix-cache-retention-interval N, a "
     "multiple of the block, keeps more of a long prompt: those of steps that end at a multiple of N"
 )
+FULL, PART = "all tokens", "a window or chunk"
+UNUSUAL = "config.json does not say layers and heads in the usual words: no page is computed"
 STATE_KINDS = {"linear_attention", "mamba", "mamba2", "conv"}
 STATE_WORDS = (
     "layers_block_type",
@@ -54,15 +57,27 @@ STATE_WORDS = (
 )
 
 
+ALTERNATING = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4, "llama4_text": 4}
+"""Of models whose config.json may leave it out: one layer of so many, the last, sees all tokens."""
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Some of a model, all alike."""
+
+    count: int
+    heads: int
+    width: int
+    """Elements of a head and token: K and V, or a latent."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """Of a model's KV, as config.json has it."""
 
-    layers: int
-    """In the largest group: all, or with windows as many as vLLM puts into one."""
-    heads: int
-    width: int
-    """Elements of a head and token: K and V, or a latent."""
+    layers: tuple[Layers, ...]
+    """Of the largest group: all, or with windows as many as vLLM puts into one."""
     groups: int = 1
     window: int | None = None
     """Tokens that some layers see at most, of a window or a chunk; None: all see all."""
@@ -118,13 +133,17 @@ def vllm_config(
         extra["storage"] = urls[0] if len(urls) == 1 else urls
     options = Options.of(extra)
     config = read_config(model)
-    page = None
-    if config is not None and (shape := shape_of(config)) is not None:
-        page = page_of(shape, element_bytes(config, kv_cache_dtype), block_size, options)
+    page, why = None, ""
+    if config is not None:
+        try:
+            shape = shape_of(config)
+            page = page_of(shape, element_bytes(config, kv_cache_dtype), block_size, options)
+        except Unknown as error:
+            why = str(error)
     problems = [*of_model(config), *of_machine(model, options, page)]
     value = {**CONNECTOR, "kv_connector_extra_config": extra}
     line = f"vllm serve {shlex.quote(model)} --kv-transfer-config {shlex.quote(json.dumps(value))}"
-    notes = [*of_page(model, config, page), REFUSED, NOT_SERVED]
+    notes = [*of_page(model, page, why), REFUSED, NOT_SERVED]
     if config is not None and has_states(config):
         line += " --enable-prefix-caching"
         notes.insert(0, STATES)
@@ -183,38 +202,87 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, **inner} if isinstance(inner, dict) else config
 
 
-def shape_of(config: Mapping[str, Any]) -> Shape | None:
-    """None: the configuration does not say it in the usual words, or the model has states."""
+class Unknown(Exception):
+    """Why the page of a model is not known here."""
+
+
+def shape_of(config: Mapping[str, Any]) -> Shape:
+    """Raises Unknown: the configuration does not say it in the usual words, or not alone."""
     text = text_config(config)
     if has_states(config):
-        return None
+        raise Unknown(
+            "a page is one of vLLM's blocks and a state lies in one. Beside attention vLLM makes "
+            "blocks so long that they hold a state, hundreds of tokens, and its log says how long; "
+            "the end of a prompt after its last whole block is not saved"
+        )
     layers, heads = text.get("num_hidden_layers"), text.get("num_attention_heads")
     if not isinstance(layers, int) or not isinstance(heads, int):
-        return None
+        raise Unknown(UNUSUAL)
+    if text.get("index_topk"):
+        raise Unknown(
+            "beside its latents it has an indexer, whose cache vLLM's kernels decide: no page is "
+            "computed"
+        )
     if text.get("kv_lora_rank"):
-        return Shape(layers, 1, int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim") or 0))
-    dim = text.get("head_dim") or int(text.get("hidden_size") or 0) // heads
-    kv_heads = text.get("num_key_value_heads") or heads
-    layers, groups, window = grouped(text, layers)
-    return Shape(layers, int(kv_heads), 2 * int(dim), groups, window) if dim else None
+        width = int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim") or 0)
+        return Shape((Layers(layers, 1, width),))
+    kinds, window = kinds_of(text, layers)
+    each = [form_of(text, number, kind, heads) for number, kind in enumerate(kinds)]
+    each = each[: layers - int(text.get("num_kv_shared_layers") or 0)]
+    kinds = kinds[: len(each)]
+    if len(set(each)) > 1 and len(set(kinds)) > 1:
+        pairs = dict.fromkeys(zip(kinds, each, strict=True))
+        said = [f"{kind}: {own} heads of {width // 2}" for kind, (own, width) in pairs]
+        raise Unknown(
+            f"its layers have several shapes ({', '.join(said)}). vLLM then makes blocks of "
+            "several lengths, or groups of several shapes, as its layout of memory wants: no page "
+            "is computed, and its log says how many tokens and bytes one has"
+        )
+    if len(set(kinds)) > 1:
+        few, many = sorted(kinds.count(kind) for kind in set(kinds))
+        largest = many if many < 1.5 * few else few
+        groups = -(-few // largest) + -(-many // largest)
+        return Shape((Layers(largest, *each[0]),), groups, window)
+    forms = tuple(Layers(count, *form) for form, count in Counter(each).items())
+    return Shape(forms, window=window if FULL not in kinds else None)
 
 
-def grouped(text: Mapping[str, Any], layers: int) -> tuple[int, int, int | None]:
-    """Layers of vLLM's largest group, groups, and the window of some: groups have as many layers as
-    the rarer kind, or as the other one if both kinds have about as many."""
-    kinds, pattern = text.get("layer_types"), text.get("sliding_window_pattern")
-    chunks = isinstance(kinds, list) and "chunked_attention" in kinds
-    window = text.get("attention_chunk_size" if chunks else "sliding_window")
-    if not isinstance(window, int) or not window or text.get("use_sliding_window") is False:
-        return layers, 1, None
-    whole = kinds.count("full_attention") if isinstance(kinds, list) else 0
-    if not whole and isinstance(pattern, int) and pattern > 1:
-        whole = layers // pattern
-    few, many = sorted((whole, layers - whole))
-    if not few:
-        return layers, 1, window if whole < layers else None
-    each = many if many < 1.5 * few else few
-    return each, -(-few // each) + -(-many // each), window
+def kinds_of(text: Mapping[str, Any], layers: int) -> tuple[list[str], int | None]:
+    """What each layer sees: all, or a window or chunk of so many tokens."""
+    kinds, model = text.get("layer_types"), text.get("model_type")
+    chunks = model == "llama4_text" or (isinstance(kinds, list) and "chunked_attention" in kinds)
+    part = text.get("attention_chunk_size" if chunks else "sliding_window")
+    if not isinstance(part, int) or not part or text.get("use_sliding_window") is False:
+        return [FULL] * layers, None
+    if isinstance(kinds, list) and len(kinds) == layers:
+        return [FULL if kind in ("full_attention", "attention") else PART for kind in kinds], part
+    ropes = text.get("no_rope_layers") if chunks else None
+    if isinstance(ropes, list) and len(ropes) == layers:
+        return [PART if rope else FULL for rope in ropes], part
+    pattern = text.get("sliding_window_pattern") or ALTERNATING.get(str(model))
+    if not isinstance(pattern, int):
+        return [PART] * layers, part
+    return [PART if number % pattern else FULL for number in range(1, layers + 1)], part
+
+
+def form_of(text: Mapping[str, Any], number: int, kind: str, heads: int) -> tuple[int, int]:
+    """KV heads, and elements of a head and token, of a layer."""
+    own = dict(text)
+    parts = text.get("per_layer_config")
+    if isinstance(parts, dict):
+        own |= parts.get(str(number)) or {}
+    elif str(text.get("model_type")).startswith("gemma4") and kind == FULL:
+        own["head_dim"] = text.get("global_head_dim") or 512
+        if text.get("attention_k_eq_v", True) and text.get("num_global_key_value_heads"):
+            own["num_key_value_heads"] = text["num_global_key_value_heads"]
+    kv_heads = next((own[word] for word in KV_HEADS if own.get(word)), heads)
+    if own.get("multi_query") and not own.get("new_decoder_architecture"):
+        kv_heads = 1
+    dim = own.get("head_dim") or int(own.get("hidden_size") or 0) // heads
+    values = own.get("v_head_dim") or dim
+    if not all(isinstance(each, int) and each for each in (kv_heads, dim, values)):
+        raise Unknown(UNUSUAL)
+    return kv_heads, dim + values
 
 
 def element_bytes(config: Mapping[str, Any], dtype: str) -> int:
@@ -249,28 +317,35 @@ def has_states(config: Mapping[str, Any]) -> bool:
 
 def page_of(shape: Shape, element: int, block: int, options: Options) -> Page:
     """What the connector would make of it."""
-    bytes_of_block = shape.layers * shape.heads * block * shape.width * element
+    elements = sum(layers.count * layers.heads * layers.width for layers in shape.layers)
+    bytes_of_block = elements * block * element
     blocks = options.blocks_per_page or blocks_per_page(bytes_of_block, block, shape.window)
-    page_bytes = blocks * bytes_of_block
+    page_bytes = PageGeometry(
+        [
+            KVGroup.attention(
+                str(number),
+                layers=layers.count,
+                heads=layers.heads,
+                head_dim=layers.width,
+                dtype_bytes=element,
+                page_tokens=blocks * block,
+                content="single",
+                head_groups=layers.heads,
+            )
+            for number, layers in enumerate(shape.layers)
+        ]
+    ).page_bytes
     pages = parse_size(options.size) // page_bytes
     return Page(blocks * block, page_bytes, blocks, pages, shape.groups)
 
 
-def of_page(model: str, config: Mapping[str, Any] | None, page: Page | None) -> Iterator[str]:
+def of_page(model: str, page: Page | None, why: str) -> Iterator[str]:
     """What it holds, and what is lost."""
-    if config is None:
-        yield (
+    if page is None:
+        yield why or (
             f"{model} is not on this machine: whether it is served, and how large a page is, is "
             "not known here; vLLM's log says it at the start"
         )
-    elif has_states(config):
-        yield (
-            "a page is one of vLLM's blocks and a state lies in one. Beside attention vLLM makes "
-            "blocks so long that they hold a state, hundreds of tokens, and its log says how long; "
-            "the end of a prompt after its last whole block is not saved"
-        )
-    elif page is None:
-        yield "config.json does not say layers and heads in the usual words: no page is computed"
     else:
         each = f", in each of {page.groups} groups of layers" if page.groups > 1 else ""
         yield (

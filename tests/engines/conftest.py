@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.servers import free_port
+from engines.sharing import NAME
+from support.servers import bound, free_port
+
+from lightcache.shm import Segment, list_segments
 
 HERE = Path(__file__).parent
 # One thread: OpenMP's threads spin, and two of them on a core make each step slow.
@@ -32,7 +35,14 @@ SETTINGS = {
 
 
 def command(program: str, *arguments: str) -> list[str]:
-    return [os.environ["LIGHTCACHE_ENGINE_PYTHON"], str(HERE / program), *arguments]
+    return bound(os.environ["LIGHTCACHE_ENGINE_PYTHON"], HERE / program, *arguments)
+
+
+def end_all(process: subprocess.Popen[Any]) -> None:
+    """Of a process that leads a session: engines leave children."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def environment(engine: str, home: Path) -> dict[str, str]:
@@ -60,9 +70,7 @@ def in_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., s
         try:
             out, errors = process.communicate(timeout=500)
         finally:
-            with contextlib.suppress(ProcessLookupError):  # engines leave children
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end_all(process)
         assert process.returncode == 0, out[-4000:] + errors[-8000:]
         return out
 
@@ -73,6 +81,7 @@ class Told:
     """A program that does what lines of JSON say, and answers each with a line."""
 
     def __init__(self, engine: str, home: Path, *arguments: str) -> None:
+        self._ended = False
         self._errors = (home / "errors").open("a")
         self._process = subprocess.Popen(
             command(f"{engine}_engine.py", *arguments),
@@ -106,12 +115,10 @@ class Told:
         return json.loads(self.until("OUT"))
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # engines leave children
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self.close()
-
-    def close(self) -> None:
+        if self._ended:  # its number may be another's by now
+            return
+        self._ended = True
+        end_all(self._process)
         for file in (self._process.stdin, self._process.stdout, self._errors):
             if file is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -121,8 +128,9 @@ class Told:
         """Let it leave."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        assert self._process.wait(120) == 0
-        self.close()
+        status = self._process.wait(120)
+        self.kill()
+        assert status == 0
 
 
 class Server:
@@ -132,7 +140,7 @@ class Server:
         self._port = free_port()
         self._errors = (home / "errors").open("a")
         self._process = subprocess.Popen(
-            ["sh", "-c", f"exec {line} --host 127.0.0.1 --port {self._port}"],
+            bound("sh", "-c", f"exec {line} --host 127.0.0.1 --port {self._port}"),
             cwd=home,
             env=more,
             stdin=subprocess.DEVNULL,
@@ -163,10 +171,9 @@ class Server:
             return str(answer.read().decode())
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._errors.close()
+        if not self._errors.closed:
+            end_all(self._process)
+            self._errors.close()
 
 
 @pytest.fixture(scope="module")
@@ -175,8 +182,19 @@ def home(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return tmp_path_factory.mktemp(request.path.stem.removeprefix("test_"))
 
 
+@pytest.fixture(scope="module")
+def caches() -> Iterator[None]:
+    """Removes those of this run when all engines have ended: one that lives makes another."""
+    yield
+    for segment in list_segments():
+        if segment.name == NAME or segment.name.startswith(f"{NAME}-"):
+            Segment.unlink(segment.name, force=True)
+
+
 @pytest.fixture
-def serve(request: pytest.FixtureRequest, home: Path) -> Iterator[Callable[[str], Server]]:
+def serve(
+    request: pytest.FixtureRequest, home: Path, caches: None
+) -> Iterator[Callable[[str], Server]]:
     """`serve(line)`: a server of the engine, whose command is found as a shell finds it."""
     engine = request.path.stem.removeprefix("test_")
     python, version = os.environ["LIGHTCACHE_ENGINE_PYTHON"], (HERE / "vllm.txt").read_text()
@@ -205,7 +223,9 @@ def serve(request: pytest.FixtureRequest, home: Path) -> Iterator[Callable[[str]
 
 
 @pytest.fixture(scope="module")
-def start(request: pytest.FixtureRequest, home: Path) -> Iterator[Callable[..., Told]]:
+def start(
+    request: pytest.FixtureRequest, home: Path, caches: None
+) -> Iterator[Callable[..., Told]]:
     """`start(argument...)`: a `Told` engine."""
     engine = request.path.stem.removeprefix("test_")
     if os.environ.get("LIGHTCACHE_ENGINE") != engine:

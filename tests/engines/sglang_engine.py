@@ -107,6 +107,7 @@ class Told:
 
     def __init__(self, engine: Any, name: str, ranks: int) -> None:
         self.engine, self.name, self.ranks = engine, name, ranks
+        self.asked = 0
 
     def ask(
         self,
@@ -154,13 +155,19 @@ class Told:
         return True
 
     def figures(self) -> list[dict[str, int]]:
-        """Of each rank, when all saves have ended and what the device has whole was touched."""
+        """Of each rank, when all saves have ended and what the device has whole was touched. Those
+        of a step that began after this call: of one before they may lack the last prompt."""
+        self.asked += 1
+        Path(f"{self.name}-asked.new").write_text(str(self.asked))
+        os.replace(f"{self.name}-asked.new", f"{self.name}-asked")
+        self.engine.get_server_info()  # else an idle scheduler sleeps for up to a second
         found: list[dict[str, int]] = []
         while True:
             files = [Path(f"{self.name}-figures-{rank}") for rank in range(self.ranks)]
             if all(map(Path.exists, files)):
                 found = [json.loads(file.read_text()) for file in files]
-                if not any(each["saves"] or each["untouched"] for each in found):
+                fresh = all(each["asked"] == self.asked for each in found)
+                if fresh and not any(each["saves"] or each["untouched"] for each in found):
                     return found
             time.sleep(0.02)
 

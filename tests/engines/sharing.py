@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 from lightcache import Cache
+
+NAME = f"engines-{os.getpid()}"
+"""The names of all caches of a run begin so; what is left of them goes with the last engine."""
 
 
 def until(asked: Callable[[], Any]) -> None:

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 from engines import contracts, sharing
-from engines.sharing import until
+from engines.sharing import NAME, until
 
 from lightcache import Cache
 from lightcache.shm import Segment
 
 pytestmark = pytest.mark.engines
-NAME = f"engines-{os.getpid()}"
 check_clean = partial(sharing.check_clean, NAME)
 OTHERS = ("gemma", "mellum", "lora")
 Answer = dict[str, Any]
@@ -63,11 +62,8 @@ class Engines:
 
 
 @pytest.fixture(scope="module")
-def engines(
-    start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engines]:
-    yield Engines(start, tmp_path_factory.mktemp("storage"))
-    Segment.unlink(NAME, force=True)
+def engines(start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    return Engines(start, tmp_path_factory.mktemp("storage"))
 
 
 def test_the_contract(engines: Engines) -> None:
@@ -139,16 +135,14 @@ def others(
     """Engines of other models, each with a cache of its own. They start at once."""
     secret = tmp_path_factory.mktemp("others") / "secret"
     how = {"size": "64MiB", "on_reset": "keep", "secret_file": str(secret)}
-    names = {model: f"{NAME}-{model}" for model in OTHERS}
     started = {
-        model: start(json.dumps(how | {"name": name}), "1", model) for model, name in names.items()
+        model: start(json.dumps(how | {"name": f"{NAME}-{model}"}), "1", model) for model in OTHERS
     }
     for engine in started.values():
         engine.until("READY")
     yield started
-    for model, engine in started.items():
+    for engine in started.values():
         engine.end()
-        Segment.unlink(names[model], force=True)
 
 
 def test_windows_in_a_pool_of_all_tokens(others: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,16 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from engines import contracts, sharing
-from engines.sharing import until
+from engines.sharing import NAME, until
 
 from lightcache import Cache
-from lightcache.shm import Segment, list_segments
+from lightcache.shm import Segment
 from lightcache.tools.maintenance import _switch
 from lightcache.tools.vllm_config import vllm_config
 
 pytestmark = pytest.mark.engines
 BY_HAND = "CI" not in os.environ
+by_hand = pytest.mark.skipif(not BY_HAND, reason="takes long: `.ci/engines vllm` by hand")
 
 
 def test_it_starts_and_answers(in_engine: Callable[..., str], segment_name: str) -> None:
@@ -35,7 +36,6 @@ def test_it_starts_and_answers(in_engine: Callable[..., str], segment_name: str)
     assert said["where"].startswith(os.environ["LIGHTCACHE_ENGINE_PATH"])
 
 
-NAME = f"engines-{os.getpid()}"
 check_clean = partial(sharing.check_clean, NAME)
 Answer = dict[str, Any]
 
@@ -78,11 +78,8 @@ class Engines:
 
 
 @pytest.fixture(scope="module")
-def engines(
-    start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engines]:
-    yield Engines(start, f"disk:{tmp_path_factory.mktemp('storage')}?capacity=1GiB")
-    Segment.unlink(NAME, force=True)
+def engines(start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    return Engines(start, f"disk:{tmp_path_factory.mktemp('storage')}?capacity=1GiB")
 
 
 def test_all_is_found_and_equal_after_a_reset_and_by_another_process(engines: Engines) -> None:
@@ -203,12 +200,41 @@ def test_a_reset_is_of_one_engine(engines: Engines) -> None:
     assert engines.second("forget", everything=True)
     assert engines.second("ask", prompts=MANY[:1])["cached"] == [0]
     assert engines.first("ask", prompts=MANY[:1])["cached"][0] > 0
-    said = engines.second("pause", prompt=MANY[0])  # vLLM refuses it, with any connector
-    assert said[0] == "WAITING_FOR_REMOTE_KVS"
-    assert "waiting for remote KV transfer" in said[1]
-    assert engines.second("pause", prompt=None) == []
     answer = engines.second("ask", prompts=MANY[:3])
     assert answer["answers"] == engines.plain["answers"][:3]
+
+
+@pytest.mark.parametrize(
+    ("how", "loading", "saving"),
+    [
+        # vLLM refuses what it cannot do while blocks are in use, with any connector.
+        ("reset", "False", "False"),
+        ("reset and preempt", "refused", "True"),
+        ("sleep", "refused", "refused"),
+        pytest.param("pause", "refused", "refused", marks=by_hand),
+        pytest.param("pause and keep", "refused", "None", marks=by_hand),
+    ],
+)
+def test_other_weights_while_copies_are_under_way(
+    engines: Engines, how: str, loading: str, saving: str
+) -> None:
+    engine = engines.second
+    old, other, new = (prompts(sum(how.encode()) + more, 1)[0] for more in range(3))
+    engine("ask", prompts=[old])
+    engine("idle")
+    some = [old, [*old, *other[:70]]]
+    for seed, kind, said in ((1, "load", loading), (2, "save", saving)):
+        answers = engine("update", how=how, prompt=some[-1], seed=seed)
+        assert answers[:2] == [kind, said]
+        assert "refused" not in answers[2:]
+        wanted = engine("ask", prompts=some, salt=f"{how} {kind}")["answers"]
+        assert engine("ask", prompts=some)["answers"] == wanted
+        engine("idle")
+        found = engine("ask", prompts=some)
+        assert found["answers"] == wanted
+        assert min(found["cached"]) > 0
+        some.append(new)
+    check_clean()
 
 
 def test_killed_in_a_save_and_in_a_load(engines: Engines) -> None:
@@ -267,7 +293,7 @@ def test_what_vllm_config_prints_serves_and_is_warm_after_a_kill(
     engines: Engines, serve: Callable[[str], Any], home: Path, beside: dict[str, Any]
 ) -> None:
     assert beside  # these start meanwhile
-    model = home / f"served-{os.getpid()}"  # the cache is named after it
+    model = home / f"{NAME}-served"  # the cache is named after it
     shutil.copytree(home / "llama", model)
     printed = CliRunner().invoke(
         vllm_config, [str(model), "--size", "64MiB", "--blocks-per-page", "1"]
@@ -283,25 +309,20 @@ def test_what_vllm_config_prints_serves_and_is_warm_after_a_kill(
     )
     loaded, device = "vllm:lightcache_loaded_tokens_total", "vllm:prefix_cache_hits_total"
     hits = "vllm:external_prefix_cache_hits_total"
-    try:
-        server = serve(line)
-        answer = completed(server, model, first)
-        completed(server, model, other)
-        assert figure(server, hits) == figure(server, device) == 0
-        assert completed(server, model, first) == answer
-        until(lambda: figure(server, loaded))
-        assert figure(server, hits) == figure(server, loaded) == 896 - figure(server, device)
-        assert figure(server, "vllm:lightcache_errors_total") == 0
-        server.kill()
-        server = serve(line)
-        assert completed(server, model, first) == answer
-        until(lambda: figure(server, loaded))
-        assert figure(server, hits) == figure(server, loaded) == 896
-        server.kill()
-    finally:
-        for segment in list_segments():
-            if segment.name.startswith(model.name):
-                Segment.unlink(segment.name, force=True)
+    server = serve(line)
+    answer = completed(server, model, first)
+    completed(server, model, other)
+    assert figure(server, hits) == figure(server, device) == 0
+    assert completed(server, model, first) == answer
+    until(lambda: figure(server, loaded))
+    assert figure(server, hits) == figure(server, loaded) == 896 - figure(server, device)
+    assert figure(server, "vllm:lightcache_errors_total") == 0
+    server.kill()
+    server = serve(line)
+    assert completed(server, model, first) == answer
+    until(lambda: figure(server, loaded))
+    assert figure(server, hits) == figure(server, loaded) == 896
+    server.kill()
 
 
 def completed(server: Any, model: Path, prompt: list[int]) -> list[int]:
@@ -322,30 +343,29 @@ def figure(server: Any, name: str) -> float:
 def test_latents_are_what_vllm_has_cached(engines: Engines) -> None:
     how = json.dumps({"name": f"{NAME}-latent", "size": "16MiB", "blocks_per_page": 1})
     engine = engines.start(how, model="latent")
-    try:
-        engine("ask", prompts=ONE)
-        engine("idle")
-        own = engine("ask", prompts=ONE, reset=False)
-        ours = engine("ask", prompts=ONE)
-        assert min(own["cached"]) > 0
-        assert (ours["cached"], ours["answers"]) == (own["cached"], own["answers"])
-        assert engine("errors") == 0
-        engine.end()
-    finally:
-        Segment.unlink(f"{NAME}-latent", force=True)
+    engine("ask", prompts=ONE)
+    engine("idle")
+    own = engine("ask", prompts=ONE, reset=False)
+    ours = engine("ask", prompts=ONE)
+    assert min(own["cached"]) > 0
+    assert (ours["cached"], ours["answers"]) == (own["cached"], own["answers"])
+    assert engine("errors") == 0
+    engine.end()
+
+
+def of_model(model: str) -> dict[str, Any]:
+    """Options of the engines of a model."""
+    return {"name": f"{NAME}-{model}", "size": "64MiB", "blocks_per_page": 1}
 
 
 @pytest.fixture(scope="module")
-def beside(start: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+def beside(start: Callable[..., Any]) -> dict[str, Any]:
     """Engines by their models, with a cache each. They start while another test runs."""
-    how = {"size": "64MiB", "blocks_per_page": 1}
     started = {}
-    for model in ("images", "chunks", *(("gemma4",) if BY_HAND else ())):
-        started[model] = start(json.dumps({**how, "name": f"{NAME}-{model}"}), "1", model)
-    yield started
-    for model, engine in started.items():
-        engine.kill()
-        Segment.unlink(f"{NAME}-{model}", force=True)
+    more = ("gemma4", "shapes") if BY_HAND else ()
+    for model in ("images", "chunks", "gemma", "oss", *more):
+        started[model] = start(json.dumps(of_model(model)), "1", model)
+    return started
 
 
 def test_images_and_embeddings_are_part_of_the_keys(beside: dict[str, Any]) -> None:
@@ -373,97 +393,47 @@ def test_images_and_embeddings_are_part_of_the_keys(beside: dict[str, Any]) -> N
     engine.end()
 
 
-WINDOWS = f"{NAME}-windows"
-
-
-@pytest.fixture
-def windowed(start: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """`windowed(ranks)`: a Gemma 3, whose windows are shorter than prompts, and which is not ready
-    yet; 0: plain."""
-    how = json.dumps({"name": WINDOWS, "size": "64MiB", "blocks_per_page": 1})
-
-    def begin(ranks: int) -> Any:
-        return start(how if ranks else "null", str(ranks or 1), "gemma")
-
-    yield begin
-    Segment.unlink(WINDOWS, force=True)
-
-
-def test_windows_are_found_and_equal(windowed: Callable[..., Any]) -> None:
-    some = MANY[:20]
-    plain = windowed(0)
-    plain.until("READY")
-    first = windowed(1)  # it starts meanwhile
-    wanted = plain("ask", prompts=some)["answers"]
-    plain.end()
-    first.until("READY")
-    assert first("ask", prompts=some)["answers"] == wanted
-    first("idle")
-    again = first("ask", prompts=some)
-    assert again["answers"] == wanted
-    assert sum(again["cached"]) > 0.9 * sum(map(len, some))
-    for number in range(3):
-        first("fail_loads", count=1)  # the part of one group, of four
-        assert first("ask", prompts=some[number : number + 1])["answers"] == [wanted[number]]
-    assert first("errors") == 3
-    first("idle")
-    first.end()
-    with Cache.attach(WINDOWS) as cache:
-        groups = {group.name: group.pages for group in cache.index.groups()}
-        assert set(groups) == {"full", "window64", "window64-2", "window64-3"}
-        assert min(groups.values()) > 0.9 * groups["full"] > 0
-
-
-@pytest.mark.skipif(not BY_HAND, reason="takes a minute: `.ci/engines vllm` by hand")
-def test_two_ranks_read_the_windows_of_one(windowed: Callable[..., Any]) -> None:
-    some = MANY[:20]
-    one = windowed(1)
-    one.until("READY")
-    wanted = one("ask", prompts=some)["answers"]
-    one("idle")
-    one.end()
-    both = windowed(2)
-    both.until("READY")
-    found = both("ask", prompts=some)
-    assert found["answers"] == wanted
-    assert sum(found["cached"]) > 0.9 * sum(map(len, some))
-    both.end()
-
-
 @pytest.mark.parametrize(
     ("model", "page", "groups"),
     [
         ("chunks", 32, {"full", "chunk96"}),
-        pytest.param(  # blocks of 64 tokens in layers with windows, of 32 in the others
-            "gemma4",
-            64,
-            {"full", "window64", "window64-2"},
-            marks=pytest.mark.skipif(
-                not BY_HAND, reason="takes a minute: `.ci/engines vllm` by hand"
-            ),
-        ),
+        ("gemma", 32, {"full", "window64", "window64-2", "window64-3"}),
+        ("oss", 32, {"full", "window64"}),
+        # Blocks of 64 tokens in layers with windows, of 32 in the others; or all in one group.
+        pytest.param("gemma4", 64, {"full", "window64", "window64-2"}, marks=by_hand),
+        pytest.param("shapes", 32, {"0"}, marks=by_hand),
     ],
 )
-def test_chunks_and_layers_of_two_shapes_are_found_and_equal(
+def test_windows_chunks_and_layers_of_two_shapes_are_found_and_equal(
     start: Callable[..., Any], beside: dict[str, Any], model: str, page: int, groups: set[str]
 ) -> None:
     engine, some = beside[model], MANY[:12]
     engine.until("READY")
+    second = None
+    if model == "oss" or BY_HAND:
+        second = start(json.dumps(of_model(model)), "1", model)  # it starts meanwhile
     wanted = engine("ask", prompts=some, salt="computed apart")["answers"]
     assert engine("ask", prompts=some)["answers"] == wanted
     engine("idle")
     again = engine("ask", prompts=some)
     assert again["answers"] == wanted
     assert again["cached"] == [(len(prompt) - 1) // page * page for prompt in some]
-    engine("fail_loads", count=1)
-    assert engine("ask", prompts=some[:1])["answers"] == wanted[:1]
-    assert engine("errors") == 1
+    for number in range(len(groups) - 1):
+        engine("fail_loads", count=1)  # the part of one group
+        answer = engine("ask", prompts=some[number : number + 1])["answers"]
+        assert answer == wanted[number : number + 1]
+    assert engine("errors") == len(groups) - 1
     engine("idle")
     engine.end()
-    with Cache.attach(f"{NAME}-{model}") as cache:
+    with Cache.attach(of_model(model)["name"]) as cache:
         pages = {group.name: group.pages for group in cache.index.groups()}
         assert set(pages) == groups
         assert min(pages.values()) == max(pages.values()) > 0
+    if second is not None:
+        second.until("READY")
+        found = second("ask", prompts=some)
+        assert (found["answers"], found["cached"]) == (wanted, again["cached"])
+        second.end()
     if BY_HAND:
         plain = start("null", "1", model)
         plain.until("READY")
@@ -471,19 +441,32 @@ def test_chunks_and_layers_of_two_shapes_are_found_and_equal(
         plain.end()
 
 
-STATES = f"{NAME}-states"
+@by_hand
+def test_two_ranks_read_the_windows_of_one(start: Callable[..., Any]) -> None:
+    some = MANY[:20]
+    how = json.dumps({**of_model("gemma"), "name": f"{NAME}-windows"})
+    one = start(how, "1", "gemma")
+    one.until("READY")
+    wanted = one("ask", prompts=some)["answers"]
+    one("idle")
+    one.end()
+    both = start(how, "2", "gemma")
+    both.until("READY")
+    found = both("ask", prompts=some)
+    assert found["answers"] == wanted
+    assert sum(found["cached"]) > 0.9 * sum(map(len, some))
+    both.end()
 
 
 @pytest.fixture
-def stateful(start: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """`stateful(model, plain)`: an engine of a model with recurrent states; not ready yet."""
-    how = json.dumps({"name": STATES, "size": "64MiB"})
+def stateful(start: Callable[..., Any]) -> Callable[..., Any]:
+    """`stateful(model, plain, ranks)`: a model with recurrent states, whose engine is not ready."""
 
-    def begin(model: str, plain: bool = False) -> Any:
-        return start("null" if plain else how, "1", model)
+    def begin(model: str, plain: bool = False, ranks: int = 1) -> Any:
+        how = {"name": f"{NAME}-{model}-{ranks}", "size": "64MiB"}
+        return start("null" if plain else json.dumps(how), str(ranks), model)
 
-    yield begin
-    Segment.unlink(STATES, force=True)
+    return begin
 
 
 def ask_one(engine: Any, prompt: list[int], salt: str | None = None) -> tuple[list[int], int]:
@@ -492,22 +475,20 @@ def ask_one(engine: Any, prompt: list[int], salt: str | None = None) -> tuple[li
     return answer["answers"][0], answer["cached"][0]
 
 
+def three_of_one_prefix() -> list[list[int]]:
+    base, other = (prompt[:310] for prompt in prompts(11, 2))
+    return [base, *([*base[:200], *other[place : place + 99]] for place in (0, 100))]
+
+
 @pytest.mark.parametrize(
     ("model", "block"),
     [
         ("next", 96),
-        pytest.param(
-            "mamba",
-            32,
-            marks=pytest.mark.skipif(
-                not BY_HAND, reason="takes a minute: `.ci/engines vllm` by hand"
-            ),
-        ),
+        pytest.param("mamba", 32, marks=by_hand),
     ],
 )
 def test_states_are_found_and_equal(stateful: Callable[..., Any], model: str, block: int) -> None:
-    base, other = (prompt[:310] for prompt in prompts(11, 2))
-    some = [base, *([*base[:200], *other[place : place + 99]] for place in (0, 100))]
+    some = three_of_one_prefix()
     last = [(len(prompt) - 1) // block * block for prompt in some]
     first = stateful(model)
     first.until("READY")
@@ -526,7 +507,7 @@ def test_states_are_found_and_equal(stateful: Callable[..., Any], model: str, bl
     assert found == list(zip(wanted, [0, 0, between], strict=True))
     assert [ask_one(first, prompt) for prompt in some] == list(zip(wanted, last, strict=True))
     first("fail_loads", count=1)
-    assert ask_one(first, base) == (wanted[0], 0)
+    assert ask_one(first, some[0]) == (wanted[0], 0)
     assert first("errors") == 1
     first("idle")
     first.end()
@@ -535,7 +516,7 @@ def test_states_are_found_and_equal(stateful: Callable[..., Any], model: str, bl
     assert second("errors") == 0
     second("idle")
     second.end()
-    with Cache.attach(STATES) as cache:
+    with Cache.attach(f"{NAME}-{model}-1") as cache:
         report = cache.check()
         report.raise_if_broken()
         assert report.pins == 0
@@ -547,3 +528,24 @@ def test_states_are_found_and_equal(stateful: Callable[..., Any], model: str, bl
         plain.until("READY")
         assert [ask_one(plain, prompt)[0] for prompt in some] == wanted
         plain.end()
+
+
+@by_hand
+def test_two_ranks_write_and_read_states(stateful: Callable[..., Any]) -> None:
+    some = three_of_one_prefix()
+    last = [(len(prompt) - 1) // 96 * 96 for prompt in some]
+    first = stateful("next", ranks=2)
+    first.until("READY")
+    wanted = [ask_one(first, prompt, str(number))[0] for number, prompt in enumerate(some)]
+
+    def saved() -> bool:
+        found = [ask_one(first, prompt) for prompt in some]
+        assert [answer for answer, _ in found] == wanted
+        return [cached for _, cached in found] == last
+
+    until(saved)
+    first.end()
+    second = stateful("next", ranks=2)
+    second.until("READY")
+    assert [ask_one(second, prompt) for prompt in some] == list(zip(wanted, last, strict=True))
+    second.end()

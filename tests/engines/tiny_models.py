@@ -19,8 +19,8 @@ STATE_BLOCK = 96
 """Tokens of a block of Qwen3-Next, as vLLM chooses it."""
 
 
-def save_llama(folder: str, kv_heads: int = 1) -> None:
-    torch.manual_seed(0)
+def save_llama(folder: str, kv_heads: int = 1, seed: int = 0) -> None:
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=128,
@@ -159,6 +159,32 @@ def save_mellum(folder: str) -> None:
         initializer_range=0.2,
     )
     MellumForCausalLM(config).save_pretrained(folder)
+
+
+def save_oss(folder: str) -> None:
+    """A GPT-OSS: windows and full attention in turns, sinks, experts."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=2048,
+        sliding_window=WINDOW,
+        initializer_range=0.2,
+    )
+    model = GptOssForCausalLM(config)
+    for layer in model.model.layers:  # as large as scores are, so that they count
+        torch.nn.init.normal_(layer.self_attn.sinks, std=2.0)
+    model.save_pretrained(folder)
 
 
 def save_chunks(folder: str) -> None:

@@ -71,8 +71,9 @@ class ToldLinker(LightcacheLinker):
         return super().load(rid, transfers)
 
     def num_completed_offloads(self) -> int:
-        rank = self.rank
+        rank, asked = self.rank, Path(self.file("asked"))
         under_way = {"saves": len(rank._offloads), "untouched": len(rank._used)}
+        under_way["asked"] = int(asked.read_text()) if asked.exists() else 0
         said = json.dumps({"count": rank.voice.count} | under_way | rank.figures)
         if said != self.said:
             self.said, target = said, self.file(f"figures-{rank.rank}")

@@ -29,17 +29,21 @@ MODELS = {
     "llama": functools.partial(tiny_models.save_llama, kv_heads=2),
     "gemma": tiny_models.save_gemma,
     "gemma4": tiny_models.save_gemma4,
+    "shapes": tiny_models.save_gemma4,
     "latent": tiny_models.save_latent,
     "next": tiny_models.save_next,
     "mamba": tiny_models.save_mamba,
     "images": tiny_paligemma.save,
     "chunks": tiny_models.save_chunks,
+    "oss": tiny_models.save_oss,
 }
 # Steps of one block, so that a prompt is divided in the same way after any hit: vLLM's kernels for
 # CPUs want bfloat16 of the one, and those of the other have no state within a step.
 SETTINGS: dict[str, dict[str, Any]] = {
     "next": {"dtype": "bfloat16", "max_num_batched_tokens": tiny_models.STATE_BLOCK},
     "mamba": {"max_num_batched_tokens": BLOCK},
+    # All layers in one group, of two shapes.
+    "shapes": {"disable_hybrid_kv_cache_manager": True},
     "images": {"skip_tokenizer_init": False, "enable_prompt_embeds": True},
 }
 
@@ -217,28 +221,56 @@ class Told:
         """Empty the device's index; with `everything`, tell the connector, as new weights do."""
         return bool(self.engine.reset_prefix_cache(reset_connector=everything))
 
-    def pause(self, prompt: list[int] | None) -> list[str]:
-        """Pause and resume, as sleep does; with a prompt while its load is under way."""
+    def update(self, how: str, prompt: list[int], seed: int) -> list[str]:
+        """Other weights, while a copy of the prompt is held: a load if pages of it are there, else
+        a save. What vLLM says of the reset before; where it refuses one, it is asked again when all
+        copies have ended, and must not."""
         from vllm import SamplingParams
 
-        engine, said = self.engine.llm_engine, []
-        core = engine.engine_core.engine_core
-        if prompt is not None:
-            self.engine.reset_prefix_cache()
-            self.hold()
-            engine.add_request("paused", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=4))
+        from lightcache.connectors.vllm import scheduler, worker
+
+        scheduler.RESET = worker.SETTLE = 0.2
+        engine, half = self.engine.llm_engine, self.scheduler.connector.of_scheduler
+        core, said = engine.engine_core.engine_core, []
+        resets: dict[str, Any] = {
+            "reset": lambda: core.reset_prefix_cache(False, True),
+            "reset and preempt": lambda: core.reset_prefix_cache(True, True),
+            "pause": lambda: core.pause_scheduler("abort"),
+            "pause and keep": lambda: core.pause_scheduler("keep"),
+            "sleep": lambda: core.sleep(1),
+        }
+        self.engine.reset_prefix_cache()
+        self.hold()
+        many = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+        engine.add_request("busy", {"prompt_token_ids": prompt}, many)
+        while not (half._jobs or any(state.leases for state in half._requests.values())):
             engine.step()
-            said += [str(each.status) for each in self.scheduler.requests.values()]
-        try:
-            core.pause_scheduler(mode="abort")
-        except RuntimeError as error:
-            said.append(str(error))
-        if prompt is not None:
-            engine.abort_request(["paused"])
+        said += ["load" if not half._jobs else "save"]
+        before = half._weights
+        for _ in range(2):
+            try:
+                said.append(str(resets[how]()))
+            except RuntimeError as error:
+                said.append("refused" if "not supported yet" in str(error) else str(error))
+            if said[-1] != "refused":
+                break
             self.release()
+            core.resume_scheduler()
+            while self.scheduler.requests:
+                engine.step()
+        assert half._weights != before
+        orders = half._number
+        folder = f"llama-{seed}"
+        if not os.path.exists(folder):
+            MODELS["llama"](folder, seed=seed)
+        core.collective_rpc("reload_weights", kwargs={"weights_path": os.path.abspath(folder)})
+        if core.is_sleeping():
+            core.wake_up()
         core.resume_scheduler()
-        while self.scheduler.requests:
-            engine.step()
+        self.release()
+        self.idle()
+        assert half._number == orders, "saved what is partly of the old weights"
+        engine.abort_request(["busy"])  # of what a pause has ended the outputs do not know
         return said
 
     def hold(self) -> bool:

@@ -51,6 +51,13 @@ def _states(process: int) -> Iterator[str]:
             yield stat.read_text().rpartition(") ")[2][:1]
 
 
+def bound(*command: str | Path) -> list[str]:
+    """The command of a process that ends with this one: nothing of ours runs when a watchdog ends
+    the tests."""
+    first = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+    return [*first, *map(str, command)]
+
+
 @contextlib.contextmanager
 def running(
     command: Sequence[str | Path], ready: Callable[[], bool], log: Path, **how: object
@@ -62,11 +69,9 @@ def running(
         log: where its output goes; a failure shows the end of it.
         how: for Popen.
     """
-    # Nothing of ours runs when a watchdog ends the tests; the server then ends as well.
-    bound = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
     with log.open("ab") as out:
         server = subprocess.Popen(
-            [*bound, *(str(part) for part in command)],
+            bound(*command),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,

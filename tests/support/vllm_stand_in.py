@@ -160,6 +160,8 @@ class Engine:
         self.free = self.pool.free
         if self.states:
             self.scheduler.hold_blocks(self.pool)
+        self.weights = 0
+        """What it computes depends on them."""
         self.tables: dict[str, list[list[int]]] = {}
         """Blocks of each group; 0: no later token sees it."""
         self.kept: set[str] = set()
@@ -400,7 +402,7 @@ class Engine:
 
     def of_rank(self, request: Request, rank: int, layer: int) -> Any:
         first = rank % self.ranks * self.heads // self.ranks
-        whole = computed(request.all_token_ids, layer)
+        whole = computed(request.all_token_ids, layer) + np.uint8(self.weights)
         return whole[first : first + max(1, self.heads // self.ranks)]
 
     def check(self, request: Request) -> None:

@@ -26,6 +26,9 @@ LLAMA = {
 }
 
 
+LATENT = {**LLAMA, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(memory, "available", lambda: FreeMemory(9 << 30, "free in /dev/shm"))
@@ -69,9 +72,18 @@ def test_the_line_is_what_vllm_reads(run: Run, model: Callable[..., Path]) -> No
         ({**LLAMA, "num_key_value_heads": 1}, (), 64, 1 << 20),
         ({**LLAMA, "head_dim": 256, "dtype": "float32"}, (), 16, 4 << 20),
         ({"text_config": LLAMA, "vision_config": {"num_hidden_layers": 9}}, (), 16, 2 << 20),
-        ({**LLAMA, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, (), 32, 32 * 32 * 576 * 2),
+        (LATENT, (), 32, 32 * 32 * 576 * 2),
+        ({**LATENT, "num_hidden_layers": 61}, (), 16, 275 * 4096),
+        ({**LLAMA, "num_key_value_heads": None, "multi_query": True}, (), 64, 1 << 20),
+        ({**LLAMA, "num_key_value_heads": None, "num_kv_heads": 4}, (), 16, 1 << 20),
+        ({**LLAMA, "head_dim": 128, "v_head_dim": 64}, (), 16, 3 << 19),
+        ({**LLAMA, "num_kv_shared_layers": 16}, (), 16, 1 << 20),
+        ({**LLAMA, "per_layer_config": {"0": {"head_dim": 256}}}, (), 16, 33 << 16),
     ],
-    ids=["bf16", "fp8", "blocks of 64", "4 blocks", "one head", "float32", "of parts", "latents"],
+    ids=[
+        *("bf16", "fp8", "blocks of 64", "4 blocks", "one head", "float32", "of parts", "latents"),
+        *("filled up", "falcon", "other words", "other values", "shared", "two shapes"),
+    ],
 )
 def test_the_page_of_a_model(
     run: Run,
@@ -136,6 +148,7 @@ GEMMA = {  # 10 layers with full attention, 52 with windows: 6 groups of 8 or 9
     "sliding_window": 1024,
     "sliding_window_pattern": 6,
 }
+GEMMA_PAGE = (16, 10 * 16 * 256 * 2 * 16, 7)
 GPT_OSS = {
     **LLAMA,
     "num_hidden_layers": 24,
@@ -149,17 +162,25 @@ LLAMA_4 = {
     "attention_chunk_size": 8192,
     "layer_types": [*["chunked_attention"] * 3, "full_attention"] * 12,
 }
+OLD_LLAMA_4 = {**LLAMA_4, "layer_types": None, "model_type": "llama4_text"}
 
 
 @pytest.mark.parametrize(
     ("config", "tokens", "size", "groups"),
     [
-        (GEMMA, 16, 10 * 16 * 256 * 2 * 16, 7),
+        (GEMMA, *GEMMA_PAGE),
         (GPT_OSS, 64, 12 * 8 * 128 * 2 * 64, 2),
         (LLAMA_4, 32, 12 * 8 * 256 * 2 * 32, 4),
+        ({**GEMMA, "sliding_window_pattern": None, "model_type": "gemma3_text"}, *GEMMA_PAGE),
+        ({**LLAMA, "sliding_window": 4096, "model_type": "gemma2"}, 16, 1 << 20, 2),
+        ({**OLD_LLAMA_4, "no_rope_layers": []}, 32, 12 * 8 * 256 * 2 * 32, 4),
+        ({**OLD_LLAMA_4, "no_rope_layers": [1, 1, 1, 0] * 12}, 32, 12 * 8 * 256 * 2 * 32, 4),
         ({**LLAMA, "sliding_window": 32, "num_key_value_heads": 1}, 32, 1 << 19, 1),
     ],
-    ids=["gemma 3", "gpt-oss", "llama 4", "windows alone, shorter than a page of 1 MiB"],
+    ids=[
+        *("gemma 3", "gpt-oss", "llama 4", "gemma 3, no pattern", "gemma 2", "llama 4, no types"),
+        *("llama 4, ropes", "windows alone, shorter than a page of 1 MiB"),
+    ],
 )
 def test_the_page_of_a_model_with_windows(
     run: Run,
@@ -172,6 +193,27 @@ def test_the_page_of_a_model_with_windows(
     result = run("vllm-config", model(**config), "--json")
     page = json.loads(result.stdout)["page"]
     assert (page["tokens"], page["bytes"], page["groups"]) == (tokens, size, groups)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"model_type": "gemma4_text"}, "all tokens: 16 heads of 512"),
+        ({"per_layer_config": {"5": {"num_key_value_heads": 4}}}, "all tokens: 4 heads of 128"),
+        ({"kv_lora_rank": 512, "index_topk": 2048}, "an indexer"),
+        ({"num_key_value_heads": [1, 2]}, "usual words"),
+    ],
+    ids=["gemma 4", "by layer", "indexer", "a list"],
+)
+def test_pages_that_vllm_decides(
+    run: Run, model: Callable[..., Path], more: dict[str, Any], says: str
+) -> None:
+    found = json.loads(
+        run("vllm-config", model(**{**GEMMA, **more}), "--size", "1GiB", "--json").stdout
+    )
+    assert found["page"] is None
+    assert found["problems"] == []
+    assert says in found["notes"][0]
 
 
 def test_a_window_that_is_switched_off(run: Run, model: Callable[..., Path]) -> None:

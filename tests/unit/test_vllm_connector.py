@@ -31,6 +31,7 @@ from lightcache.connectors.vllm.scheduler import Stored, open_cache
 from lightcache.errors import ConfigError, NoSpace
 from lightcache.prompt import MultimodalItem, Prompt
 from lightcache.shm import memory
+from lightcache.tools.vllm_config import page_of, shape_of
 
 
 @pytest.fixture
@@ -465,6 +466,13 @@ class ChunkedLocalAttentionSpec:
 class UniformTypeKVCacheSpecs:
     block_size = 4
 
+    def __init__(self, specs: dict[str, Any]) -> None:
+        self.kv_cache_specs = specs
+
+
+class OddSpec:
+    block_size = 4
+
 
 class MLAAttentionSpec:
     block_size = 4
@@ -638,14 +646,18 @@ def test_pipelines_that_are_not_served() -> None:
         describe(config, groups, tensors, 0, Options())
     config, groups, tensors = hybrid()
     config.parallel_config.pipeline_parallel_size = 2
-    with pytest.raises(ConfigError, match="one group of layers with pipeline"):
+    with pytest.raises(ConfigError, match="one group of layers of one shape with pipeline"):
         describe(config, groups, tensors, 0, Options())
 
 
 def test_models_that_are_not_served() -> None:
     config, groups, tensors = engine(2)
-    groups.kv_cache_groups[0].kv_cache_spec = UniformTypeKVCacheSpecs()
-    with pytest.raises(ConfigError, match="UniformTypeKVCacheSpecs: layers of several shapes"):
+    groups.kv_cache_groups[0].kv_cache_spec = OddSpec()
+    with pytest.raises(ConfigError, match="found 1 of OddSpec"):
+        describe(config, groups, tensors, 0, Options())
+    states = dict(zip("ab", (MambaSpec(), MambaSpec()), strict=True))
+    groups.kv_cache_groups[0].kv_cache_spec = UniformTypeKVCacheSpecs(states)
+    with pytest.raises(ConfigError, match="states of one shape"):
         describe(config, groups, tensors, 0, Options())
     config, groups, tensors = engine(2)
     groups.kv_cache_groups *= 17
@@ -660,6 +672,43 @@ def test_models_that_are_not_served() -> None:
     config, groups, tensors = engine(2)
     tensors["model.layers.0.attn"] = torch.zeros(6, 2, 4, 16)
     with pytest.raises(ConfigError, match="one shape"):
+        describe(config, groups, tensors, 0, Options())
+
+
+def shaped(ranks: int = 1) -> tuple[Any, Any, Any]:
+    """Layers of 4 and of 8 heads in turns, and an indexer, in one group."""
+    config, groups, tensors = engine(8, ranks, layers=5)
+    names = groups.kv_cache_groups[0].layer_names
+    specs: dict[str, Any] = {name: FullAttentionSpec() for name in names}
+    for name in names[::2]:
+        tensors[name] = torch.zeros(6, 4 // ranks, 4, 8)
+    specs[names[3]] = MLAAttentionSpec()
+    tensors[names[3]] = torch.zeros(6, 1, 4, 12, dtype=torch.uint8)
+    groups.kv_cache_groups[0].kv_cache_spec = UniformTypeKVCacheSpecs(specs)
+    config.cache_config.enable_prefix_caching = True
+    return config, groups, tensors
+
+
+def test_layers_of_several_shapes_lie_in_one_page(release: SimpleNamespace) -> None:
+    one = describe(*shaped(), 0, Options())
+    (group,) = one.place.groups
+    assert (group.name, group.run.group, group.block_tokens) == ("full", 0, 4)
+    assert one.place.page_bytes >= 1 << 20
+    forms = [
+        (each.name, len(each.layers), each.head_groups) for each in one.groups[0].geometry.groups
+    ]
+    assert forms == [("kv0", 3, 4), ("kv1", 1, 8), ("kv2", 1, 1)]
+    assert one.groups[0].geometry.used_bytes == one.place.page_tokens * (3 * 128 + 256 + 12)
+    assert len(one.groups[0].planes.planes) == 5
+    both = [describe(*shaped(2), rank, Options()) for rank in (0, 1)]
+    assert {each.place for each in both} == {one.place}
+    written = [each.groups[0].shard.share(writing=True).nbytes for each in both]
+    assert sum(written) == one.groups[0].geometry.used_bytes
+    with pytest.raises(ConfigError, match="expected 2 of 8 KV heads"):
+        describe(*shaped(4), 0, Options())  # 4 heads, or fewer and copies of them
+    config, groups, tensors = shaped()
+    config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(ConfigError, match="or their shapes"):
         describe(config, groups, tensors, 0, Options())
 
 
@@ -722,6 +771,18 @@ def test_groups_have_numbers_rules_and_pages_of_one_size() -> None:
         ("chunk24-3", "chunk24", 3),
     ]
     assert place.page_tokens == 16  # 32 are more than a chunk
+
+
+def test_vllm_config_says_the_page_that_the_connector_makes() -> None:
+    usual = {"num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 4}
+    kinds = ["full_attention" if number in (2, 5) else "sliding_attention" for number in range(7)]
+    windows = {**usual, "num_hidden_layers": 7, "sliding_window": 12, "layer_types": kinds}
+    latents = {**usual, "num_hidden_layers": 3, "kv_lora_rank": 8}
+    for config, given in ((usual, engine(2)), (windows, hybrid()), (latents, latent(1))):
+        place = describe(*given, 0, Options()).place
+        page = page_of(shape_of(config), 4, 4, Options())
+        assert (page.tokens, page.bytes) == (place.page_tokens, place.page_bytes)
+        assert page.groups == len(place.groups)
 
 
 def test_drafts_keep_more_of_a_window() -> None:

@@ -450,6 +450,57 @@ def test_a_reset_is_of_this_launch_alone(segment_name: str) -> None:
             assert second.ask(running.all_token_ids) == 0
 
 
+@pytest.mark.parametrize("loaded", [False, True], ids=["loading", "loaded"])
+def test_a_reset_while_a_request_loads(segment_name: str, loaded: bool) -> None:
+    with Engine(segment_name) as engine:
+        engine.ask(PROMPT[:26])
+        request = Request(PROMPT)
+        engine.scheduler.begin(request)
+        found = engine.look(request)
+        engine.allocate(request, found=found)
+        engine.scheduler.allocated(request, engine.tables[request.request_id], found)
+        if loaded:
+            assert not engine.load(request)
+        engine.scheduler.reset()
+        engine.weights = 1
+        if not loaded:
+            assert not engine.load(request)
+        request.num_computed_tokens = found
+        engine.scheduler.take_figures()
+        engine.compute(request)  # with the new weights, on KV of the old ones
+        engine.end(request)
+        engine.idle()
+        assert not engine.scheduler.take_figures()["offered_pages"]
+        assert engine.ask(PROMPT) == 0
+        assert engine.ask(PROMPT) == 48
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_a_reset_while_a_save_is_under_way(
+    segment_name: str, preempted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightcache.connectors.vllm.worker.SETTLE", 0.01)
+    monkeypatch.setattr(scheduler, "RESET", 0.01)
+    with Engine(segment_name) as engine, Engine(segment_name, "other") as other:
+        gate = Gate()
+        usual, engine.workers[0]._events = engine.workers[0]._events, lambda: [gate]
+        request = Request(PROMPT)
+        engine.admit(request)
+        engine.compute(request)
+        engine.workers[0]._events = usual
+        engine.scheduler.reset()
+        engine.weights = 1
+        if preempted:  # it is computed again, in the same blocks
+            request.num_computed_tokens = 0
+            engine.compute(request, preempted=(request,))
+        gate.open.set()
+        engine.end(request)
+        engine.idle()
+        assert engine.ask(PROMPT) == 0
+        assert engine.ask(PROMPT) == 48
+        assert other.ask(PROMPT) == (0 if preempted else 48)  # of the old weights
+
+
 def test_a_reset_that_keeps(segment_name: str) -> None:
     with Engine(segment_name, on_reset="keep") as engine:
         engine.ask(PROMPT)

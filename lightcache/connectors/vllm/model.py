@@ -30,6 +30,7 @@ from lightcache.kernels import (
     Plane,
     Rule,
     Shard,
+    join,
     layouts,
 )
 from lightcache.layout import GROUPS
@@ -75,18 +76,17 @@ def check_served(vllm_config: Any, kv_cache_config: Any) -> None:
         ConfigError: says what.
     """
     groups = kv_cache_config.kv_cache_groups
-    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+    specs = [spec for group in groups for spec in _specs(group.kv_cache_spec).values()]
+    kinds = list(dict.fromkeys(type(spec).__name__ for spec in specs))
     if not 0 < len(groups) <= GROUPS or set(kinds) - {*_WHOLE, *_PARTS, _STATE}:
         raise ConfigError(
             f"expected 1 to {GROUPS} groups of layers with full attention, sliding windows, chunks "
-            f"or recurrent states, found {', '.join(kinds) or 'none'}: layers of several shapes in "
-            "a group are not served yet"
+            f"or recurrent states, found {len(groups)} of {', '.join(kinds) or 'none'}"
         )
-    modes = {
-        group.kv_cache_spec.mamba_cache_mode
-        for group, kind in zip(groups, kinds, strict=True)
-        if kind == _STATE
-    }
+    several = any(len(_specs(group.kv_cache_spec)) > 1 for group in groups)
+    if several and _STATE in kinds:
+        raise ConfigError("expected states of one shape in a group, found several")
+    modes = {spec.mamba_cache_mode for spec in specs if type(spec).__name__ == _STATE}
     if modes - {"align"}:
         raise ConfigError(
             f"expected mamba_cache_mode 'align' with recurrent states, found {modes.pop()!r}: "
@@ -110,11 +110,18 @@ def check_served(vllm_config: Any, kv_cache_config: Any) -> None:
     for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ConfigError(f"expected {name} 1, found {getattr(parallel, name)}: not served yet")
-    if parallel.pipeline_parallel_size > 1 and len(groups) > 1:
+    if parallel.pipeline_parallel_size > 1 and (len(groups) > 1 or several):
         raise ConfigError(
-            f"expected one group of layers with pipeline parallelism, found {', '.join(kinds)}: a "
-            "rank does not know to which groups the layers of other stages belong"
+            "expected one group of layers of one shape with pipeline parallelism, found "
+            f"{len(groups)} of {', '.join(kinds)}: a rank does not know to which groups the layers "
+            "of other stages belong, or their shapes"
         )
+
+
+def _specs(spec: Any) -> Mapping[str, Any]:
+    """Of a group's layers: where they have several shapes, vLLM has one of each layer."""
+    found: Mapping[str, Any] | None = getattr(spec, "kv_cache_specs", None)
+    return {"": spec} if found is None else found
 
 
 def rank_of(parallel_config: Any) -> int:
@@ -134,7 +141,7 @@ def block_groups(kv_cache_config: Any) -> tuple[BlockGroup, ...]:
     found: list[BlockGroup] = []
     number = 1
     for group in kv_cache_config.kv_cache_groups:
-        spec, run = group.kv_cache_spec, Run(number)
+        spec, run = next(iter(_specs(group.kv_cache_spec).values())), Run(number)
         if type(spec).__name__ in _WHOLE:
             rule, name = Rule.prefix(), "full"
             if not any(each.whole for each in found):
@@ -170,24 +177,30 @@ def describe(
     rank %= ranks
     groups = block_groups(kv_cache_config)
     parts = [
-        _Part(vllm_config, group, tensors, rank, ranks) for group in kv_cache_config.kv_cache_groups
+        _parts(vllm_config, group, tensors, rank, ranks)
+        for group in kv_cache_config.kv_cache_groups
     ]
     unit = math.lcm(*(group.block_tokens for group in groups))
     most = options.blocks_per_page or blocks_per_page(
-        max(part.bytes_of(unit) for part in parts),
+        max(sum(part.bytes_of(unit) for part in each) for each in parts),
         unit,
         min((_seen(group.rule) for group in groups if not group.whole), default=None),
     )
-    kinds = [part.group(unit * most, each.rule) for part, each in zip(parts, groups, strict=True)]
-    size = max(PageGeometry([kind]).page_bytes for kind in kinds)
+    kinds = [
+        [part.group(unit * most, group.rule) for part in each]
+        for each, group in zip(parts, groups, strict=True)
+    ]
+    size = max(PageGeometry(each).page_bytes for each in kinds)
     formats, facts = [], model_facts(vllm_config)
-    for part, kind in zip(parts, kinds, strict=True):
-        geometry = PageGeometry([kind], part_bytes=size)
-        shard = Shard(geometry, rank, ranks, layers=part.numbers)
-        numbered = dict(zip(part.numbers, part.layers.values(), strict=True))
-        planes = layouts.plane(shard, GROUP, part.plane, numbered, axes="bhnc")
+    for each, forms in zip(parts, kinds, strict=True):
+        geometry = PageGeometry(forms, part_bytes=size)
+        layers = sorted({number for part in each for number in part.numbers})
+        shard = Shard(geometry, rank, ranks, layers=layers)
+        planes = join(*(part.planes(shard) for part in each))
         formats.append(GroupFormat(geometry, shard, planes))
-        facts += [*part.facts(vllm_config), geometry.fingerprint()]
+        for part in each:
+            facts += part.facts(vllm_config)
+        facts.append(geometry.fingerprint())
     place = Place(
         name=options.name,
         model=model_name(vllm_config),
@@ -204,17 +217,40 @@ def _seen(rule: Rule) -> int:
     return max(rule.back + 1, rule.align)
 
 
+def _parts(
+    vllm_config: Any, group: Any, tensors: Mapping[str, Any], rank: int, ranks: int
+) -> list[_Part]:
+    """Of a group, by the shapes of its layers: one, or several where vLLM says them of each layer,
+    in the order of their first layers."""
+    layers, specs = _own_tensors(tensors, group.layer_names), _specs(group.kv_cache_spec)
+    if "" in specs:
+        return [_Part(vllm_config, GROUP, specs[""], layers, rank, ranks)]
+    forms: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name, tensor in layers.items():
+        form = type(specs[name]).__name__, tuple(tensor.shape[1:]), tensor.dtype
+        forms.setdefault(form, {})[name] = tensor
+    return [
+        _Part(vllm_config, f"{GROUP}{at}", specs[next(iter(own))], own, rank, ranks)
+        for at, own in enumerate(forms.values())
+    ]
+
+
 class _Part:
-    """Layers of one group, in one rank."""
+    """Layers of one shape, of one group and in one rank."""
 
     def __init__(
-        self, vllm_config: Any, group: Any, tensors: Mapping[str, Any], rank: int, ranks: int
+        self,
+        vllm_config: Any,
+        name: str,
+        spec: Any,
+        layers: dict[str, Any],
+        rank: int,
+        ranks: int,
     ) -> None:
-        self._spec = spec = group.kv_cache_spec
+        self.name, self._spec, self.layers = name, spec, layers
         self.state = type(spec).__name__ == _STATE
         self.plane = "state" if self.state else "kv"
         self.tokens = spec.block_size
-        self.layers = _own_tensors(tensors, group.layer_names)
         self.names, self.numbers = [*self.layers], range(len(self.layers))
         """Of the layers of all stages, and the places of this one's among them."""
         if vllm_config.parallel_config.pipeline_parallel_size > 1:
@@ -229,6 +265,8 @@ class _Part:
             return
         latent = type(spec).__name__.startswith("MLA")
         self.heads = 1 if latent else _kv_heads(vllm_config.model_config, self.names)
+        if name != GROUP and (ranks == 1 or heads > 1):
+            self.heads = heads * ranks  # the model's number may be that of other layers
         if max(1, self.heads // ranks) != heads:
             raise ConfigError(
                 f"expected {max(1, self.heads // ranks)} of {self.heads} KV heads in rank {rank} "
@@ -245,9 +283,9 @@ class _Part:
         if self.state:
             part = Plane(self.plane, self.width * self.dtype.itemsize, self.heads)
             layers = len(self.names)
-            return KVGroup.state(GROUP, layers=layers, parts=[part], head_groups=self.heads)
+            return KVGroup.state(self.name, layers=layers, parts=[part], head_groups=self.heads)
         return KVGroup.attention(
-            GROUP,
+            self.name,
             layers=len(self.names),
             heads=self.heads,
             head_dim=self.width,
@@ -257,6 +295,11 @@ class _Part:
             rule=rule,
             head_groups=self.heads,
         )
+
+    def planes(self, shard: Shard) -> DevicePlanes:
+        """Where they lie."""
+        numbered = dict(zip(self.numbers, self.layers.values(), strict=True))
+        return layouts.plane(shard, self.name, self.plane, numbered, axes="bhnc")
 
     def facts(self, vllm_config: Any) -> list[str]:
         """Words of the fingerprint."""

@@ -523,6 +523,7 @@ class SchedulerHalf(CachePart[Opened]):
         if external <= 0:
             return
         state = self._state(request)
+        state.started = True  # from here on it has KV of the weights of now
         if self._windows and self._pool is None:
             self._given += itertools.chain.from_iterable(blocks)
         try:
