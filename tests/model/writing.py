@@ -155,6 +155,7 @@ class WritingRules(MachineBase):
         else:
             for rank, writer in enumerate(writers[1:], 1):
                 held.append(self.join(writer, keys, ranks, rank, kind, team, held[0]))
+        self.agrees()  # what was found pinned is so until one of them closes
         if end == "close":
             self.close(self.clients.index(writers[who % ranks]))
         elif end == "abandon":
