@@ -15,6 +15,7 @@ from support.refusals import refused
 from lightcache.errors import Detached, InUse, LayoutMismatch, NoSpace, NotReady
 from lightcache.shm import Lifetime, Segment, layout, list_segments, names, ofd, read_segment, sweep
 from lightcache.shm.layout import SegmentKind
+from lightcache.shm.memory import Coming
 from lightcache.shm.objects import OpenObject
 
 SHM = Path("/dev/shm")
@@ -178,15 +179,17 @@ def test_what_cannot_be_made_replaces_nothing(segment_name: str) -> None:
     with Segment.create(segment_name, 10, lifetime="persistent") as old:
         uuid = old.uuid
     refused(NoSpace, "ask for less", Segment.open, segment_name, 1 << 45, replace=True)
-    heard: list[int] = []
+    heard: list[tuple[int, int]] = []
 
-    def no(freed: int) -> None:
-        heard.append(freed)
+    def no(freed: Coming, new: int) -> None:
+        heard.append((freed(None), new))
         raise NotReady("not now")
 
     refused(NotReady, "not now",
             Segment.open, segment_name, 99_999, replace=True, check_new=no)  # fmt: skip
-    assert heard == [path_of(segment_name).stat().st_size]
+    ((freed, new),) = heard
+    assert freed == path_of(segment_name).stat().st_size
+    assert new > 99_999
     with Segment.attach(segment_name) as old:
         assert old.uuid == uuid
     Segment.unlink(segment_name)
