@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import stat
@@ -12,7 +13,7 @@ import posix_ipc
 import pytest
 from support.refusals import refused
 
-from lightcache.errors import Detached, InUse, LayoutMismatch, NoSpace, NotReady
+from lightcache.errors import Detached, InUse, LayoutMismatch, NoSpace, NotReady, PermissionDenied
 from lightcache.shm import Lifetime, Segment, layout, list_segments, names, ofd, read_segment, sweep
 from lightcache.shm.layout import SegmentKind
 from lightcache.shm.memory import Coming
@@ -173,6 +174,24 @@ def test_open_replaces_what_nobody_lives_in(segment_name: str) -> None:
     Segment.create(segment_name, 10, lifetime="persistent").close()
     with Segment.open(segment_name, 20_000, replace=True) as new:
         assert new.payload_bytes >= 20_000
+
+
+def test_a_group_that_the_kernel_refuses_replaces_nothing(
+    segment_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one that a user namespace does not know: EINVAL."""
+    Segment.create(segment_name, 10, lifetime="persistent").close()
+
+    def fchown(fd: int, user: int, group: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fchown", fchown)
+    group = {"group": os.getgid()}
+    refused(PermissionDenied, "for group", Segment.create, f"{segment_name}-2", 10, **group)
+    refused(PermissionDenied, "for group",
+            Segment.open, segment_name, 99_999, replace=True, **group)  # fmt: skip
+    Segment.attach(segment_name).close()
+    Segment.unlink(segment_name)
 
 
 def test_what_cannot_be_made_replaces_nothing(segment_name: str) -> None:
