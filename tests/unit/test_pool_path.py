@@ -351,13 +351,15 @@ def test_room_where_the_mount_has_no_limit(tmp_path: Path, monkeypatch: pytest.M
     assert room.limit == "of free memory"
 
 
-def small_shm(patch: pytest.MonkeyPatch, mine: str, capacity: int) -> None:
-    """Give /dev/shm so many bytes for the objects of one name, and other folders all they want."""
+def small_shm(
+    patch: pytest.MonkeyPatch, mine: str, capacity: int, elsewhere: int = 1 << 40
+) -> None:
+    """Give /dev/shm so many bytes for the objects of one name, and other folders free ones."""
 
     def statvfs(path: Path) -> SimpleNamespace:
         objects = [each for each in SHM.iterdir() if mine in each.name and each.is_file()]
         used = sum(each.stat().st_blocks * 512 for each in objects)
-        free = capacity - used if path == SHM else 1 << 40
+        free = capacity - used if path == SHM else elsewhere
         return SimpleNamespace(f_blocks=1, f_bavail=free, f_frsize=1)
 
     every = names._objects  # what others have left must not count
@@ -397,7 +399,7 @@ def test_what_another_folder_frees_makes_no_room_here(
     Cache.open(segment_name, **here).close()
     assert in_it(folder) == []
     # and in that folder the index needs no room
-    small_shm(monkeypatch, segment_name, 5 << 20)
+    small_shm(monkeypatch, segment_name, 5 << 20, 40 << 20)
     Cache.open(segment_name, **{**here, "pool_path": folder, "pages": 40}).close()
     assert len(in_it(folder)) == 1
     assert Segment.unlink(segment_name)
