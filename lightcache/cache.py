@@ -66,6 +66,7 @@ from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import leave, require
 from lightcache.shm.folders import FOLDER_ITEM, checked_path, path_in
 from lightcache.shm.listing import of_family
+from lightcache.shm.memory import Coming
 from lightcache.shm.wanted import BYTES, FAMILY_ITEM
 from lightcache.snapshot import CheckReport, IndexStats
 
@@ -250,17 +251,19 @@ class CacheSpec:
         self._check_minimums()
         make_object(segment, *self._lengths(), self.numa)
 
-    def check_new(self, freed: int) -> None:
+    def check_new(self, freed: Coming, index_bytes: int) -> None:
         """What `initialise` will refuse, before a cache is removed to make room for this one.
 
         Args:
-            freed: bytes that come free by that.
+            freed: what comes free by that.
+            index_bytes: what the index then takes.
 
         Raises:
             As `initialise`.
         """
         self._check_minimums()
-        check_object(self.name, self.config, *self._lengths(), self.numa, freed)
+        sizes = (*self._lengths(), index_bytes)
+        check_object(self.name, self.config, sizes, self.numa, freed)
 
     def _lengths(self) -> tuple[int, int]:
         """Of the pool, and of what has memory from the start."""

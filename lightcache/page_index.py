@@ -65,6 +65,7 @@ from lightcache.shm.clients import ClientInfo, ClientSlot
 from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import leave
 from lightcache.shm.layout import SegmentKind
+from lightcache.shm.lifecycle import Check
 from lightcache.shm.locking import deadline_ns
 from lightcache.shm.wanted import layout_hash
 from lightcache.snapshot import CheckReport, GroupPages, IndexStats, NamespacePages
@@ -73,7 +74,6 @@ from lightcache.snapshot import CheckReport, GroupPages, IndexStats, NamespacePa
 
 T = TypeVar("T", bound="PageIndex")
 Hook = Callable[[Segment], None]
-Check = Callable[[int], None]
 
 
 def _facts() -> str:

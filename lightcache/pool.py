@@ -17,7 +17,7 @@ import stat
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -222,14 +222,21 @@ def _no_space(length: int, room: memory.FreeMemory, users: str) -> NoSpace:
 
 
 def check_object(
-    name: str, config: Mapping[str, Any], total: int, first: int, numa: Numa, freed: int
+    name: str,
+    config: Mapping[str, Any],
+    sizes: tuple[int, int, int],
+    numa: Numa,
+    freed: memory.Coming,
 ) -> None:
-    """Refuse a pool object that cannot be made, whatever else is removed.
+    """Refuse a pool object that cannot be made, whatever else is removed. What can be removed is
+    counted at most, so one that passes may still fail.
 
     Args:
         name, config: of the segment.
-        total, first, numa: see `make_object`.
-        freed: bytes that come free before it is made.
+        sizes: `total` and `first` as in `make_object`, and the bytes of the segment, which is made
+            before it.
+        numa: see `make_object`.
+        freed: what comes free before either is made.
 
     Raises:
         ConfigError: there is no such GPU.
@@ -237,14 +244,22 @@ def check_object(
     """
     advised_node(numa)
     with Folder.open(path_in(dict(config)) or names.FOLDER) as folder:
+        total, first, index_bytes = sizes
         length, family = folder.length(total), config.get(FAMILY_ITEM)
+        if folder.kind is FolderKind.HUGETLBFS:
+            index_bytes = 0  # no limit counts both
+
+        def coming(where: Path | None) -> int:
+            index = index_bytes if where in (None, names.FOLDER) else 0
+            return freed(where) + most_room(name, family, where) - index
+
         if not folder.may_write():
             raise PermissionDenied(f"make a pool in {folder.path}: {owners.whose(folder.path)}")
         held, users = _held_by_family(name, family, folder)
-        room = folder.room()
-        most = room.bytes + freed + most_room(name, family)
-        if length > most + held or first > most:
-            raise _no_space(length, room, users)
+        room = folder.room_after(coming)
+        if length > room.bytes + held or first > room.bytes:
+            room = replace(room, bytes=max(0, room.bytes))
+            raise _no_space(length, room, f" beside the index, with all that may go{users}")
 
 
 def _held_by_family(name: str, family: str | None, folder: Folder) -> tuple[int, str]:

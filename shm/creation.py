@@ -10,7 +10,9 @@ import contextlib
 import errno
 import json
 import os
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import posix_ipc
 
@@ -22,7 +24,9 @@ from lightcache.shm.objects import ForkWord, OpenObject
 from lightcache.shm.sweep import make_room, most_room, remove_leftover, sweep
 from lightcache.shm.wanted import FAMILY_ITEM, SegmentSpec, fill_header
 
-_ALLOCATE_AT_ONCE = 64 << 20  # bytes between two checks for signals, about 20 ms
+_AT_ONCE = 64 << 20
+"""Bytes of one call that no signal ends: about 20 ms to allocate them, 0.2 s to collapse them."""
+_COLLAPSE_NS = 1_000_000_000  # then the rest stays in small pages: others wait for `ready`
 _PLAIN_MODE = 0o600
 _GROUP_MODE = 0o660
 
@@ -86,7 +90,7 @@ def _build_or_remove(hold: Hold, fd: int, wanted: SegmentSpec, initialise: Initi
         _check_room(wanted)
         _allocate(fd, wanted)
         hold.map(fd, wanted.total_bytes)
-        _native.blocking().lcs_collapse(hold.base, hold.bytes)  # advice: whatever it returns
+        _collapse(hold)
         fill_header(hold.base, wanted)
         initialise(hold)
         if not ofd.try_lock(hold.opened.fd, layout.BYTE_READERS, exclusive=False):
@@ -100,13 +104,23 @@ def _build_or_remove(hold: Hold, fd: int, wanted: SegmentSpec, initialise: Initi
         raise
 
 
+def _collapse(hold: Hold) -> None:
+    """Ask for huge pages: advice, so the first refusal ends it without an error, as does time."""
+    end = time.monotonic_ns() + _COLLAPSE_NS
+    for begin in range(0, hold.bytes, _AT_ONCE):
+        step = min(_AT_ONCE, hold.bytes - begin)
+        refused = _native.blocking().lcs_collapse(hold.base + begin, step) != Code.OK
+        if refused or time.monotonic_ns() >= end:
+            break
+
+
 def _set_access(fd: int, wanted: SegmentSpec) -> None:
     if wanted.group is None:
         return
     try:
         os.fchown(fd, -1, wanted.group)
         os.fchmod(fd, _GROUP_MODE)
-    except PermissionError as error:
+    except OSError as error:
         raise _no_access(wanted, str(error)) from error
 
 
@@ -123,22 +137,31 @@ def check_access(wanted: SegmentSpec) -> None:
     Raises:
         PermissionDenied
     """
-    ours = {os.getegid(), *os.getgroups()}
-    if wanted.group is not None and os.geteuid() and wanted.group not in ours:
-        raise _no_access(wanted, f"found groups {sorted(ours)}")
+    if wanted.group is None:
+        return
+    fd = os.memfd_create("lightcache-group")
+    try:
+        os.fchown(fd, -1, wanted.group)
+    except OSError as error:
+        raise _no_access(wanted, str(error)) from error
+    finally:
+        os.close(fd)
 
 
-def check_room(wanted: SegmentSpec, freed: int) -> None:
+def check_room(wanted: SegmentSpec, freed: memory.Coming) -> None:
     """Refuse a segment for which nothing makes room, before it is created.
 
     Args:
-        freed: bytes that come free before.
+        freed: what comes free before.
 
     Raises:
         NoSpace
     """
-    most = freed + most_room(wanted.name, _family(wanted))
-    if memory.available().bytes + most < wanted.total_bytes:
+
+    def coming(folder: Path | None) -> int:
+        return freed(folder) + most_room(wanted.name, _family(wanted), folder)
+
+    if memory.available(coming=coming).bytes < wanted.total_bytes:
         raise _no_space(wanted, 0)
 
 
@@ -170,7 +193,7 @@ def _allocate(fd: int, wanted: SegmentSpec) -> None:
     """Give the object all its memory now, so that writing into it never causes a SIGBUS."""
     done, swept = 0, False
     while done < wanted.total_bytes:
-        step = min(_ALLOCATE_AT_ONCE, wanted.total_bytes - done)
+        step = min(_AT_ONCE, wanted.total_bytes - done)
         code = _native.blocking().lcs_fallocate(fd, done, step)
         if code == Code.OK:
             done += step

@@ -121,6 +121,12 @@ class Folder:
             return memory.huge_available(self.path, self.page_bytes)
         return memory.available(self.path)
 
+    def room_after(self, coming: memory.Coming) -> memory.FreeMemory:
+        """The same, with what will come free."""
+        if self.kind is FolderKind.HUGETLBFS:
+            return memory.huge_available(self.path, self.page_bytes, coming=coming)
+        return memory.available(self.path, coming=coming)
+
     # ---- objects, by their names with a leading slash
 
     def make(self, full: str, mode: int) -> int:

@@ -28,11 +28,14 @@ from lightcache.shm.errors import (
     PermissionDenied,
 )
 from lightcache.shm.hold import Hold
+from lightcache.shm.memory import Coming
 from lightcache.shm.objects import OpenObject
 from lightcache.shm.sweep import remove_leftover
 from lightcache.shm.wanted import SegmentSpec, verify_header
 
-Check = Callable[[int], None]
+Check = Callable[[Coming, int], None]
+"""Called with what comes free, and the bytes of the new segment, which it takes first."""
+Freed = Callable[[Coming], None]
 
 
 class Obstacle(Enum):
@@ -186,8 +189,8 @@ def open_or_create(
     """Attach to an equal segment or create it.
 
     Args:
-        replace: None: keep one that differs. Else called before it is removed, with the bytes that
-            come free; raises if the new one cannot be made.
+        replace: None: keep one that differs. Else called before it is removed; raises if the new
+            one cannot be made.
 
     Raises:
         LayoutMismatch, CacheCorrupted: the existing one differs, and `replace` is None.
@@ -216,10 +219,10 @@ def open_or_create(
             raise NotReady(f"open {wanted.name!r}: {reason} (waited {timeout} s)")
 
 
-def _check_replacement(wanted: SegmentSpec, check: Check, freed: int) -> None:
+def _check_replacement(wanted: SegmentSpec, check: Check, freed: Coming) -> None:
     check_access(wanted)
     check_room(wanted, freed)
-    check(freed)
+    check(freed, wanted.total_bytes)
 
 
 def unlink(
@@ -228,12 +231,12 @@ def unlink(
     *,
     force: bool,
     timeout: float | None,
-    check: Check | None = None,
+    check: Freed | None = None,
 ) -> bool:
     """Retire a segment and remove its name and dependents; False if there is none.
 
     Args:
-        check: called before anything is removed, with the bytes that come free; may refuse.
+        check: called before anything is removed, with what comes free; may refuse.
 
     Raises:
         InUse: it has a live client and `force` is False.
@@ -254,6 +257,6 @@ def unlink(
                     "close it first"
                 )
             if check is not None:
-                check(opened.most_memory())
+                check(opened.freed_in)
             opened.remove_locked(unseen=True)
             return True

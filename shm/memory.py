@@ -7,10 +7,14 @@ limit is checked in advance; both figures are a moment old when they are used.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightcache.shm.names import FOLDER
+
+Coming = Callable[[Path | None], int]
+"""Bytes that will come free in a folder; None: in all folders together."""
 
 _UNLIMITED = 1 << 60  # cgroup v1 writes about 2^63 for "no limit"
 
@@ -23,24 +27,38 @@ class FreeMemory:
     limit: str
 
 
+def nothing(folder: Path | None) -> int:
+    """Nothing will come free."""
+    return 0
+
+
 def available(
-    folder: Path = FOLDER, cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self")
+    folder: Path = FOLDER,
+    cgroups: Path = Path("/sys/fs/cgroup"),
+    own: Path = Path("/proc/self"),
+    coming: Coming = nothing,
 ) -> FreeMemory:
-    """The tightest of all limits that apply to this process."""
+    """The tightest of all limits that apply to this process, with what is `coming`: for the file
+    system what comes free in this folder, for the others what comes free anywhere, at most."""
     try:
         stat = os.statvfs(folder)
-        rooms = [FreeMemory(stat.f_bavail * stat.f_frsize, f"free in {folder}")]
+        free = stat.f_bavail * stat.f_frsize + coming(folder)
+        rooms = [FreeMemory(free, f"free in {folder}")]
         if stat.f_blocks == 0:  # mounted without a limit
-            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE") + coming(None)
             rooms = [FreeMemory(free, "of free memory")]
     except OSError:
         rooms = [FreeMemory(0, f"{folder} is missing; mount a tmpfs there")]
-    rooms += cgroup_rooms(cgroups, own / "cgroup")
+    groups = cgroup_rooms(cgroups, own / "cgroup")
+    rooms += [FreeMemory(room.bytes + coming(None), room.limit) for room in groups]
     return min(rooms, key=lambda room: room.bytes)
 
 
 def huge_available(
-    folder: Path, page_bytes: int, pools: Path = Path("/sys/kernel/mm/hugepages")
+    folder: Path,
+    page_bytes: int,
+    pools: Path = Path("/sys/kernel/mm/hugepages"),
+    coming: Coming = nothing,
 ) -> FreeMemory:
     """Like `available`, for a folder on hugetlbfs: free huge pages that are not reserved, or the
     rest of the mount's own limit. Memory limits of cgroups do not count them."""
@@ -55,12 +73,18 @@ def huge_available(
         return FreeMemory(0, f"of huge pages, of which {pool} says nothing")
     remedy = f"(see {pool}/nr_hugepages)"
     rooms = [
-        FreeMemory(max(0, free - promised + more) * page_bytes, f"of free huge pages {remedy}")
+        FreeMemory(
+            max(0, free - promised + more) * page_bytes + coming(None),
+            f"of free huge pages {remedy}",
+        )
     ]
     stat = os.statvfs(folder)
     if stat.f_blocks:  # else the mount has no limit of its own
         rooms.append(
-            FreeMemory(stat.f_bavail * stat.f_frsize, f"free in {folder} (its size= option)")
+            FreeMemory(
+                stat.f_bavail * stat.f_frsize + coming(folder),
+                f"free in {folder} (its size= option)",
+            )
         )
     return min(rooms, key=lambda room: room.bytes)
 

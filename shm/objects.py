@@ -16,6 +16,7 @@ import platform
 import stat
 import sys
 import time
+from pathlib import Path
 
 import posix_ipc
 
@@ -226,13 +227,16 @@ class OpenObject:
         """Bytes of shared memory that it and its dependents use now."""
         return sum(memory_of(full) for full in (self.object_name, *self.dependents()))
 
-    def most_memory(self) -> int:
-        """Bytes that come free if it goes: what it uses, and what another folder may have reserved
-        for its length, as for huge pages."""
-        elsewhere = [
-            full for full in self.dependents() if folders.path_of(full).parent != names.FOLDER
-        ]
-        return self.memory() + sum(map(length_of, elsewhere))
+    def freed_in(self, folder: Path | None) -> int:
+        """Bytes that come free in a folder if it goes, at most: what it uses, and what a folder
+        other than /dev/shm may have reserved for its length, as for huge pages. None: in all."""
+        freed = 0
+        for full in (self.object_name, *self.dependents()):
+            parent = folders.path_of(full).parent
+            if folder in (None, parent):
+                reserved = 0 if parent == names.FOLDER else length_of(full)
+                freed += max(memory_of(full), reserved)
+        return freed
 
     def unused_ns(self) -> int:
         """Time since a client last used it: joined, left, took its lock, or called `mark_used`. The

@@ -181,9 +181,10 @@ class Segment:
                 client is removed by the next `open`, `create` or `sweep` that needs its room. None:
                 never. If given with lifetime None, a new segment is persistent.
             replace: remove a segment that differs, if it has no live client.
-            check_new: called before one is removed so, with the bytes that come free. Refuses by an
-                error: then the segment stays, as it does where the new one has no room or may not
-                be of the group.
+            check_new: called before one is removed so, with a function that returns the bytes that
+                come free at most in a folder (None: in all), and the bytes of the new segment.
+                Refuses by an error: then the segment stays, as it does where the new one has no
+                room or may not be of the group.
             named: items of the configuration that must be equal, and "bytes" for the size; None:
                 all. The rest is what a new segment gets, and an existing one may have otherwise.
 
@@ -203,7 +204,7 @@ class Segment:
             group=group,
             named=named,
         )
-        may = (check_new or (lambda _: None)) if replace else None
+        may = (check_new or (lambda *_: None)) if replace else None
         return _Maker(reaper, initialise).open(expected, may, timeout)
 
     @staticmethod

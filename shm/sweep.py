@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from lightcache.shm import clients, layout, names, ofd
 from lightcache.shm.errors import LightcacheError
@@ -148,7 +149,7 @@ def make_room(
     if room() >= needed:
         return []
     removed = sweep(spare, idle=False)
-    if room() + coming + _most_room(spare, family) < needed:
+    if room() + coming + _freed(_may_go(spare, family), None) < needed:
         return removed
     for name in _longest_unused(spare, OpenObject.is_idle):
         if room() >= needed:
@@ -157,28 +158,37 @@ def make_room(
     return removed + give_way(needed, room, spare, family)
 
 
-def most_room(spare: str, family: str | None) -> int:
-    """Bytes that `make_room` can free at most. Changes nothing."""
-    dead = [each.bytes for each in leftovers() if each.name != spare]
-    return sum(dead) + _most_room(spare, family)
+def most_room(spare: str, family: str | None, folder: Path | None) -> int:
+    """Bytes that `make_room` can free in a folder at most; None: in all. Changes nothing."""
+    segments, most = set(_may_go(spare, family)), 0
+    for each in leftovers():
+        if each.object_name == names.object_name(each.name):
+            segments.add(each.name)
+        elif folder in (None, names.FOLDER):
+            most += each.bytes
+    return most + _freed(segments - {spare}, folder)
 
 
-def _most_room(spare: str | None, family: str | None) -> int:
-    """Bytes that removing every segment beyond its idle limit, and every unused one of the family,
-    can free at most."""
+def _freed(segments: Iterable[str], folder: Path | None) -> int:
+    """Bytes that come free in a folder if these go, at most."""
+    most = 0
+    for name in segments:
+        with contextlib.suppress(LightcacheError, OSError):
+            opened = OpenObject.open(name, writable=False)
+            if opened is not None:
+                with contextlib.closing(opened):
+                    most += opened.freed_in(folder)
+    return most
+
+
+def _may_go(spare: str | None, family: str | None) -> list[str]:
+    """Segments beyond their idle limits, and unused ones of the family."""
 
     def may_go(opened: OpenObject) -> bool:
         of_family = family is not None and family_of(opened.header()) == family
         return opened.is_idle() or (of_family and not opened.is_occupied())
 
-    most = 0
-    for name in _longest_unused(spare, may_go):
-        with contextlib.suppress(LightcacheError, OSError):
-            opened = OpenObject.open(name, writable=False)
-            if opened is not None:
-                with contextlib.closing(opened):
-                    most += opened.most_memory()
-    return most
+    return _longest_unused(spare, may_go)
 
 
 def give_way(

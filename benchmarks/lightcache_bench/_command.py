@@ -16,7 +16,7 @@ TAKES = {
     "only": ("policy", "transfer", "serve", "vllm"),
     "path": ("storage", "serve"),
     "url": ("storage",),
-    **dict.fromkeys(("pages", "policies", "seeds", "rate", "calls"), ("policy",)),
+    **dict.fromkeys(("pages", "policies", "seeds", "calls"), ("policy",)),
     **dict.fromkeys(
         ("model", "device", "workers", "prefix_tokens", "requests", "pool", "size", "storage"),
         ("serve",),
@@ -49,11 +49,6 @@ TAKES = {
 @click.option("--policies", help="For `policy`: what to compare with, such as lru,arc.")
 @click.option(
     "--seeds", type=click.IntRange(1), help="For `policy`: runs, each with another secret."
-)
-@click.option(
-    "--rate",
-    type=click.FloatRange(0, min_open=True),
-    help="For `policy`: how many times as fast as in the trace.",
 )
 @click.option(
     "--calls", type=click.IntRange(0), help="For `policy`: further calls for each request."

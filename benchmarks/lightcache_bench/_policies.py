@@ -368,7 +368,7 @@ class WTinyLFU(Policy):
     """W-TinyLFU: a window of a hundredth of the pages; what leaves it stays if it was used more
     often than what would go in its place (Einziger and others, 2017). The rest is a segmented LRU,
     four fifths of it protected. Uses are counted exactly up to 15, where others have a sketch, and
-    halved every 10 uses a page. A block that is continued stays."""
+    halved after 10 uses a page, then after every 5. A block that is continued stays."""
 
     def __init__(self, trace: Trace, pages: int) -> None:
         super().__init__(trace, pages)

@@ -9,6 +9,7 @@ an eviction order can get wrong; sizes are such that caches of 1,000 and 3,000 p
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -65,8 +66,10 @@ class Trace:
         return cls(name, seconds, paths, counted, parents)
 
     def first(self, requests: int) -> Trace:
-        """The same, with so many requests."""
-        cut = slice(requests)
+        """The same up to its request of this number, of those whose hits count: so it has the same
+        requests alone and beside bursts."""
+        ends = [i + 1 for i, counted in enumerate(self.counted) if counted]
+        cut = slice(ends[requests - 1] if requests < len(ends) else None)
         return replace(
             self,
             seconds=self.seconds[cut],
@@ -79,19 +82,24 @@ def _lines(path: Path) -> list[tuple[float, list[int]]]:
     try:
         with path.open() as file:
             lines = [json.loads(line) for line in file]
-        return [
+        found = [
             (float(line.get("timestamp", 1000 * i)) / 1000, list(map(int, line["hash_ids"])))
             for i, line in enumerate(lines)
         ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is no trace with hash_ids: {error}") from error
+    if not found:
+        raise ConfigError(f"{path} is no trace with hash_ids: it is empty")
+    if not all(math.isfinite(seconds) for seconds, _ in found):
+        raise ConfigError(f"{path} is no trace with hash_ids: a timestamp is not finite")
+    return found
 
 
 def read(path: Path) -> list[Request]:
     """The requests of a file. Lines without a timestamp are a second apart.
 
     Raises:
-        ConfigError: no such file, or lines of another form.
+        ConfigError: no such file, an empty one, or lines of another form.
     """
     return [Request(seconds, blocks) for seconds, blocks in _lines(path)]
 
@@ -186,9 +194,9 @@ def zipf(chance: random.Random) -> list[Request]:
 
 def bursts(requests: Sequence[Request]) -> list[Request]:
     """A tenant beside these requests: every 30 seconds 25 prompts of 20 blocks, none of which comes
-    again. Only the hits of the others count."""
-    end = max((request.seconds for request in requests), default=0.0)
-    found, at, number = list(requests), 15.0, 0
+    again, from 15 seconds after the first of them on. Only the hits of the others count."""
+    seconds = [request.seconds for request in requests]
+    found, at, end, number = list(requests), min(seconds) + 15, max(seconds), 0
     while at < end:
         for _ in range(25):
             number += 1

@@ -46,9 +46,6 @@ class Replay:
 
     seeds: int = 1
     """Runs, each with other keys, as if the cache had another secret."""
-    rate: float | None = None
-    """How many times as fast as in the trace requests come, by the clock of the core; None: as in
-    the trace, or as they do come where the core has no clock."""
     calls: int = 0
     """Further calls of the core for each request, each a match that finds nothing."""
 
@@ -64,29 +61,29 @@ def rows(
     pages: str | None = None,
     policies: str | None = None,
     seeds: int = 1,
-    rate: float | None = None,
     calls: int = 0,
 ) -> Iterator[Row]:
     """See `Benchmark.rows`.
 
     Args:
-        quick: only the first 1,000 requests of each trace, and the two small caches.
+        quick: only the first 1,000 requests of each trace, not counting bursts, and the two small
+            caches.
         trace: the file; None: only generated traces.
         only: names of traces, with commas between; None: all.
         pages: sizes of caches, such as "1000,3000".
         policies: orders to compare with, by their names; None: all.
         seeds: runs through the index.
-        rate, calls: see `Replay`.
+        calls: see `Replay`.
 
     Raises:
-        ConfigError: a name or a size that is none; a trace that cannot be read; a rate that the
-            core cannot be told.
+        ConfigError: a name or a size that is none; a trace that cannot be read, or is empty.
     """
     makers = _traces.makers(None if trace is None else Path(trace))
-    chosen = _names(only, makers, "only")
+    only_names = _names(only, makers, "only")
+    chosen = [name for name in makers if name in only_names]  # alone before beside bursts
     compared = _names(policies, POLICIES, "policies")
     sizes = None if pages is None else _sizes(pages)
-    replay = Replay(seeds, rate, calls)
+    replay = Replay(seeds, calls)
     measured: dict[str, Shares] = {name: {} for name in (CORE, *compared)}
     for name in chosen:
         requests = Trace.of(name, makers[name]())
@@ -163,31 +160,15 @@ class Core:
     """An index of its own, through which requests go."""
 
     def __init__(self, trace: Trace, pages: int, seed: int, replay: Replay) -> None:
-        """Raises:
-        ConfigError: a rate was given, and the core has no clock that can be told a time.
-        """
         self.written = 0
         """Pages that were reserved and published."""
         self._index = PageIndex.create(f"bench-policy-{os.getpid()}", pages=pages, role="bench")
         self._keys = keys_of(seed, len(trace.parents))
         self._absent = keys_of(seed + (1 << 32), replay.calls)[:, None]
-        self._seconds = iter(trace.seconds)
-        self._rate = 1.0 if replay.rate is None else replay.rate
-        self._set_time = getattr(self._index.core.quick, "lci_set_time", None)
-        if replay.rate is not None and self._set_time is None:
-            self._index.close()
-            raise ConfigError(
-                "policy: --rate: this core's order of eviction knows no time, only the order of "
-                "calls; leave the option out"
-            )
 
     def request(self, blocks: Sequence[int]) -> int:
         """Match, reserve what was not found, publish, release. Returns the blocks that hit."""
         index, keys = self._index, self._keys[list(blocks)]
-        if self._set_time is not None:
-            # Never 0, which would be the machine's clock.
-            now = 1 + round(next(self._seconds) / self._rate * 1e9)
-            self._set_time(index.core.handle, now)
         for absent in self._absent:
             index.match(absent).release()
         with index.match(keys) as lease:
@@ -221,12 +202,15 @@ def _kept(trace: Trace, pages: int, measured: dict[str, Shares]) -> Row:
 
 
 def _shortfalls(measured: dict[str, Shares]) -> Iterator[Row]:
-    """Of each order, its mean and its worst case."""
+    """Of each order, its mean and its worst case. Where no order hits, nothing is compared."""
     others = [each for name, each in measured.items() if name not in (CORE, BOUND)]
     cases = [case for case in measured[CORE] if case[0] in _traces.PATTERNS]
-    if not others or not cases:
+    if not others:
         return
     best = {case: max(each[case] for each in others) for case in cases}
+    cases = [case for case in cases if best[case]]
+    if not cases:
+        return
     for name, each in measured.items():
         if name == BOUND:
             continue

@@ -529,7 +529,7 @@ typedef struct lci_eviction {
     uint32_t cause; /* LCI_ASKED and so on, for the counts */
     uint32_t gone;      /* pages that are marked, and still counted by namespace and group: */
     uint32_t gone_kind; /* those of this word */
-    uint32_t asked, ahead[LCI_ASKED_FOR]; /* pages that go soon, as it seems: their records were asked for */
+    uint32_t asked, ahead[LCI_ASKED_FOR]; /* pages likely to be evicted next: their records were asked for */
     const lci_oldest_op *listing; /* listed pages are still counted; NULL: nothing is listed */
 } lci_eviction;
 

@@ -116,9 +116,10 @@ static bool owner_dead(const lcs_attachment *at, const lcs_lock *lock, uint64_t 
     return of_this_taking && lcs_thread_gone(at, slot, (uint32_t)holder);
 }
 
-static int sleep_once(lcs_lock *lock, uint64_t both, bool starved) {
+static int sleep_once(lcs_lock *lock, uint64_t both, bool starved, bool *slept) {
     uint64_t said = both | LCS_LOCK_WAITERS | (starved ? LCS_LOCK_STARVED : 0);
     if (said != both && !swap(lock, both, said)) return LC_OK;
+    *slept = true;
     if (starved && spin_starved(lock)) return LC_OK;
     int rc = lc_futex_wait(&lock->word, word_of(said), SLEEP_NS);
     return rc == LC_E_TIMEOUT ? LC_OK : rc;
@@ -145,8 +146,7 @@ static int block(lcs_attachment *at, lcs_lock *lock, uint32_t mine, uint64_t ask
         uint64_t now = lcs_now_ns();
         if (now >= deadline) return LC_E_TIMEOUT;
         if (now >= slice) return LC_E_INTR;
-        int rc = sleep_once(lock, both, slept && now - asked >= LC_STARVED_NS);
-        slept = true;
+        int rc = sleep_once(lock, both, slept && now - asked >= LC_STARVED_NS, &slept);
         if (rc != LC_OK) return rc;
         if (*at->fork_word != 1) return LC_E_FORKED;
     }

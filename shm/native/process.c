@@ -105,8 +105,8 @@ const uint32_t *lcs_fork_word(void) {
 
 /* ------------------------------------------------------------------ memory */
 
-/* A place at which huge pages of an object can be huge pages of its mapping: address space up to the next
- * multiple, of which what is too much goes back. MAP_FAILED: there is none. */
+/* A place at which huge pages of an object can be huge pages of its mapping. Reserves 2 MiB more than
+ * needed and unmaps what is before and after. MAP_FAILED: there is none. */
 static void *huge_place(uint64_t bytes) {
     uint64_t size = page_bytes(), all = (bytes + size - 1) / size * size, most = all + HUGE_BYTES;
     uint8_t *got = mmap(NULL, most, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

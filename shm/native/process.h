@@ -22,9 +22,9 @@ LC_API int lcs_unmap(void *base, uint64_t bytes);
 #define LCS_ALL_NODES (-2)
 LC_API int lcs_advise(void *base, uint64_t bytes, int huge, int node);
 
-/* Bring memory that the object has into huge pages, as much as there are (Linux 6.1; whatever the settings
- * of the system say): every mapping of it has them from then on. Advice: an error says what was refused,
- * and nothing else changes. Takes a second for 1 GiB or more; signals do not end it. */
+/* Bring memory that the object has into huge pages, as much as there are (Linux 6.1; also where shmem_enabled
+ * is "never"): every mapping of it has them from then on. Advice: an error says what was refused, and
+ * nothing else changes. Takes 2 to 3 seconds for 1 GiB; signals do not end it. */
 LC_API int lcs_collapse(void *base, uint64_t bytes);
 
 /* Give the range its pages now; blocks, about a second for 4 GiB on one thread. `base` maps the object

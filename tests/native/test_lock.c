@@ -99,7 +99,7 @@ static void lock_waiter_says_so_and_comes_back_for_signals(void) {
     tear_down();
 }
 
-/* A process that has slept says so when it has waited for half a millisecond, and not before. */
+/* A process that has slept says so when it has waited for 125 us, and not before. */
 static void lock_waiter_that_slept_long_goes_first(void) {
     lc_txn t, u;
     set_up();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from lightcache import ConfigError, layout
+from lightcache import ConfigError
 from lightcache.tools import cli
 from lightcache_bench import _traces, policy
 from lightcache_bench._policies import BOUND, POLICIES, Policy, Ranked
@@ -199,20 +200,6 @@ def test_further_calls_find_nothing_and_change_nothing() -> None:
         assert [core.request(path) for path in trace.requests] == expected
 
 
-def test_the_core_is_told_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
-    quick = layout.load().quick
-    monkeypatch.setattr(quick, "lci_set_time", lambda handle, ns: told.append(ns), raising=False)
-    trace = Trace.of("two", [Request(0, "a"), Request(30, "b")])
-    with policy.Core(trace, 7, 0, policy.Replay(rate=10)) as core:
-        for path in trace.requests:
-            core.request(path)
-    assert told == [1, 3 * 10**9 + 1]
-    monkeypatch.setattr(quick, "lci_set_time", None, raising=False)
-    with pytest.raises(ConfigError, match="--rate: this core's order of eviction knows no time"):
-        policy.Core(trace, 7, 0, policy.Replay(rate=10))
-
-
 # ---- traces
 
 
@@ -221,6 +208,7 @@ def test_a_block_is_known_by_all_before_it() -> None:
     assert trace.requests == [[0, 1, 2], [0, 1, 3], [4, 5], [0, 1]]
     assert trace.parents == [-1, 0, 1, 1, -1, 4]
     assert trace.first(2).requests == trace.requests[:2]
+    assert trace.first(9).requests == trace.requests
 
 
 def test_requests_are_in_the_order_of_time() -> None:
@@ -246,6 +234,11 @@ def test_bursts_never_come_again() -> None:
     assert sum(trace.counted) == 60
     assert len(burst) == 50
     assert len({block for path in burst for block in path}) == 50 * 20
+    later = _traces.bursts([Request(1e5 + i, "ab") for i in range(60)])
+    assert [each.counted for each in later].count(False) == 50, "none before the others begin"
+    assert min(each.seconds for each in later if not each.counted) >= 1e5 + 15
+    first = trace.first(30)
+    assert (sum(first.counted), len(first.counted)) == (30, 30 + 25)
 
 
 def write(path: Path, *lines: Any) -> Path:
@@ -258,9 +251,11 @@ def test_a_file(tmp_path: Path) -> None:
     path = write(tmp_path / "trace", *lines)
     assert _traces.read(path) == [Request(1.5, [3, 4]), Request(1.0, [3])]
     assert _traces.hash_ids(path) == [[3, 4], [3]]
-    for line in ({"ids": [1]}, {"hash_ids": ["x"]}, {"hash_ids": 1}, [1], {"timestamp": {}}):
+    wrong = ({"ids": [1]}, {"hash_ids": ["x"]}, {"hash_ids": 1}, [1], {"timestamp": {}})
+    infinite = ({"hash_ids": [math.inf]}, {"timestamp": math.nan, "hash_ids": [1]})
+    for lines in (*((line,) for line in (*wrong, *infinite)), ()):
         with pytest.raises(ConfigError, match="is no trace with hash_ids"):
-            _traces.read(write(tmp_path / "other", line))
+            _traces.read(write(tmp_path / "other", *lines))
     with pytest.raises(ConfigError, match="No such file"):
         _traces.read(tmp_path / "none")
 
@@ -307,6 +302,25 @@ def test_rows_of_a_file(tmp_path: Path) -> None:
     assert (kept.name, kept.value) == ("trace: hits kept beside bursts", pytest.approx(700 / 9))
     assert kept.params["lru"] == pytest.approx(77.78)
     assert kept.params["belady"] > kept.params["lru"]
+
+
+def test_names_in_any_order(tmp_path: Path) -> None:
+    """Twice is once, and what is beside bursts comes after what it is compared with."""
+    path = write(tmp_path / "trace", {"hash_ids": [1]}, {"hash_ids": [1]})
+    wanted = {"trace": path, "policies": "lru", "pages": "8"}
+    names = [row.name for row in policy.rows(False, **wanted, only="trace-bursts,trace,trace")]
+    assert names[:3] == [
+        "trace: blocks hit",
+        "trace-bursts: blocks hit",
+        "trace: hits kept beside bursts",
+    ]
+    assert len(names) == 3
+
+
+def test_where_nothing_hits_nothing_falls_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    patterns = {"new": lambda chance: [Request(i, [i]) for i in range(9)]}
+    monkeypatch.setattr(_traces, "PATTERNS", patterns)
+    assert [row.name for row in policy.rows(False, pages="5")] == ["new: blocks hit"]
 
 
 def test_what_is_not_compared(small: None) -> None:

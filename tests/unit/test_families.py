@@ -169,7 +169,7 @@ class Room:
         for module in ("cache", "pool"):
             patch.setattr(f"lightcache.{module}.CHUNK_BYTES", PAGE)
 
-    def available(self) -> memory.FreeMemory:
+    def available(self, **_: Any) -> memory.FreeMemory:
         """Pools alone are counted; indexes are small."""
         return memory.FreeMemory(self.pages * PAGE - self.used() + (1 << 20), "free in a test")
 

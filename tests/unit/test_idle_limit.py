@@ -3,6 +3,7 @@ when nobody used it for longer than its idle limit."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -18,7 +19,7 @@ from support.refusals import refused
 from lightcache import Cache, LayoutMismatch, NoSpace
 from lightcache.shm import Segment, layout, memory, names, read_segment, sweep
 from lightcache.shm.objects import OpenObject
-from lightcache.shm.sweep import leftovers, make_room
+from lightcache.shm.sweep import leftovers, make_room, most_room
 
 SHM = Path("/dev/shm")
 HOUR = 3600 * 1_000_000_000
@@ -182,8 +183,10 @@ def rooms(patch: pytest.MonkeyPatch, in_the_way: str) -> None:
     """There is room for nothing until that cache has gone."""
     real = memory.available
 
-    def available(*arguments: Any) -> memory.FreeMemory:
-        return memory.FreeMemory(100, "left") if exists(in_the_way) else real(*arguments)
+    def available(*arguments: Any, **more: Any) -> memory.FreeMemory:
+        if exists(in_the_way):
+            return memory.FreeMemory(100, "left")
+        return real(*arguments, **more)
 
     patch.setattr(memory, "available", available)
 
@@ -212,6 +215,30 @@ def test_an_open_that_has_room_leaves_it(segment_name: str, clock: Clock) -> Non
         pass
     assert not swept(old)
     assert Segment.unlink(old)
+
+
+def test_what_may_go_is_counted_once(segment_name: str, clock: Clock) -> None:
+    """An idle cache, also one that is of the family; and a pool without its segment, also one that
+    was of the name that is spared."""
+    old, new = f"{segment_name}-old", f"{segment_name}-new"
+    before = most_room(new, None, None)
+    make(old)
+    clock.passed = 1000 * HOUR
+    opened = OpenObject.open(old, writable=False)
+    assert opened is not None
+    with contextlib.closing(opened):
+        bytes_of_it = opened.memory()
+        assert opened.freed_in(None) == opened.freed_in(names.FOLDER) == bytes_of_it
+        assert opened.freed_in(Path("/elsewhere")) == 0
+        (pool,) = opened.dependents()
+    assert most_room(new, None, None) == before + bytes_of_it
+    assert most_room(old, None, None) == before, "it is spared"
+    os.unlink(opened.path)
+    pool_bytes = (SHM / pool[1:]).stat().st_blocks * 512
+    assert pool_bytes > 0
+    assert most_room(old, None, None) == most_room(old, None, SHM) == before + pool_bytes
+    assert most_room(old, None, Path("/elsewhere")) == 0
+    assert sweep(prefix=old) == [pool]
 
 
 def test_caches_of_others_outlive_these_tests(clock: Clock) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.refusals import refused
 
-from lightcache.shm import Segment, _native, codes, errors, layout
+from lightcache.shm import Segment, _native, codes, creation, errors, layout
 
 HEADER = Path(__file__).parents[2] / "shm" / "native" / "lc_base.h"
 
@@ -111,6 +111,32 @@ def test_a_segment_lies_in_huge_pages_where_there_are_some(segment_name: str) ->
             assert bytes(segment.view(segment.payload_offset, 4 * two)) == bytes(4 * two)
         mapped = Path("/proc/self/smaps").read_text().split(f"{made.address:x}-")[1]
         assert int(mapped.split("ShmemPmdMapped:")[1].split()[0]) > 0
+
+
+@pytest.mark.parametrize(("code", "calls"), [(0, 3), (-1, 1)], ids=["granted", "refused"])
+def test_collapsing_is_in_steps_up_to_a_refusal(
+    segment_name: str, monkeypatch: pytest.MonkeyPatch, code: int, calls: int
+) -> None:
+    step, asked = 2 << 20, []
+    monkeypatch.setattr(creation, "_AT_ONCE", step)
+    blocking = _native.blocking()
+
+    def collapse(base: int, length: int) -> int:
+        asked.append((base, length))
+        return code
+
+    monkeypatch.setattr(blocking, "lcs_collapse", collapse)
+    with Segment.create(segment_name, 2 * step) as segment:
+        all_steps = [
+            (segment.address + begin, min(step, segment.nbytes - begin))
+            for begin in range(0, segment.nbytes, step)
+        ]
+    assert len(all_steps) == 3
+    assert asked == all_steps[:calls]
+    del asked[:]
+    monkeypatch.setattr(creation, "_COLLAPSE_NS", 0)
+    Segment.create(segment_name, 2 * step).close()
+    assert len(asked) == 1, "no time is left"
 
 
 def test_system_calls_that_fail_say_why() -> None:

@@ -351,6 +351,60 @@ def test_room_where_the_mount_has_no_limit(tmp_path: Path, monkeypatch: pytest.M
     assert room.limit == "of free memory"
 
 
+def small_shm(
+    patch: pytest.MonkeyPatch, mine: str, capacity: int, elsewhere: int = 1 << 40
+) -> None:
+    """Give /dev/shm so many bytes for the objects of one name, and other folders free ones."""
+
+    def statvfs(path: Path) -> SimpleNamespace:
+        objects = [each for each in SHM.iterdir() if mine in each.name and each.is_file()]
+        used = sum(each.stat().st_blocks * 512 for each in objects)
+        free = capacity - used if path == SHM else elsewhere
+        return SimpleNamespace(f_blocks=1, f_bavail=free, f_frsize=1)
+
+    every = names._objects  # what others have left must not count
+    patch.setattr(names, "_objects", lambda: [full for full in every() if mine in full])
+    patch.setattr(os, "statvfs", statvfs)
+    patch.setattr(memory, "cgroup_rooms", lambda *_: [])
+
+
+BIG: dict[str, Any] = {**ARGUMENTS, "page_bytes": 1 << 20, "lifetime": "persistent"}
+
+
+def test_index_and_pool_must_fit_together(
+    segment_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the old cache is removed: either alone would fit in its room."""
+    Cache.create(segment_name, **BIG).close()
+    more = {**BIG, "pages": 6, "replace": True}
+    small_shm(monkeypatch, segment_name, (6 << 20) + 4096)
+    refused(NoSpace, "beside the index", Cache.open, segment_name, **more)
+    with Cache.open(segment_name, **BIG) as old:
+        assert old.pages == 4
+    small_shm(monkeypatch, segment_name, 8 << 20)
+    with Cache.open(segment_name, **more) as new:
+        assert new.pages == 6
+    assert Segment.unlink(segment_name)
+
+
+def test_what_another_folder_frees_makes_no_room_here(
+    folder: Path, segment_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Cache.create(segment_name, **BIG, pool_path=folder).close()
+    small_shm(monkeypatch, segment_name, 3 << 20)
+    here = {**BIG, "pool_path": "/dev/shm", "replace": True}
+    refused(NoSpace, "free in /dev/shm", Cache.open, segment_name, **here)
+    assert len(in_it(folder)) == 1
+    small_shm(monkeypatch, segment_name, 6 << 20)
+    Cache.open(segment_name, **here).close()
+    assert in_it(folder) == []
+    # and in that folder the index needs no room
+    small_shm(monkeypatch, segment_name, 5 << 20, 40 << 20)
+    Cache.open(segment_name, **{**here, "pool_path": folder, "pages": 40}).close()
+    assert len(in_it(folder)) == 1
+    assert Segment.unlink(segment_name)
+
+
 def _hugetlbfs() -> Path | None:
     for line in Path("/proc/mounts").read_text().splitlines():
         fields = line.split()

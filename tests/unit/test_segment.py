@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import stat
@@ -12,9 +13,10 @@ import posix_ipc
 import pytest
 from support.refusals import refused
 
-from lightcache.errors import Detached, InUse, LayoutMismatch, NoSpace, NotReady
+from lightcache.errors import Detached, InUse, LayoutMismatch, NoSpace, NotReady, PermissionDenied
 from lightcache.shm import Lifetime, Segment, layout, list_segments, names, ofd, read_segment, sweep
 from lightcache.shm.layout import SegmentKind
+from lightcache.shm.memory import Coming
 from lightcache.shm.objects import OpenObject
 
 SHM = Path("/dev/shm")
@@ -174,19 +176,39 @@ def test_open_replaces_what_nobody_lives_in(segment_name: str) -> None:
         assert new.payload_bytes >= 20_000
 
 
+def test_a_group_that_the_kernel_refuses_replaces_nothing(
+    segment_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one that a user namespace does not know: EINVAL."""
+    Segment.create(segment_name, 10, lifetime="persistent").close()
+
+    def fchown(fd: int, user: int, group: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fchown", fchown)
+    group = {"group": os.getgid()}
+    refused(PermissionDenied, "for group", Segment.create, f"{segment_name}-2", 10, **group)
+    refused(PermissionDenied, "for group",
+            Segment.open, segment_name, 99_999, replace=True, **group)  # fmt: skip
+    Segment.attach(segment_name).close()
+    Segment.unlink(segment_name)
+
+
 def test_what_cannot_be_made_replaces_nothing(segment_name: str) -> None:
     with Segment.create(segment_name, 10, lifetime="persistent") as old:
         uuid = old.uuid
     refused(NoSpace, "ask for less", Segment.open, segment_name, 1 << 45, replace=True)
-    heard: list[int] = []
+    heard: list[tuple[int, int]] = []
 
-    def no(freed: int) -> None:
-        heard.append(freed)
+    def no(freed: Coming, new: int) -> None:
+        heard.append((freed(None), new))
         raise NotReady("not now")
 
     refused(NotReady, "not now",
             Segment.open, segment_name, 99_999, replace=True, check_new=no)  # fmt: skip
-    assert heard == [path_of(segment_name).stat().st_size]
+    ((freed, new),) = heard
+    assert freed == path_of(segment_name).stat().st_size
+    assert new > 99_999
     with Segment.attach(segment_name) as old:
         assert old.uuid == uuid
     Segment.unlink(segment_name)

@@ -159,6 +159,15 @@ def test_memory_limits_of_cgroups(
     (groups / base / files[0]).write_text("nonsense")
     assert memory.available(SHM, groups, own) == tight
     assert memory.available(tmp_path / "missing", groups, own).bytes == 0
+    # What comes free in any folder counts for the cgroup, for the file system only that in it.
+    coming = {None: 50, SHM: 20}
+    after = memory.available(SHM, groups, own, coming.__getitem__)
+    assert (after.bytes, after.limit) == (tight.bytes + 50, tight.limit)
+    plain, later = (
+        memory.available(SHM, tmp_path / "none", own, coming)
+        for coming in (memory.nothing, lambda folder: 0 if folder is None else 1 << 50)
+    )
+    assert later.bytes - plain.bytes > 1 << 49
 
 
 def test_system_refusals_are_typed(segment_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
