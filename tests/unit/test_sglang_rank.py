@@ -210,7 +210,7 @@ def test_saves_wait_together_for_a_stopped_holder_of_the_lock(
             engine.offload(list(range(100 * number, 100 * number + 8)))
         go.set()
         assert engine.saved(20) == [False] * 20
-        assert waits == [0.25] + [0.0] * 19
+        assert waits == [0.25] + [0.05] * 19
         stack.close()
         engine.offload(PROMPT[:24])
         assert engine.saved() == [True]
@@ -257,6 +257,11 @@ def test_what_the_device_has_whole_stays(segment_name: str) -> None:
         for number in range(module.USED + 1):
             rank.used([f"{number:064x}"])
         assert len(rank._used) == module.USED
+        now += module.TOUCH
+        rank.completed()
+        for number in range(3):  # of long windows fewer
+            rank.used([*["cd" * 32] * (module.TOUCHED // 2 - 1), f"{number:064x}"])
+        assert len(rank._used) == 2
         assert rank.voice.count == 0
         assert pins(segment_name) == 12
 
