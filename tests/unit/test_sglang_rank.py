@@ -333,6 +333,17 @@ def test_a_reset_gives_up_what_reads_the_device(
         assert engine.ask(PROMPT) == 12
 
 
+def test_events_that_cannot_be_recorded_fail_their_batch(segment_name: str) -> None:
+    with Engine(segment_name) as engine:
+        engine.ask(PROMPT)
+        assert engine.lookup("r", HASHES) == 12
+        rank = engine.ranks[0]
+        rank.load("r", HASHES, lambda: engine.take(12))
+        assert rank.finish(rank.begin(lambda: 1 // 0)) is False  # type: ignore[arg-type,return-value]
+        assert rank.voice.count == 1
+        assert pins(segment_name) == 0
+
+
 def test_a_save_that_has_not_begun_at_a_reset_never_does(
     segment_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -381,6 +381,14 @@ class LightcacheStorage(CachePart[Opened], interface.HiCacheStorage):
             _, clear = clear.args
         pool.clear = partial(_cleared, weakref.ref(self), clear)
 
+    def flushed(self) -> None:
+        """It is emptied: a clear, which the scheduler waits for."""
+        begun = monotonic()
+        self.clear()
+        if (seconds := monotonic() - begun) >= SLOW:
+            self.figures["slow_calls"] += 1
+            _log.warning("%s: clear took %.1f s", self._name, seconds)
+
     # ---- parts
 
     def _named(self) -> str:
@@ -429,11 +437,7 @@ def _cleared(storage: weakref.ref[LightcacheStorage], clear: Callable[[], Any]) 
     if noted is None or not noted.used:
         LightcacheStorage.clears += 1
         return clear()
-    begun = monotonic()
-    noted.clear()
-    if (seconds := monotonic() - begun) >= SLOW:
-        noted.figures["slow_calls"] += 1
-        _log.warning("%s: clear took %.1f s", noted._name, seconds)
+    noted.flushed()
     return clear()
 
 
