@@ -163,7 +163,7 @@ def spawn(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connection
     process, each imports its modules itself."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     method = "forkserver" if len(tempfile.gettempdir()) <= _TEMPORARY else "spawn"
-    context = multiprocessing.get_context(method)
+    context: Any = multiprocessing.get_context(method)
     context.set_forkserver_preload(list(_IMPORTED))
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
