@@ -339,7 +339,9 @@ def test_events_that_cannot_be_recorded_fail_their_batch(segment_name: str) -> N
         assert engine.lookup("r", HASHES) == 12
         rank = engine.ranks[0]
         rank.load("r", HASHES, lambda: engine.take(12))
+        leases = rank._queued["r"].leases
         assert rank.finish(rank.begin(lambda: 1 // 0)) is False  # type: ignore[arg-type,return-value]
+        assert all(lease.ended for lease in leases)
         assert rank.voice.count == 1
         assert pins(segment_name) == 0
 
