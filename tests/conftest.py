@@ -88,8 +88,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the asked part; of the rest what may take longest first: else one process would build
-    and run the last of these while the others have nothing left."""
+    """Keep the asked part; of the rest run tests with the longest time limit first: else one
+    process would build and run the last of these while the others have nothing left."""
     part = config.getoption("--part")
     if part == "all" or chosen(config):
         return

@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import subprocess
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -38,11 +39,28 @@ def command(program: str, *arguments: str) -> list[str]:
     return bound(os.environ["LIGHTCACHE_ENGINE_PYTHON"], HERE / program, *arguments)
 
 
+def lives(group: int) -> bool:
+    """Whether a process of this group runs."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, its = file.read_text().rpartition(")")[2].split()[:3]
+            if int(its) == group and state not in "ZX":
+                return True
+    return False
+
+
 def end_all(process: subprocess.Popen[Any]) -> None:
-    """Of a process that leads a session: engines leave children."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """Of a process that leads a session: engines leave children. Python's resource tracker is one
+    of them, and has 3 s to remove names after the others have ended."""
+    process.kill()
     process.wait()
+    end = time.monotonic() + 3
+    while lives(process.pid):
+        if time.monotonic() >= end:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            return
+        time.sleep(0.02)
 
 
 def environment(engine: str, home: Path) -> dict[str, str]:

@@ -44,6 +44,7 @@ class ToldLinker(LightcacheLinker):
         self.name = extra.pop("told")
         super().__init__(*arguments, extra_config=extra, **how)
         self.said = ""
+        self.saves = 0
 
     def file(self, what: str) -> str:
         return f"{self.name}-{what}"
@@ -70,9 +71,22 @@ class ToldLinker(LightcacheLinker):
                 transfer.keys = ["ab" * 32] * len(transfer.keys)
         return super().load(rid, transfers)
 
+    def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
+        accepted = super().offload(transfers, session_id)
+        self.saves += accepted
+        return accepted
+
+    def pop_completed_offload(self) -> bool:
+        self.saves -= 1
+        return super().pop_completed_offload()
+
+    def reset(self) -> None:
+        self.saves = 0
+        super().reset()
+
     def num_completed_offloads(self) -> int:
         rank, asked = self.rank, Path(self.file("asked"))
-        under_way = {"saves": len(rank._offloads), "untouched": len(rank._used)}
+        under_way = {"saves": self.saves, "untouched": len(rank._used)}
         under_way["asked"] = int(asked.read_text()) if asked.exists() else 0
         said = json.dumps({"count": rank.voice.count} | under_way | rank.figures)
         if said != self.said:

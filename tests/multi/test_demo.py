@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,13 @@ _READY = r"^worker \d'* is ready \(pid (\d+)"
 _TURN = r"^ *\d+ +\d+\.\d+ "
 
 
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """One with a short name: multiprocessing has a socket in it."""
+    with tempfile.TemporaryDirectory(prefix="lc-") as folder:
+        yield Path(folder)
+
+
 @contextmanager
 def started(*arguments: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A demo whose temporary files are in a folder, ended whatever happens."""
@@ -42,6 +50,7 @@ def started(*arguments: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "TMPDIR": str(folder)},
+        start_new_session=True,
     )
     try:
         yield process
@@ -234,7 +243,10 @@ def test_an_interrupt_ends_and_removes_everything(
 ) -> None:
     with started("--model", tiny, folder=tmp_path) as process:
         read_until(process, moment)
-        process.send_signal(sent)
+        if sent == signal.SIGINT:  # Ctrl-C: a terminal sends it to the whole group
+            os.killpg(process.pid, sent)
+        else:
+            process.send_signal(sent)
         out, _ = process.communicate()
         assert process.returncode == status, out
         assert "Traceback" not in out

@@ -269,7 +269,45 @@ def test_a_flush_is_a_clear(made: Made) -> None:
     clears = one.clears
     one.close()
     pool.clear()
-    assert (one.clears, pool.cleared, other.cleared) == (clears, 2, 1)
+    assert (one.clears, pool.cleared, other.cleared) == (clears + 1, 2, 1)
+
+
+def test_a_flush_without_a_storage_is_a_clear_of_the_next(made: Made) -> None:
+    pool = MHATokenToKVPoolHost()
+    one = made(pool)
+    pool.compute(FIRST)
+    assert all(one.batch_set_v1(HASHES, indices(FIRST)))
+    one.close()
+    assert made(pool).batch_exists(HASHES) == 10  # it was away, and nothing has changed
+    made(pool).close()
+    pool.clear()
+    clears, again = one.clears, made(pool)
+    assert again.batch_exists(HASHES) == 0
+    assert made(pool, on_reset="keep").batch_exists(HASHES) == 10
+    pool.clear()  # wrapped once, whatever was made over it
+    assert (again.clears, pool.cleared) == (clears, 2)
+
+
+def test_ranks_that_find_no_latents_after_a_clear_say_so(made: Made) -> None:
+    config = {"is_mla_model": True}
+    ranks = [made(MLATokenToKVPoolHost(), rank, 2, config) for rank in range(2)]
+    for one in ranks:
+        one.clear()
+        one.clear()
+    assert [one.voice.count for one in ranks] == [0, 2]
+
+
+def test_a_flush_that_takes_long_is_said_and_counted(
+    made: Made, hicache: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = MHATokenToKVPoolHost()
+    one = made(pool)
+    pool.clear()
+    assert one.figures["slow_calls"] == 0
+    monkeypatch.setattr(hicache, "SLOW", 0.0)
+    pool.clear()
+    assert one.figures["slow_calls"] == 1
+    assert "HiCache of rank 0: clear took" in caplog.text
 
 
 @pytest.mark.slow

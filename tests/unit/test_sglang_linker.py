@@ -197,6 +197,8 @@ def test_calls_in_the_order_of_sglang(made: Any, linker: Any, kind: Any) -> None
     counter.set_consumer(index)
     counter.wait_until(0)
     counter.wait_until(1)
+    assert counter.num_layers == 3
+    counter.wait_until(2)
     assert one.finish_layer_wise_loading(index)
     counter.set_consumer(-1)
     counter.wait_until(0)
@@ -212,7 +214,9 @@ def test_calls_in_the_order_of_sglang(made: Any, linker: Any, kind: Any) -> None
     assert one.lookup("r", transfer(HASHES)) == []
 
 
-def test_a_pool_of_windows_is_saved_and_loaded_beside_the_other(made: Any) -> None:
+def test_a_pool_of_windows_is_saved_and_loaded_beside_the_other(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pool = SWAKVPool()
     kinds = (Component.FULL, Component.SWA)
     one = made(pool, kinds, swa_retain_window=2 * PAGE - 1)
@@ -238,6 +242,13 @@ def test_a_pool_of_windows_is_saved_and_loaded_beside_the_other(made: Any) -> No
     counter.set_consumer(index)
     for layer in range(4):  # the last is none of the model
         counter.wait_until(layer)
+    waited: list[tuple[int, int]] = []
+    for number, loads in enumerate(one.rank._started[index].loads):
+        wait = functools.partial(lambda number, layer: waited.append((number, layer)), number)
+        monkeypatch.setattr(loads, "wait", wait)
+    assert counter.num_layers == 4
+    counter.wait_until(counter.num_layers - 1)  # so SGLang's graphs of prefill wait for all
+    assert waited == [(0, -1), (1, -1)]
     assert one.finish_layer_wise_loading(index)
     for tensor in wholes:
         assert torch.equal(tensor[SECOND[: 4 * PAGE]], tensor[FIRST[: 4 * PAGE]])
@@ -563,5 +574,24 @@ def test_what_the_device_has_whole_is_used(
     for whole, known in ((4 * PAGE, 1), (4 * PAGE - 1, 1), (0, 1), (4 * PAGE, 2)):
         result = SimpleNamespace(device_prefix_len=whole, last_device_node=known)
         assert tree.match([0] * 4 * PAGE, None, result) == "found"
-    assert used == [HASHES[3]]
+    assert used == [[HASHES[3]]]
     assert one.rank.voice.count == 1  # of node 2
+
+
+def test_the_window_of_what_the_device_has_whole_is_used(
+    made: Any, linker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may begin in the nodes before."""
+    one, used = made(SWAKVPool(), (Component.FULL, Component.SWA), swa_retain_window=8), []
+    assert one.window == 2
+    monkeypatch.setattr(one, "used", used.append)
+    tree = linker.interface.UnifiedCacheLinkerWrapper(one, {1: HASHES[:3], 2: HASHES[:4]})
+    nodes = {1: HASHES[:3], 2: HASHES[3:4]}
+    tree.tree_core = SimpleNamespace(
+        get_hash_values=nodes.__getitem__,
+        get_prefix_hash_values=lambda node: HASHES[:3] if node == 2 else [],
+    )
+    for node in (1, 2):
+        tree._tail_hashes([], SimpleNamespace(last_device_node=node), 4 * PAGE)
+    assert used == [HASHES[1:3], HASHES[2:4]]
+    assert one.rank.voice.count == 0

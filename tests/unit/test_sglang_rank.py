@@ -210,7 +210,7 @@ def test_saves_wait_together_for_a_stopped_holder_of_the_lock(
             engine.offload(list(range(100 * number, 100 * number + 8)))
         go.set()
         assert engine.saved(20) == [False] * 20
-        assert waits == [0.25] + [0.0] * 19
+        assert waits == [0.25] + [0.05] * 19
         stack.close()
         engine.offload(PROMPT[:24])
         assert engine.saved() == [True]
@@ -257,6 +257,11 @@ def test_what_the_device_has_whole_stays(segment_name: str) -> None:
         for number in range(module.USED + 1):
             rank.used([f"{number:064x}"])
         assert len(rank._used) == module.USED
+        now += module.TOUCH
+        rank.completed()
+        for number in range(3):  # of long windows fewer
+            rank.used([*["cd" * 32] * (module.TOUCHED // 2 - 1), f"{number:064x}"])
+        assert len(rank._used) == 2
         assert rank.voice.count == 0
         assert pins(segment_name) == 12
 
@@ -326,6 +331,19 @@ def test_a_reset_gives_up_what_reads_the_device(
             pass
         assert engine.ask(PROMPT) == 0
         assert engine.ask(PROMPT) == 12
+
+
+def test_events_that_cannot_be_recorded_fail_their_batch(segment_name: str) -> None:
+    with Engine(segment_name) as engine:
+        engine.ask(PROMPT)
+        assert engine.lookup("r", HASHES) == 12
+        rank = engine.ranks[0]
+        rank.load("r", HASHES, lambda: engine.take(12))
+        leases = rank._queued["r"].leases
+        assert rank.finish(rank.begin(lambda: 1 // 0)) is False  # type: ignore[arg-type,return-value]
+        assert all(lease.ended for lease in leases)
+        assert rank.voice.count == 1
+        assert pins(segment_name) == 0
 
 
 def test_a_save_that_has_not_begun_at_a_reset_never_does(

@@ -8,10 +8,11 @@ import os
 import secrets
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,6 +29,9 @@ _LEAVE = 30.0  # seconds that a worker has to leave; it writes what is queued fo
 _LIVES = 5  # of one worker: one that dies more often has a reason
 _SAMPLE = 8  # turns that are computed again
 _RESUMED = 4  # conversations that continue after the restart
+# Characters of the name of the folder of temporary files: in it multiprocessing has a folder with a
+# socket, whose address has 107 characters at most.
+_TEMPORARY = 75
 # What a process of a model imports, which takes seven seconds of a processor.
 _IMPORTED = (
     "lightcache.tools.demo.process",
@@ -154,11 +158,16 @@ def spawn(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connection
     it is when this process dies. Ctrl-C does not reach it: this process handles that.
 
     It is forked from a process that has imported its modules once for all, and has done nothing
-    else: it holds no cache, and has not looked at a GPU."""
-    context = multiprocessing.get_context("forkserver")
+    else: it holds no cache, and has not looked at a GPU. So the environment of all workers is that
+    of the first start. If the folder of temporary files has too long a name for the socket of that
+    process, each imports its modules itself."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    method = "forkserver" if len(tempfile.gettempdir()) <= _TEMPORARY else "spawn"
+    context: Any = multiprocessing.get_context(method)
     context.set_forkserver_preload(list(_IMPORTED))
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
+    resource_tracker.ensure_running()  # its start would unblock SIGINT in the block
     with _blocked(signal.SIGINT):
         process.start()
     theirs.close()  # so that the end of the process is the end of the pipe

@@ -8,6 +8,7 @@ that fails has found or saved nothing.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import weakref
@@ -34,7 +35,7 @@ from lightcache.connectors.engine_cache import (
 from lightcache.connectors.engine_options import EngineOptions
 from lightcache.connectors.link import Link, Voice, guarded
 from lightcache.connectors.sglang.pools import Format, check_host_served, describe_host
-from lightcache.connectors.sglang.rank import ENGINE, LOCK, Opened, launch_of
+from lightcache.connectors.sglang.rank import ENGINE, LOCK, SLOW, Opened, launch_of
 from lightcache.errors import ConfigError, NotInstalled, WaitTimeout
 from lightcache.hashing import Keys
 from lightcache.namespaces import Namespace
@@ -49,11 +50,13 @@ except ImportError as error:
         "environment of SGLang with: pip install 'lightcache[sglang]'"
     ) from error
 
+_log = logging.getLogger("lightcache.connectors")
 READ = 3.0
 """Seconds that a lookup waits for a storage, in the thread that HiCache has for this. SGLang ends
 if that thread does not stop within 10 s."""
 LAUNCH = launch_of(secrets.randbits(63))
-"""Of this process, which is one rank of one engine."""
+"""Of this process, which is one rank of one engine. Ranks have nothing that they share with each
+other and with no other engine: also one parent may have started several engines."""
 KV = "kv"
 """SGLang's name of the pool of KV."""
 OTHERS = ("backend_name", "module_path", "class_name", "interface_v1", "allocator")
@@ -334,8 +337,14 @@ class LightcacheStorage(CachePart[Opened], interface.HiCacheStorage):
         stay. With `on_reset` "keep" nothing changes."""
         if self.options.on_reset == "keep":
             return True
-        type(self).clears += 1  # first: SGLang believes it, whatever fails
+        LightcacheStorage.clears += 1  # first: SGLang believes it, whatever fails
         self.weights = self._named()
+        if self.place[0] == 1 and getattr(self.config, "is_mla_model", False):
+            self.voice.trouble(
+                "find latents after a reset",
+                "rank 0 alone writes them, under a name of its own, so none are found until SGLang "
+                "is started again",
+            )
         link = self._link
         opened = None if link is None else link.current
         if link is None or opened is None:
@@ -367,7 +376,18 @@ class LightcacheStorage(CachePart[Opened], interface.HiCacheStorage):
     def _note_flushes(self, pool: Any) -> None:
         """SGLang says nothing of a flush, which is how it forgets KV of old weights. But it empties
         the host pool then, with no copy under way: that is a reset."""
-        pool.clear = partial(_cleared, weakref.ref(self), pool.clear)
+        clear = pool.clear
+        if isinstance(clear, partial) and clear.func is _cleared:  # of the storage before this one
+            _, clear = clear.args
+        pool.clear = partial(_cleared, weakref.ref(self), clear)
+
+    def flushed(self) -> None:
+        """It is emptied: a clear, which the scheduler waits for."""
+        begun = monotonic()
+        self.clear()
+        if (seconds := monotonic() - begun) >= SLOW:
+            self.figures["slow_calls"] += 1
+            _log.warning("%s: clear took %.1f s", self._name, seconds)
 
     # ---- parts
 
@@ -411,10 +431,13 @@ class LightcacheStorage(CachePart[Opened], interface.HiCacheStorage):
 
 
 def _cleared(storage: weakref.ref[LightcacheStorage], clear: Callable[[], Any]) -> Any:
-    """SGLang empties the host pool of a storage that may be gone."""
+    """SGLang empties the host pool of a storage that may be gone: one that is made later must not
+    find KV of before either."""
     noted = storage()
-    if noted is not None and noted.used:
-        noted.clear()
+    if noted is None or not noted.used:
+        LightcacheStorage.clears += 1
+        return clear()
+    noted.flushed()
     return clear()
 
 

@@ -61,6 +61,12 @@ class LayerCounter:
         """See `Guarded`."""
         self.rank.trouble(what, error)
 
+    @property
+    def num_layers(self) -> int:
+        """One more than the model has: SGLang waits for the last of them where it means all, and a
+        layer that no pool has stands for all of each."""
+        return self.rank.layers + 1
+
     def set_consumer(self, index: int) -> None:
         """The pass that comes next is that of this batch; -1: it has no loads."""
         self.consumer_index = index

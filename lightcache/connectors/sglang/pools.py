@@ -87,13 +87,20 @@ class Format:
         return tuple(pool.group for pool in self.pools)
 
     def place(self, layer: int) -> tuple[int | None, int]:
-        """Which pool has a layer of the model, and where; None: not known."""
+        """Which pool has a layer of the model, and where; None and -1, which no layer of a pool
+        is: not known."""
         for number, pool in enumerate(self.pools):
             if not pool.layers:
                 return number, layer
             if layer in pool.layers:
                 return number, pool.layers[layer]
-        return None, layer
+        return None, -1
+
+    @property
+    def layers(self) -> int:
+        """Of the model, in all pools."""
+        counts = (max(pool.layers or pool.shard.share().layers) + 1 for pool in self.pools)
+        return max(counts)
 
 
 def check_served(pool: Any, params: Any, components: Iterable[Any]) -> None:

@@ -74,6 +74,8 @@ MISSES = 512
 """Requests of which nothing was found that are remembered, so that they are not hashed again."""
 USED = 512
 """Prompts that the device has whole, of which one touch keeps the pages here."""
+TOUCHED = 4096
+"""Pages that one touch names, of the windows of these prompts: it is done on SGLang's thread."""
 TOUCH = 1.0
 """Seconds between two touches."""
 NEIGHBOURS = 1 << 16
@@ -255,6 +257,8 @@ class Rank(CachePart[Opened]):
         self._misses: OrderedDict[str, _Promise] = OrderedDict()
         self._used: dict[str, list[str]] = {}
         """The last hash of a prompt, and those of the window that ends there."""
+        self._used_pages = 0
+        """Hashes in it, of all windows."""
         self._touch_at = 0.0
         self._queued: dict[str, _Queued] = {}
         self._started: dict[int, _Batch] = {}
@@ -455,6 +459,11 @@ class Rank(CachePart[Opened]):
         promise.read = opened.finder(promise.weights).read(opened.tier, keys, start)
 
     @property
+    def layers(self) -> int:
+        """Of the model; 0: not known."""
+        return 0 if self._format is None else self._format.layers
+
+    @property
     def window(self) -> int:
         """Pages that a position needs of the windows; 0: there is no pool of them."""
         of = self._format
@@ -464,8 +473,10 @@ class Rank(CachePart[Opened]):
 
     def used(self, last: list[str]) -> None:
         """The device has all of a prompt up to the last of these hashes, so nothing else says that
-        it is used. `completed` touches the page, and with it those before it; of a window each."""
-        if len(self._used) < USED:
+        it is used. `completed` touches the page, and with it those before it; of a window each.
+        No more are noted than one touch may take."""
+        if len(self._used) < USED and self._used_pages < TOUCHED:
+            self._used_pages += len(last) - len(self._used.get(last[-1], ()))
             self._used[last[-1]] = last
 
     def _touch(self) -> None:
@@ -473,7 +484,7 @@ class Rank(CachePart[Opened]):
         if not self._used or self._clock() < self._touch_at:
             return
         self._touch_at = self._clock() + TOUCH
-        used, self._used = self._used, {}
+        used, self._used, self._used_pages = self._used, {}, 0
         with self._noted("use pages"):
             if (opened := self.usable()) is None:
                 return
@@ -567,6 +578,8 @@ class Rank(CachePart[Opened]):
             batch.lost = not self._begin(batch, queued, after())
         except Exception as error:
             self.trouble("load", error)
+            for each in queued.values():  # does nothing where a copy has it
+                self._give_back(each.leases)
         return self._batches
 
     def _begin(self, batch: _Batch, queued: dict[str, _Queued], after: list[Any]) -> bool:
@@ -788,7 +801,7 @@ class Rank(CachePart[Opened]):
             raise _Settled  # without the pages of the first pool a window is of no use
         group = of.pools[pool].group
         space, keys = opened.space(save.weights)
-        left = max(0.0, save.end - self._clock())
+        left = max(0.05, save.end - self._clock())  # each tries: the lock may be free by now
         how: dict[str, Any] = {"namespace": space, "timeout": left, "run": group.run}
         if group.whole:
             encoded = keys.encode([save.before, *save.hashes] if save.before else save.hashes)

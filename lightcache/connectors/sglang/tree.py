@@ -86,7 +86,7 @@ def _noting_whole(match: Any, linker: type) -> Any:
 
 
 def _use(told: Told, cache: Any, node: Any) -> None:
-    """The device has a prompt up to this node."""
+    """The device has a prompt up to this node. `Rank.used` bounds what is touched of it later."""
     try:
         if not told.window:
             told.used([str(cache.get_last_hash_value(node))])
