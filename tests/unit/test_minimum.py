@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -219,8 +220,8 @@ def test_what_cannot_be_made_replaces_nothing(
         new.publish()
     other = {**how, "fingerprint": "other", "replace": True, "shared": "minimums" in wrong}
     if "group" in wrong:
-        monkeypatch.setattr(os, "geteuid", lambda: 77_777)
         monkeypatch.setattr(OpenObject, "check_access", lambda self, group: None)
+        monkeypatch.setattr(os, "fchown", Mock(side_effect=PermissionError("of another group")))
     refused(kind, message, Cache.open, **{**other, **wrong})
     monkeypatch.undo()
     with Cache.open(**how) as old:
