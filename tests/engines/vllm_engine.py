@@ -182,9 +182,9 @@ class Told:
         """Make steps until nothing is saved any more, and all is stored."""
         while self.scheduler.has_requests():
             self.engine.llm_engine.step()
-        tier = self.scheduler.connector.of_scheduler._link.current.tier
-        while tier is not None:
-            stats = tier.stats()
+        link = self.scheduler.connector.of_scheduler._link
+        while (cache := link.current) is not None and cache.tier is not None:
+            stats = cache.tier.stats()
             if not stats.queued + stats.running + stats.writing:
                 break
             time.sleep(0.01)
