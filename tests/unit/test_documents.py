@@ -215,6 +215,7 @@ def test_integration(engines: list[Any], segment_name: str) -> None:
     assert space["load"].tokens == 320
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [40, 41], ids=["waits", "is preempted"])
 def test_integration_without_room_for_two(
     engines: list[Any], segment_name: str, blocks: int
