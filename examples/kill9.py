@@ -127,9 +127,10 @@ def generation() -> None:
     with process("has saved") as (_, old):
         Segment.unlink(NAME, force=True)  # as `lightcache rm NAME --force`
         with open_cache() as cache:
+            say(f"a new cache has the name, with {found(cache)} pages", not found(cache))
             cache.put(PROMPT, CONTENT)
             old.send("end")
-            say(f"a new cache has the name; the process of the old one {old.recv()}")
+            say(f"it gets 6; the process of the old one {old.recv()}")
             with open_cache() as another:
                 say(f"who opens the name finds {found(another)} of 6 new pages", whole(another))
 
