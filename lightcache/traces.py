@@ -13,7 +13,10 @@ A last block that is not full may have an id. No cache holds it, so it is left o
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightcache.errors import ConfigError
+from lightcache.hashing import Keys
+
+_log = logging.getLogger("lightcache.traces")
 
 BLOCK_TOKENS = 512
 """Of a trace that does not say it: that of Mooncake's."""
@@ -157,4 +163,45 @@ def _request(
     return at / 1000, tokens, size, ids
 
 
-__all__ = ["BLOCK_TOKENS", "Trace", "read"]
+class Recorder:
+    """Appends a line for each request to a file, which is made with mode 0600. Processes may share
+    a file: a line is one write. What cannot be written is said once, and nothing is tried again."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Opens nothing: the first request does."""
+        self._path = path
+        self._file: int | None = None
+        self._failed = False
+
+    def note(self, tokens: int, keys: Keys, page_tokens: int) -> None:
+        """A request came: the tokens of its prompt, and the keys of all of its full pages. Of each
+        key 53 bits are written: ids that JSON holds. They tell nothing of tokens to a reader who
+        has not the secret. Never raises."""
+        if self._failed:
+            return
+        line = {
+            "timestamp": int(time.time() * 1000),
+            "input_length": tokens,
+            "hash_ids": (keys[:, 0] & _ID).tolist(),
+            "block_tokens": page_tokens,
+        }
+        try:
+            if self._file is None:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                self._file = os.open(self._path, flags, 0o600)
+            os.write(self._file, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        except OSError as error:
+            self._failed = True
+            _log.warning("lightcache: record=%s: %s; nothing is recorded", self._path, error)
+
+    def close(self) -> None:
+        """Close the file. What comes after is not written."""
+        self._failed = True
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+_ID = np.uint64((1 << 53) - 1)
+
+__all__ = ["BLOCK_TOKENS", "Recorder", "Trace", "read"]
