@@ -21,6 +21,7 @@ COMMANDS = {
     "enable": ("maintenance", "Undo `disable`."),
     "sweep": ("maintenance", "Remove unused segments and pools."),
     "vllm-config": ("vllm_config", "Print the line that switches the cache on for vLLM."),
+    "replay": ("replay", "What caches of other sizes would serve of a trace."),
     "storage": ("storage_service", "Serve a cache with a storage, for all of its processes."),
     "doctor": ("doctor", "Examine this machine, and recommend changes."),
     "demo": ("demo", "A router and model workers share one cache."),

@@ -82,6 +82,11 @@ class Shape:
     window: int | None = None
     """Tokens that some layers see at most, of a window or a chunk; None: all see all."""
 
+    def token_bytes(self, element: int) -> int:
+        """KV of a token in all groups, with elements of so many bytes."""
+        each = sum(layers.count * layers.heads * layers.width for layers in self.layers)
+        return each * element * self.groups
+
 
 @dataclass(frozen=True)
 class Page:
@@ -320,7 +325,14 @@ def page_of(shape: Shape, element: int, block: int, options: Options) -> Page:
     elements = sum(layers.count * layers.heads * layers.width for layers in shape.layers)
     bytes_of_block = elements * block * element
     blocks = options.blocks_per_page or blocks_per_page(bytes_of_block, block, shape.window)
-    page_bytes = PageGeometry(
+    page_bytes = geometry_of(shape, element, blocks * block).page_bytes
+    pages = parse_size(options.size) // page_bytes
+    return Page(blocks * block, page_bytes, blocks, pages, shape.groups)
+
+
+def geometry_of(shape: Shape, element: int, tokens: int) -> PageGeometry:
+    """Of a page with so many tokens, and elements of so many bytes."""
+    return PageGeometry(
         [
             KVGroup.attention(
                 str(number),
@@ -328,15 +340,13 @@ def page_of(shape: Shape, element: int, block: int, options: Options) -> Page:
                 heads=layers.heads,
                 head_dim=layers.width,
                 dtype_bytes=element,
-                page_tokens=blocks * block,
+                page_tokens=tokens,
                 content="single",
                 head_groups=layers.heads,
             )
             for number, layers in enumerate(shape.layers)
         ]
-    ).page_bytes
-    pages = parse_size(options.size) // page_bytes
-    return Page(blocks * block, page_bytes, blocks, pages, shape.groups)
+    )
 
 
 def of_page(model: str, page: Page | None, why: str) -> Iterator[str]:

@@ -164,6 +164,32 @@ def test_ls_shows_namespaces(run: Run, segment_name: str) -> None:
         assert "v3" not in {entry["weights"] for entry in listed()}
 
 
+def test_a_model_on_this_machine_says_what_a_page_is(
+    run: Run, segment_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / segment_name
+    folder.mkdir()
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+    options = ("--size", "1MiB", "--secret-file", tmp_path / "secret", "--json", "--model")
+    made = []
+    for given in (folder, folder / "config.json", folder):
+        if len(made) == 2:
+            config["num_hidden_layers"] = 4
+        (folder / "config.json").write_text(json.dumps(config))
+        tokens = ("--page-tokens", 64) if not made else ()
+        made.append(json.loads(run("create", *tokens, *options, given).stdout))
+    assert made[0]["page_bytes"] == 64 * 2 * 2 * 64 * 2
+    assert len({each["name"] for each in made}) == len({each["fingerprint"] for each in made}) == 3
+    for each in made:
+        assert each["name"] == cache_name(segment_name, each["fingerprint"])
+        assert "prefix/" in each["fingerprint"]
+        run("rm", each["name"])
+    (folder / "config.json").write_text("{}")
+    said = run("create", *options, folder, status=2).stderr
+    assert "no page is computed; give --page-bytes and --fingerprint" in said
+
+
 def test_a_model_names_its_cache(run: Run, segment_name: str, tmp_path: Path) -> None:
     model = f"org/{segment_name}"
     options = ("--pages", 4, "--page-bytes", 64, "--secret-file", tmp_path / "secret", "--model")
