@@ -30,7 +30,10 @@ from lightcache.tools.readings import (
 
 MINUTE = 60.0
 """Seconds that ratios are of; rates are of the last interval."""
-KEYS = "up/down choose  enter look into  esc back  tab other table  s sort  r reverse  q quit"
+KEYS = (
+    "up/down choose  enter look into  esc back  tab other table  s sort  r reverse  q quit",
+    "arrows, enter, esc, tab; s sort, r reverse, q quit",
+)
 Table = Literal["clients", "reservations"]
 
 
@@ -474,7 +477,7 @@ def draw(history: History, look: Look, width: int, height: int, title: str) -> l
         lines = _cache(history, look, width, height)
     where = "" if look.cache is None else f"  {look.cache}"
     head = Text(f"{title}{where}  {time.strftime('%H:%M:%S')}", style="bold")
-    foot = Text(KEYS, style="dim")
+    foot = Text(next((keys for keys in KEYS if len(keys) <= width), KEYS[-1]), style="dim")
     body = lines[: max(0, height - 2)]
     for line in (head, *body, foot):
         line.no_wrap = True
@@ -547,12 +550,12 @@ def _cache(history: History, look: Look, width: int, height: int) -> list[Text]:
     clients = client_rows(history, reading)
     if look.client is not None:
         chosen = [each for each in clients if each.identity == look.client]
-        return _client(history, reading, chosen[0]) if chosen else [_left_text("client")]
+        return _client(history, reading, chosen[0], width) if chosen else [_left_text("client")]
     reservations = reservation_rows(history, reading, clients)
     if look.reservation is not None:
         entries = [each.entry for each in reservations if each.identity == look.reservation]
-        return _fields(entries[0]) if entries else [_left_text("reservation")]
-    lines = [*_summary(row), *_eviction(history, reading, 2 if height < 30 else 5), Text("")]
+        return _fields(entries[0], width) if entries else [_left_text("reservation")]
+    lines = [*_summary(row, width), *_eviction(history, reading, 2 if height < 30 else 5), Text("")]
     warnings = _warnings(history, [reading.name], width, max(3, height // 4))
     rows: list[Row] = [*clients] if look.table == "clients" else [*reservations]
     columns = CLIENTS if look.table == "clients" else RESERVATIONS
@@ -596,7 +599,7 @@ def reservation_rows(
     ]
 
 
-def _summary(row: CacheRow) -> list[Text]:
+def _summary(row: CacheRow, width: int) -> list[Text]:
     reading, rates = row.reading, row.rates
     size = "" if reading.page_bytes is None else f" of {format_size(reading.page_bytes)}"
     tokens = "" if reading.page_tokens is None else f", {reading.page_tokens} tokens"
@@ -623,7 +626,15 @@ def _summary(row: CacheRow) -> list[Text]:
         ("moves", _moves(rates)),
         ("storage", _storage(row)),
     ]
-    return [Text.assemble((f"{name:9}", "dim"), text) for name, text in pairs]
+    return [line for name, text in pairs for line in _pair(name, text, 9, width)]
+
+
+def _pair(name: str, text: object, indent: int, width: int) -> list[Text]:
+    """A name and its value, wrapped."""
+    wrapped = textwrap.wrap(printable(text), max(20, width - indent - 1)) or [""]
+    heads = [f"{name:{indent}} ", *[" " * (indent + 1)] * (len(wrapped) - 1)]
+    pairs = zip(heads, wrapped, strict=True)
+    return [Text.assemble((head, "dim"), line) for head, line in pairs]
 
 
 def _hits(row: CacheRow) -> str:
@@ -683,7 +694,7 @@ def _eviction(history: History, reading: Reading, most: int) -> list[Text]:
     return lines
 
 
-def _client(history: History, reading: Reading, row: ClientRow) -> list[Text]:
+def _client(history: History, reading: Reading, row: ClientRow, width: int) -> list[Text]:
     client, rates = row.client, row.rates
     life = f"{client.life}, {row.state}" if client.alive else client.life
     fields: dict[str, object] = {
@@ -717,7 +728,7 @@ def _client(history: History, reading: Reading, row: ClientRow) -> list[Text]:
     fields["reservations"] = (
         ", ".join(f"{entry['reservation']} ({entry['pages']} pages)" for entry in owned) or "none"
     )
-    return _fields(fields)
+    return _fields(fields, width)
 
 
 def _reservations(history: History, reading: Reading) -> Sequence[Facts]:
@@ -725,9 +736,7 @@ def _reservations(history: History, reading: Reading) -> Sequence[Facts]:
     return () if details is None else details.reservations
 
 
-def _fields(fields: Mapping[str, object]) -> list[Text]:
-    width = max(map(len, fields)) + 2
-    return [
-        Text.assemble((f"{name.replace('_', ' '):{width}}", "dim"), printable(value))
-        for name, value in fields.items()
-    ]
+def _fields(fields: Mapping[str, object], width: int) -> list[Text]:
+    indent = max(map(len, fields)) + 1
+    pairs = ((name.replace("_", " "), value) for name, value in fields.items())
+    return [line for name, value in pairs for line in _pair(name, value, indent, width)]
