@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import os
 import select
 import signal
@@ -20,7 +21,14 @@ from rich.console import Console, Group
 from lightcache.errors import LightcacheError
 from lightcache.tools.facts import Facts, state_of
 from lightcache.tools.image import name_argument, unknown
-from lightcache.tools.output import Command, console, emit, json_option
+from lightcache.tools.output import (
+    Command,
+    check_writable,
+    console,
+    emit,
+    json_option,
+    save_picture,
+)
 from lightcache.tools.readings import TIERS, Reading, Watch, details
 from lightcache.tools.top_screen import (
     CacheRow,
@@ -72,8 +80,9 @@ KEYS = {
     help="Seconds between two readings, at least.",
 )
 @click.option("--once", is_flag=True, help="Print one screen, after one interval, and end.")
+@click.option("--svg", metavar="FILE", help="Write a picture of one screen there, and end.")
 @json_option
-def top(name: str | None, interval: float, once: bool, as_json: bool) -> None:
+def top(name: str | None, interval: float, once: bool, svg: str | None, as_json: bool) -> None:
     """Watch all caches, or the cache NAME: hit ratios, tokens saved, room, what is evicted next,
     transfers, storage, clients, warnings.
 
@@ -82,18 +91,22 @@ def top(name: str | None, interval: float, once: bool, as_json: bool) -> None:
     ratios of the last minute. Without a terminal, and with --json, it prints one reading.
     """
     out = console()
+    if svg is not None:
+        check_writable("--svg", svg)
     with Watch() as watch:
         history, look = History(), Look(cache=name, only=name)
         _read(watch, history)
         if name is not None and name not in history.now:
             raise unknown(name)
-        if once or as_json or not out.is_terminal or out.is_dumb_terminal:
+        if once or as_json or svg or not out.is_terminal or out.is_dumb_terminal:
             time.sleep(interval)
             _read(watch, history)
             shown = [each for each in history.now if name in (None, each)]
             _examine(history, shown)
             if as_json:
                 emit(document(history, shown))
+            elif svg:
+                _picture(svg, history, look, interval)
             else:
                 _print(out, history, look, interval)
         else:
@@ -126,6 +139,14 @@ def _print(out: Console, history: History, look: Look, interval: float) -> None:
     title = f"lightcache top  over {interval:g} s"
     for line in draw(history, look, out.width, 1000, title)[:-1]:
         out.print(line, crop=False)
+
+
+def _picture(path: str, history: History, look: Look, interval: float) -> None:
+    """The screen of a terminal of 110 columns, as an SVG."""
+    out = Console(file=io.StringIO(), record=True, width=110, force_terminal=True, highlight=False)
+    for line in draw(history, look, out.width, 40, f"lightcache top  over {interval:g} s"):
+        out.print(line, no_wrap=True)
+    save_picture(out, path, "lightcache top")
 
 
 # ---- JSON

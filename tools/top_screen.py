@@ -682,12 +682,11 @@ def _eviction(history: History, reading: Reading, most: int) -> list[Text]:
         return []
     lines = []
     for number, page in enumerate(details.next_evicted[:most]):
-        where = ", ".join(
-            f"{what} {page[what]}" for what in ("group", "weights", "tenant") if page[what]
-        )
+        where = [f"{what} {page[what]}" for what in ("weights", "tenant") if page[what]]
+        where += [] if page["group"] == "0" else [f"group {page['group']}"]  # "0": it has no name
         text = (
-            f"page {page['page']:,} ({where}), unused for "
-            f"{history.unused(reading.name, page['unused_calls'])}, {page['hits']} hits"
+            f"page {page['page']:,}{', '.join(['', *where])}: unused for "
+            f"{history.unused(reading.name, page['unused_calls'])}, hits: {page['hits']}"
         )
         name = "goes next" if number == 0 else ""
         lines.append(Text.assemble((f"{name:9} ", "dim"), printable(text)))

@@ -366,6 +366,14 @@ def test_without_a_terminal_one_screen_is_printed(cache: Cache) -> None:
     assert "\x1b" not in result.stdout
 
 
+def test_a_picture(cache: Cache, tmp_path: Path) -> None:
+    path = tmp_path / "top.svg"
+    assert run(cache.name, "--svg", str(path), "--interval", "0.1").exit_code == 0
+    assert path.read_text().startswith("<svg")
+    refused = run("--svg", str(tmp_path / "absent" / "top.svg"))
+    assert (refused.exit_code, "--svg: expected a file" in refused.stderr) == (2, True)
+
+
 def test_a_wrong_name(segment_name: str) -> None:
     result = run(segment_name, "--once")
     assert result.exit_code == 2
