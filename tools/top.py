@@ -352,13 +352,15 @@ class _Live:
         """Copy the cache that waits for it longest: the one that is looked into, or each in
         turn."""
         now, chosen = time.monotonic(), self._look.cache
-        names = [chosen] if chosen in self._history.now else [*self._history.now]
-        late = [name for name in names if name and self._due.get(name, 0.0) <= now]
+        readings = self._history.now
+        names = [name for name in readings if chosen in (None, name) and readings[name].readable]
+        known = self._history.details.keys() | self._history.problems.keys()
+        late = [name for name in names if name not in known or self._due.get(name, 0.0) <= now]
         if not late:
             return
-        name = min(late, key=lambda each: self._due.get(each, 0.0))
+        name = min(late, key=lambda each: (each in known, self._due.get(each, 0.0)))
         cost = _examine(self._history, [name])
-        for each in self._history.now:  # the share is of all of them
+        for each in readings:  # the share is of all of them
             self._due[each] = max(self._due.get(each, 0.0), now + cost / DETAIL_SHARE)
 
     def _press(self, data: bytes) -> bool:

@@ -48,15 +48,18 @@ class History:
         self.details: dict[str, Details] = {}
         self.problems: dict[str, str] = {}
         """Why there are no details of a cache."""
+        self._uuids: dict[str, str] = {}
 
     def add(self, now: float, readings: Mapping[str, Reading]) -> None:
         """Add a reading, and forget those that are older than a minute, but one."""
         self._readings.append((now, readings))
         while len(self._readings) > 2 and self._readings[1][0] <= now - MINUTE:
             self._readings.popleft()
-        for kept in (self.details, self.problems):
-            for name in kept.keys() - readings.keys():
-                del kept[name]
+        for name in [*self.details, *self.problems]:
+            if name not in readings or readings[name].uuid != self._uuids.get(name):
+                self.details.pop(name, None)
+                self.problems.pop(name, None)
+        self._uuids = {name: reading.uuid for name, reading in readings.items()}
 
     @property
     def now(self) -> Mapping[str, Reading]:

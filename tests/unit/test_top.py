@@ -287,6 +287,12 @@ def test_a_cache_that_goes_and_comes_again(segment_name: str) -> None:
             assert history.now[segment_name].uuid != first
             assert history.minute(segment_name).pages["lookups"] == 0
             assert "is gone" not in shown(history, look)
+            history.details[segment_name] = details(segment_name)
+        with make(segment_name):  # replaced between two readings
+            watched(watch, history, 4.0, segment_name)
+            assert history.now[segment_name].state == "ready"
+            assert history.rates(segment_name).seconds == 0
+            assert not history.details  # of the one before
 
 
 def test_a_damaged_cache_is_said_to_be(segment_name: str) -> None:
