@@ -244,6 +244,8 @@ ROWS = (save, load, loop, generation, lock, stopped, ranks, failed, hang, full, 
 
 if __name__ == "__main__":
     rows = {row.__name__: row for row in ROWS}
+    if unknown := set(sys.argv[1:]) - set(rows):
+        sys.exit(f"{', '.join(sorted(unknown))}: no such row; expected {', '.join(rows)}")
     for name in sys.argv[1:] or rows:
         print(f"{name}: {rows[name].__doc__}")
         rows[name]()

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from rich.console import Console
 
 from lightcache.errors import ConfigError
-from lightcache.tools.output import BROKEN, OK, Command, check_writable, console, emit, json_option
+from lightcache.tools.output import (
+    BROKEN,
+    OK,
+    Command,
+    check_writable,
+    console,
+    emit,
+    json_option,
+    save_picture,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -75,9 +82,7 @@ def demo(ctx: click.Context, /, svg: str | None, as_json: bool, **options: Any) 
     if as_json:
         emit(outcome.facts())
     if svg is not None:
-        drawn = printed.export_svg(title="lightcache demo")
-        # No fonts from elsewhere: any monospaced one will do.
-        Path(svg).write_text(re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL))
+        save_picture(printed, svg, "lightcache demo")
     ctx.exit(BROKEN if outcome.problems() else OK)
 
 
