@@ -106,7 +106,7 @@ def test_a_figure_that_is_counted_stands_behind_what_it_counts(
         whole = board._words["halves"].store
 
         def store(value: int) -> None:
-            seen.append((value, board.read()["clients"]))
+            seen.append((value, board.load("clients")))
             whole(value)
 
         board._words["halves"].store = store  # type: ignore[method-assign]
@@ -143,7 +143,7 @@ def test_malformed_messages_are_counted_and_passed_over(cache: Cache, wait_until
         ]
         push(cache, *bad)
         wait_until(lambda: service.stats().malformed == 4, "four malformed messages")
-        push(cache, Part(Kind.CANCEL, *own, 1 << 40, 0, 1, b"").pack())  # of nothing: nothing
+        push(cache, Part(Kind.CANCEL, *own, 1 << 40).pack())  # of nothing: nothing
         assert client.prefetch(KEYS).wait(60.0).loaded == 20
         assert service.stats().malformed == 4
 

@@ -9,9 +9,8 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from lightcache.cache import Cache
 from lightcache.errors import (
@@ -25,10 +24,9 @@ from lightcache.errors import (
 from lightcache.namespaces import Namespace
 from lightcache.shm.waiting import Condition
 from lightcache.storage.common import Clock, Deadline, log
-from lightcache.storage.jobs import LastReady
 from lightcache.storage.protocol import Keys
 from lightcache.storage.service import board
-from lightcache.storage.service.board import Board, Service, ServiceStats, stats_of, tier_stats
+from lightcache.storage.service.board import Board, Service, ServiceStats
 from lightcache.storage.service.messages import (
     MOST_KEYS,
     Answer,
@@ -38,13 +36,8 @@ from lightcache.storage.service.messages import (
     Part,
     split,
 )
-from lightcache.storage.tasks import (
-    StorageTask,
-    TaskProgress,
-    TaskState,
-    TierStats,
-)
-from lightcache.storage.tier import BaseTier, check_cache
+from lightcache.storage.tasks import StorageTask, TaskProgress, TaskState, TierStats
+from lightcache.storage.tier import BaseTier, Call, check_cache
 
 HELD = 1.0  # seconds without calls after a stopped process held the ring's lock
 SLICE = 0.05  # seconds of waiting for an answer between checks of the service
@@ -98,24 +91,17 @@ class ClientTask:
         progress: TaskProgress,
         deadline: Deadline,
         service: Service,
-        grace: float,
     ) -> None:
-        """Pushes nothing yet.
-
-        Args:
-            grace: the sum of the service's and the client's.
-        """
+        """Pushes nothing yet."""
         self.number, self.progress, self.task = number, progress, StorageTask(progress)
-        self.deadline, self.service = deadline, service
-        self._client, self._grace = client, grace
-        self.end = Deadline(deadline.left + self._grace, client.clock)
-        """When the task is given up if the service has not answered."""
+        self.deadline, self.service, self._client = deadline, service, client
+        self.extend(deadline.left)
         progress.owner = self
 
-    def advanced(self) -> None:
-        """The task has advanced: a write gets its whole time again, see `WriteJob`."""
-        if self.progress.kind == "write":
-            self.end = Deadline(self.deadline.timeout + self._grace, self._client.clock)
+    def extend(self, seconds: float) -> None:
+        """Set when the task is given up if the service has not answered: after these seconds, the
+        service's grace and the client's."""
+        self.end = Deadline(seconds + self._client.patience, self._client.clock)
 
     def stop(self) -> None:
         """See `StorageTask.stop`."""
@@ -201,46 +187,6 @@ class StorageClient(BaseTier):
             self._thread.start()
             stack.pop_all()
 
-    # ---- the calls
-
-    def _start_write(
-        self,
-        keys: Keys,
-        request: object,
-        tokens: int,
-        namespace: Namespace | None,
-        deadline: Deadline,
-    ) -> StorageTask:
-        how: dict[str, Any] = {
-            "tokens": tokens,
-            "request": None if request is None else hash(request) & 0xFFFFFFFFFFFFFFFF,
-        }
-        return self._ask(Kind.WRITE, keys, deadline, namespace, **how)
-
-    def _start_read(
-        self,
-        keys: Keys,
-        start: int,
-        hold: bool,
-        namespace: Namespace | None,
-        deadline: Deadline,
-    ) -> StorageTask:
-        if hold:
-            raise ConfigError(
-                "hold: expected False, as the storage service holds no pages for its clients; open "
-                "the storage embedded in this process, by StorageTier.open"
-            )
-        return self._ask(Kind.PREFETCH, keys, deadline, namespace, start=start)
-
-    def _start_last_ready(
-        self,
-        keys: Keys,
-        wanted: LastReady,
-        namespace: Namespace | None,
-        deadline: Deadline,
-    ) -> StorageTask:
-        return self._ask(Kind.LAST_READY, keys, deadline, namespace, **vars(wanted))
-
     # ---- asking
 
     def _deadline_of(self, timeout: float | None, namespace: Namespace | None) -> Deadline:
@@ -251,47 +197,55 @@ class StorageClient(BaseTier):
             raise ConfigError(f"namespace: expected a Namespace, found {namespace!r}")
         return Deadline(self.timeout if timeout is None else timeout, self.clock)
 
-    def _ask(
+    def _start(
         self,
-        kind: Kind,
+        call: Call,
         keys: Keys,
-        deadline: Deadline,
         namespace: Namespace | None,
-        *,
-        start: int = 0,
+        deadline: Deadline,
         **how: Any,
     ) -> StorageTask:
         """Push a task. If that is not possible, the task is FAILED."""
-        pages = len(keys) - start
-        progress = TaskProgress("write" if kind is Kind.WRITE else "read", pages, self._page_tokens)
+        if how.pop("hold", False):
+            raise ConfigError(
+                "hold: expected False, as the storage service holds no pages for its clients; open "
+                "the storage embedded in this process, by StorageTier.open"
+            )
+        if how.get("request") is not None:
+            how["request"] = hash(how["request"])
+        pages = len(keys) - how.get("start", 0)
+        progress = TaskProgress("write" if call == "write" else "read", pages, self._page_tokens)
         space = self.cache.index.default_namespace if namespace is None else namespace
-        end = self.clock() + deadline.left
-        ask = Ask(end, deadline.timeout, keys, space, start=start, **how)
+        kind, end = Kind[call.upper()], self.clock() + deadline.left
+        task: ClientTask | None = None
         try:
             service = self._serving()
-            grace = self._board.grace + self.grace
-            task = ClientTask(self, next(self._numbers), progress, deadline, service, grace)
-            parts = split(kind, self._pid, self._client, task.number, _body(ask))
-        except (StorageError, Detached) as error:
-            return self._refuse(progress, str(error))
-        try:
+            if len(keys) > MOST_KEYS:
+                raise StorageError(f"{len(keys)} keys are more than one task may have, {MOST_KEYS}")
+            body = Ask(kind, end, deadline.timeout, keys, space, how).pack()
+            task = ClientTask(self, next(self._numbers), progress, deadline, service)
             with self._changed:
                 if self._closing:
                     raise Detached("the storage client was closed")
                 self._asked[task.number] = task
-            self._push(parts)
-        except LightcacheError as error:
+            self._push(split(kind, self._pid, self._client, task.number, body))
+        except BaseException as error:
+            if task is not None:
+                self._forget(task)
+            if not isinstance(error, LightcacheError):
+                raise
             if isinstance(error, LockTimeout):  # of a stopped process: spare later calls the wait
                 self._held_until = time.monotonic() + HELD
-            self._forget(task)
             return self._refuse(progress, f"the storage service cannot be asked: {error}")
-        except BaseException:
-            self._forget(task)
-            raise
         with self._changed:  # after the push: the listening thread does not delay it
             self._missing = False
             self._changed.notify_all()
         return task.task
+
+    @property
+    def patience(self) -> float:
+        """Seconds after a task's time until it is given up: `grace`, and that of the service."""
+        return self.grace + self._board.load("grace_us") / 1e6
 
     def _serving(self) -> Service:
         """The service to ask.
@@ -302,7 +256,7 @@ class StorageClient(BaseTier):
         """
         name = self.cache.name
         service = self._board.service()
-        if service is None or not self._board.open_for_tasks:
+        if service is None or not self._board.load("serving"):
             why = (
                 f"no storage service serves {name!r}; `lightcache storage {name} --url ...` "
                 "starts one"
@@ -312,7 +266,7 @@ class StorageClient(BaseTier):
             if first:
                 log.warning("%s", why)
             raise StorageError(why)
-        if reason := self._pulse.silent(service, self._board.beat):
+        if reason := self._pulse.silent(service, self._board.load("beat")):
             raise StorageError(reason)
         if time.monotonic() < self._held_until:
             raise StorageError("another process holds the lock of the storage service's ring")
@@ -335,20 +289,16 @@ class StorageClient(BaseTier):
         if os.getpid() != self._pid:
             raise Detached("this storage client belongs to the process that forked us; make one")
         with self._pushing:
-            if len(parts) == 1:
-                self._tasks.push(parts[0], timeout=0)
-                return
             while parts:
                 pushed = self._tasks.push_many(parts)
                 if not pushed:
                     raise WaitTimeout("its queue is full")
                 parts = parts[pushed:]
 
-    def tell(self, kind: Literal[Kind.STOP, Kind.CANCEL], task: ClientTask) -> bool:
+    def tell(self, kind: Kind, task: ClientTask) -> bool:
         """For `ClientTask`: push a message about a task; False: that failed."""
-        part = Part(kind, self._pid, self._client, task.number, 0, 1, b"")
         try:
-            self._push([part.pack()])
+            self._push([Part(kind, self._pid, self._client, task.number).pack()])
         except LightcacheError:
             return False
         return True
@@ -358,70 +308,62 @@ class StorageClient(BaseTier):
     def _listen(self) -> None:
         looked = 0.0
         while self._wait_for_work():
-            self._try(lambda: self._hear_all(self._messages()))
-            if time.monotonic() - looked >= SLICE:
-                looked = time.monotonic()
-                self._try(self._look)
-
-    def _try(self, step: Callable[[], None]) -> None:
-        """Run a step. A step that fails may fail each time: it must neither block the other step
-        nor keep a processor busy."""
-        try:
-            step()
-        except LightcacheError as error:  # the segments were removed, or are broken
-            for task in self._all_asked():
-                self.give_up(task, f"the storage service cannot be heard: {error}")
-            time.sleep(SLICE)
-        except Exception:  # our own bug: other tasks should continue
-            log.exception("the storage service could not be listened to")
-            time.sleep(SLICE)
+            try:
+                if time.monotonic() - looked >= SLICE:
+                    looked = time.monotonic()
+                    self._look()
+                self._hear(SLICE)
+            except Exception as error:  # the segments were removed or are broken, or our own bug
+                if not isinstance(error, LightcacheError):
+                    log.exception("the storage service could not be listened to")
+                for task in self._all_asked():
+                    self.give_up(task, f"the storage service cannot be heard: {error}")
+                time.sleep(SLICE)
 
     def _wait_for_work(self) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: self._asked or self._closing)
             return bool(self._asked)
 
-    def _messages(self) -> list[bytes]:
+    def _messages(self, timeout: float) -> list[bytes]:
         try:
-            return self._answers.pop_many(_AT_ONCE) or [self._answers.pop(timeout=SLICE)]
+            return self._answers.pop_many(_AT_ONCE) or [self._answers.pop(timeout=timeout)]
         except (WaitTimeout, LockTimeout):
             return []
 
-    def _hear_all(self, messages: list[bytes]) -> None:
+    def _hear(self, timeout: float) -> bool:
+        """Process some answers; wait for one. False: none came."""
+        messages = self._messages(timeout)
         for message in messages:
             try:
-                self._hear(message)
-            except Exception:  # our own bug: the others answer other tasks
-                log.exception("a message of the storage service could not be used")
-
-    def _hear(self, message: bytes) -> None:
-        try:
-            answer = Answer.unpack(message)
-        except Malformed as error:
-            log.warning("a malformed answer of the storage service was ignored: %s", error)
-            return
-        with self._changed:
-            task = self._asked.get(answer.task)
-        if task is None:
-            return  # given up meanwhile
-        if answer.state in (TaskState.FINISHED, TaskState.FAILED):
-            self._forget(task)
-        elif answer.prefix > task.progress.prefix:
-            task.advanced()
-        task.progress.replace(answer.state, answer.prefix, answer.counts, answer.reasons)
+                answer = Answer.unpack(message)
+            except Malformed as error:
+                log.warning("a malformed answer of the storage service was ignored: %s", error)
+                continue
+            with self._changed:
+                task = self._asked.get(answer.task)
+            if task is None:
+                continue  # given up meanwhile
+            if answer.state in (TaskState.FINISHED, TaskState.FAILED):
+                self._forget(task)
+            elif answer.prefix > task.progress.prefix and task.progress.kind == "write":
+                task.extend(task.deadline.timeout)  # it gets its whole time again, see `WriteJob`
+            task.progress.replace(answer.state, answer.prefix, answer.counts, answer.reasons)
+        return bool(messages)
 
     def _look(self) -> None:
         """Give up tasks whose service is gone or silent, and overdue ones."""
         every = self._all_asked()
         service = self._board.service()  # after the list: a later task may be for the next service
         silent = ""
-        if service is not None and self._board.open_for_tasks:  # a closing one does not count
-            silent = self._pulse.silent(service, self._board.beat)
+        if service is not None and self._board.load("serving"):  # a closing one does not count
+            silent = self._pulse.silent(service, self._board.load("beat"))
         lost = [(task, why) for task in every if (why := self._lost(task, service) or silent)]
-        if lost:
-            # The ring may hold answers from before the service ended, or from the time in which
-            # this process was stopped.
-            self._drain()
+        # The ring may hold answers from before the service ended, or from the time in which this
+        # process was stopped. Bounded, as the service may keep answering.
+        for _ in range(board.ANSWERS // _AT_ONCE if lost else 0):
+            if not self._hear(0.0):
+                break
         for task, why in lost:
             self.give_up(task, why)
 
@@ -434,17 +376,6 @@ class StorageClient(BaseTier):
             silent = f"the storage service (pid {service.pid}) does not say how far it is"
             return f"{task.deadline.reason}; {silent}"
         return ""
-
-    def _drain(self) -> None:
-        """Process the answers in the ring. Bounded, as the service may keep answering."""
-        for _ in range(board.ANSWERS // _AT_ONCE):
-            try:
-                messages = self._answers.pop_many(_AT_ONCE)
-            except LockTimeout:
-                return
-            self._hear_all(messages)
-            if not messages:
-                return
 
     def _all_asked(self) -> list[ClientTask]:
         with self._changed:
@@ -470,16 +401,15 @@ class StorageClient(BaseTier):
 
     def service(self) -> ServiceStats:
         """Statistics of the service. Takes no lock and sends no message."""
-        return stats_of(self._board)
+        return self._board.stats()
 
     def stats(self) -> TierStats:
         """Totals of the service's tier, for all of its clients. `failed` and `tasks_failed` include
         the tasks that this client could not push or gave up."""
-        stats = tier_stats(self._board.read(), self._board.service() is not None)
+        tier = self._board.stats().tier
         with self._changed:
-            local = self._local
-            failed, tasks = stats.failed + local["failed"], local["tasks_failed"]
-            return replace(stats, failed=failed, tasks_failed=stats.tasks_failed + tasks)
+            more = {name: getattr(tier, name) + n for name, n in self._local.items()}
+        return replace(tier, **more)
 
     def take_figures(self) -> Counter[str]:
         """See `BaseTier`. Each increase of the service's totals goes to only one of its clients."""
@@ -511,14 +441,3 @@ class StorageClient(BaseTier):
 
     def __repr__(self) -> str:
         return f"<StorageClient of {self.cache.name!r}>"
-
-
-def _body(ask: Ask) -> bytes:
-    """The message's body. Raises StorageError if it is larger than the ring takes."""
-    keys = len(ask.keys)
-    if keys > MOST_KEYS:
-        raise StorageError(f"{keys} keys are more than one task may have, {MOST_KEYS}")
-    return ask.pack()
-
-
-__all__ = ["ClientTask", "Pulse", "StorageClient"]
