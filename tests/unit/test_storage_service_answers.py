@@ -20,7 +20,6 @@ from lightcache.shm.objects import OpenObject
 from lightcache.storage import StorageSpec, StorageTask, TaskState
 from lightcache.storage.service import StorageClient, StorageService, board
 from lightcache.storage.service.board import Service
-from lightcache.storage.service.client import Pulse
 from lightcache.storage.service.messages import Answer, Kind, Part
 from lightcache.storage.service.serving import Peer, Served
 from lightcache.storage.tasks import TaskProgress
@@ -57,24 +56,26 @@ def test_a_service_that_is_stopped_costs_its_clients_one_detection(
             texts = [record.getMessage() for record in caplog.records]
             assert sum("has not looked at its messages" in text for text in texts) == 1
             gate.set()
-            before = service._board.load("beat")
-            wait_until(lambda: service._board.load("beat") > before, "that it looks again")
+            later[0] = time.monotonic() - begun
+            begun_again = time.monotonic() * 1e6
+            wait_until(lambda: service._board.load("looked_us") > begun_again, "that it looks")
             again = one.prefetch(KEYS)  # at once, and no task was a probe
             assert again.wait(60.0).prefix == 20
 
 
-def test_a_service_is_silent_when_its_count_stands_still() -> None:
-    now = [0.0]
-    pulse, service = Pulse(2.0, lambda: now[0]), Service(word=5, pid=1)
-    for beat, at, expected in (
-        *((1, 0.0, False), (1, 2.0, False), (1, 2.1, True), (1, 9.0, True), (2, 9.0, False)),
-        *((2, 50.0, True), (3, 50.0, False)),  # who did not look for long sees that it counts
-    ):
-        now[0] = at
-        assert bool(pulse.silent(service, beat)) is expected
-    now[0] = 60.0
-    assert pulse.silent(service, 3)
-    assert not pulse.silent(Service(word=6, pid=1), 3)  # another one
+def test_a_service_is_silent_when_it_has_not_looked_for_long(cache: Cache) -> None:
+    now, service = [0.0], Service(word=5, pid=7)
+    with StorageClient(cache, silence=2.0, clock=lambda: now[0]) as client:
+        client._board.store(serving=1)
+        for looked, at, expected in (
+            *((1, 1.0, False), (1, 3.0, False), (1, 3.1, True), (4, 4.0, False), (4, 7.0, True)),
+            *((9, 8.0, False), (9, 50.0, True)),
+        ):
+            now[0] = at
+            client._board.store(looked_us=looked * 10**6)
+            assert ("(pid 7) has not looked" in client._silent(service)) is expected
+        client._board.store(serving=0)  # it closes
+        assert not client._silent(service)
 
 
 def test_reads_of_a_client_that_is_gone_hold_up_nobody(cache: Cache, wait_until: Wait) -> None:

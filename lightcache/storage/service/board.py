@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,15 +43,14 @@ _STATES: tuple[Any, ...] = ("closed", "open", "half-open")
 _TIER = tuple(TierStats.__dataclass_fields__)
 _TOTALS = tuple(name for name in _TIER if name not in (*GAUGES, *_COSTS, "state"))
 _FIGURES = ("clients", "state", *GAUGES, *_COSTS, *_TOTALS, *COUNTED)
-_OWN = ("service", "serving", "pid", "since_ns", "grace_us", "beat")
+_OWN = ("service", "serving", "pid", "since_ns", "grace_us", "looked_us")
 _WORDS = (*_OWN, *_FIGURES, *(f"given_{name}" for name in TAKEN))
 LAYOUT = f"messages {VERSION}; {' '.join(_WORDS)}"
 """Other releases do not attach."""
 _NAME_PART = 120  # characters of the cache's name in ours; UUID and client number need the rest
 
 
-@dataclass(frozen=True)
-class Service:
+class Service(NamedTuple):
     """A living service."""
 
     word: int
@@ -154,7 +153,12 @@ class Board:
         Args:
             grace: the tier's, which clients add to their own.
         """
+        self.look()
         self.store(grace_us=round(min(grace, 1e9) * 1e6), serving=1)
+
+    def look(self) -> None:
+        """Say when the service has last looked at its messages: a client may find it stopped."""
+        self.store(looked_us=round(time.monotonic() * 1e6))
 
     def end(self) -> None:
         """Take no more tasks. May be called again."""
@@ -176,7 +180,7 @@ class Board:
     # ---- words, statistics
 
     def load(self, name: str) -> int:
-        """A word. `beat` grows while the service reads its messages."""
+        """A word."""
         return self._words[name].load()
 
     def store(self, **words: int) -> None:
@@ -326,16 +330,16 @@ def answers_name(cache: Cache, pid: int, client: int) -> str:
 
 def tasks_ring(cache: Cache, lock_timeout: float = LOCK_SECONDS) -> SharedRing:
     """The ring of tasks, created if it does not exist."""
-    how: dict[str, Any] = {"group": _group_of(cache), "lock_timeout": lock_timeout}
-    name = f"{ring_prefix(cache)}tasks"
-    return SharedRing.open(name, capacity=TASKS, message_bytes=PART_BYTES, **how)
+    sizes: dict[str, Any] = {"capacity": TASKS, "message_bytes": PART_BYTES}
+    how = {"group": _group_of(cache), "lock_timeout": lock_timeout}
+    return SharedRing.open(f"{ring_prefix(cache)}tasks", **sizes, **how)
 
 
 def make_answers(cache: Cache, pid: int, client: int) -> SharedRing:
     """Create the ring of a client's answers."""
-    how: dict[str, Any] = {"group": _group_of(cache), "lock_timeout": LOCK_SECONDS}
-    name = answers_name(cache, pid, client)
-    return SharedRing.create(name, capacity=ANSWERS, message_bytes=ANSWER_BYTES, **how)
+    sizes: dict[str, Any] = {"capacity": ANSWERS, "message_bytes": ANSWER_BYTES}
+    how = {"group": _group_of(cache), "lock_timeout": LOCK_SECONDS}
+    return SharedRing.create(answers_name(cache, pid, client), **sizes, **how)
 
 
 def find_answers(cache: Cache, pid: int, client: int) -> SharedRing:
@@ -344,8 +348,8 @@ def find_answers(cache: Cache, pid: int, client: int) -> SharedRing:
     Raises:
         NotReady: it is gone; or its client was stopped while it left it, or while it was swept.
     """
-    how: dict[str, Any] = {"group": _group_of(cache), "lock_timeout": LOCK_SECONDS}
-    return SharedRing.attach(answers_name(cache, pid, client), timeout=LOCK_SECONDS, **how)
+    how: dict[str, Any] = {"timeout": LOCK_SECONDS, "lock_timeout": LOCK_SECONDS}
+    return SharedRing.attach(answers_name(cache, pid, client), group=_group_of(cache), **how)
 
 
 def _group_of(cache: Cache) -> int | None:

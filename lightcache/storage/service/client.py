@@ -44,43 +44,6 @@ SLICE = 0.05  # seconds of waiting for an answer between checks of the service
 _AT_ONCE = 64  # answers
 
 
-class Pulse:
-    """Detects a stopped service. A service that reads its messages increments a word of the board
-    four times a second; a stopped one is not asked until it increments the word again."""
-
-    def __init__(self, seconds: float, clock: Clock) -> None:
-        """
-        Args:
-            seconds: time without an increment after which the service counts as stopped.
-        """
-        self._seconds, self._clock = seconds, clock
-        self._lock = threading.Lock()
-        self._seen: tuple[int, int] | None = None
-        self._since = 0.0
-        self._silent = False
-
-    def silent(self, service: Service, beat: int) -> str:
-        """Why the service is not asked; empty: it is. Logs when it becomes silent.
-
-        Args:
-            beat: the current value of the word.
-        """
-        with self._lock:
-            now = self._clock()
-            if self._seen != (service.word, beat):
-                self._seen, self._since = (service.word, beat), now
-            was, self._silent = self._silent, now - self._since > self._seconds
-            if not self._silent:
-                return ""
-        why = (
-            f"the storage service (pid {service.pid}) has not looked at its messages for "
-            f"{self._seconds:g} s, as if it was stopped; it is asked again when it does"
-        )
-        if not was:
-            log.warning("%s", why)
-        return why
-
-
 class ClientTask:
     """The client's side of a task: its `TaskOwner`."""
 
@@ -164,8 +127,8 @@ class StorageClient(BaseTier):
         check_cache(cache)
         self.cache, self.timeout, self.grace, self.clock = cache, timeout, grace, clock
         self._page_tokens = cache.index.segment.config.get("page_tokens")
-        self._pulse = Pulse(silence, clock)
-        self._missing = False  # the warning that there is no service was logged
+        self._silence = silence
+        self._warned = ""  # why the service is not asked, as it was logged
         self._pid, self._client = os.getpid(), secrets.randbits(64)
         self._numbers = itertools.count(1)
         self._held_until = 0.0  # until then no calls: another process held the ring's lock
@@ -238,7 +201,6 @@ class StorageClient(BaseTier):
                 self._held_until = time.monotonic() + HELD
             return self._refuse(progress, f"the storage service cannot be asked: {error}")
         with self._changed:  # after the push: the listening thread does not delay it
-            self._missing = False
             self._changed.notify_all()
         return task.task
 
@@ -251,26 +213,37 @@ class StorageClient(BaseTier):
         """The service to ask.
 
         Raises:
-            StorageError: there is none; the message says why.
+            StorageError: there is none; the message says why. Logged once.
             Detached: the board was removed.
         """
-        name = self.cache.name
-        service = self._board.service()
+        name, service = self.cache.name, self._board.service()
         if service is None or not self._board.load("serving"):
             why = (
                 f"no storage service serves {name!r}; `lightcache storage {name} --url ...` "
                 "starts one"
             )
-            with self._changed:
-                first, self._missing = not self._missing, True
-            if first:
-                log.warning("%s", why)
-            raise StorageError(why)
-        if reason := self._pulse.silent(service, self._board.load("beat")):
-            raise StorageError(reason)
+        else:
+            why = self._silent(service)
+        with self._changed:
+            first, self._warned = why != self._warned, why
+        if why and first:
+            log.warning("%s", why)
         if time.monotonic() < self._held_until:
-            raise StorageError("another process holds the lock of the storage service's ring")
+            why = why or "another process holds the lock of the storage service's ring"
+        if why or service is None:
+            raise StorageError(why)
         return service
+
+    def _silent(self, service: Service) -> str:
+        """Why a service counts as stopped: it has not looked at its messages for long. Empty: it
+        does not; one that closes is not judged."""
+        late = self.clock() - self._board.load("looked_us") / 1e6 > self._silence
+        if not late or not self._board.load("serving"):
+            return ""
+        return (
+            f"the storage service (pid {service.pid}) has not looked at its messages for "
+            f"{self._silence:g} s, as if it was stopped; it is asked again when it does"
+        )
 
     def _refuse(self, progress: TaskProgress, reason: str) -> StorageTask:
         progress.owner = None
@@ -355,10 +328,7 @@ class StorageClient(BaseTier):
         """Give up tasks whose service is gone or silent, and overdue ones."""
         every = self._all_asked()
         service = self._board.service()  # after the list: a later task may be for the next service
-        silent = ""
-        if service is not None and self._board.load("serving"):  # a closing one does not count
-            silent = self._pulse.silent(service, self._board.load("beat"))
-        lost = [(task, why) for task in every if (why := self._lost(task, service) or silent)]
+        lost = [(task, why) for task in every if (why := self._lost(task, service))]
         # The ring may hold answers from before the service ended, or from the time in which this
         # process was stopped. Bounded, as the service may keep answering.
         for _ in range(board.ANSWERS // _AT_ONCE if lost else 0):
@@ -375,7 +345,7 @@ class StorageClient(BaseTier):
         if task.end.passed:
             silent = f"the storage service (pid {service.pid}) does not say how far it is"
             return f"{task.deadline.reason}; {silent}"
-        return ""
+        return self._silent(service)
 
     def _all_asked(self) -> list[ClientTask]:
         with self._changed:

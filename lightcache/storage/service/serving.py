@@ -135,7 +135,8 @@ class StorageService:
         self._most = _arguments.count(most, "most", 1, 1 << 24)
         self._counted: Counter[str] = Counter()
         self._ending, self._over = Event(), Event()
-        self._why = ""
+        self.why = ""
+        """Why it ended by itself; empty: it did not."""
         self._looked = self._swept = 0.0
         self._publishing = threading.Lock()
         self._last: ServiceStats | None = None
@@ -172,10 +173,10 @@ class StorageService:
             while not self._ending.is_set():
                 self._turn(_IDLE)
         except LightcacheError as error:
-            self._why = str(error)
-            log.warning("the storage service of %r ends: %s", self.cache.name, self._why)
+            self.why = str(error)
+            log.warning("the storage service of %r ends: %s", self.cache.name, self.why)
         except Exception as error:  # our own bug
-            self._why = repr(error)
+            self.why = repr(error)
             log.exception("the storage service of %r ends", self.cache.name)
         finally:
             with contextlib.suppress(LightcacheError):
@@ -211,7 +212,7 @@ class StorageService:
     def _look_around(self) -> None:
         self._looked = time.monotonic()
         self.cache.index.segment.check_usable()
-        self._board.store(beat=self._board.load("beat") + 1)
+        self._board.look()
         self._drop_peers(alive=False)
         with self._lock:
             orphans = [served for served in self._tasks.values() if not served.peer.there]
@@ -349,11 +350,6 @@ class StorageService:
         when the cache was removed (see `why`). False: `timeout` seconds have passed."""
         return self._over.wait(timeout)
 
-    @property
-    def why(self) -> str:
-        """Why it ended by itself; empty: it did not."""
-        return self._why
-
     def close(self, timeout: float = 10.0) -> bool:
         """Take no new tasks, finish queued ones, cancel those that remain, and close. May be called
         again, even after an interrupt.
@@ -388,7 +384,7 @@ class StorageService:
     def _take_the_rest(self, deadline: Deadline) -> None:
         """Take the messages that were in the ring when it closed. A turn may take none although
         some are left: with `most` tasks, or while another process holds the lock."""
-        while not (self._why or deadline.passed):
+        while not (self.why or deadline.passed):
             if not self._turn(0.0):
                 if not len(self._ring):
                     return
