@@ -330,16 +330,16 @@ def answers_name(cache: Cache, pid: int, client: int) -> str:
 
 def tasks_ring(cache: Cache, lock_timeout: float = LOCK_SECONDS) -> SharedRing:
     """The ring of tasks, created if it does not exist."""
-    sizes: dict[str, Any] = {"capacity": TASKS, "message_bytes": PART_BYTES}
-    how = {"group": _group_of(cache), "lock_timeout": lock_timeout}
-    return SharedRing.open(f"{ring_prefix(cache)}tasks", **sizes, **how)
+    how: dict[str, Any] = {"capacity": TASKS, "message_bytes": PART_BYTES}
+    how |= {"group": _group_of(cache), "lock_timeout": lock_timeout}
+    return SharedRing.open(f"{ring_prefix(cache)}tasks", **how)
 
 
 def make_answers(cache: Cache, pid: int, client: int) -> SharedRing:
     """Create the ring of a client's answers."""
-    sizes: dict[str, Any] = {"capacity": ANSWERS, "message_bytes": ANSWER_BYTES}
-    how = {"group": _group_of(cache), "lock_timeout": LOCK_SECONDS}
-    return SharedRing.create(answers_name(cache, pid, client), **sizes, **how)
+    how: dict[str, Any] = {"capacity": ANSWERS, "message_bytes": ANSWER_BYTES}
+    how |= {"group": _group_of(cache), "lock_timeout": LOCK_SECONDS}
+    return SharedRing.create(answers_name(cache, pid, client), **how)
 
 
 def find_answers(cache: Cache, pid: int, client: int) -> SharedRing:
