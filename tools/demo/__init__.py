@@ -57,7 +57,7 @@ def demo(ctx: click.Context, /, svg: str | None, as_json: bool, **options: Any) 
 
     Each turn of a conversation goes to another worker. Halfway, a worker is killed in the middle of
     an offload. Then everything ends and starts again with an empty cache, and conversations
-    continue with what storage has. Finally the index is checked, and some turns are computed again
+    continue with what storage has. Finally the index is checked, and turns are computed again
     from nothing. Exit status 0: all of it held.
     """
     from lightcache.tools.demo.report import Show
