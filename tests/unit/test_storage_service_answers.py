@@ -102,8 +102,9 @@ def test_reads_of_a_client_that_is_gone_hold_up_nobody(cache: Cache, wait_until:
     assert reads == [3, 20, 2]  # the one that was begun, the other client's, and the write
 
 
-def test_a_full_queue_refuses(cache: Cache) -> None:
-    with StorageService(cache, full(cache), most=1) as service, StorageClient(cache) as client:
+def test_a_full_queue_refuses(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightcache.storage.service.serving.MOST_TASKS", 1)
+    with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
         gate = silent(service)
         tasks = [client.prefetch(KEYS) for _ in range(board.TASKS + 40)]
         refused = [task for task in tasks if task.ended]
@@ -148,7 +149,7 @@ def test_answers_that_nobody_reads_are_lost(cache: Cache, wait_until: Wait) -> N
         StorageService(cache, full(cache), grace=0.0) as service,
         StorageClient(cache, grace=0.0, clock=clock) as client,
     ):
-        client._messages = lambda timeout: []  # type: ignore[method-assign]
+        client._hear = lambda timeout: time.sleep(0.01)  # type: ignore[method-assign]
         ring = board.find_answers(cache, client._pid, client._client)
         while ring.push_many([b"x"] * 256):
             pass
@@ -162,7 +163,7 @@ def test_answers_that_nobody_reads_are_lost(cache: Cache, wait_until: Wait) -> N
 
 def test_an_end_that_found_no_room_is_told_again(cache: Cache, wait_until: Wait) -> None:
     with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
-        client._messages = lambda timeout: []  # type: ignore[method-assign]
+        client._hear = lambda timeout: time.sleep(0.01)  # type: ignore[method-assign]
         with board.find_answers(cache, client._pid, client._client) as ring:
             while ring.push_many([b"x"] * 256):
                 pass
@@ -173,7 +174,7 @@ def test_an_end_that_found_no_room_is_told_again(cache: Cache, wait_until: Wait)
             pushes, whole = [], peer.tell
             peer.tell = lambda some, **how: (pushes.append(some), whole(some, **how))[1]  # type: ignore
             wait_until(lambda: len(pushes) >= 2, "that it is tried again, in vain")
-            del client._messages
+            del client._hear
             assert task.wait(60.0).loaded == 20
         assert service.stats().lost > 1
 
@@ -181,7 +182,7 @@ def test_an_end_that_found_no_room_is_told_again(cache: Cache, wait_until: Wait)
 def test_nothing_is_told_again_to_who_is_gone(cache: Cache, wait_until: Wait) -> None:
     with StorageService(cache, full(cache)) as service:
         with StorageClient(cache) as client:
-            client._messages = lambda timeout: []  # type: ignore[method-assign]
+            client._hear = lambda timeout: time.sleep(0.01)  # type: ignore[method-assign]
             with board.find_answers(cache, client._pid, client._client) as ring:
                 while ring.push_many([b"x"] * 256):
                     pass
@@ -234,9 +235,9 @@ def test_answers_go_out_though_figures_do_not(cache: Cache) -> None:
 
 def test_answers_that_cannot_be_taken_out(cache: Cache) -> None:
     with StorageService(cache, full(cache)), StorageClient(cache) as client:
-        client._messages = failing(CacheCorrupted("broken"))  # type: ignore[method-assign]
+        client._hear = failing(CacheCorrupted("broken"))  # type: ignore[method-assign]
         assert "cannot be heard: broken" in client.prefetch(KEYS).wait(60.0).reasons[0]
-        client._messages = failing(RuntimeError("ours"))  # type: ignore[method-assign]
+        client._hear = failing(RuntimeError("ours"))  # type: ignore[method-assign]
         assert "cannot be heard: ours" in client.prefetch(KEYS).wait(60.0).reasons[0]
 
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from support.refusals import refused
 from support.serving import held_lock, ours, push, silent
 from support.storing import KEYS, Recorder, fill, full
@@ -109,10 +110,11 @@ def test_closing_a_service_of_which_a_call_hangs(cache: Cache) -> None:
 
 
 def test_closing_takes_what_stands_in_the_ring_though_it_has_its_most(
-    cache: Cache, wait_until: Wait
+    cache: Cache, wait_until: Wait, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("lightcache.storage.service.serving.MOST_TASKS", 1)
     flaky = FlakyStorage(full(cache), script={"read": [Fault("hang", at=1)]})
-    service, client = StorageService(cache, flaky, most=1), StorageClient(cache)
+    service, client = StorageService(cache, flaky), StorageClient(cache)
     tasks = [client.prefetch(KEYS)]
     assert flaky.wait_hanging()
     tasks += [client.prefetch(KEYS[:4]) for _ in range(5)]

@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightcache.cache import Cache
@@ -44,36 +44,26 @@ SLICE = 0.05  # seconds of waiting for an answer between checks of the service
 _AT_ONCE = 64  # answers
 
 
+@dataclass(eq=False)
 class ClientTask:
     """The client's side of a task: its `TaskOwner`."""
 
-    def __init__(
-        self,
-        client: StorageClient,
-        number: int,
-        progress: TaskProgress,
-        deadline: Deadline,
-        service: Service,
-    ) -> None:
-        """Pushes nothing yet."""
-        self.number, self.progress, self.task = number, progress, StorageTask(progress)
-        self.deadline, self.service, self._client = deadline, service, client
-        self.extend(deadline.left)
-        progress.owner = self
-
-    def extend(self, seconds: float) -> None:
-        """Set when the task is given up if the service has not answered: after these seconds, the
-        service's grace and the client's."""
-        self.end = Deadline(seconds + self._client.patience, self._client.clock)
+    client: StorageClient
+    number: int
+    progress: TaskProgress
+    deadline: Deadline
+    service: Service
+    end: Deadline
+    """When the task is given up if the service has not answered."""
 
     def stop(self) -> None:
         """See `StorageTask.stop`."""
-        self._client.tell(Kind.STOP, self)
+        self.client.tell(Kind.STOP, self)
 
     def cancel(self) -> None:
         """See `StorageTask.cancel`."""
-        if not self.task.ended and not self._client.tell(Kind.CANCEL, self):
-            self._client.give_up(self, "cancelled; the storage service could not be told")
+        if not self.progress.ended and not self.client.tell(Kind.CANCEL, self):
+            self.client.give_up(self, "cancelled; the storage service could not be told")
 
     def publish(self, pages: int) -> StorageTask:
         """See `StorageTask.publish`."""
@@ -180,34 +170,38 @@ class StorageClient(BaseTier):
         progress = TaskProgress("write" if call == "write" else "read", pages, self._page_tokens)
         space = self.cache.index.default_namespace if namespace is None else namespace
         kind, end = Kind[call.upper()], self.clock() + deadline.left
-        task: ClientTask | None = None
+        number = next(self._numbers)
         try:
             service = self._serving()
             if len(keys) > MOST_KEYS:
                 raise StorageError(f"{len(keys)} keys are more than one task may have, {MOST_KEYS}")
             body = Ask(kind, end, deadline.timeout, keys, space, how).pack()
-            task = ClientTask(self, next(self._numbers), progress, deadline, service)
+            last = self._patient(deadline.left)
+            task = progress.owner = ClientTask(self, number, progress, deadline, service, last)
             with self._changed:
                 if self._closing:
                     raise Detached("the storage client was closed")
-                self._asked[task.number] = task
-            self._push(split(kind, self._pid, self._client, task.number, body))
+                self._asked[number] = task
+            self._push(split(kind, self._pid, self._client, number, body))
         except BaseException as error:
-            if task is not None:
-                self._forget(task)
+            self._forget(number)
             if not isinstance(error, LightcacheError):
                 raise
             if isinstance(error, LockTimeout):  # of a stopped process: spare later calls the wait
                 self._held_until = time.monotonic() + HELD
-            return self._refuse(progress, f"the storage service cannot be asked: {error}")
+            progress.owner = None
+            progress.count(failed=pages)
+            known = isinstance(error, StorageError)
+            self._end(
+                progress, f"{'' if known else 'the storage service cannot be asked: '}{error}"
+            )
         with self._changed:  # after the push: the listening thread does not delay it
             self._changed.notify_all()
-        return task.task
+        return StorageTask(progress)
 
-    @property
-    def patience(self) -> float:
-        """Seconds after a task's time until it is given up: `grace`, and that of the service."""
-        return self.grace + self._board.load("grace_us") / 1e6
+    def _patient(self, seconds: float) -> Deadline:
+        """The end of a task's time, of `grace`, and of that of the service."""
+        return Deadline(seconds + self.grace + self._board.load("grace_us") / 1e6, self.clock)
 
     def _serving(self) -> Service:
         """The service to ask.
@@ -244,12 +238,6 @@ class StorageClient(BaseTier):
             f"the storage service (pid {service.pid}) has not looked at its messages for "
             f"{self._silence:g} s, as if it was stopped; it is asked again when it does"
         )
-
-    def _refuse(self, progress: TaskProgress, reason: str) -> StorageTask:
-        progress.owner = None
-        progress.count(failed=progress.pages)
-        self._end(progress, reason)
-        return StorageTask(progress)
 
     def _push(self, parts: list[bytes]) -> None:
         """Push parts into the service's ring.
@@ -298,15 +286,11 @@ class StorageClient(BaseTier):
             self._changed.wait_for(lambda: self._asked or self._closing)
             return bool(self._asked)
 
-    def _messages(self, timeout: float) -> list[bytes]:
-        try:
-            return self._answers.pop_many(_AT_ONCE) or [self._answers.pop(timeout=timeout)]
-        except (WaitTimeout, LockTimeout):
-            return []
-
     def _hear(self, timeout: float) -> bool:
         """Process some answers; wait for one. False: none came."""
-        messages = self._messages(timeout)
+        messages: list[bytes] = []
+        with contextlib.suppress(WaitTimeout, LockTimeout):
+            messages = self._answers.pop_many(_AT_ONCE) or [self._answers.pop(timeout=timeout)]
         for message in messages:
             try:
                 answer = Answer.unpack(message)
@@ -318,9 +302,10 @@ class StorageClient(BaseTier):
             if task is None:
                 continue  # given up meanwhile
             if answer.state in (TaskState.FINISHED, TaskState.FAILED):
-                self._forget(task)
+                self._forget(task.number)
             elif answer.prefix > task.progress.prefix and task.progress.kind == "write":
-                task.extend(task.deadline.timeout)  # it gets its whole time again, see `WriteJob`
+                # It gets its whole time again, see `WriteJob`.
+                task.end = self._patient(task.deadline.timeout)
             task.progress.replace(answer.state, answer.prefix, answer.counts, answer.reasons)
         return bool(messages)
 
@@ -353,12 +338,12 @@ class StorageClient(BaseTier):
 
     def give_up(self, task: ClientTask, reason: str) -> None:
         """End a task as FAILED, unless it has ended."""
-        if self._forget(task):
+        if self._forget(task.number):
             self._end(task.progress, reason)
 
-    def _forget(self, task: ClientTask) -> bool:
+    def _forget(self, number: int) -> bool:
         with self._changed:
-            known = self._asked.pop(task.number, None) is not None
+            known = self._asked.pop(number, None) is not None
             self._changed.notify_all()
             return known
 

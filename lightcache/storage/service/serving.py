@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
-from lightcache import _arguments
 from lightcache.cache import Cache
 from lightcache.errors import Detached, LightcacheError, LockTimeout, WaitTimeout
 from lightcache.shm import SharedRing, sweep
@@ -26,6 +25,8 @@ from lightcache.storage.service.messages import Answer, Ask, Kind, Malformed, Pa
 from lightcache.storage.tasks import COUNTS, StorageTask, TaskState
 from lightcache.storage.tier import StorageTier
 
+MOST_TASKS = 4096
+"""At a time. Further ones wait in the ring; when it is full, clients are refused."""
 _IDLE = 0.05  # seconds of waiting for a message
 _PAUSE = 0.01  # seconds between checks whether more tasks may be taken
 _LOOK = 0.25  # seconds between checks of clients, unsent answers and the cache
@@ -118,13 +119,11 @@ class StorageService:
     forked child.
     """
 
-    def __init__(self, cache: Cache, storage: Storage, *, most: int = 4096, **tier: Any) -> None:
+    def __init__(self, cache: Cache, storage: Storage, **tier: Any) -> None:
         """Begins to serve.
 
         Args:
             storage: a storage opened with this cache's spec, `StorageSpec.of(cache)`.
-            most: maximum number of tasks at a time; further ones wait in the ring. When the ring is
-                full, clients are refused.
             tier: arguments of `StorageTier`.
 
         Raises:
@@ -132,7 +131,6 @@ class StorageService:
             ConfigError, LayoutMismatch, PermissionDenied: as `StorageTier`.
         """
         self.cache = cache
-        self._most = _arguments.count(most, "most", 1, 1 << 24)
         self._counted: Counter[str] = Counter()
         self._ending, self._over = Event(), Event()
         self.why = ""
@@ -187,7 +185,7 @@ class StorageService:
     def _turn(self, timeout: float) -> int:
         """Take messages out of the ring, and do what is due. Returns the number of messages."""
         messages: list[bytes] = []
-        if len(self._tasks) >= self._most:
+        if len(self._tasks) >= MOST_TASKS:
             self._counted["full"] += 1
             self._ending.wait(min(timeout, _PAUSE))
         else:
@@ -383,7 +381,7 @@ class StorageService:
 
     def _take_the_rest(self, deadline: Deadline) -> None:
         """Take the messages that were in the ring when it closed. A turn may take none although
-        some are left: with `most` tasks, or while another process holds the lock."""
+        some are left: with `MOST_TASKS`, or while another process holds the lock."""
         while not (self.why or deadline.passed):
             if not self._turn(0.0):
                 if not len(self._ring):
