@@ -191,10 +191,9 @@ class StorageClient(BaseTier):
                 self._held_until = time.monotonic() + HELD
             progress.owner = None
             progress.count(failed=pages)
-            known = isinstance(error, StorageError)
-            self._end(
-                progress, f"{'' if known else 'the storage service cannot be asked: '}{error}"
-            )
+            told = isinstance(error, StorageError)
+            why = str(error) if told else f"the storage service cannot be asked: {error}"
+            self._end(progress, why)
         with self._changed:  # after the push: the listening thread does not delay it
             self._changed.notify_all()
         return StorageTask(progress)
