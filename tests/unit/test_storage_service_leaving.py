@@ -38,7 +38,7 @@ def test_an_answer_that_cannot_be_made_takes_no_other_along(cache: Cache) -> Non
             assert client.prefetch(KEYS).wait(60.0).loaded == 20
             assert "does not say how far it is" in lost.wait(60.0).reasons[0]
         assert failed
-        assert service.stats().lost == len(failed)
+        assert service.stats().lost >= len(failed) > 0
         assert not service._tasks
 
 
@@ -118,7 +118,7 @@ def _refused(calls: list[Callable[[], object]]) -> int:
 # ---------------------------------------------------------------- other threads
 
 
-@pytest.mark.parametrize("name", ["read", "service"])
+@pytest.mark.parametrize("name", ["stats", "service"])
 def test_closing_waits_for_who_looks(cache: Cache, wait_until: Wait, name: str) -> None:
     board = Board.open(cache)
     board.claim()

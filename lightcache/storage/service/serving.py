@@ -7,10 +7,11 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
-from lightcache import _arguments
 from lightcache.cache import Cache
 from lightcache.errors import Detached, LightcacheError, LockTimeout, WaitTimeout
 from lightcache.shm import SharedRing, sweep
@@ -19,28 +20,28 @@ from lightcache.shm.waiting import Event
 from lightcache.storage.common import Deadline, log
 from lightcache.storage.protocol import Storage
 from lightcache.storage.service import board
-from lightcache.storage.service.board import COUNTED, Board, Phase, ServiceStats, stats_of
+from lightcache.storage.service.board import Board, ServiceStats
 from lightcache.storage.service.messages import Answer, Ask, Kind, Malformed, Part, PartBuffer
 from lightcache.storage.tasks import COUNTS, StorageTask, TaskState
 from lightcache.storage.tier import StorageTier
 
+MOST_TASKS = 4096
+"""At a time. Further ones wait in the ring; when it is full, clients are refused."""
 _IDLE = 0.05  # seconds of waiting for a message
 _PAUSE = 0.01  # seconds between checks whether more tasks may be taken
 _LOOK = 0.25  # seconds between checks of clients, unsent answers and the cache
 _SWEEP = 10.0  # seconds between sweeps of rings of unknown clients
 _BATCH = 16  # messages taken at a time, which are lost if the service is killed
 _MUTE = 1.0  # seconds without answers for a stopped client that holds its ring's lock
-_YOUNG = 0.05  # seconds in which only the end of a task is answered at once
-_UNTOLD = 1 << 14  # maximum number of answers to repeat, of all clients
 _LONGEST = 1e6  # maximum seconds of a task, as timers have a limit
 
 
 class Peer:
     """A client of the service: the ring of its answers, and the parts of its next task."""
 
-    def __init__(self, ring: SharedRing) -> None:
+    def __init__(self, ring: SharedRing, counted: Counter[str]) -> None:
         """`ring` is attached, with a slot of our own."""
-        self.parts = PartBuffer()
+        self.parts = PartBuffer(counted)
         self.there = True
         """We have not closed its ring yet."""
         self._ring = ring
@@ -76,25 +77,21 @@ class Peer:
         """Close its ring, which is removed with the last attached process."""
         with self._lock:
             self.there = False
+            self.parts.drop()
             try:
                 self._ring.close()
             except LightcacheError as error:
                 log.warning("the ring of a client could not be left: %s", error)
 
 
+@dataclass(frozen=True, eq=False)
 class Served:
     """A client's task, and the tier's task that runs it."""
 
-    def __init__(self, peer: Peer, client: int, number: int, task: StorageTask) -> None:
-        """Just taken."""
-        self.peer, self.task = peer, task
-        self.name = (client, number)
-        self._taken = time.monotonic()
-
-    @property
-    def young(self) -> bool:
-        """True if it was taken a moment ago."""
-        return time.monotonic() - self._taken < _YOUNG
+    peer: Peer
+    name: tuple[int, int]
+    """The numbers of the client and of its task."""
+    task: StorageTask
 
     def answer(self, *, settled: bool) -> bytes:
         """The state of the task.
@@ -122,13 +119,11 @@ class StorageService:
     forked child.
     """
 
-    def __init__(self, cache: Cache, storage: Storage, *, most: int = 4096, **tier: Any) -> None:
+    def __init__(self, cache: Cache, storage: Storage, **tier: Any) -> None:
         """Begins to serve.
 
         Args:
             storage: a storage opened with this cache's spec, `StorageSpec.of(cache)`.
-            most: maximum number of tasks at a time; further ones wait in the ring. When the ring is
-                full, clients are refused.
             tier: arguments of `StorageTier`.
 
         Raises:
@@ -136,10 +131,10 @@ class StorageService:
             ConfigError, LayoutMismatch, PermissionDenied: as `StorageTier`.
         """
         self.cache = cache
-        self._most = _arguments.count(most, "most", 1, 1 << 24)
         self._counted: Counter[str] = Counter()
         self._ending, self._over = Event(), Event()
-        self._why = ""
+        self.why = ""
+        """Why it ended by itself; empty: it did not."""
         self._looked = self._swept = 0.0
         self._publishing = threading.Lock()
         self._last: ServiceStats | None = None
@@ -147,16 +142,15 @@ class StorageService:
         self._peers: dict[tuple[int, int], Peer] = {}
         self._lock = threading.RLock()  # for the next two
         self._tasks: dict[tuple[int, int], Served] = {}
-        self._untold: dict[Served, bool] = {}
-        """Tasks whose last answer is to be repeated, and whether it was counted as lost."""
+        self._untold: set[Served] = set()
+        """Tasks whose state is to be told."""
         with contextlib.ExitStack() as stack:
             self._tier = StorageTier(cache, storage, **tier)
             stack.callback(self._tier.close, 0.0)
             self._board = Board.open(cache)
             stack.callback(self._board.close)
             self._board.claim()
-            stack.callback(self._board.end, Phase.NONE)
-            self._base = self._board.read()
+            stack.callback(self._board.leave)
             with contextlib.suppress(LockTimeout):  # any process that needs pages reaps too
                 cache.reap()  # the earlier service may have been killed
             self._ring = board.tasks_ring(cache)
@@ -166,7 +160,7 @@ class StorageService:
                 target=self._serve, name="lightcache-storage-service", daemon=True
             )
             # Before the thread starts, which may end at once and close the board for tasks.
-            self._board.begin(self._tier.options)
+            self._board.begin(self._tier.options.grace)
             self._thread.start()
             stack.pop_all()
 
@@ -177,21 +171,21 @@ class StorageService:
             while not self._ending.is_set():
                 self._turn(_IDLE)
         except LightcacheError as error:
-            self._why = str(error)
-            log.warning("the storage service of %r ends: %s", self.cache.name, self._why)
+            self.why = str(error)
+            log.warning("the storage service of %r ends: %s", self.cache.name, self.why)
         except Exception as error:  # our own bug
-            self._why = repr(error)
+            self.why = repr(error)
             log.exception("the storage service of %r ends", self.cache.name)
         finally:
             with contextlib.suppress(LightcacheError):
                 if not self._ending.is_set():  # it ended by itself: clients must stop asking
-                    self._board.end(Phase.CLOSING)
+                    self._board.end()
             self._over.set()
 
     def _turn(self, timeout: float) -> int:
         """Take messages out of the ring, and do what is due. Returns the number of messages."""
         messages: list[bytes] = []
-        if len(self._tasks) >= self._most:
+        if len(self._tasks) >= MOST_TASKS:
             self._counted["full"] += 1
             self._ending.wait(min(timeout, _PAUSE))
         else:
@@ -209,12 +203,14 @@ class StorageService:
                 log.exception("a message to the storage service could not be used")
         if time.monotonic() - self._looked >= _LOOK:
             self._look_around()
+        elif not messages:
+            self._repeat()
         return len(messages)
 
     def _look_around(self) -> None:
         self._looked = time.monotonic()
         self.cache.index.segment.check_usable()
-        self._board.count_beat()
+        self._board.look()
         self._drop_peers(alive=False)
         with self._lock:
             orphans = [served for served in self._tasks.values() if not served.peer.there]
@@ -241,50 +237,44 @@ class StorageService:
             return
         with self._lock:
             known = self._tasks.get((part.client, part.task))
-        if part.kind is Kind.STOP and known is not None:
-            known.task.stop()
-        if part.kind is Kind.CANCEL and known is not None:
-            known.task.cancel()
         if part.kind in (Kind.STOP, Kind.CANCEL):
+            if known is not None:
+                (known.task.stop if part.kind is Kind.STOP else known.task.cancel)()
             return
         body = peer.parts.add(part)
         if body is None:
             return
         if known is not None:
             raise Malformed(f"a second task of number {part.task}")
-        served = Served(peer, part.client, part.task, self._begin(part, Ask.unpack(body)))
+        task = self._begin(Ask.unpack(part.kind, body), part.client)
+        served = Served(peer, (part.client, part.task), task)
         with self._lock:
             self._tasks[served.name] = served
-        served.task.progress.watch(lambda: self._tell(served))
+        task.progress.watch(lambda: self._tell(served))
 
-    def _begin(self, part: Part, ask: Ask) -> StorageTask:
-        tier = self._tier
-        left = min(ask.end - tier.options.clock(), ask.timeout, _LONGEST)
-        how: Any = {"namespace": ask.namespace, "timeout": left}
+    def _begin(self, ask: Ask, client: int) -> StorageTask:
+        how = dict(ask.arguments)
+        left = min(ask.end - self._tier.options.clock(), ask.timeout, _LONGEST)
         try:
             if left <= 0:
                 self._counted["late"] += 1
                 raise WaitTimeout(
                     f"timed out: not done within {ask.timeout:g} s, all of it in the queue"
                 )
-            if part.kind is Kind.WRITE:
-                # The same number from two clients means different requests.
-                request = None if ask.request is None else (part.client, ask.request)
-                return tier.write(ask.keys, request, tokens=ask.tokens, **how)
-            if part.kind is Kind.PREFETCH:
-                return tier.prefetch(ask.keys, ask.start, **how)
-            how |= {"groups": ask.groups, "start": ask.start, "step": ask.step, "most": ask.most}
-            return tier.prefetch_last_ready(ask.keys, **how)
+            if how.get("request") is not None:  # that of another client is another request
+                how["request"] = (client, how["request"])
+            begin: Callable[..., StorageTask] = getattr(self._tier, ask.kind.name.lower())
+            return begin(ask.keys, namespace=ask.namespace, timeout=left, **how)
         except LightcacheError as error:
-            pages = max(0, len(ask.keys) - ask.start)
-            return tier.failed_task("write" if part.kind is Kind.WRITE else "read", pages, error)
+            kind: Literal["write", "read"] = "write" if ask.kind is Kind.WRITE else "read"
+            return self._tier.failed_task(kind, max(0, len(ask.keys) - ask.start), error)
 
     def _peer(self, pid: int, client: int) -> Peer | None:
         """The sender of a message; None: it is gone."""
         peer = self._peers.get((pid, client))
         if peer is None:
             try:
-                peer = Peer(board.find_answers(self.cache, pid, client))
+                peer = Peer(board.find_answers(self.cache, pid, client), self._counted)
             except LightcacheError:
                 return None
             if not peer.alive:
@@ -297,73 +287,59 @@ class StorageService:
         """Close the rings of clients that are gone; with `alive`, of all clients."""
         for name, peer in list(self._peers.items()):
             if alive or not peer.alive:
-                peer.close()
                 del self._peers[name]
-                self._counted["halves"] += peer.parts.dropped + peer.parts.waiting
+                peer.close()
 
     # ---- answers
 
-    def _tell(self, served: Served) -> None:
-        """Push the state of a task to its client, in the thread that changed it. If the ring is
-        full, the answer is repeated while the client is there: no other answer follows the end of a
-        task, and the client would wait until the task's time is up."""
+    def _tell(self, served: Served, *, due: bool = False) -> None:
+        """Push the state of a task to its client: its end at once, in the thread that ended it, and
+        what was before a moment later (`due`), as the end usually follows. What could not be pushed
+        is repeated while the client is there: no other answer follows the end of a task, and the
+        client would wait until the task's time is up."""
         settled = served.task.progress.settled
-        if not settled and served.young:  # usually its end follows at once
-            with self._lock:
-                self._untold.setdefault(served, False)
-            return
-        if settled:
-            try:
-                self._publish()
-            except Exception:  # statistics may be late; the client waits for the answer
-                log.exception("figures of the storage service could not be published")
+        with self._lock:
+            self._untold.add(served)
+            if not (settled or due):
+                return
+            self._untold.discard(served)  # before: another thread may add it meanwhile
         try:
+            if settled:
+                self._publish()
             told = served.peer.tell(served, settled=settled)
         except Exception:  # our own bug: the thread has other tasks
             log.exception("an answer of the storage service could not be made")
-            self._counted["lost"] += 1
-            told = True
+            told = False
         with self._lock:
             if settled:
                 self._tasks.pop(served.name, None)
-            counted = self._untold.pop(served, False)
-            if not told:
-                self._counted["lost"] += not counted
-                if served.peer.there and len(self._untold) < _UNTOLD:
-                    self._untold[served] = True
+            self._counted["lost"] += not told
+            if served.peer.there and not told:
+                self._untold.add(served)
 
     def _repeat(self) -> None:
         with self._lock:
             untold = list(self._untold)
         for served in untold:
-            self._tell(served)
+            self._tell(served, due=True)
 
     # ---- statistics
 
     def _publish(self) -> None:
-        with self._publishing:
-            counted = {name: self._counted[name] for name in COUNTED}
-            peers = list(self._peers.values())
-            counted["halves"] += sum(peer.parts.dropped for peer in peers)
-            with contextlib.suppress(Detached):
-                stats = self._tier.stats()
-                self._board.publish(stats, self._base, clients=len(peers), **counted)
+        with self._publishing, contextlib.suppress(Detached):
+            self._board.publish(self._tier.stats(), self._counted, len(self._peers))
 
     def stats(self) -> ServiceStats:
         """Statistics as its clients see them; after `close`, the last ones."""
-        try:
-            return self._last or self._figures()
-        except Detached:
-            last = self._last
-            if last is None:
-                raise
-            return last  # closed by another thread meanwhile
-
-    def _figures(self) -> ServiceStats:
         if os.getpid() != self._pid:  # before any lock, which may have been held at the fork
             raise Detached("this storage service runs in the process that forked us")
-        self._publish()
-        return stats_of(self._board)
+        try:
+            self._publish()
+            return self._board.stats()
+        except Detached:  # perhaps closed by another thread meanwhile
+            if self._last is None:
+                raise
+            return self._last
 
     # ---- closing
 
@@ -371,11 +347,6 @@ class StorageService:
         """Block until it takes no more messages, because it was closed or ended by itself, such as
         when the cache was removed (see `why`). False: `timeout` seconds have passed."""
         return self._over.wait(timeout)
-
-    @property
-    def why(self) -> str:
-        """Why it ended by itself; empty: it did not."""
-        return self._why
 
     def close(self, timeout: float = 10.0) -> bool:
         """Take no new tasks, finish queued ones, cancel those that remain, and close. May be called
@@ -396,7 +367,7 @@ class StorageService:
         if os.getpid() != self._pid:
             return True
         deadline = Deadline(timeout)
-        self._board.end(Phase.CLOSING)
+        self._board.end()
         self._ending.set()
         self._thread.join()
         if not self._closed:
@@ -410,8 +381,8 @@ class StorageService:
 
     def _take_the_rest(self, deadline: Deadline) -> None:
         """Take the messages that were in the ring when it closed. A turn may take none although
-        some are left: with `most` tasks, or while another process holds the lock."""
-        while not (self._why or deadline.passed):
+        some are left: with `MOST_TASKS`, or while another process holds the lock."""
+        while not (self.why or deadline.passed):
             if not self._turn(0.0):
                 if not len(self._ring):
                     return
@@ -423,9 +394,9 @@ class StorageService:
         self._drop_peers(alive=True)
         self._publish()  # after the peers, which count their incomplete tasks
         with contextlib.suppress(LightcacheError):  # the board was removed
-            self._last = self._last or stats_of(self._board)
+            self._last = self._last or self._board.stats()
         with self._publishing:  # no thread publishes statistics after this
-            self._board.end(Phase.NONE)
+            self._board.leave()
         self._ring.close()
         self._board.close()
         self._closed = True
@@ -443,6 +414,3 @@ class StorageService:
 
     def __repr__(self) -> str:
         return f"<StorageService of {self.cache.name!r}>"
-
-
-__all__ = ["Peer", "Served", "StorageService"]
