@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
