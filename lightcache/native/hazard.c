@@ -12,7 +12,6 @@
 #define EARLY 100             /* pages named before the first recomputation */
 #define SMALL 8192            /* pages; smaller caches change faster than they are replaced */
 #define SMALL_PERIOD 1000
-#define CLAIM_TICKS 250000
 
 uint64_t lch_bytes(uint64_t pages) {
     return sizeof(lch_root) + lch_ghost_lines(pages) * LCH_GHOST_WAYS * sizeof(uint64_t) +
@@ -67,7 +66,7 @@ bool lch_due(lch *l, uint64_t tick) {
     uint64_t period = named / 8 < l->period ? named / 8 : l->period;
     if (LC_LIKELY(since < (period < EARLY ? EARLY : period))) return false;
     uint64_t claimed = lc_load(&root->claimed);
-    if (claimed && tick - claimed < CLAIM_TICKS) return false;
+    if (claimed && tick - claimed < LCH_CLAIM_TICKS) return false;
     return atomic_compare_exchange_strong_explicit(&root->claimed, &claimed, tick ? tick : 1,
                                                    memory_order_relaxed, memory_order_relaxed);
 }
@@ -147,9 +146,9 @@ static void add(const counts *c, uint32_t class, rates hits, rates ends) {
 static void worths(const rates rate, float worth[LCH_AGES]) {
     double ends[LCH_AGES], time[LCH_AGES];
     for (uint32_t age = 0; age < LCH_AGES; age++) {
-        double x = rate[age] * width(age);
-        ends[age] = 1 - 1 / (1 + x + x * x / 2); /* near enough to 1 - exp(-x) */
-        time[age] = ends[age] / rate[age];
+        double x = rate[age] * width(age), left = 1 / (1 + x + x * x / 2); /* nearly exp(-x) */
+        ends[age] = x * (1 + x / 2) * left;
+        time[age] = width(age) * (1 + x / 2) * left;
     }
     for (uint32_t from = 0; from < LCH_AGES; from++) {
         double left = 1, uses = 0, spent = 0, best = 0;

@@ -101,10 +101,10 @@ typedef struct lch { /* process-local */
 
 /* ------------------------------------------------------------------ hazard.c */
 
-/* Bytes of the region, a multiple of 64: 128 for a page, 512 KiB at least, and the sample. */
+/* Bytes of the region: 128 for a page, 512 KiB at least; and 256 KiB, or 512 up to 8,192 pages. */
 uint64_t lch_bytes(uint64_t pages);
 
-/* A handle on a region, which begins a line. The secret selects what is sampled. */
+/* A handle on a region, which begins a line. The secret selects what is sampled, and where it lies. */
 void lch_place(lch *l, void *region, uint64_t pages, uint64_t secret, lch_read read,
                const void *context);
 
@@ -115,7 +115,8 @@ uint64_t lch_named(lch *l, lc_key key, uint32_t page, uint64_t parent, uint32_t 
 /* A page with this key and word goes, under the index's lock: remember it. */
 void lch_evicted(lch *l, lc_key key, uint64_t used, uint64_t tick);
 
-/* Is it time to recompute? Where it is, this caller is to do so: no other is told for a second. */
+#define LCH_CLAIM_TICKS 250000 /* after which a process that was to recompute is taken for dead */
+/* Is it time to recompute? Where it is, this caller is to do so, and no other is told so meanwhile. */
 bool lch_due(lch *l, uint64_t tick);
 
 /* Learn from the sample, and give the lists in the order in which pages should go. Without the lock;
