@@ -254,6 +254,82 @@ static void one_caller_at_a_time_recomputes(void) {
     end(c);
 }
 
+static uint32_t sum(const _Atomic uint32_t *count) {
+    uint32_t all = 0;
+    for (uint32_t list = 0; list < LCH_LISTS; list++) all += lc_load(&count[list]);
+    return all;
+}
+
+static void hits_are_counted_where_the_page_was(void) {
+    cache *c = new_cache(false);
+    use(c, 1, 1);
+    for (int i = 0; i < 3; i++) use(c, 1, 5);
+    for (int i = 0; i < 2; i++) { /* the second finds nothing new */
+        recompute(c);
+        CHECK_EQ(sum(c->l.root->hits), 3);
+        uint32_t never_hit = 0; /* as the page was when it was last looked at: class 0 */
+        for (uint32_t age = 0; age < LCH_AGES; age++) never_hit += lc_load(&c->l.root->hits[age]);
+        CHECK_EQ(never_hit, 3);
+    }
+    end(c);
+}
+
+static void what_the_sample_loses_sight_of_is_counted(void) {
+    cache *c = new_cache(false);
+    for (uint64_t i = 0; i < 30000; i++) lch_named(&c->l, key_of(i), 0, 0, 0, 100 + i);
+    uint32_t few = sum(c->l.root->losses);
+    for (uint64_t i = 0; i < 30000; i++) lch_named(&c->l, key_of(30000 + i), 0, 0, 0, 30100 + i);
+    CHECK(few < 15000);
+    CHECK(sum(c->l.root->losses) > few + 15000);
+    end(c);
+}
+
+static void pages_that_wait_in_vain_are_worth_less(void) {
+    cache *c = new_cache(false);
+    uint64_t used = 0;
+    for (uint64_t i = 0; i < 400; i++)
+        used = lch_named(&c->l, key_of(i), 0, 0, LCH_HINT_ENDS, c->tick += 50);
+    recompute(c);
+    uint32_t waiting = lch_list(&c->l, used, c->tick);
+    uint32_t unknown = lch_list(&c->l, used & ~(uint64_t)LCH_HINT_MAX, c->tick);
+    CHECK(waiting > unknown); /* so of equal worth it would be the later one */
+    CHECK(c->rank[waiting] < c->rank[unknown]);
+    end(c);
+}
+
+static void old_counts_are_halved(void) {
+    cache *c = new_cache(false);
+    lc_store(&c->l.root->hits[3], 60000);
+    lc_store(&c->l.root->losses[5], 10000);
+    recompute(c);
+    CHECK_EQ(lc_load(&c->l.root->hits[3]), 30000);
+    CHECK_EQ(lc_load(&c->l.root->losses[5]), 5000);
+    end(c);
+}
+
+/* 65,536 ghosts, 8 ticks a page: replaced in 2^19 ticks, of which a unit is one in 2^11. */
+static void counts_follow_the_unit(void) {
+    cache *c = new_cache(false);
+    lch_root *root = c->l.root;
+    lc_store(&root->unit, 10);
+    lc_store(&root->named, 1000);
+    lc_store(&root->computed_named, 1000);
+    lc_store(&root->computed_tick, c->tick);
+    lc_store(&root->paced_named, 1000);
+    lc_store(&root->paced_ticks, 8000);
+    lc_store(&root->hits[5], 7);
+    lc_store(&root->losses[LCH_AGES - 1], 6);
+    recompute(c);
+    CHECK_EQ(lch_unit(&c->l), 8);
+    CHECK_EQ(lc_load(&root->hits[5 + 2]), 7);
+    CHECK_EQ(lc_load(&root->losses[LCH_AGES - 1]), 6);
+    lc_store(&root->paced_ticks, 8000 * 4);
+    recompute(c);
+    CHECK_EQ(lch_unit(&c->l), 10);
+    CHECK_EQ(lc_load(&root->hits[5]), 7);
+    end(c);
+}
+
 static void what_knows_nothing_evicts_the_oldest(void) {
     cache *c = new_cache(false);
     for (uint32_t class = 0; class < LCH_CLASSES; class++)
@@ -306,6 +382,11 @@ const test hazard_tests[] = {
     TEST(ghosts_know_the_oldest_where_times_wrap),
     TEST(the_end_of_the_clock_stops_nothing),
     TEST(one_caller_at_a_time_recomputes),
+    TEST(hits_are_counted_where_the_page_was),
+    TEST(what_the_sample_loses_sight_of_is_counted),
+    TEST(pages_that_wait_in_vain_are_worth_less),
+    TEST(old_counts_are_halved),
+    TEST(counts_follow_the_unit),
     TEST(what_knows_nothing_evicts_the_oldest),
     TEST(random_bytes_do_no_harm),
     TEST(damage_is_forgotten),
