@@ -32,13 +32,13 @@ uint32_t lch_sampled_of(uint64_t pages) {
 
 /* ------------------------------------------------------------------ ghosts */
 
-/* fingerprint (bits 0..14; never 0), gen (15..18), hits (19..23), tick >> 6 (24..63). The time is above,
+/* fingerprint (bits 0..12; never 0), gen (13..16), hits (17..21), tick >> 6 (22..63). The time is above,
  * so that the smallest difference to a present just after now is the oldest, also where it wraps. */
-#define FINGERPRINT UINT64_C(0x7fff)
-#define GEN_SHIFT 15
-#define HITS_SHIFT 19
+#define FINGERPRINT UINT64_C(0x1fff)
+#define GEN_SHIFT 13
+#define HITS_SHIFT 17
 #define HITS_MAX 31
-#define TIME_SHIFT 24
+#define TIME_SHIFT 22
 #define COARSE 6
 
 static uint64_t fingerprint(uint64_t hash) {

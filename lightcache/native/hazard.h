@@ -42,10 +42,10 @@ LC_INLINE uint64_t lch_word(uint64_t tick, uint32_t hits, uint32_t gen, uint32_t
     return tick << LCH_TICK_SHIFT | (uint64_t)hits << LCH_HITS_SHIFT | gen << LCH_GEN_SHIFT |
            gap << LCH_GAP_SHIFT | hint;
 }
-/* Of a tick in the future: 0. */
+/* Modulo 2^48, where the clock wraps. Of a tick in the future: 0. */
 LC_INLINE uint64_t lch_age(uint64_t used, uint64_t now) {
-    uint64_t tick = lch_tick_of(used);
-    return now > tick ? now - tick : 0;
+    uint64_t age = (now - lch_tick_of(used)) & LCH_TICK_MAX;
+    return age <= LCH_TICK_MAX / 2 ? age : 0;
 }
 
 /* ------------------------------------------------------------------ the region */
@@ -157,14 +157,14 @@ LC_INLINE uint32_t lch_list(const lch *l, uint64_t used, uint64_t now) {
 
 /* The word of a page after a hit. */
 LC_INLINE uint64_t lch_hit(const lch *l, uint64_t used, uint64_t tick) {
-    uint64_t last = lch_tick_of(used);
-    return lch_word(last < tick ? tick : last, lch_least(lch_hits_of(used) + 1, LCH_HITS_MAX),
-                    lch_gen_of(used), lch_gap_class(l, lch_age(used, tick)), lch_hint_of(used));
+    uint64_t age = lch_age(used, tick);
+    return lch_word(age ? tick : lch_tick_of(used), lch_least(lch_hits_of(used) + 1, LCH_HITS_MAX),
+                    lch_gen_of(used), lch_gap_class(l, age), lch_hint_of(used));
 }
 
 /* The word of a page that was touched by a tick, and not hit. */
 LC_INLINE uint64_t lch_touched(uint64_t used, uint64_t tick) {
-    if (lch_tick_of(used) >= tick) return used;
+    if (!lch_age(used, tick)) return used;
     return tick << LCH_TICK_SHIFT | (used & ((UINT64_C(1) << LCH_TICK_SHIFT) - 1));
 }
 
