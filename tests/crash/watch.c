@@ -19,7 +19,7 @@ static void part(watch *w, uint64_t from, uint64_t bytes) {
 
 void watch_begin(watch *w, const uint8_t *base, uint64_t pages) {
     lci_geometry geometry, *g = &geometry;
-    NEED(lci_geometry_of(pages, g) == LC_OK);
+    NEED(lci_geometry_of(pages, order_tested(), g) == LC_OK);
     *w = (watch){.base = base, .bytes = stage_notes(g)};
     w->seen = malloc(w->bytes);
     NEED(w->seen);
