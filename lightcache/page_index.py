@@ -1066,6 +1066,18 @@ class PageIndex:
         """
         check(self.core.locked("lci_repair", what="repair", timeout=60.0), "repair")
 
+    def set_clock(self, seconds: float | None) -> None:
+        """Let this handle's uses of pages come at this time, in seconds from any beginning, instead of
+        now: to replay traffic. None: now. With eviction "lru" only the order of uses matters.
+
+        Raises:
+            ConfigError: not a time above 0.
+        """
+        if seconds is not None and not 0 < seconds < 1e9:
+            raise ConfigError(f"seconds: expected a time above 0, found {seconds!r}")
+        nanoseconds = 0 if seconds is None else max(1, int(seconds * 1e9))
+        self.core.quick.lci_set_clock(self.core.handle, nanoseconds)
+
     def stats(self) -> IndexStats:
         """Totals. Each figure is read once, all at slightly different instants. Takes no lock.
 
