@@ -6,8 +6,9 @@
 
 #define GHOSTS_LEAST 65536
 #define GHOSTS_A_PAGE 16
-#define SAMPLE 16384
-#define HORIZON 8 /* pages named, by the pages of the cache, that the sample is of */
+#define SAMPLE UINT64_C(16384)
+#define SMALL 8192 /* pages; below, the sample is of many ages of the cache, and has to be larger */
+#define HORIZON 8  /* pages named, by the pages of the cache, that the sample is of */
 
 static uint64_t ghost_count(uint64_t pages) {
     uint64_t count = pages * GHOSTS_A_PAGE;
@@ -18,13 +19,14 @@ uint32_t lch_ghost_lines(uint64_t pages) {
     return (uint32_t)(ghost_count(pages) / LCH_GHOST_WAYS);
 }
 
+static uint64_t sample_size(uint64_t pages) { return pages <= SMALL ? 2 * SAMPLE : SAMPLE; }
+
 uint32_t lch_sample_lines(uint64_t pages) {
-    (void)pages;
-    return SAMPLE / LCH_SAMPLE_WAYS;
+    return (uint32_t)(sample_size(pages) / LCH_SAMPLE_WAYS);
 }
 
 uint32_t lch_sampled_of(uint64_t pages) {
-    uint64_t share = (SAMPLE << 16) / (HORIZON * (pages ? pages : 1));
+    uint64_t share = (sample_size(pages) << 16) / (HORIZON * (pages ? pages : 1));
     return share < 1 ? 1 : share < 65536 ? (uint32_t)share : 65536;
 }
 
@@ -56,12 +58,14 @@ static uint64_t unpacked(uint64_t ghost) {
     return lch_word(ghost >> TIME_SHIFT << COARSE, hits, gen, 0, 0);
 }
 
+/* Without a branch that depends on what is there: both are called for pages in no order. */
 static _Atomic uint64_t *find(const lch *l, uint64_t hash) {
     _Atomic uint64_t *line = lch_ghost_line(l, hash);
     uint64_t wanted = fingerprint(hash);
+    uint32_t equal = 0;
     for (uint32_t i = 0; i < LCH_GHOST_WAYS; i++)
-        if ((lc_load(&line[i]) & FINGERPRINT) == wanted) return &line[i];
-    return NULL;
+        equal |= (uint32_t)((lc_load(&line[i]) & FINGERPRINT) == wanted) << i;
+    return equal ? &line[__builtin_ctz(equal)] : NULL;
 }
 
 bool lch_known(const lch *l, lc_key key, uint64_t *used) {
@@ -79,19 +83,19 @@ bool lch_ghost_take(lch *l, uint64_t hash, uint64_t *used) {
     return true;
 }
 
+/* The bits below the time are free to hold the place of an entry, so that the smallest names it. */
 void lch_ghost_put(lch *l, uint64_t hash, uint64_t used, uint64_t tick) {
-    _Atomic uint64_t *line = lch_ghost_line(l, hash), *place = line;
+    _Atomic uint64_t *line = lch_ghost_line(l, hash);
     uint64_t future = ((tick >> COARSE) + 1) << TIME_SHIFT, oldest = UINT64_MAX;
     uint64_t wanted = fingerprint(hash);
     for (uint32_t i = 0; i < LCH_GHOST_WAYS; i++) {
-        uint64_t ghost = lc_load(&line[i]), since = ghost - future;
-        if (ghost == 0 || (ghost & FINGERPRINT) == wanted) since = 0;
-        if (since < oldest) {
-            oldest = since;
-            place = &line[i];
-        }
+        uint64_t ghost = lc_load(&line[i]);
+        uint64_t since = ((ghost - future) & ~(uint64_t)(LCH_GHOST_WAYS - 1)) | i;
+        bool free = ghost == 0 || (ghost & FINGERPRINT) == wanted;
+        since = free ? i : since;
+        oldest = since < oldest ? since : oldest;
     }
-    lc_store(place, packed(hash, used));
+    lc_store(&line[oldest & (LCH_GHOST_WAYS - 1)], packed(hash, used));
 }
 
 /* ------------------------------------------------------------------ the sample */
@@ -115,7 +119,8 @@ static void look_at(lch *l, lch_sampled *s, uint64_t now_used) {
 static void inspect(lch *l, lch_sampled *s) {
     uint64_t name = lc_load(&s->name), used;
     lc_key key;
-    if (lc_load(&s->used) == 0 || !l->read(l->context, (uint32_t)name, &key, &used)) return;
+    if ((uint32_t)name == LC_NIL || lc_load(&s->used) == 0) return;
+    if (!l->read(l->context, (uint32_t)name, &key, &used)) return;
     if (name_of(lch_hash(l, key), (uint32_t)name) == name) look_at(l, s, used);
 }
 
@@ -154,5 +159,7 @@ void lch_sample_named(lch *l, uint64_t hash, uint32_t page, uint64_t used, uint6
 
 void lch_sample_evicted(lch *l, uint64_t hash, uint64_t used) {
     lch_sampled *s = find_sampled(l, hash);
-    if (s) look_at(l, s, used);
+    if (!s) return;
+    look_at(l, s, used);
+    lc_store(&s->name, name_of(hash, LC_NIL));
 }

@@ -7,12 +7,12 @@
  * NSDI 2018); Gittins (1979). */
 #include "hazard.h"
 
-#define UNITS_A_GHOST_TURN 12 /* as a power of 2: units in the time that replaces all ghosts */
-#define EVENTS_MAX (1 << 17)  /* counted; then all counts are halved */
+#define UNITS_A_GHOST_TURN 11 /* as a power of 2: units in the time that replaces all ghosts */
+#define EVENTS_MAX 32768      /* counted; then all counts are halved */
 #define EARLY 100             /* pages named before the first recomputation */
-#define PERIOD_LEAST 1000
+#define SMALL 8192            /* pages; smaller caches change faster than they are replaced */
+#define SMALL_PERIOD 1000
 #define CLAIM_TICKS 250000
-#define PACE_STEPS 16         /* recomputations that the pace is a mean of */
 
 uint64_t lch_bytes(uint64_t pages) {
     return sizeof(lch_root) + (uint64_t)lch_ghost_lines(pages) * 64 +
@@ -25,7 +25,7 @@ void lch_place(lch *l, void *region, uint64_t pages, uint64_t secret, lch_read r
     l->ghost_lines = lch_ghost_lines(pages);
     l->sample_lines = lch_sample_lines(pages);
     l->sampled = lch_sampled_of(pages);
-    l->period = pages > PERIOD_LEAST ? (uint32_t)pages : PERIOD_LEAST;
+    l->period = pages > SMALL ? (uint32_t)pages : SMALL_PERIOD;
     l->ghosts = (_Atomic uint64_t *)(l->root + 1);
     l->sample = (lch_sampled *)(l->ghosts + (uint64_t)l->ghost_lines * LCH_GHOST_WAYS);
 }
@@ -94,24 +94,21 @@ static void shift(uint32_t count[LCH_LISTS], int32_t by) {
     }
 }
 
-/* The unit follows the time in which all ghosts are replaced, a mean of logarithms: so a night without
- * calls moves it by one step, and traffic at a thousand times the rate is learned as the same. */
-static int32_t new_unit(lch *l, uint64_t tick) {
+/* The unit follows the time in which all ghosts are replaced: so traffic at a thousand times the rate
+ * is learned as the same. It is moved by a step at least, that it may rest. */
+static uint32_t new_unit(lch *l, uint64_t tick) {
     lch_root *root = l->root;
-    uint64_t named = lc_load(&root->named) - lc_load(&root->computed_named);
-    uint64_t begun = lc_load(&root->computed_tick);
-    int32_t turn = log16(tick > begun ? tick - begun : 1) - log16(named) +
-                   log16((uint64_t)l->ghost_lines * LCH_GHOST_WAYS);
-    int32_t wanted = turn - 16 * UNITS_A_GHOST_TURN;
-    wanted = wanted < 0 ? 0 : wanted > 16 * LCH_UNIT_MAX ? 16 * LCH_UNIT_MAX : wanted;
-    uint32_t computed = lc_load(&root->computed);
-    int32_t steps = computed < PACE_STEPS ? (int32_t)computed + 1 : PACE_STEPS;
-    int32_t pace = (int32_t)(lc_load(&root->pace) % (16 * 16 * (LCH_UNIT_MAX + 1)));
-    pace += (16 * wanted - pace) / steps;
-    lc_store(&root->pace, (uint32_t)pace);
-    int32_t unit = (int32_t)lch_unit(l), now = pace / 16;
-    if (now > 16 * unit - 16 && now < 16 * unit + 16) return unit;
-    return lch_least((uint32_t)(now + 8) / 16, LCH_UNIT_MAX);
+    uint64_t ghosts = (uint64_t)l->ghost_lines * LCH_GHOST_WAYS, begun = lc_load(&root->computed_tick);
+    uint64_t ticks = lc_load(&root->paced_ticks) + (tick > begun ? tick - begun : 0);
+    uint64_t named = lc_load(&root->paced_named) + lc_load(&root->named) -
+                     lc_load(&root->computed_named);
+    uint32_t halve = named > ghosts;
+    lc_store(&root->paced_ticks, ticks >> halve);
+    lc_store(&root->paced_named, named >> halve);
+    int32_t wanted = log16(ticks) - log16(named) + log16(ghosts) - 16 * UNITS_A_GHOST_TURN;
+    int32_t unit = (int32_t)lch_unit(l);
+    if (wanted > 16 * unit - 16 && wanted < 16 * unit + 16) return (uint32_t)unit;
+    return wanted < 0 ? 0 : lch_least((uint32_t)(wanted + 8) / 16, LCH_UNIT_MAX);
 }
 
 /* ------------------------------------------------------------------ learning */
@@ -231,7 +228,8 @@ void lch_recompute(lch *l, uint64_t tick, uint16_t order[LCH_LISTS]) {
     counts c;
     float worth[LCH_LISTS];
     uint64_t named = lc_load(&root->named), events = 0;
-    int32_t unit = named ? new_unit(l, tick) : 0, by = unit - (int32_t)lch_unit(l);
+    uint32_t unit = named ? new_unit(l, tick) : 0;
+    int32_t by = (int32_t)unit - (int32_t)lch_unit(l);
     lch_inspect(l);
     copy(root->hits, c.hits);
     copy(root->losses, c.losses);
@@ -240,7 +238,7 @@ void lch_recompute(lch *l, uint64_t tick, uint16_t order[LCH_LISTS]) {
     if (by) {
         shift(c.hits, by);
         shift(c.losses, by);
-        lc_store(&root->unit, (uint32_t)unit);
+        lc_store(&root->unit, unit);
     }
     if (by || events > EVENTS_MAX) {
         give_back(c.hits, root->hits, events > EVENTS_MAX);

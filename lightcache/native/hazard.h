@@ -52,7 +52,7 @@ LC_INLINE uint64_t lch_age(uint64_t used, uint64_t now) {
 
 #define LCH_TURNS 6  /* 0, 1, 2-3, 4-7, 8-15, 16 and more */
 #define LCH_GAPS 9   /* never hit, by hint; then five gaps, each four times the one before */
-#define LCH_AGES 16  /* below one unit, then each twice the one before */
+#define LCH_AGES 14  /* below one unit, then each twice the one before */
 #define LCH_CLASSES (LCH_TURNS * LCH_GAPS)
 #define LCH_LISTS (LCH_CLASSES * LCH_AGES) /* list = class * LCH_AGES + age */
 #define LCH_UNIT_MAX 40
@@ -60,22 +60,22 @@ LC_INLINE uint64_t lch_age(uint64_t used, uint64_t now) {
 #define LCH_SAMPLE_WAYS 4 /* a line */
 
 typedef struct lch_sampled {
-    _Atomic uint64_t name; /* fingerprint of the key << 32 | page */
+    _Atomic uint64_t name; /* fingerprint of the key << 32 | page, or LC_NIL */
     _Atomic uint64_t used; /* the page's word when it was last looked at; 0: empty */
 } lch_sampled;
 
 typedef struct lch_root {
     /* Read by every hit, stored to by a recomputation at most. */
     _Atomic uint32_t unit;     /* of ages: 2 to this power, in ticks */
-    _Atomic uint32_t pace;     /* what the unit should be, as a logarithm, in sixteenths; + 1 */
     _Atomic uint32_t computed; /* recomputations so far */
-    uint8_t pad0[52];
+    uint8_t pad0[56];
     /* Stored to as pages are named. */
     _Atomic uint64_t named;      /* pages so far */
     _Atomic uint64_t computed_named; /* `named` at the last recomputation */
     _Atomic uint64_t computed_tick;
     _Atomic uint64_t claimed;    /* tick at which a process began to recompute; 0: none does */
-    uint8_t pad1[32];
+    _Atomic uint64_t paced_named, paced_ticks; /* the unit follows their ratio */
+    uint8_t pad1[16];
     _Atomic uint32_t hits[LCH_LISTS];   /* uses seen, by the list that the page was in before */
     _Atomic uint32_t losses[LCH_LISTS]; /* pages lost sight of, by the list that they were in then */
 } lch_root;
