@@ -58,13 +58,13 @@ static uint64_t unpacked(uint64_t ghost) {
     return lch_word(ghost >> TIME_SHIFT << COARSE, hits, gen, 0, 0);
 }
 
-/* Without a branch that depends on what is there: both are called for pages in no order. */
-static _Atomic uint64_t *find(const lch *l, uint64_t hash) {
+/* Without a branch that depends on what is there, and unrolled: keys come in no order. */
+LC_INLINE _Atomic uint64_t *find(const lch *l, uint64_t hash) {
     _Atomic uint64_t *line = lch_ghost_line(l, hash);
     uint64_t wanted = fingerprint(hash);
-    uint32_t equal = 0;
-    for (uint32_t i = 0; i < LCH_GHOST_WAYS; i++)
-        equal |= (uint32_t)((lc_load(&line[i]) & FINGERPRINT) == wanted) << i;
+#define EQUAL(i) (uint32_t)((lc_load(&line[i]) & FINGERPRINT) == wanted) << (i)
+    uint32_t equal = EQUAL(0) | EQUAL(1) | EQUAL(2) | EQUAL(3);
+#undef EQUAL
     return equal ? &line[__builtin_ctz(equal)] : NULL;
 }
 
@@ -83,20 +83,25 @@ bool lch_ghost_take(lch *l, uint64_t hash, uint64_t *used) {
     return true;
 }
 
-/* The bits below the time are free to hold the place of an entry, so that the smallest names it. */
+/* How long ago the time of an entry is, the less the longer, with its place below. */
+LC_INLINE uint64_t order_of(const _Atomic uint64_t *line, uint32_t i, uint64_t future,
+                            uint64_t wanted) {
+    uint64_t ghost = lc_load(&line[i]);
+    uint64_t since = ((ghost - future) & ~(uint64_t)(LCH_GHOST_WAYS - 1)) | i;
+    bool free = (ghost == 0) | ((ghost & FINGERPRINT) == wanted);
+    return free ? i : since;
+}
+LC_INLINE uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
 void lch_ghost_put(lch *l, uint64_t hash, uint64_t used, uint64_t tick) {
     _Atomic uint64_t *line = lch_ghost_line(l, hash);
-    uint64_t future = ((tick >> COARSE) + 1) << TIME_SHIFT, oldest = UINT64_MAX;
-    uint64_t wanted = fingerprint(hash);
-    for (uint32_t i = 0; i < LCH_GHOST_WAYS; i++) {
-        uint64_t ghost = lc_load(&line[i]);
-        uint64_t since = ((ghost - future) & ~(uint64_t)(LCH_GHOST_WAYS - 1)) | i;
-        bool free = ghost == 0 || (ghost & FINGERPRINT) == wanted;
-        since = free ? i : since;
-        oldest = since < oldest ? since : oldest;
-    }
+    uint64_t future = ((tick >> COARSE) + 1) << TIME_SHIFT, wanted = fingerprint(hash);
+    uint64_t oldest = smaller(
+        smaller(order_of(line, 0, future, wanted), order_of(line, 1, future, wanted)),
+        smaller(order_of(line, 2, future, wanted), order_of(line, 3, future, wanted)));
     lc_store(&line[oldest & (LCH_GHOST_WAYS - 1)], packed(hash, used));
 }
+_Static_assert(LCH_GHOST_WAYS == 4, "unrolled above");
 
 /* ------------------------------------------------------------------ the sample */
 

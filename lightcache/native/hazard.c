@@ -15,8 +15,8 @@
 #define CLAIM_TICKS 250000
 
 uint64_t lch_bytes(uint64_t pages) {
-    return sizeof(lch_root) + (uint64_t)lch_ghost_lines(pages) * 64 +
-           (uint64_t)lch_sample_lines(pages) * 64;
+    return sizeof(lch_root) + lch_ghost_lines(pages) * LCH_GHOST_WAYS * sizeof(uint64_t) +
+           lch_sample_lines(pages) * LCH_SAMPLE_WAYS * sizeof(lch_sampled);
 }
 
 void lch_place(lch *l, void *region, uint64_t pages, uint64_t secret, lch_read read,

@@ -56,7 +56,7 @@ LC_INLINE uint64_t lch_age(uint64_t used, uint64_t now) {
 #define LCH_CLASSES (LCH_TURNS * LCH_GAPS)
 #define LCH_LISTS (LCH_CLASSES * LCH_AGES) /* list = class * LCH_AGES + age */
 #define LCH_UNIT_MAX 40
-#define LCH_GHOST_WAYS 8  /* a line */
+#define LCH_GHOST_WAYS 4  /* half a line */
 #define LCH_SAMPLE_WAYS 4 /* a line */
 
 typedef struct lch_sampled {
@@ -78,9 +78,11 @@ typedef struct lch_root {
     uint8_t pad1[16];
     _Atomic uint32_t hits[LCH_LISTS];   /* uses seen, by the list that the page was in before */
     _Atomic uint32_t losses[LCH_LISTS]; /* pages lost sight of, by the list that they were in then */
+    uint8_t pad2[64 - LCH_LISTS * 8 % 64];
 } lch_root;
 _Static_assert(offsetof(lch_root, named) % 64 == 0, "hot words on their own line");
 _Static_assert(offsetof(lch_root, hits) % 64 == 0, "counts begin a line");
+_Static_assert(sizeof(lch_root) % 64 == 0, "what follows begins a line");
 
 /* What page has which key and word; false: it has no key now. Called with any number of a page. */
 typedef bool (*lch_read)(const void *context, uint32_t page, lc_key *key, uint64_t *used);
