@@ -194,7 +194,8 @@ class _Findings:
         for page in np.flatnonzero((self.group != 0) & ~self.named)[:3]:
             yield f"page {page} is of a group, its word is {int(word[page]):#x}"
         tick = self.c.pages["used"] >> np.uint64(16)
-        for page in np.flatnonzero(self.named & (tick > self.c.root["clock"]))[:3]:
+        ahead = (np.uint64(self.c.root["clock"]) - tick) << np.uint64(16) >> np.uint64(63)
+        for page in np.flatnonzero(self.named & (ahead != 0))[:3]:  # ticks wrap
             yield f"page {page} was used at {tick[page]}, the clock says {self.c.root['clock']}"
         doomed = int((self.state == PageState.DOOMED).sum())
         yield from self.count("named", int(self.named.sum()))
