@@ -16,6 +16,7 @@ from lightcache._arguments import format_size
 from lightcache.cache import Cache, digest_of, secret_path
 from lightcache.errors import LightcacheError
 from lightcache.hashing import load_or_create_secret
+from lightcache.layout import EVICTIONS
 from lightcache.pool import HostPool, parse_numa
 from lightcache.shm import Segment, names, wanted
 from lightcache.shm.objects import OpenObject
@@ -35,6 +36,13 @@ from lightcache.tools.output import Command, bar, emit, json_option
 @click.option("--page-tokens", type=int, help="Tokens of a page.")
 @click.option(
     "--independent", is_flag=True, help="For states: any page may be evicted before others."
+)
+@click.option(
+    "--eviction",
+    type=click.Choice(EVICTIONS),
+    default="lru",
+    show_default=True,
+    help="What goes first: the page unused for longest, or the one least likely to be used (hz).",
 )
 @click.option("--kv-groups", help='Names of the KV groups that share it, such as "kv,states".')
 @click.option(

@@ -5,6 +5,9 @@
 
 #include "event.h"
 #include "index.h"
+
+#include <stdlib.h>
+#include <string.h>
 #include "log.h"
 #include "process.h"
 #include "ring.h"
@@ -83,8 +86,14 @@ int lcs_robust_take(lcs_attachment *at, uint32_t operation, int wait, uint64_t d
 int lcs_robust_drop(lcs_attachment *at);
 int lcs_recover_copy(uint8_t *base, uint64_t bytes);
 
+/* The order of eviction that the tests are run for: LIGHTCACHE_TEST_EVICTION=hz, else LRU. */
+static inline uint32_t order_tested(void) {
+    const char *order = getenv("LIGHTCACHE_TEST_EVICTION");
+    return order && !strcmp(order, "hz") ? LCI_HZ : LCI_LRU;
+}
+
 const char *lci_layout(void);
-int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t grown);
+int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t grown, uint32_t eviction);
 lci_handle *lci_open(lcs_attachment *at, uint64_t pages);
 void lci_close(lci_handle *h);
 int lci_count(lci_handle *h, lci_counts *out);

@@ -50,7 +50,7 @@ static void print_facts(void) {
     printf("%s%s", lcs_layout(), lci_layout());
     for (uint64_t pages = 1; pages <= UINT64_C(1) << 24; pages *= 4) {
         lci_geometry g;
-        int rc = lci_geometry_of(pages, &g);
+        int rc = lci_geometry_of(pages, LCI_LRU, &g);
         printf("%llu pages: %d", (unsigned long long)pages, rc);
         const uint64_t *figures = (const uint64_t *)&g;
         for (size_t i = 0; rc == LC_OK && i < sizeof g / sizeof *figures; i++)

@@ -28,9 +28,9 @@ segment segment_make(uint64_t bytes) {
 
 segment index_make_grown(uint64_t pages, uint64_t grown) {
     lci_geometry g;
-    CHECK_EQ(lci_geometry_of(pages, &g), LC_OK);
+    CHECK_EQ(lci_geometry_of(pages, order_tested(), &g), LC_OK);
     segment s = segment_make(g.end);
-    CHECK_EQ(lci_format(s.base, s.bytes, pages, grown), LC_OK);
+    CHECK_EQ(lci_format(s.base, s.bytes, pages, grown, order_tested()), LC_OK);
     s.pages = pages;
     return s;
 }
