@@ -6,8 +6,9 @@
 
 #define GHOSTS_LEAST 65536
 #define GHOSTS_A_PAGE 16
-#define SAMPLE UINT64_C(16384)
-#define SMALL 8192 /* pages; below, the sample is of many ages of the cache, and has to be larger */
+#define SAMPLE UINT64_C(8192)
+#define SMALL 8192 /* pages; below, the sample is of many lives of the cache, and has to be larger */
+#define SMALL_SAMPLE UINT64_C(32768)
 #define HORIZON 8  /* pages named, by the pages of the cache, that the sample is of */
 
 static uint64_t ghost_count(uint64_t pages) {
@@ -19,7 +20,9 @@ uint32_t lch_ghost_lines(uint64_t pages) {
     return (uint32_t)(ghost_count(pages) / LCH_GHOST_WAYS);
 }
 
-static uint64_t sample_size(uint64_t pages) { return pages <= SMALL ? 2 * SAMPLE : SAMPLE; }
+static uint64_t sample_size(uint64_t pages) {
+    return pages <= SMALL ? SMALL_SAMPLE : SAMPLE;
+}
 
 uint32_t lch_sample_lines(uint64_t pages) {
     return (uint32_t)(sample_size(pages) / LCH_SAMPLE_WAYS);

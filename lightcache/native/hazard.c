@@ -24,7 +24,7 @@ void lch_place(lch *l, void *region, uint64_t pages, uint64_t secret, lch_read r
     l->ghost_lines = lch_ghost_lines(pages);
     l->sample_lines = lch_sample_lines(pages);
     l->sampled = lch_sampled_of(pages);
-    l->period = pages > SMALL ? (uint32_t)pages : SMALL_PERIOD;
+    l->period = pages > SMALL ? 2 * (uint32_t)pages : SMALL_PERIOD;
     l->ghosts = (_Atomic uint64_t *)(l->root + 1);
     l->sample = (lch_sampled *)(l->ghosts + (uint64_t)l->ghost_lines * LCH_GHOST_WAYS);
 }

@@ -101,7 +101,7 @@ typedef struct lch { /* process-local */
 
 /* ------------------------------------------------------------------ hazard.c */
 
-/* Bytes of the region: 128 for a page, 512 KiB at least; and 256 KiB, or 512 up to 8,192 pages. */
+/* Bytes of the region: 128 for a page, 512 KiB at least; and 136 KiB, or 520 up to 8,192 pages. */
 uint64_t lch_bytes(uint64_t pages);
 
 /* A handle on a region, which begins a line. The secret selects what is sampled, and where it lies. */
@@ -182,9 +182,12 @@ LC_INLINE lch_sampled *lch_sample_line(const lch *l, uint64_t hash) {
     return l->sample + ((other * l->sample_lines) >> 32) * LCH_SAMPLE_WAYS;
 }
 
-/* Ask for the line of a key that lch_named or lch_evicted will be called with: some ten keys ahead. */
+/* Ask for the lines of a key that lch_named or lch_evicted will be called with: some ten keys ahead. */
 LC_INLINE void lch_prefetch(const lch *l, lc_key key) {
-    lc_prefetch_write((const void *)lch_ghost_line(l, lch_hash(l, key)));
+    uint64_t hash = lch_hash(l, key);
+    lc_prefetch_write((const void *)lch_ghost_line(l, hash));
+    if (LC_UNLIKELY(lch_is_sampled(l, hash)))
+        lc_prefetch_write((const void *)lch_sample_line(l, hash));
 }
 
 uint32_t lch_ghost_lines(uint64_t pages);
