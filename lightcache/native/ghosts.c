@@ -1,13 +1,14 @@
-/* What is remembered of pages that went (ghosts), and a sample of all pages, from which uses are counted.
+/* What is remembered of pages that went (ghosts), and a sample of all pages, from which uses are
+ * counted.
  *
- * Both are tables of lines: a key selects a line, and within it an entry is found by a fingerprint, or
- * the oldest one makes room. A wrong fingerprint costs one page a wrong history. */
+ * Both are tables of lines: a key selects a line, and within it an entry is found by a
+ * fingerprint, or the oldest one makes room. A wrong fingerprint costs one page a wrong history. */
 #include "hazard.h"
 
 #define GHOSTS_LEAST 65536
 #define GHOSTS_A_PAGE 16
 #define SAMPLE UINT64_C(8192)
-#define SMALL 8192 /* pages; below, the sample is of many lives of the cache, and has to be larger */
+#define SMALL 8192 /* pages; below, the sample is of many lives of the cache: a larger one */
 #define SMALL_SAMPLE UINT64_C(32768)
 #define HORIZON 8  /* pages named, by the pages of the cache, that the sample is of */
 
@@ -35,8 +36,9 @@ uint32_t lch_sampled_of(uint64_t pages) {
 
 /* ------------------------------------------------------------------ ghosts */
 
-/* fingerprint (bits 0..12; never 0), gen (13..16), hits (17..21), tick >> 6 (22..63). The time is above,
- * so that the smallest difference to a present just after now is the oldest, also where it wraps. */
+/* fingerprint (bits 0..12; never 0), gen (13..16), hits (17..21), tick >> 6 (22..63). The time
+ * is above, so that the smallest difference to a present just after now is the oldest, also
+ * where it wraps. */
 #define FINGERPRINT UINT64_C(0x1fff)
 #define GEN_SHIFT 13
 #define HITS_SHIFT 17

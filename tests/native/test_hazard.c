@@ -107,7 +107,8 @@ static uint32_t loop_hits(bool learns, uint64_t ticks) {
     return hits;
 }
 
-/* 400 favourites, half of the uses; the others never come again. After each third there are others. */
+/* 400 favourites, half of the uses; the others never come again. After each third there are
+ * others. */
 static uint32_t favourite_hits(bool learns) {
     cache *c = new_cache(learns);
     uint32_t hits = 0;
