@@ -46,7 +46,7 @@ uint64_t lch_named(lch *l, lc_key key, uint32_t page, uint64_t parent, uint32_t 
     lch_root *root = l->root;
     if (LC_UNLIKELY(lc_load(&root->named) == 0)) lc_store(&root->computed_tick, tick);
     lc_raise(&root->named, 1);
-    if (lch_ghost_take(l, hash, &used))
+    if (lch_ghost_take(l, hash, tick, &used))
         used = lch_hit(l, used, tick) | (hint & LCH_HINT_MAX);
     else
         used = lch_word(tick, 0, gen_after(parent), 0, hint & LCH_HINT_MAX);

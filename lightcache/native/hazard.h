@@ -204,10 +204,10 @@ uint32_t lch_sample_lines(uint64_t pages);
 uint32_t lch_sampled_of(uint64_t pages);
 
 /* The word of a page that went, its tick rounded down to 64; false: not remembered. */
-bool lch_known(const lch *l, lc_key key, uint64_t *used);
+bool lch_known(const lch *l, lc_key key, uint64_t tick, uint64_t *used);
 
 /* The same, and forget it. */
-bool lch_ghost_take(lch *l, uint64_t hash, uint64_t *used);
+bool lch_ghost_take(lch *l, uint64_t hash, uint64_t tick, uint64_t *used);
 void lch_ghost_put(lch *l, uint64_t hash, uint64_t used, uint64_t tick);
 
 /* A page that is sampled was named, or goes. */
