@@ -87,8 +87,9 @@ static void finish(lci_handle *h, lc_txn *t, const lci_eviction *e, const uint32
 bool lci_follows(const lci_handle *h, const lci_eviction *e, uint32_t child, uint32_t parent) {
     const lci_page *p = &h->pages[child], *q = &h->pages[parent];
     if (LC_LIKELY(!h->ranks)) return lci_tick(q) <= lci_tick(p);
-    return !lci_not_before(lci_tick(q), e->since) &&
-           lci_rank(h, lc_load(&q->used)) <= lci_rank(h, lc_load(&p->used));
+    uint64_t used = lc_load(&q->used), than = lc_load(&p->used);
+    if (lci_not_before(used >> LCI_TICK_SHIFT, e->since)) return false;
+    return LC_LIKELY(used == than) || lci_rank(h, used) <= lci_rank(h, than);
 }
 
 /* The parent of a page just marked, if it goes next anyway (`lci_follows`), nothing else hangs on it. Saves a whole prompt's way through the queue. Else it is queued. An

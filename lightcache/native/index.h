@@ -505,7 +505,8 @@ static inline uint64_t lci_used_by(lci_handle *h, lc_key key, uint32_t page, uin
                                    uint64_t tick) {
     if (LC_LIKELY(!h->ranks)) return tick << LCI_TICK_SHIFT;
     uint64_t before = parent == LC_NIL ? 0 : lc_load(&h->pages[parent].used);
-    return lch_named(&h->learnt, key, page, before, LCH_HINT_NONE, tick);
+    uint64_t used = lch_named(&h->learnt, key, page, before, LCH_HINT_NONE, tick);
+    return tick << LCI_TICK_SHIFT | (used & LCI_HITS_MASK); /* whatever the advice says */
 }
 
 /* Above the highest ticket in use, which scans of tickets end at. Within the records, whatever the
