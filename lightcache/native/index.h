@@ -501,12 +501,11 @@ static inline uint64_t lci_next_tick(lci_handle *h) {
 }
 
 /* The word of a page that gets this key behind `parent` (LC_NIL: none), under the lock. */
+uint64_t lci_ranked_used_by(lci_handle *h, lc_key key, uint32_t page, uint32_t parent, uint64_t tick);
 static inline uint64_t lci_used_by(lci_handle *h, lc_key key, uint32_t page, uint32_t parent,
                                    uint64_t tick) {
     if (LC_LIKELY(!h->ranks)) return tick << LCI_TICK_SHIFT;
-    uint64_t before = parent == LC_NIL ? 0 : lc_load(&h->pages[parent].used);
-    uint64_t used = lch_named(&h->learnt, key, page, before, LCH_HINT_NONE, tick);
-    return tick << LCI_TICK_SHIFT | (used & LCI_HITS_MASK); /* whatever the advice says */
+    return lci_ranked_used_by(h, key, page, parent, tick);
 }
 
 /* Above the highest ticket in use, which scans of tickets end at. Within the records, whatever the
@@ -581,6 +580,11 @@ bool lci_ranks_sound(const lci_handle *h);
 /* For repair, without the log: lists are empty, and the order is sound; this list is not. */
 void lci_ranks_clear(lci_handle *h);
 void lci_ranks_occupy(lci_handle *h, uint32_t list);
+/* Its pages go, and their keys are still there: remember them. */
+void lci_ranked_remember(lci_handle *h, const struct lci_eviction *e, const uint32_t *pages, uint32_t n);
+/* Ask for what is remembered of keys that are about to come, or of a page that is about to go. */
+void lci_ranked_ask(const lci_handle *h, const lc_key *keys, uint32_t n);
+void lci_ranked_ask_page(const lci_handle *h, const lci_page *p);
 /* After the lock: learn, and install the new order, if it is time to. */
 void lci_learn_if_due(lci_handle *h, uint64_t tick, int wait, uint64_t deadline);
 
@@ -653,7 +657,15 @@ bool lci_evict_from_chain(lci_handle *h, lc_txn *t, lci_eviction *e, uint64_t ke
  * it looked, a batch at most and each before its parent (independent ones in any order). Settling
  * compacts `marked` to those that are free now and returns their number. */
 void lci_evict_page(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page);
-bool lci_follows(const lci_handle *h, const lci_eviction *e, uint32_t child, uint32_t parent);
+/* Does a page go right after its child? It was used by the same call or before it; where lists are
+ * ranked, its own is not above its child's, and this call has not used it. */
+bool lci_ranked_follows(const lci_handle *h, const lci_eviction *e, uint64_t child, uint64_t parent);
+static inline bool lci_follows(const lci_handle *h, const lci_eviction *e, uint32_t child,
+                               uint32_t parent) {
+    uint64_t used = lc_load(&h->pages[child].used), other = lc_load(&h->pages[parent].used);
+    if (h->ranks) return lci_ranked_follows(h, e, used, other);
+    return other >> LCI_TICK_SHIFT <= used >> LCI_TICK_SHIFT;
+}
 uint32_t lci_evict_settle(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *marked, uint32_t n);
 /* Count pages that went, in this process alone: advice, and lost with it. */
 static inline void lci_count_evicted(lci_handle *h, uint32_t cause, uint32_t pages) {

@@ -127,8 +127,8 @@ static void prefetch_keys(const reserve *r, uint32_t from, uint32_t to) {
     for (uint32_t i = from; i < to; i++) {
         uint32_t head = lc_load(&d->buckets[lc_bucket(d, keys[i].lo)]);
         if (head < d->nodes) __builtin_prefetch(lc_node_at(d, head));
-        if (r->h->ranks) lch_prefetch(&r->h->learnt, keys[i]);
     }
+    if (LC_UNLIKELY(r->h->ranks != NULL)) lci_ranked_ask(r->h, keys + from, to - from);
 }
 
 /* Look at keys [from, to) again, now that no other process changes anything: pin what has become
