@@ -609,6 +609,7 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_shorten": (INT, (ADDRESS, ADDRESS, U32)),
     "lci_release_pages": (INT, (ADDRESS, ADDRESS, ADDRESS, U32)),
     "lci_count_pages": (INT, (ADDRESS, U32, U32)),
+    "lci_use": (INT, (ADDRESS, ADDRESS)),
     "lci_split": (INT, (ADDRESS, ADDRESS, ADDRESS, U32)),
     "lci_settle": (INT, (ADDRESS, *LOCKED)),
     "lci_unreserve": (INT, (ADDRESS, ADDRESS, ADDRESS, ADDRESS, U32)),

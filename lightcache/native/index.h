@@ -479,10 +479,22 @@ static inline void lci_touch(lci_page *p, uint64_t tick, uint32_t hit) {
     lc_store(&p->used, newer << LCI_TICK_SHIFT | hits);
 }
 
+/* What a hit makes of a page's word. Pages of a request mostly have one word, as they were named and hit
+ * together: what becomes of it is computed once. */
+typedef struct lci_hits {
+    uint64_t before, after;
+} lci_hits;
+
 /* A page was found and pinned by a call with this tick; 0: by one that asks for another, which counts. */
-static inline void lci_hit(const lci_handle *h, lci_page *p, uint64_t tick) {
-    if (LC_LIKELY(!h->ranks)) lci_touch(p, tick, 1);
-    else if (tick) lc_store(&p->used, lch_hit(&h->learnt, lc_load(&p->used), tick));
+static inline void lci_hit(const lci_handle *h, lci_page *p, uint64_t tick, lci_hits *hits) {
+    if (LC_LIKELY(!h->ranks)) {
+        lci_touch(p, tick, 1);
+    } else if (tick) {
+        uint64_t used = lc_load(&p->used);
+        if (LC_UNLIKELY(used != hits->before))
+            *hits = (lci_hits){used, lch_hit(&h->learnt, used, tick)};
+        lc_store(&p->used, hits->after);
+    }
 }
 
 /* Ticks wrap: is this one at `since` or after it? */

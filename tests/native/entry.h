@@ -124,6 +124,7 @@ int lci_pin_pages(lci_handle *h, const int32_t *pages, const uint32_t *gens, uin
                   uint32_t *refused);
 int lci_shorten(lci_handle *h, lci_lease *lease, uint32_t pages);
 int lci_release_pages(lci_handle *h, lci_lease *lease, const int32_t *pages, uint32_t n);
+int lci_use(lci_handle *h, lci_lease *lease);
 int lci_count_pages(lci_handle *h, uint32_t asked, uint32_t hit);
 int lci_split(lci_lease *from, lci_lease *const *to, const int32_t *counts, uint32_t n);
 int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, uint32_t n, uint32_t start,

@@ -15,7 +15,7 @@ from support.keys import prompt
 
 from lightcache import Cache, PageIndex
 from lightcache.errors import LayoutMismatch
-from lightcache.layout import EVICTIONS
+from lightcache.layout import EVICTIONS, PageRecord
 from lightcache.page_index import geometry
 
 PAGES = 96
@@ -124,3 +124,18 @@ def test_dump_and_ls_say_it(run: Callable[..., Any], segment_name: str, tmp_path
     assert '"eviction": "hz"' in json.dumps(entries)
     assert "every invariant holds" in run("check", segment_name).stdout
     run("rm", segment_name)
+
+
+def test_a_plan_is_a_hit_when_it_is_taken(segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=8, eviction="hz") as index:
+        put(index, 1, 2)
+        with index.match(prompt(1, 2)) as lease:
+            at = index.segment.address + geometry(8).page + 64 * int(lease.pages[0])
+        page = PageRecord.from_address(at)
+        hits = [page.used >> 9 & 127]
+        for _ in range(5):
+            index.plan("a", prompt(1, 2))
+        hits.append(page.used >> 9 & 127)
+        index.take("a").release()
+        hits.append(page.used >> 9 & 127)
+        assert hits == [1, 1, 2]
