@@ -169,6 +169,7 @@ class CacheSpec:
         numa: Numa,
         kv_groups: Sequence[str] | None,
         independent: bool | None,
+        eviction: str | None,
         minimums: Mapping[str, int | str] | None = None,
     ) -> None:
         """The secret is read, and its file created if needed, after all checks."""
@@ -192,6 +193,7 @@ class CacheSpec:
         self.name = _name_of(name, model, fingerprint)
         family = family_name(model) if name is None and model else None
         self.independent = bool(independent)
+        self.eviction = "lru" if eviction is None else eviction
         self.source, self.secret = secret, secret.read()
         self.config: dict[str, Any] = {
             "page_bytes": self.page_bytes,
@@ -209,12 +211,15 @@ class CacheSpec:
             FOLDER_ITEM: pool_path,
             NAMES_ITEM: kv_groups,
             "independent": independent,
+            "eviction": eviction,
         }
         self.named = {"page_bytes", "fingerprint", "secret", *SIZE}
         """What `open` compares with an existing cache: the options that were given."""
         self.named |= {item for item, value in given.items() if value is not None}
         if family is not None:
             self.named -= SIZE
+        if eviction is None:
+            self.named -= {BYTES}  # the number of pages says all but what the order takes
 
     def _capacity(self, pages: int | None, size: int | str | None) -> int:
         if (pages is None) == (size is None):
@@ -232,6 +237,7 @@ class CacheSpec:
         return {
             "pages": self.pages,
             "independent": self.independent,
+            "eviction": self.eviction,
             "config": self.config,
             "grown": self.first,
             "initialise": self.initialise,
@@ -239,8 +245,9 @@ class CacheSpec:
 
     def expected(self) -> dict[str, Any]:
         """The configuration of its index."""
-        independent = {"independent": True} if self.independent else {}
-        return {**self.config, "pages": self.pages, **independent}
+        own: dict[str, Any] = {"independent": True} if self.independent else {}
+        own |= {"eviction": self.eviction} if self.eviction != "lru" else {}
+        return {**self.config, "pages": self.pages, **own}
 
     def initialise(self, segment: Segment) -> None:
         """Make the pool, unless its minimums cannot be: then no cache is made.
@@ -591,6 +598,7 @@ class Cache:
         numa: Numa = None,
         pool_path: str | os.PathLike[str] | None = None,
         independent: bool = False,
+        eviction: str = "lru",
         kv_groups: Sequence[str] | None = None,
         grow: bool = True,
         lock_timeout: float = 10.0,
@@ -622,6 +630,7 @@ class Cache:
                 same folder there.
             independent: for pages that are useful without their prefix, such as checkpoints of
                 recurrent state; see `PageIndex.create`.
+            eviction: "lru", or "hz" (learned): see `PageIndex.create`.
             kv_groups: names of the KV groups that share the cache, such as ("kv", "states"), for
                 `dump` and metrics: the i-th is that of `Run(group=i)`. None: it has one group, or
                 they are shown by number.
@@ -646,6 +655,7 @@ class Cache:
             numa,
             kv_groups,
             independent,
+            eviction,
         )
         index = PageIndex.create(
             spec.name,
@@ -781,6 +791,7 @@ class Cache:
         numa: Numa = None,
         pool_path: str | os.PathLike[str] | None = None,
         independent: bool | None = None,
+        eviction: str | None = None,
         kv_groups: Sequence[str] | None = None,
         minimums: Mapping[str, int | str] | None = None,
         shared: bool = False,
@@ -831,6 +842,7 @@ class Cache:
             numa,
             kv_groups,
             independent,
+            eviction,
             minimums,
         )
 

@@ -18,6 +18,7 @@ from lightcache.connectors.model_facts import digest, name_of, words
 from lightcache.connectors.vllm.options import Options
 from lightcache.errors import ConfigError, LightcacheError
 from lightcache.hashing import load_or_create_secret
+from lightcache.layout import EVICTIONS
 from lightcache.pool import HostPool, parse_numa
 from lightcache.shm import Segment, names, wanted
 from lightcache.shm.objects import OpenObject
@@ -51,6 +52,13 @@ _NOTES = ("_name_or_path", "transformers_version")
 @click.option("--page-tokens", type=int, help="Tokens of a page.")
 @click.option(
     "--independent", is_flag=True, help="For states: any page may be evicted before others."
+)
+@click.option(
+    "--eviction",
+    type=click.Choice(EVICTIONS),
+    default="lru",
+    show_default=True,
+    help="What goes first: the page unused for longest, or the one least likely to be used (hz).",
 )
 @click.option("--kv-groups", help='Names of the KV groups that share it, such as "kv,states".')
 @click.option(

@@ -105,7 +105,7 @@ static void make_page(reserve *r, uint32_t i, uint32_t page, uint32_t parent, bo
         t->error = LC_E_CORRUPT;
         return;
     }
-    lc_store(&p->used, r->tick << LCI_TICK_SHIFT);
+    lc_store(&p->used, lci_used_by(h, r->keys[r->start + i], page, parent, r->tick));
     lc_store(&p->children, 0);
     lc_store(&p->queue.prev, i >= LCI_HINT ? (uint32_t)r->page[i - LCI_HINT] : LC_NIL);
     uint32_t word = new_word(r, i);
@@ -128,6 +128,7 @@ static void prefetch_keys(const reserve *r, uint32_t from, uint32_t to) {
         uint32_t head = lc_load(&d->buckets[lc_bucket(d, keys[i].lo)]);
         if (head < d->nodes) __builtin_prefetch(lc_node_at(d, head));
     }
+    if (LC_UNLIKELY(r->h->ranks != NULL)) lci_ranked_ask(r->h, keys + from, to - from);
 }
 
 /* Look at keys [from, to) again, now that no other process changes anything: pin what has become
@@ -506,6 +507,7 @@ LC_API int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, ui
         op->pinned = 1;
     }
     rc = reserve_all(&r, wait, deadline);
+    if (rc > 0) lci_learn_if_due(h, r.tick, wait, deadline);
     if (LC_UNLIKELY(rc > 0 && op->whole && op->stopped)) rc = give_back(&r, wait, deadline);
     if (LC_UNLIKELY(rc > 0 && op->team && !op->joined)) {
         int listed = lci_list_whole(h, op, wait, deadline);
