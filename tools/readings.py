@@ -112,6 +112,7 @@ class _Followed:
         self.config: Mapping[str, Any] = {}
         self.place: layout.Geometry | None = None
         self.kind = 0
+        self.problem = ""
         self.object: OpenObject | None = None
         with contextlib.suppress(LightcacheError, OSError):
             self.object = OpenObject.open(name, writable=False)
@@ -120,7 +121,7 @@ class _Followed:
     def _look(self) -> None:
         """Fill in what never changes in a good segment; what is not good is looked at again."""
         self.info = read_segment(self.name)
-        with contextlib.suppress(LightcacheError, OSError, ValueError):
+        try:
             if self.object is None or self.info is None or self.info.problem:
                 return
             header = self.object.header()
@@ -129,6 +130,8 @@ class _Followed:
             else:
                 self.config = wanted.config_of(header)
             self.kind = header.kind
+        except (LightcacheError, OSError, ValueError) as error:
+            self.problem = str(error)
 
     @property
     def good(self) -> bool:
@@ -286,9 +289,9 @@ def _unread(each: _Followed) -> Reading | None:
     each.info = info = read_segment(each.name)
     if info is None or (info.seen and info.kind not in ("", "index")):
         return None
-    problem = info.problem or "its index is not what its header says; `lightcache dump` tells more"
-    state = state_of(info)
-    return Reading(each.name, info.uuid, "damaged" if state == "ready" else state, problem)
+    unknown = "its index is not what its header says; `lightcache dump` tells more"
+    state, problem = state_of(info), info.problem or each.problem or unknown
+    return Reading(each.name, info.uuid, "unreadable" if state == "ready" else state, problem)
 
 
 def _head_copy(
@@ -500,7 +503,9 @@ def details(name: str) -> Details:
 def next_evicted(image: Image, most: int) -> Iterator[facts.Facts]:
     """Pages that a call which needs room would evict next: ready ends of prefixes, and independent
     pages, that no client pins and no call protects; the one unused for longest first. Namespaces'
-    and groups' minimums are not considered."""
+    and groups' minimums are not considered. None with the order "hz", which is not told yet."""
+    if image.root.eviction:
+        return
     table = facts.records(image)[: min(image.root.fresh, image.pages)]
     word = table["word"]
     kind = word & (layout.STATE_MASK | layout.KEPT)
