@@ -15,7 +15,7 @@ COMMANDS = {
     "dump": ("dump", "Show the content of a cache, without touching it."),
     "check": ("check", "Derive every invariant of a cache again, from a copy."),
     "create": ("create", "Create a cache and give it its memory."),
-    "rm": ("maintenance", "Remove a cache and its pool."),
+    "rm": ("maintenance", "Remove a cache, its pool and its counters."),
     "reap": ("maintenance", "Release what dead clients held."),
     "repair": ("maintenance", "Rebuild everything that is derived from the records."),
     "disable": ("maintenance", "Make every lookup and reservation fail, immediately."),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 from lightcache.errors import LightcacheError
-from lightcache.shm import clients
+from lightcache.shm import clients, names
 from lightcache.shm import layout as shm_layout
 from lightcache.storage.service.board import LAYOUT, board_name, stats_in, words_in
 from lightcache.tools import facts
@@ -251,7 +251,8 @@ _WITHOUT = {
 def _managers(seen: SeenCache) -> Iterator[Hint]:
     """The counters of all managers of this node, also of ended ones."""
     with contextlib.suppress(LightcacheError, OSError, ValueError):
-        sums = facts.counted(read_any(f"{seen.name}.counters"))
+        name = names.counters_name(seen.name, seen.image.info.uuid)
+        sums = facts.counted(read_any(name))
         for name, text in _WITHOUT.items():
             if sums.get(name):
                 pages = "pages " if name.endswith("_pages") else ""

@@ -35,8 +35,6 @@ from lightcache.tools.ls import state_of
 
 Process = tuple[int, int, int]
 """pid, its PID namespace, and when it began: the same in each segment it is a client of."""
-COUNTERS = ".counters"
-"""Ends the name of the counters of a cache's managers (`NodeCounters`)."""
 NEXT = 16
 """Pages that are listed as the next to be evicted."""
 _HEAD_BYTES = shm_layout.LOCK_OFFSET + ctypes.sizeof(shm_layout.LockRecord)
@@ -179,8 +177,7 @@ class Watch:
         segment."""
         self._follow()
         followed = self._followed.values()
-        counts = {each.name: each for each in followed if each.kind == SegmentKind.COUNTERS}
-        found = (self._reading(each, counts) for each in followed)
+        found = (self._reading(each) for each in followed)
         return {reading.name: reading for reading in found if reading is not None}
 
     def _follow(self) -> None:
@@ -191,20 +188,18 @@ class Watch:
         for name in sorted(present - self._followed.keys()):
             self._followed[name] = _Followed(name)
 
-    def _reading(self, each: _Followed, counts: Mapping[str, _Followed]) -> Reading | None:
+    def _reading(self, each: _Followed) -> Reading | None:
         """None: it holds something else."""
         try:
             if not each.again():
                 return _unread(each)
             if each.kind != SegmentKind.INDEX or (head := each.head()) is None:
                 return _unread(each) if each.kind == SegmentKind.INDEX else None
-            return self._index(each, *head, counts.get(each.name + COUNTERS))
+            return self._index(each, *head)
         except (LightcacheError, OSError, ValueError) as error:
             return Reading(each.name, "", "unreadable", str(error))
 
-    def _index(
-        self, each: _Followed, header: SegmentHeader, head: bytes, counters: _Followed | None
-    ) -> Reading | None:
+    def _index(self, each: _Followed, header: SegmentHeader, head: bytes) -> Reading | None:
         assert each.place is not None
         assert each.object is not None
         assert each.info is not None
@@ -237,7 +232,7 @@ class Watch:
             tickets=root.ticket_used,
             clock=root.clock,
             clients=members,
-            counts=None if counters is None else _counts(counters),
+            counts=_counts(self._followed.get(names.counters_name(each.name, uuid))),
             storage=self._storage(each.name, uuid),
             copy=_head_copy(each, header, head, members),
         )
@@ -314,9 +309,10 @@ def _head_copy(
     )
 
 
-def _counts(each: _Followed) -> Counts | None:
-    head = each.head() if each.again() and each.object is not None else None
-    listed = each.config.get("names")
+def _counts(each: _Followed | None) -> Counts | None:
+    if each is None or not each.again() or each.kind != SegmentKind.COUNTERS:
+        return None
+    head, listed = each.head(), each.config.get("names")
     if head is None or not isinstance(listed, list) or not listed:
         return None
     assert each.object is not None

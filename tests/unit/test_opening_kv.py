@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,28 @@ def test_counters_that_were_removed_stop_nothing(
         assert (manager.stats().errors, manager.disabled) == (0, False)
         refused(Detached, "", manager.node_stats)
     assert caplog.text.count("does not count for the node") == 1
+
+
+def test_engines_of_a_cache_add_up_and_a_fork_adds_nothing(segment_name: str) -> None:
+    how = {"name": segment_name, "axes": "kbnhc", **MODEL}
+    with open_kv(kv_caches("kbnhc"), **how) as kv, open_kv(kv_caches("kbnhc"), **how) as other:
+        managers = [kv.manager(f"{segment_name}-gpu0"), other.manager(f"{segment_name}-gpu1")]
+        for manager in managers:
+            manager.plan("a", Prompt(TOKENS))
+            manager.take("a")
+            manager.release("a")
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                for manager in managers:
+                    manager._add_to_node()  # says that it counts no more
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        managers[0].node_stats()
+        assert managers[1].node_stats().requests == 2
 
 
 def test_leaving_closes_all_of_it(segment_name: str) -> None:
