@@ -1977,7 +1977,8 @@ class PageIndex:
         Args:
             n: 0 to 4,096.
             keep_order: True: the pages stay next in line for eviction. False: pages that are not
-                discarded count as just used.
+                discarded count as just used; with eviction "hz" they are next in line again when
+                they are released.
 
         Raises:
             ConfigError: n out of range.
