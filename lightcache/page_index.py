@@ -389,8 +389,8 @@ class PageIndex:
                 as checkpoints of recurrent state. False: a page is evicted after its children.
             eviction: "lru": the least recently used page goes first; "hz": the page that is least
                 likely to be used again soon, which the index learns from how pages are used. That
-                takes about 130 bytes a page more, at least 800 KB. Kept in the segment: attaching
-                takes what is there.
+                takes 128 bytes a page and up to half a MiB more, at least 1.1 MB. Kept in the
+                segment: attaching takes what is there.
             lifetime: "attached" (removed when the last client closes it or exits; if all clients
                 were killed it stays, warm) or "persistent" (stays until it is removed).
             idle_limit: seconds. A persistent index that was unused for this long and has no live
