@@ -389,8 +389,8 @@ class PageIndex:
                 as checkpoints of recurrent state. False: a page is evicted after its children.
             eviction: "lru": the least recently used page goes first; "hz": the page that is least
                 likely to be used again soon, which the index learns from how pages are used. That
-                takes about 130 bytes a page more, at least 800 KB. Kept in the segment: attaching
-                takes what is there.
+                takes 128 bytes a page and up to half a MiB more, at least 1.1 MB. Kept in the
+                segment: attaching takes what is there.
             lifetime: "attached" (removed when the last client closes it or exits; if all clients
                 were killed it stays, warm) or "persistent" (stays until it is removed).
             idle_limit: seconds. A persistent index that was unused for this long and has no live
@@ -1977,7 +1977,8 @@ class PageIndex:
         Args:
             n: 0 to 4,096.
             keep_order: True: the pages stay next in line for eviction. False: pages that are not
-                discarded count as just used.
+                discarded count as just used; with eviction "hz" they are next in line again when
+                they are released.
 
         Raises:
             ConfigError: n out of range.

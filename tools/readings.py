@@ -498,22 +498,23 @@ def details(name: str) -> Details:
 
 def next_evicted(image: Image, most: int) -> Iterator[facts.Facts]:
     """Pages that a call which needs room would evict next: ready ends of prefixes, and independent
-    pages, that no client pins and no call protects; the one unused for longest first. Namespaces'
-    and groups' minimums are not considered. None with the order "hz", which is not told yet."""
-    if image.root.eviction:
-        return
+    pages, that no client pins and no call protects; the one unused for longest first, or as lists
+    are ranked. Namespaces' and groups' minimums are not considered."""
     table = facts.records(image)[: min(image.root.fresh, image.pages)]
     word = table["word"]
     kind = word & (layout.STATE_MASK | layout.KEPT)
     in_no_reservation = word >> layout.RESERVATION_SHIFT & layout.RESERVATION_MASK == 0
     alone = (table["children"] == 0) | (word & layout.INDEPENDENT != 0)
-    pages = np.flatnonzero((kind == PageState.READY) & in_no_reservation & alone)
-    used, pins = table["used"][pages], facts.rows(image)
+    may_go = (kind == PageState.READY) & in_no_reservation & alone
+    used, pins = table["used"], facts.rows(image)
+    ranked = bool(image.root.eviction)
+    pages = np.flatnonzero(may_go)
+    by_use = pages[np.argsort(used[pages] >> np.uint64(16), kind="stable")]
+    order = _as_ranked(image) if ranked else by_use
     spaces = {space["namespace"]: space for space in facts.namespaces(image)}
     groups = {group.number: group.name for group in _groups(image)}
-    for at in np.argsort(used >> np.uint64(16), kind="stable"):
-        page = int(pages[at])
-        if pins[:, page].any():
+    for page in map(int, order):
+        if page >= len(table) or not may_go[page] or pins[:, page].any():
             continue
         if most == 0:
             return
@@ -526,9 +527,26 @@ def next_evicted(image: Image, most: int) -> Iterator[facts.Facts]:
             "weights": space.get("weights", ""),
             "tenant": space.get("tenant", ""),
             "group": groups.get(group, str(group)),
-            "unused_calls": max(0, image.root.clock - (int(used[at]) >> 16)),
-            "hits": int(used[at]) & 0xFFFF,
+            "unused_calls": max(0, image.root.clock - (int(used[page]) >> 16)),
+            "hits": (int(used[page]) & 0xFFFF) >> (9 if ranked else 0),
         }
+
+
+def _as_ranked(image: Image) -> Iterator[int]:
+    """The queued pages in the order of the ranked lists in which they lie, those that were told to
+    go first before all, and parked ones last. A page may belong to another list by now."""
+    ranks = layout.RanksRecord.from_buffer_copy(image.data.data, image.place.ranks)
+    queue = facts.records(image)["queue"]["next"]
+    for number in (layout.FIRST_LIST, *ranks.order[ranks.chosen & 1].list, layout.PARKED_LIST):
+        if number >= layout.LISTS:
+            return
+        where = image.place.heads + number * ctypes.sizeof(layout.Link)
+        page = layout.Link.from_buffer_copy(image.data.data, where).next
+        for _ in range(image.pages):  # damage may close a circle
+            if page >= image.pages:
+                break
+            yield page
+            page = int(queue[page])
 
 
 def _groups(image: Image) -> Iterable[GroupPages]:

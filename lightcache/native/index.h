@@ -597,6 +597,9 @@ void lci_ranked_remember(lci_handle *h, const struct lci_eviction *e, const uint
 /* Ask for what is remembered of keys that are about to come, or of a page that is about to go. */
 void lci_ranked_ask(const lci_handle *h, const lc_key *keys, uint32_t n);
 void lci_ranked_ask_page(const lci_handle *h, const lci_page *p);
+/* Under the lock: pages go in this order of lists from now on. False, and nothing changed: it does not
+ * name each list once. */
+bool lci_install_order(lci_handle *h, lc_txn *t, const uint16_t list[LCH_LISTS]);
 /* After the lock: learn, and install the new order, if it is time to. */
 void lci_learn_if_due(lci_handle *h, uint64_t tick, int wait, uint64_t deadline);
 

@@ -293,6 +293,13 @@ void lci_ranks_occupy(lci_handle *h, uint32_t list) {
     lc_store(word, lc_load(word) | UINT32_C(1) << (rank % 32));
 }
 
+bool lci_install_order(lci_handle *h, lc_txn *t, const uint16_t list[LCH_LISTS]) {
+    uint32_t other = ~lc_load(&h->ranks->chosen) & 1;
+    if (!write_order(h, &h->ranks->order[other], list)) return false;
+    lc_txn_set(t, &h->ranks->chosen, other);
+    return true;
+}
+
 void lci_learn_if_due(lci_handle *h, uint64_t tick, int wait, uint64_t deadline) {
     uint16_t order[LCH_LISTS];
     lc_txn t;
@@ -300,8 +307,7 @@ void lci_learn_if_due(lci_handle *h, uint64_t tick, int wait, uint64_t deadline)
     lch_recompute(&h->learnt, tick, order);
     /* If the lock cannot be had the old order stays: a later call brings the next. */
     if (lci_lock(h, &t, LCI_OP_EVICT, wait, deadline) != LC_OK) return;
-    uint32_t other = ~lc_load(&h->ranks->chosen) & 1;
-    if (write_order(h, &h->ranks->order[other], order)) lc_txn_set(&t, &h->ranks->chosen, other);
+    lci_install_order(h, &t, order);
     memset(h->due, 0, sizeof h->due); /* the unit of ages may be another */
     lci_unlock(h, &t);
 }

@@ -92,7 +92,7 @@ static void parked_pages_come_back(void) {
     for (uint32_t i = 1; i < 200; i++) prompt_fill(&a, &q, i, 1);
     for (uint32_t i = 0; i < 4; i++) CHECK_EQ(evict(&a, 40), 40);
     CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
-    CHECK_EQ(evict(&a, 40), 40);
+    CHECK_EQ(evict(&a, 20), 20); /* 19 are left besides */
     CHECK(lc_list_empty(&a.h->lists, LCI_PARKED_LIST));
     tear_down();
 }
@@ -109,6 +109,40 @@ static void what_a_call_has_used_does_not_follow(void) {
     CHECK_EQ(evict(&a, 40), 10); /* what the new pages hang on stays */
     CHECK_EQ(lci_unreserve(b.h, &q.op, q.page, q.status, 20), LC_OK);
     CHECK_EQ(lci_abandon(b.h, q.op.rid, q.op.gen, BLOCKING), LC_OK);
+    tear_down();
+}
+
+/* The parent was hit by itself: what is as cheap as the leaf goes before it. */
+static void a_parent_that_ranks_above_does_not_follow(void) {
+    coarse_ages();
+    prompt_fill(&a, &p, 1, 2);
+    prompt_fill(&a, &q, 2, 1);
+    collect(&a);
+    p.n = 1;
+    CHECK_EQ(match(&b, &p, &l), 1);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    CHECK_EQ(oldest(&a, 2, 1), 2);
+    CHECK(list.pages[0] == p.page[1] && list.pages[1] == q.page[0]);
+    CHECK_EQ(lci_release(a.h, &list.head), LC_OK);
+    CHECK_EQ(evict(&a, 2), 2);
+    CHECK(peek(&b, &p) == 1 && peek(&b, &q) == 0);
+    tear_down();
+}
+
+/* The call that makes room has used the parent: it stays, and so it is parked. */
+static void a_parent_that_the_call_used_does_not_follow(void) {
+    lc_txn t;
+    coarse_ages();
+    prompt_fill(&a, &p, 1, 2);
+    collect(&a);
+    CHECK_EQ(lci_lock(a.h, &t, LCI_OP_EVICT, BLOCKING), LC_OK);
+    lci_eviction e = {.since = lci_next_tick(a.h)};
+    uint64_t word = used_of((uint32_t)p.page[0]) & LCI_HITS_MASK;
+    lc_store(&a.h->pages[p.page[0]].used, e.since << LCI_TICK_SHIFT | word);
+    CHECK_EQ(lci_evict(a.h, &t, &e, 2), 1);
+    CHECK(!lc_list_empty(&a.h->lists, LCI_PARKED_LIST));
+    CHECK_EQ(lci_unlock(a.h, &t), LC_OK);
+    CHECK_EQ(peek(&b, &p), 1);
     tear_down();
 }
 
@@ -165,6 +199,19 @@ static void a_use_of_a_hot_page_is_seen(void) {
     tear_down();
 }
 
+/* A child that was used after its parent goes, and its parent with it: that is no use of the parent. */
+static void giving_up_a_child_is_no_use_of_its_parent(void) {
+    coarse_ages();
+    prompt_fill(&a, &p, 1, 2);
+    collect(&a);
+    CHECK_EQ(lci_match1(b.h, &p.keys[1], 1, NS, &l.head), 1);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    CHECK_EQ(oldest(&a, 2, 1), 2);
+    CHECK_EQ(discard(&a), LC_OK);
+    CHECK_EQ(giving.freed, 2);
+    tear_down();
+}
+
 /* Pages that were told to go first do, however they rank; a use makes them ordinary. */
 static void first_goes_first(void) {
     coarse_ages();
@@ -208,6 +255,32 @@ static void pages_age(void) {
     tear_down();
 }
 
+static void at_unit(uint64_t units) { lci_set_clock(a.h, units << 22); }
+
+/* Of equal age, what was never hit goes first; so the younger page is found as soon as it is as old. */
+static void a_page_is_found_when_it_is_due(void) {
+    coarse_ages();
+    lc_store(&a.h->learnt.root->unit, 10);
+    lci_set_clock(b.h, UINT64_C(100) << 22);
+    at_unit(99);
+    prompt_fill(&a, &p, 1, 1);
+    CHECK_EQ(match(&b, &p, &l), 1);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    at_unit(104);
+    prompt_fill(&a, &q, 2, 1);
+    collect(&a);
+    for (uint64_t unit = 108; unit < 111; unit++) { /* it is moved first, then looked at */
+        at_unit(unit);
+        CHECK_EQ(oldest(&a, 1, 1), 1);
+        CHECK_EQ(list.pages[0], p.page[0]); /* of 8 to 15 units; the other is of 4 to 7 */
+        CHECK_EQ(lci_release(a.h, &list.head), LC_OK);
+    }
+    at_unit(113);
+    CHECK_EQ(evict(&a, 1), 1);
+    CHECK(peek(&b, &p) == 1 && peek(&b, &q) == 0);
+    tear_down();
+}
+
 /* A clock that wraps evicts on, in both orders. */
 static void a_clock_that_wraps(void) {
     for (uint32_t eviction = LCI_LRU; eviction <= LCI_HZ; eviction++) {
@@ -233,12 +306,67 @@ static void an_order_is_learned(void) {
     for (uint32_t i = 0; i < 4000; i++) {
         prompt_fill(&a, &p, i, 1);
         uint32_t now = lc_load(&a.h->ranks->chosen);
+        if (now != before) CHECK_EQ(a.h->due[LCH_LISTS - 2], 0); /* the unit may be another */
+        a.h->due[LCH_LISTS - 2] = UINT64_MAX;
         changes += now != before;
         before = now;
         CHECK(lci_ranks_sound(a.h));
     }
     CHECK(changes > 3);
     index_check(&s);
+    tear_down();
+}
+
+static bool install(const uint16_t *lists) {
+    lc_txn t;
+    CHECK_EQ(lci_lock(a.h, &t, LCI_OP_EVICT, BLOCKING), LC_OK);
+    bool done = lci_install_order(a.h, &t, lists);
+    CHECK_EQ(lci_unlock(a.h, &t), LC_OK);
+    index_check(&s);
+    return done;
+}
+
+/* What went first goes last; and what names a list twice, or one that there is not, changes nothing. */
+static void an_order_is_installed(void) {
+    uint16_t lists[LCH_LISTS];
+    coarse_ages();
+    some_uses(300, 500);
+    CHECK_EQ(oldest(&a, 1, 1), 1);
+    uint32_t first = (uint32_t)list.pages[0], chosen = lc_load(&a.h->ranks->chosen);
+    CHECK_EQ(lci_release(a.h, &list.head), LC_OK);
+    uint32_t rank = lci_rank(a.h, used_of(first));
+    for (uint32_t i = 0; i < LCH_LISTS; i++) lists[i] = lc_load(&order_of(&a)->list[LCH_LISTS - 1 - i]);
+    lists[5]++;
+    CHECK(!install(lists));
+    lists[5] = LCH_LISTS;
+    CHECK(!install(lists));
+    CHECK_EQ(lc_load(&a.h->ranks->chosen), chosen);
+    lists[5] = lc_load(&order_of(&a)->list[LCH_LISTS - 1 - 5]);
+    CHECK(install(lists));
+    CHECK_EQ(lc_load(&a.h->ranks->chosen), !chosen);
+    CHECK_EQ(lci_rank(a.h, used_of(first)), LCH_LISTS + 1 - rank);
+    uint32_t others = 0;
+    for (uint32_t i = 0; i < 300; i++) others += lci_rank(a.h, used_of(i)) != LCH_LISTS + 1 - rank;
+    CHECK(others > 0);
+    CHECK_EQ(evict(&a, others), others);
+    CHECK_EQ(lci_state_of(lc_load(&a.h->pages[first].word)), LCI_READY);
+    tear_down();
+}
+
+/* As a death leaves it between the ghost and the end of its step: the page is there, and remembered. */
+static void a_page_and_its_ghost(void) {
+    uint64_t used;
+    set_up_ranked(40);
+    prompt_fill(&a, &p, 1, 1);
+    lch_evicted(&a.h->learnt, p.keys[0], used_of((uint32_t)p.page[0]), 1);
+    CHECK_EQ(match(&b, &p, &l), 1);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    CHECK_EQ(hits_of((uint32_t)p.page[0]), 1);
+    index_check(&s);
+    CHECK_EQ(evict(&a, 1), 1);
+    prompt_fill(&a, &p, 1, 1);
+    CHECK_EQ(hits_of((uint32_t)p.page[0]), 2); /* one ghost, the later */
+    CHECK(!lch_known(&a.h->learnt, p.keys[0], 1, &used));
     tear_down();
 }
 
@@ -285,13 +413,19 @@ const test ranked_tests[] = {
     TEST(pinned_pages_are_parked),
     TEST(parked_pages_come_back),
     TEST(what_a_call_has_used_does_not_follow),
+    TEST(a_parent_that_ranks_above_does_not_follow),
+    TEST(a_parent_that_the_call_used_does_not_follow),
     TEST(a_lookup_that_does_not_count_leaves_the_word_alone),
     TEST(pages_that_went_are_remembered),
     TEST(a_use_of_a_hot_page_is_seen),
+    TEST(giving_up_a_child_is_no_use_of_its_parent),
     TEST(first_goes_first),
     TEST(pages_age),
+    TEST(a_page_is_found_when_it_is_due),
     TEST(a_clock_that_wraps),
     TEST(an_order_is_learned),
+    TEST(an_order_is_installed),
+    TEST(a_page_and_its_ghost),
     TEST(advice_of_any_bytes),
     TEST(a_damaged_order_is_found_and_mended),
     END_OF_TESTS,

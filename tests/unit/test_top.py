@@ -188,6 +188,23 @@ def test_next_evicted_are_those_that_go_next(cache: Cache) -> None:
     assert [page for page in ends if words[page] & layout.STATE_MASK == PageState.FREE] == [first]
 
 
+def test_next_evicted_of_ranked_lists(segment_name: str) -> None:
+    with make(segment_name, eviction="hz") as cache:
+        for number in (1, 2, 3):
+            fill(cache, number)
+            look_up(cache, number)
+        cache.index.evict_first(cache.hash_pages(prompt(2)))
+        with cache.match(cache.hash_pages(prompt(1))):
+            listed = list(next_evicted(read(cache.name), 8))
+        assert [page["hits"] for page in listed] == [1, 1]  # the ends of 2 and of 3
+        first = listed[0]["page"]
+        assert len(list(next_evicted(read(cache.name), 8))) == 3
+        assert [page["page"] for page in next_evicted(read(cache.name), 1)] == [first]
+        cache.evict(1)
+        word = facts.records(read(cache.name))["word"][first]
+        assert word & layout.STATE_MASK == PageState.FREE
+
+
 def test_details_say_what_a_client_holds_and_who_writes(cache: Cache) -> None:
     fill(cache, 1)
     slot = cache.client_id.slot
