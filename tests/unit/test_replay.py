@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html.parser
 import json
+import os
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -245,6 +246,59 @@ def test_bytes_of_a_token_from_a_model(run: Run, tmp_path: Path) -> None:
     assert row["loaded"] == 12 * 2 * 2 * 64 * 2
 
 
+# ---- recording
+
+KEYS = np.arange(4, dtype=np.uint64).reshape(2, 2)
+
+
+def recorded(path: Path | str, requests: int = 1) -> None:
+    recorder = traces.Recorder(path)
+    for _ in range(requests):
+        recorder.note(2 * TOKENS, KEYS, TOKENS)
+    recorder.close()
+
+
+def test_a_short_write_is_said_once_and_spoils_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, write = tmp_path / "t", os.write
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda file, text: write(file, text[:9]))
+        recorded(path, 3)
+    (said,) = caplog.messages
+    assert "9 of" in said
+    assert path.read_bytes() == b'{"timesta'
+    recorded(path, 2)
+    recorded(path)
+    lines = path.read_text().splitlines()
+    assert len(lines) == 4
+    with pytest.raises(ConfigError, match=r"sed -i 1d "):
+        traces.read(path)
+    path.write_text("\n".join(lines[1:]))
+    assert len(traces.read(path)) == 3
+
+
+@pytest.mark.parametrize("name", ["a\0b", "fifo", "none/t"])
+def test_a_file_that_cannot_be_written_is_said_once(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    recorded(f"{tmp_path}/{name}", 2)
+    assert len(caplog.messages) == 1
+
+
+def test_a_file_that_may_only_be_written_begins_another_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> bytes:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "pread", refused)
+    recorded(tmp_path / "t")
+    recorded(tmp_path / "t")
+    assert len(traces.read(tmp_path / "t")) == 2
+
+
 # ---- bad input
 
 
@@ -254,6 +308,7 @@ def test_bytes_of_a_token_from_a_model(run: Run, tmp_path: Path) -> None:
         ("", "found an empty file"),
         ('{"hash_ids": [1]}\n{"hash_i', "line 2, the last one, is cut; leave it out: head -n 1"),
         ('{"hash_i', "found line 1"),
+        ('{"hash_ids": [1]}\n{"ha{"hash_ids": [1]}\n', "take it out: sed -i 2d "),
         ("a,b\n", "expected a trace"),
         ("[1]\n", "expected a trace"),
         ("\x80".encode("latin1").decode("latin1") + "\n", "expected a trace"),
