@@ -317,6 +317,10 @@ def test_a_file_that_may_only_be_written_begins_another_line(
         ('{"hash_ids": [1], "input_length": null}\n', "--block-tokens says"),
         ('{"hash_ids": [1], "block_tokens": 0}\n', "block_tokens: expected"),
         ('{"hash_ids": [1], "timestamp": "now"}\n', "timestamp: expected"),
+        ('{"hash_ids": [1], "timestamp": 1e308}\n', "timestamp: expected milliseconds, found 1e+308"),
+        ('{"hash_ids": [1], "timestamp": -1e15}\n', "timestamp: expected"),
+        ('{"hash_ids": [1], "timestamp": NaN}\n', "timestamp: expected"),
+        (f'{{"hash_ids": [1], "timestamp": {"9" * 400}}}\n', "timestamp: expected"),
         ('{"hash_ids": [1], "block_tokens": 4}\n{"hash_ids": [1]}\n', "blocks of one length"),
     ],
 )
