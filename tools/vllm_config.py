@@ -210,6 +210,23 @@ def read_config(model: str) -> Mapping[str, Any] | None:
     return None
 
 
+def find_model(model: str) -> tuple[str, Mapping[str, Any] | None]:
+    """Of a folder, the config.json in it, or a name on the hub: the folder or name, and what
+    `read_config` has of it.
+
+    Raises:
+        ConfigError: a path that is absent, or a configuration that cannot be read.
+    """
+    path = Path(model)
+    if path.name == "config.json" and path.is_file():
+        return str(path.parent), read_config(str(path.parent))
+    is_path = path.is_absolute() or model.startswith(".") or path.name == "config.json"
+    if is_path and not path.is_dir():
+        found = "a file" if path.exists() else "nothing there"
+        raise ConfigError(f"{model}: expected a model's folder or its config.json, found {found}")
+    return model, read_config(model)
+
+
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Of the language model, where a model has several parts."""
     inner = config.get("text_config")

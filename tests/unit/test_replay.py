@@ -240,10 +240,11 @@ def test_bytes_of_a_token_from_a_model(run: Run, tmp_path: Path) -> None:
     trace = write(tmp_path / "t", [("abc", 1)] * 2)
     model = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(model))
-    (row,) = json.loads(
-        run("replay", trace, "--size", "1GiB", "--model", tmp_path, "--json").stdout
-    )
-    assert row["loaded"] == 12 * 2 * 2 * 64 * 2
+    for given in (tmp_path, tmp_path / "config.json"):
+        (row,) = json.loads(
+            run("replay", trace, "--size", "1GiB", "--model", given, "--json").stdout
+        )
+        assert row["loaded"] == 12 * 2 * 2 * 64 * 2
 
 
 # ---- recording
@@ -317,7 +318,7 @@ def test_a_file_that_may_only_be_written_begins_another_line(
         ('{"hash_ids": [1], "input_length": null}\n', "--block-tokens says"),
         ('{"hash_ids": [1], "block_tokens": 0}\n', "block_tokens: expected"),
         ('{"hash_ids": [1], "timestamp": "now"}\n', "timestamp: expected"),
-        ('{"hash_ids": [1], "timestamp": 1e308}\n', "timestamp: expected milliseconds, found 1e+308"),
+        ('{"hash_ids": [1], "timestamp": 1e308}\n', "expected milliseconds, found 1e+308"),
         ('{"hash_ids": [1], "timestamp": -1e15}\n', "timestamp: expected"),
         ('{"hash_ids": [1], "timestamp": NaN}\n', "timestamp: expected"),
         (f'{{"hash_ids": [1], "timestamp": {"9" * 400}}}\n', "timestamp: expected"),
@@ -350,6 +351,8 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
         (("--prefill-tokens-per-s", "0"), "expected a number above 0"),
         (("--prefill-tokens-per-s", "nan"), "expected a number above 0"),
         (("--model", "a/model"), "give --token-bytes"),
+        (("--model", "./none"), "./none: expected a model's folder or its config.json, found no"),
+        (("--model", __file__), "found a file"),
         (("--model", "m", "--token-bytes", "1KiB"), "not both"),
         (("--report", "/nowhere/at/all.html"), "expected a file that can be written"),
     ],

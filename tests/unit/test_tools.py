@@ -187,7 +187,11 @@ def test_a_model_on_this_machine_says_what_a_page_is(
         run("rm", each["name"])
     (folder / "config.json").write_text("{}")
     said = run("create", *options, folder, status=2).stderr
-    assert "no page is computed; give --page-bytes and --fingerprint" in said
+    assert "no page is computed" in said
+    assert "give --page-bytes and --fingerprint" in said
+    for absent in (tmp_path / "none", folder / "none" / "config.json", "./none"):
+        said = run("create", *options, absent, status=2).stderr
+        assert f"{absent}: expected a model's folder or its config.json, found nothing" in said
 
 
 def test_a_model_names_its_cache(run: Run, segment_name: str, tmp_path: Path) -> None:
