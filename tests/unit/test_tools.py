@@ -106,7 +106,9 @@ def test_create_ls_rm(run: Run, segment_name: str, tmp_path: Path) -> None:
     created = run("create", segment_name, "--size", "1MiB", *options, "--page-tokens", 16, "--json")
     found = json.loads(created.stdout)
     assert (found["pages"], found["grown"], found["lifetime"]) == (256, 256, "persistent")
-    assert "it exists" in run("create", segment_name, "--pages", 4, *options, status=2).stderr
+    said = run("create", segment_name, "--pages", 4, *options, status=2).stderr
+    assert "it exists" in said
+    assert f"or remove it first: `lightcache rm {segment_name}`" in said
     with Cache.attach(segment_name, secret=secret.read_bytes()) as cache:
         assert cache.page_bytes == 4096
         assert len(cache.hash_pages(np.arange(100))) == 6
