@@ -22,6 +22,7 @@ from lightcache.simulation import (
     by_chance,
     by_load,
     by_prefix,
+    cached_of,
     hits_of,
     pages_needed,
     simulated,
@@ -96,7 +97,7 @@ def test_one_pass_is_a_simulation_of_each_size(nodes: int, tmp_path: Path) -> No
             needed = pages_needed(trace, which)
             for pages in (0, 1, 2, 5, 13, 50, 10_000):
                 slow = simulated(trace, which, LRU, pages)
-                assert hits_of(trace, needed <= pages).tolist() == slow.tolist()
+                assert cached_of(trace, needed <= pages).tolist() == slow.tolist()
 
 
 def test_an_order_that_is_no_stack_algorithm_is_simulated(
@@ -164,14 +165,16 @@ def test_tokens_and_bytes_of_tiers(tmp_path: Path) -> None:
     page = 4096
     setup = Setup(page // TOKENS, 10.0)
     (row,) = cases(trace, setup, [3 * page], [6 * page], [1], [], ["lru"])
-    # The third finds nothing in three pages and all in the storage; the fourth computes its last.
+    # The third finds nothing in three pages and all in the storage; the fourth computes its last,
+    # which is cached and is not offloaded again.
     assert (row.tokens, row.host_tokens, row.storage_tokens) == (51, 8, 12)
     assert (row.loaded, row.storage_read) == (5 * page, 3 * page)
-    assert (row.offloaded, row.storage_written) == (7 * page, 6 * page)
+    assert (row.offloaded, row.storage_written) == (6 * page, 6 * page)
     assert row.saved_s == 2.0
     assert (row.next_gib_tokens, row.every_tokens) == (12, 0)
     (row,) = cases(trace, setup, [3 * page], [0], [1], [], ["lru"])
     assert (row.hit_tokens, row.every_tokens, row.storage_written) == (8, 12, 0)
+    assert row.offloaded == 9 * page
 
 
 def test_a_shared_storage_serves_what_another_node_computed(tmp_path: Path) -> None:
@@ -225,6 +228,19 @@ def test_a_report_that_another_program_wrote_meanwhile_stays(
     monkeypatch.setattr(traces, "read", slow)
     assert "exists" in run("replay", trace, "--report", report, status=2).stderr
     assert report.read_text() == "another"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sizes", "rises"),
+    [(3, "2MiB,1GiB", True), (3, "1GiB", False), (1, "2MiB,1GiB", False)],
+)
+def test_only_a_curve_that_rises_is_steepest_somewhere(
+    prompts: int, sizes: str, rises: bool, run: Run, tmp_path: Path
+) -> None:
+    trace = write(tmp_path / "t", [("abcdef", 1)] * prompts)
+    said = run("replay", trace, "--size", sizes, "--token-bytes", "256KiB").stdout
+    assert ("steepest" in said) == rises
+    assert "of the tokens hit; the next GiB" in said
 
 
 def test_json_has_every_figure(run: Run, tmp_path: Path) -> None:
