@@ -85,10 +85,13 @@ def process(does: str) -> Iterator[tuple[int, Connection]]:
     here, there = context.Pipe()
     child = context.Process(target=victim, args=(does, NAME, there), daemon=True)
     child.start()
-    here.recv()
-    yield child.pid or 0, here
-    child.kill()
-    child.join()
+    there.close()  # who waits for a victim that could not begin gets EOFError
+    try:
+        here.recv()
+        yield child.pid or 0, here
+    finally:
+        child.kill()
+        child.join()
 
 
 def save() -> None:
@@ -137,7 +140,9 @@ def generation() -> None:
 
 def lock() -> None:
     """killed inside the lock"""
-    dump = [str(Path(sys.executable).with_name("lightcache")), "dump", NAME, "--json"]
+    beside = Path(sys.executable).with_name("lightcache")
+    command = beside if beside.exists() else shutil.which("lightcache") or beside
+    dump = [command, "dump", NAME, "--json"]
     with open_cache() as cache:
         kills = undone = 0
         while not undone and (kills := kills + 1) < 300:

@@ -13,6 +13,7 @@ size.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -126,31 +127,33 @@ def _larger_before(values: Ints) -> Ints:
 # ---- hits
 
 
-def hits_of(trace: Trace, there: NDArray[np.bool_]) -> Ints:
-    """Blocks of each request that hit.
+def cached_of(trace: Trace, there: NDArray[np.bool_]) -> Ints:
+    """Blocks of each request that are cached when it comes.
 
     Args:
         there: of `trace.blocks`, as compared with `pages_needed`: of a request those from its root.
     """
     sums = np.concatenate([[0], np.cumsum(there)])
-    hits: Ints = sums[trace.ends] - sums[trace.ends - trace.lengths]
-    return np.minimum(hits, trace.matchable)
+    cached: Ints = sums[trace.ends] - sums[trace.ends - trace.lengths]
+    return cached
+
+
+def hits_of(trace: Trace, there: NDArray[np.bool_]) -> Ints:
+    """Of `cached_of` those that hit: the last token of a prompt is computed, cached or not."""
+    return np.minimum(cached_of(trace, there), trace.matchable)
 
 
 def simulated(trace: Trace, nodes: Ints, order: Order, pages: int) -> Ints:
-    """Blocks of each request that hit, one request after the other; for any order."""
+    """`cached_of`, one request after the other; for any order."""
     caches: dict[int, NodeCache] = {}
-    hits = np.zeros(len(trace), np.int64)
-    for number, (path, node, most) in enumerate(
-        zip(_paths(trace), nodes.tolist(), trace.matchable.tolist(), strict=True)
-    ):
+    cached = np.zeros(len(trace), np.int64)
+    for number, (path, node) in enumerate(zip(_paths(trace), nodes.tolist(), strict=True)):
         if node not in caches:
             caches[node] = order.cache(pages)
         cache = caches[node]
-        while hits[number] < most and path[hits[number]] in cache:
-            hits[number] += 1
+        cached[number] = sum(1 for _ in itertools.takewhile(cache.__contains__, path))
         cache.use(path)
-    return hits
+    return cached
 
 
 def _paths(trace: Trace) -> list[list[int]]:
@@ -227,6 +230,7 @@ __all__ = [
     "by_chance",
     "by_load",
     "by_prefix",
+    "cached_of",
     "hits_of",
     "pages_needed",
     "simulated",

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
+import shlex
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -124,6 +125,8 @@ def _lines(path: Path, block_tokens: int | None) -> Iterator[tuple[float, int, i
         raise ConfigError(f"{path}: {_FORM}, found bytes that are no text") from None
 
 
+_LATEST = 1e15
+"""Milliseconds: 30,000 years."""
 _FORM = 'expected a trace, with a JSON object such as {"hash_ids": [1, 2]} on each line'
 
 
@@ -134,11 +137,14 @@ def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
         if not line.endswith("\n") and number > 1:
             raise ConfigError(
                 f"{path}: line {number}, the last one, is cut; leave it out: "
-                f"head -n {number - 1} {path} > whole.jsonl"
+                f"head -n {number - 1} {shlex.quote(str(path))} > whole.jsonl"
             ) from None
-        raise ConfigError(f"{path}: {_FORM}, found line {number}: {line[:40]!r}") from None
+        found = None
     if not isinstance(found, dict) or not isinstance(found.get("hash_ids"), list):
-        raise ConfigError(f"{path}: {_FORM}, found line {number}: {line[:40]!r}")
+        raise ConfigError(
+            f"{path}: {_FORM}, found line {number}: {line[:40]!r}; if only this line is spoiled, "
+            f"take it out: sed -i {number}d {shlex.quote(str(path))}"
+        )
     return found
 
 
@@ -158,14 +164,15 @@ def _request(
             f"{len(ids)}; --block-tokens says how many tokens a block has"
         )
     at = line.get("timestamp", 1000 * (number - 1))
-    if type(at) not in (int, float) or not math.isfinite(at):
-        raise ConfigError(f"{where}: timestamp: expected milliseconds, found {at!r}")
+    if type(at) not in (int, float) or not abs(at) < _LATEST:
+        raise ConfigError(f"{where}: timestamp: expected milliseconds, found {repr(at)[:40]}")
     return at / 1000, tokens, size, ids
 
 
 class Recorder:
     """Appends a line for each request to a file, which is made with mode 0600. Processes may share
-    a file: a line is one write. What cannot be written is said once, and nothing is tried again."""
+    a file: a line is one write. What cannot be written is said once, and nothing is tried again.
+    The file may end in a part of a line, where a disk was full: the first write begins another."""
 
     def __init__(self, path: str | Path) -> None:
         """Opens nothing: the first request does."""
@@ -186,11 +193,14 @@ class Recorder:
             "block_tokens": page_tokens,
         }
         try:
+            text = json.dumps(line, separators=(",", ":")).encode() + b"\n"
             if self._file is None:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-                self._file = os.open(self._path, flags, 0o600)
-            os.write(self._file, json.dumps(line, separators=(",", ":")).encode() + b"\n")
-        except OSError as error:
+                self._file, begin = _open_to_append(self._path)
+                text = begin + text
+            written = os.write(self._file, text)
+            if written < len(text):
+                raise OSError(f"{written} of {len(text)} bytes were written; is the disk full?")
+        except (OSError, ValueError) as error:
             self._failed = True
             _log.warning("lightcache: record=%s: %s; nothing is recorded", self._path, error)
 
@@ -200,6 +210,20 @@ class Recorder:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+def _open_to_append(path: str | Path) -> tuple[int, bytes]:
+    """A descriptor, and what ends the last line of the file. Does not wait for the reader of a
+    FIFO."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+    file = os.open(path, flags, 0o600)
+    if not stat.S_ISREG(os.fstat(file).st_mode) or not (size := os.fstat(file).st_size):
+        return file, b""
+    try:
+        with open(path, "rb") as known:
+            return file, b"" if os.pread(known.fileno(), 1, size - 1) == b"\n" else b"\n"
+    except OSError:  # a file that may only be written; the reader skips empty lines
+        return file, b"\n"
 
 
 _ID = np.uint64((1 << 53) - 1)

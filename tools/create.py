@@ -26,9 +26,9 @@ from lightcache.tools.output import Command, bar, emit, json_option
 from lightcache.tools.vllm_config import (
     Unknown,
     element_bytes,
+    find_model,
     geometry_of,
     page_of,
-    read_config,
     shape_of,
 )
 
@@ -137,15 +137,14 @@ def _from_model(model: str, configuration: dict[str, Any]) -> str:
     model's name.
 
     Raises:
-        ConfigError: its pages cannot be known from it.
+        ConfigError: it is a path that is absent, or its pages cannot be known from it.
     """
-    path = Path(model)
-    folder = path.parent if path.name == "config.json" and path.is_file() else path
-    wanted_here = not (configuration["page_bytes"] and configuration["fingerprint"])
-    config = read_config(str(folder)) if wanted_here else None
+    if configuration["page_bytes"] and configuration["fingerprint"]:
+        return model
+    model, config = find_model(model)
     if config is None:
         return model
-    name, tokens = name_of(str(folder)), configuration["page_tokens"]
+    name, tokens = name_of(model), configuration["page_tokens"]
     try:
         shape, element = shape_of(config), element_bytes(config, "auto")
         options = Options(blocks_per_page=1 if tokens else None)

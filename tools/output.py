@@ -63,7 +63,7 @@ class Command(click.Command):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:  # the reader has seen enough, and nothing is broken
-            _hush()
+            hush()
             ctx.exit(UNREAD)
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)
@@ -72,7 +72,7 @@ class Command(click.Command):
             ctx.exit(FAILED)
 
 
-def _hush() -> None:
+def hush() -> None:
     """Nothing is printed any more: what is still in a buffer would fail again when Python ends."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -19,7 +19,7 @@ from lightcache.tools import replay_report
 from lightcache.tools.output import Command, check_writable, console, emit, json_option, table
 from lightcache.tools.replay_report import sizing
 from lightcache.tools.sizing import ROUTINGS, Case, Setup, cases, default_sizes
-from lightcache.tools.vllm_config import Unknown, element_bytes, read_config, shape_of
+from lightcache.tools.vllm_config import Unknown, element_bytes, find_model, shape_of
 
 MOST_NODES = 1000
 LLAMA = "128KiB"
@@ -35,7 +35,7 @@ LLAMA = "128KiB"
 @click.option("--routing", help=f"Some of {','.join(ROUTINGS)}; default: all.")
 @click.option("--policy", default="lru", show_default=True,
               help=f"Order of eviction, some of {','.join(ORDERS)}.")  # fmt: skip
-@click.option("--model", help="Folder with a config.json, for the bytes of a token's KV; or")
+@click.option("--model", help="Folder with a config.json, or that file: bytes of a token's KV; or")
 @click.option("--token-bytes", help=f"these bytes; default: {LLAMA}.")
 @click.option("--block-tokens", type=click.IntRange(1, 1 << 20),
               help=f"Of a trace that does not say it; default: {traces.BLOCK_TOKENS}.")  # fmt: skip
@@ -106,7 +106,7 @@ def _token_bytes(model: str | None, given: str | None) -> int:
         return parse_size(given or LLAMA, "--token-bytes")
     if given is not None:
         raise click.UsageError("give --model or --token-bytes; not both")
-    config = read_config(model)
+    model, config = find_model(model)
     if config is None:
         raise ConfigError(f"--model: {model} is not on this machine; give --token-bytes")
     try:

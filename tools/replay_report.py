@@ -45,16 +45,20 @@ def sizing(trace: Trace, setup: Setup, rows: Sequence[Case]) -> Iterator[str]:
 
 
 def _advice(rows: Sequence[Case]) -> str:
-    """Of one curve: where it is steepest, what the next tier brings there, and what is enough."""
+    """Of one curve: where it is steepest, if it rises, what the next tier brings there, and what is
+    enough."""
     gains = [
         (after.host_tokens - before.host_tokens) / (after.size - before.size)
         for before, after in itertools.pairwise(rows)
     ]
     row = rows[max(range(len(gains)), key=gains.__getitem__, default=0)]
+    rises = any(gain > 0 for gain in gains)
+    hit = share(row.hit_tokens, row.tokens)
     parts = [
-        f"{describe(row)}: the curve is steepest from {format_size(row.size)} a node, where "
-        f"{share(row.hit_tokens, row.tokens)} of the tokens hit; the next GiB there adds "
-        f"{row.next_gib_tokens:,} hit tokens",
+        f"the curve is steepest from {format_size(row.size)} a node, where {hit} of the tokens hit"
+        if rises
+        else f"with {format_size(row.size)} a node {hit} of the tokens hit",
+        f"the next GiB {'there ' * rises}adds {row.next_gib_tokens:,} hit tokens",
         f"a storage that keeps all adds {share(row.every_tokens, row.tokens)}",
     ]
     if row.nodes > 1:
@@ -65,7 +69,7 @@ def _advice(rows: Sequence[Case]) -> str:
         parts.append(
             f"{format_size(enough.size)} a node has 95 % of the hits of {format_size(last.size)}"
         )
-    return "; ".join(parts) + "."
+    return f"{describe(row)}: {'; '.join(parts)}."
 
 
 def describe(row: Case) -> str:

@@ -14,6 +14,7 @@ from lightcache.simulation import (
     by_chance,
     by_load,
     by_prefix,
+    cached_of,
     hits_of,
     pages_needed,
     simulated,
@@ -58,7 +59,7 @@ class Case:
     loaded: int
     """Bytes that go from the host to devices: the hits."""
     offloaded: int
-    """Bytes of computed pages that go from devices to the host."""
+    """Bytes of computed pages that go from devices to the host: those that are nowhere cached."""
     storage_read: int
     """Bytes."""
     storage_written: int
@@ -117,10 +118,10 @@ class _Study:
     ) -> Iterator[Case]:
         pages = size // self._page
         which, needed = self._placed(nodes, routing, policy, pages)
-        host = self._host(which, needed, policy, pages)
-        more = self._host(which, needed, policy, (size + GIB) // self._page)
+        cached = self._cached(which, needed, policy, pages)
+        more = self._cached(which, needed, policy, (size + GIB) // self._page)
         for storage in storages:
-            yield self._case(nodes, routing, policy, size, storage, host, more, needed)
+            yield self._case(nodes, routing, policy, size, storage, cached, more, needed)
 
     def _placed(self, nodes: int, routing: str, policy: str, pages: int) -> tuple[Ints, Ints]:
         """The node of each request, and `pages_needed` there."""
@@ -143,10 +144,10 @@ class _Study:
         """`pages_needed` of what all nodes share."""
         return pages_needed(self._trace, np.zeros(len(self._trace), np.int64))
 
-    def _host(self, which: Ints, needed: Ints, policy: str, pages: int) -> Ints:
-        """Hits of each request, in blocks."""
+    def _cached(self, which: Ints, needed: Ints, policy: str, pages: int) -> Ints:
+        """Blocks of each request that are in the host's cache."""
         if ORDERS[policy].stack:
-            return hits_of(self._trace, needed <= pages)
+            return cached_of(self._trace, needed <= pages)
         return simulated(self._trace, which, ORDERS[policy], pages)
 
     def _case(
@@ -156,16 +157,16 @@ class _Study:
         policy: str,
         size: int,
         storage: int,
-        host: Ints,
+        cached: Ints,
         more: Ints,
         needed: Ints,
     ) -> Case:
         trace, page = self._trace, self._page
         stored = (self._together if self._setup.shared else needed) <= storage // page
-        hits = np.maximum(host, hits_of(trace, stored))
+        anywhere = np.maximum(cached, cached_of(trace, stored))
+        host, more, hits = (np.minimum(each, trace.matchable) for each in (cached, more, anywhere))
         best = [np.maximum(hits, hits_of(trace, each < NEVER)) for each in (needed, self._together)]
-        # Blocks that hit nowhere are computed, and so is one whose prompt ends with it.
-        total, found, in_host = len(trace.blocks), int(hits.sum()), int(host.sum())
+        found, in_host = int(hits.sum()), int(host.sum())
         tokens = trace.block_tokens
         return Case(
             nodes,
@@ -178,7 +179,7 @@ class _Study:
             (found - in_host) * tokens,
             found * tokens / self._setup.tokens_per_s,
             found * page,
-            (total - found) * page,
+            (len(trace.blocks) - int(anywhere.sum())) * page,
             (found - in_host) * page,
             int(np.count_nonzero(~stored)) * page if storage else 0,
             int(more.sum() - in_host) * tokens,

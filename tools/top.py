@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import io
 import os
 import select
@@ -26,6 +27,7 @@ from lightcache.tools.output import (
     check_writable,
     console,
     emit,
+    hush,
     json_option,
     save_picture,
 )
@@ -45,6 +47,8 @@ SCREEN_SHARE = 0.0035
 DETAIL_SHARE = 0.001
 """Of a core: for readings and the screen, and for copies of whole indexes. Where they cost more,
 they become rarer. Together with the wake-ups less than half a percent."""
+GONE = 128 + signal.SIGHUP
+"""Exit status where the terminal is gone."""
 KEYS = {
     b"\x1b[A": "up",
     b"\x1bOA": "up",
@@ -308,7 +312,7 @@ class _Live:
         self._every = interval
 
     def run(self) -> None:
-        """Until the user leaves."""
+        """Until the user leaves, or the terminal is gone."""
         while True:
             try:
                 with _keys() as keys, self._out.screen(hide_cursor=True):
@@ -316,6 +320,11 @@ class _Live:
                 return
             except _Stopped:
                 os.kill(os.getpid(), signal.SIGSTOP)
+            except (OSError, termios.error) as error:
+                if error.args[0] != errno.EIO:
+                    raise
+                hush()
+                raise SystemExit(GONE) from None
 
     def _loop(self, keys: int | None) -> None:
         waiting = [self._woken] if keys is None else [self._woken, keys]

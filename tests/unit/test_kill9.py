@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 
@@ -42,6 +46,52 @@ def test_a_row_holds_and_leaves_nothing(name: str, tmp_path: Path) -> None:
     if f"\n{output[0]}\n" in f"\n{printed}":
         assert "\n".join(output) in "\n".join(form(printed))
     assert not list(tmp_path.iterdir())  # no secret was made
+
+
+@pytest.fixture
+def example() -> Any:
+    spec = importlib.util.spec_from_file_location("kill9", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_row_that_fails_ends_its_victim(
+    begins: bool, example: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context, here = MagicMock(), MagicMock()
+    context.Pipe.return_value = here, MagicMock()
+    here.recv.side_effect = ["here"] if begins else EOFError
+    monkeypatch.setattr(example.mp, "get_context", lambda _: context)
+    with pytest.raises(SystemExit if begins else EOFError), example.process("saves"):
+        example.say("what a row expects", holds=False)
+    child = context.Process.return_value
+    assert child.method_calls == [call.start(), call.kill(), call.join()]
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_the_command_is_beside_python_or_where_the_shell_finds_it(
+    beside: bool, example: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Asked(Exception):
+        pass
+
+    def dumped(command: list[object]) -> bytes:
+        raise Asked(str(command[0]))
+
+    for name in ("open_cache", "process", "time"):
+        monkeypatch.setattr(example, name, MagicMock())
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(subprocess, "check_output", dumped)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/elsewhere/{name}")
+    if beside:
+        (tmp_path / "lightcache").touch()
+    with pytest.raises(Asked) as asked:
+        example.lock()
+    assert asked.value.args == (f"{tmp_path if beside else '/elsewhere'}/lightcache",)
 
 
 def test_the_page_has_each_row() -> None:

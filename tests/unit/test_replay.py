@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html.parser
 import json
+import os
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from lightcache.simulation import (
     by_chance,
     by_load,
     by_prefix,
+    cached_of,
     hits_of,
     pages_needed,
     simulated,
@@ -95,7 +97,7 @@ def test_one_pass_is_a_simulation_of_each_size(nodes: int, tmp_path: Path) -> No
             needed = pages_needed(trace, which)
             for pages in (0, 1, 2, 5, 13, 50, 10_000):
                 slow = simulated(trace, which, LRU, pages)
-                assert hits_of(trace, needed <= pages).tolist() == slow.tolist()
+                assert cached_of(trace, needed <= pages).tolist() == slow.tolist()
 
 
 def test_an_order_that_is_no_stack_algorithm_is_simulated(
@@ -163,14 +165,16 @@ def test_tokens_and_bytes_of_tiers(tmp_path: Path) -> None:
     page = 4096
     setup = Setup(page // TOKENS, 10.0)
     (row,) = cases(trace, setup, [3 * page], [6 * page], [1], [], ["lru"])
-    # The third finds nothing in three pages and all in the storage; the fourth computes its last.
+    # The third finds nothing in three pages and all in the storage; the fourth computes its last,
+    # which is cached and is not offloaded again.
     assert (row.tokens, row.host_tokens, row.storage_tokens) == (51, 8, 12)
     assert (row.loaded, row.storage_read) == (5 * page, 3 * page)
-    assert (row.offloaded, row.storage_written) == (7 * page, 6 * page)
+    assert (row.offloaded, row.storage_written) == (6 * page, 6 * page)
     assert row.saved_s == 2.0
     assert (row.next_gib_tokens, row.every_tokens) == (12, 0)
     (row,) = cases(trace, setup, [3 * page], [0], [1], [], ["lru"])
     assert (row.hit_tokens, row.every_tokens, row.storage_written) == (8, 12, 0)
+    assert row.offloaded == 9 * page
 
 
 def test_a_shared_storage_serves_what_another_node_computed(tmp_path: Path) -> None:
@@ -226,6 +230,19 @@ def test_a_report_that_another_program_wrote_meanwhile_stays(
     assert report.read_text() == "another"
 
 
+@pytest.mark.parametrize(
+    ("prompts", "sizes", "rises"),
+    [(3, "2MiB,1GiB", True), (3, "1GiB", False), (1, "2MiB,1GiB", False)],
+)
+def test_only_a_curve_that_rises_is_steepest_somewhere(
+    prompts: int, sizes: str, rises: bool, run: Run, tmp_path: Path
+) -> None:
+    trace = write(tmp_path / "t", [("abcdef", 1)] * prompts)
+    said = run("replay", trace, "--size", sizes, "--token-bytes", "256KiB").stdout
+    assert ("steepest" in said) == rises
+    assert "of the tokens hit; the next GiB" in said
+
+
 def test_json_has_every_figure(run: Run, tmp_path: Path) -> None:
     trace = write(tmp_path / "t", [("abc", 1)] * 2)
     (row,) = json.loads(run("replay", trace, "--size", "1GiB", "--json").stdout)
@@ -239,10 +256,64 @@ def test_bytes_of_a_token_from_a_model(run: Run, tmp_path: Path) -> None:
     trace = write(tmp_path / "t", [("abc", 1)] * 2)
     model = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(model))
-    (row,) = json.loads(
-        run("replay", trace, "--size", "1GiB", "--model", tmp_path, "--json").stdout
-    )
-    assert row["loaded"] == 12 * 2 * 2 * 64 * 2
+    for given in (tmp_path, tmp_path / "config.json"):
+        (row,) = json.loads(
+            run("replay", trace, "--size", "1GiB", "--model", given, "--json").stdout
+        )
+        assert row["loaded"] == 12 * 2 * 2 * 64 * 2
+
+
+# ---- recording
+
+KEYS = np.arange(4, dtype=np.uint64).reshape(2, 2)
+
+
+def recorded(path: Path | str, requests: int = 1) -> None:
+    recorder = traces.Recorder(path)
+    for _ in range(requests):
+        recorder.note(2 * TOKENS, KEYS, TOKENS)
+    recorder.close()
+
+
+def test_a_short_write_is_said_once_and_spoils_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, write = tmp_path / "t", os.write
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda file, text: write(file, text[:9]))
+        recorded(path, 3)
+    (said,) = caplog.messages
+    assert "9 of" in said
+    assert path.read_bytes() == b'{"timesta'
+    recorded(path, 2)
+    recorded(path)
+    lines = path.read_text().splitlines()
+    assert len(lines) == 4
+    with pytest.raises(ConfigError, match=r"sed -i 1d "):
+        traces.read(path)
+    path.write_text("\n".join(lines[1:]))
+    assert len(traces.read(path)) == 3
+
+
+@pytest.mark.parametrize("name", ["a\0b", "fifo", "none/t"])
+def test_a_file_that_cannot_be_written_is_said_once(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    recorded(f"{tmp_path}/{name}", 2)
+    assert len(caplog.messages) == 1
+
+
+def test_a_file_that_may_only_be_written_begins_another_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> bytes:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "pread", refused)
+    recorded(tmp_path / "t")
+    recorded(tmp_path / "t")
+    assert len(traces.read(tmp_path / "t")) == 2
 
 
 # ---- bad input
@@ -254,6 +325,7 @@ def test_bytes_of_a_token_from_a_model(run: Run, tmp_path: Path) -> None:
         ("", "found an empty file"),
         ('{"hash_ids": [1]}\n{"hash_i', "line 2, the last one, is cut; leave it out: head -n 1"),
         ('{"hash_i', "found line 1"),
+        ('{"hash_ids": [1]}\n{"ha{"hash_ids": [1]}\n', "take it out: sed -i 2d "),
         ("a,b\n", "expected a trace"),
         ("[1]\n", "expected a trace"),
         ("\x80".encode("latin1").decode("latin1") + "\n", "expected a trace"),
@@ -262,6 +334,10 @@ def test_bytes_of_a_token_from_a_model(run: Run, tmp_path: Path) -> None:
         ('{"hash_ids": [1], "input_length": null}\n', "--block-tokens says"),
         ('{"hash_ids": [1], "block_tokens": 0}\n', "block_tokens: expected"),
         ('{"hash_ids": [1], "timestamp": "now"}\n', "timestamp: expected"),
+        ('{"hash_ids": [1], "timestamp": 1e308}\n', "expected milliseconds, found 1e+308"),
+        ('{"hash_ids": [1], "timestamp": -1e15}\n', "timestamp: expected"),
+        ('{"hash_ids": [1], "timestamp": NaN}\n', "timestamp: expected"),
+        (f'{{"hash_ids": [1], "timestamp": {"9" * 400}}}\n', "timestamp: expected"),
         ('{"hash_ids": [1], "block_tokens": 4}\n{"hash_ids": [1]}\n', "blocks of one length"),
     ],
 )
@@ -291,6 +367,8 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
         (("--prefill-tokens-per-s", "0"), "expected a number above 0"),
         (("--prefill-tokens-per-s", "nan"), "expected a number above 0"),
         (("--model", "a/model"), "give --token-bytes"),
+        (("--model", "./none"), "./none: expected a model's folder or its config.json, found no"),
+        (("--model", __file__), "found a file"),
         (("--model", "m", "--token-bytes", "1KiB"), "not both"),
         (("--report", "/nowhere/at/all.html"), "expected a file that can be written"),
     ],

@@ -106,7 +106,9 @@ def test_create_ls_rm(run: Run, segment_name: str, tmp_path: Path) -> None:
     created = run("create", segment_name, "--size", "1MiB", *options, "--page-tokens", 16, "--json")
     found = json.loads(created.stdout)
     assert (found["pages"], found["grown"], found["lifetime"]) == (256, 256, "persistent")
-    assert "it exists" in run("create", segment_name, "--pages", 4, *options, status=2).stderr
+    said = run("create", segment_name, "--pages", 4, *options, status=2).stderr
+    assert "it exists" in said
+    assert f"or remove it first: `lightcache rm {segment_name}`" in said
     with Cache.attach(segment_name, secret=secret.read_bytes()) as cache:
         assert cache.page_bytes == 4096
         assert len(cache.hash_pages(np.arange(100))) == 6
@@ -187,7 +189,11 @@ def test_a_model_on_this_machine_says_what_a_page_is(
         run("rm", each["name"])
     (folder / "config.json").write_text("{}")
     said = run("create", *options, folder, status=2).stderr
-    assert "no page is computed; give --page-bytes and --fingerprint" in said
+    assert "no page is computed" in said
+    assert "give --page-bytes and --fingerprint" in said
+    for absent in (tmp_path / "none", folder / "none" / "config.json", "./none"):
+        said = run("create", *options, absent, status=2).stderr
+        assert f"{absent}: expected a model's folder or its config.json, found nothing" in said
 
 
 def test_a_model_names_its_cache(run: Run, segment_name: str, tmp_path: Path) -> None:

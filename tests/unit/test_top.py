@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -26,8 +26,9 @@ from lightcache import Cache, layout
 from lightcache.layout import PageState
 from lightcache.manager.stats import NodeCounters
 from lightcache.shm import Segment, names
-from lightcache.tools import cli, facts
+from lightcache.tools import cli, facts, top
 from lightcache.tools.image import read
+from lightcache.tools.output import console
 from lightcache.tools.readings import Reading, Watch, change, client_change, details, next_evicted
 from lightcache.tools.top_screen import History, Look, draw
 
@@ -404,6 +405,38 @@ def test_a_wrong_name(segment_name: str) -> None:
     assert run("a/b", "--once").exit_code == 2
 
 
+@pytest.mark.parametrize("signalled", [True, False])
+def test_a_terminal_that_is_gone(signalled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its settings cannot be given back, and nothing be read."""
+    own, other = pty.openpty()
+    out = console()
+    monkeypatch.setattr(top, "hush", lambda: None)
+
+    def loop(self: Any, keys: int | None) -> None:
+        os.close(own)
+        if signalled:
+            raise SystemExit(top.GONE)
+        os.write(keys or 0, b"a screen")
+
+    monkeypatch.setattr(top._Live, "_loop", loop)
+    with os.fdopen(other) as terminal, Watch() as watch:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        live = top._Live(out, watch, History(), Look(cache=None, only=None), 1.0, other)
+        with pytest.raises(SystemExit) as left:
+            live.run()
+    assert left.value.code == 129
+
+
+@pytest.mark.slow
+def test_live_in_a_terminal_that_goes(cache: Cache, tmp_path: Path) -> None:
+    with (tmp_path / "errors").open("wb") as errors:
+        with Terminal([LIGHTCACHE, "top", cache.name], columns=100, errors=errors) as terminal:
+            terminal.until(f"  {cache.name}  ")
+            terminal.go()
+            assert terminal.process.wait(timeout=60) == 129
+    assert not (tmp_path / "errors").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["q", "ctrl-c", "terminate"])
 def test_live_in_a_terminal(cache: Cache, ending: str) -> None:
@@ -438,7 +471,7 @@ def test_live_in_a_terminal(cache: Cache, ending: str) -> None:
 class Terminal:
     """A pseudo terminal, and a process that it is the terminal of."""
 
-    def __init__(self, command: list[str], columns: int) -> None:
+    def __init__(self, command: list[str], columns: int, errors: BinaryIO | None = None) -> None:
         self._own, self._other = pty.openpty()
         self.resize(columns)
         self._found = termios.tcgetattr(self._other)
@@ -447,7 +480,7 @@ class Terminal:
             command,
             stdin=self._other,
             stdout=self._other,
-            stderr=self._other,
+            stderr=errors or self._other,
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
             env={**os.environ, "TERM": "xterm-256color"},
@@ -468,6 +501,11 @@ class Terminal:
             assert ready, f"{text!r} was not drawn: {self._seen[-4000:]!r}"
             self._seen += os.read(self._own, 1 << 16)
         self._seen = self._seen.partition(text.encode())[2]
+
+    def go(self) -> None:
+        """Its window is closed."""
+        os.close(self._own)
+        self._own = os.open(os.devnull, os.O_RDONLY)
 
     def as_found(self) -> bool:
         """Whether the terminal echoes, and takes lines, as before."""
