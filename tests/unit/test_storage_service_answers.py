@@ -78,6 +78,22 @@ def test_a_service_is_silent_when_it_has_not_looked_for_long(cache: Cache) -> No
         assert not client._silent(service)
 
 
+def test_a_service_looks_between_the_messages_of_a_batch(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, wait_until: Wait
+) -> None:
+    monkeypatch.setattr("lightcache.storage.service.serving._LOOK", 1e9)
+    looked: list[int] = []
+    with StorageService(cache, full(cache)) as service:
+        take = service._take
+        service._take = lambda message: (  # type: ignore[method-assign]
+            looked.append(service._board.load("looked_us")),
+            take(message),
+        )[1]
+        push(cache, *[Part(Kind.CANCEL, 1, 2, n).pack() for n in range(8)])
+        wait_until(lambda: service.stats().orphans == 8, "all of them")
+    assert len(set(looked)) == 8
+
+
 def test_reads_of_a_client_that_is_gone_hold_up_nobody(cache: Cache, wait_until: Wait) -> None:
     recorder = Recorder(StorageSpec.of(cache))
     store(recorder, KEYS)

@@ -195,6 +195,7 @@ class StorageService:
             with contextlib.suppress(WaitTimeout, LockTimeout):
                 messages = self._ring.pop_many(_BATCH) or [self._ring.pop(timeout=timeout)]
         for message in messages:
+            self._board.look()  # one of a client that was stopped while it left takes 0.2 s
             try:
                 self._take(message)
             except Malformed as error:
