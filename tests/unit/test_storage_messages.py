@@ -47,13 +47,14 @@ groups = st.lists(
     ),
     max_size=3,
 ).map(lambda groups: [(Rule(f"rule{i}", *of[:2]), of[2]) for i, of in enumerate(groups)])
+STARTS = st.integers(0, 5)
 ARGUMENTS: dict[Kind, st.SearchStrategy[dict[str, Any]]] = {
     Kind.WRITE: st.fixed_dictionaries(
         {"request": st.none() | st.integers(-(2**63), 2**63), "tokens": st.integers(0, 2**62)}
     ),
-    Kind.PREFETCH: st.fixed_dictionaries({"start": U32}),
+    Kind.PREFETCH: st.fixed_dictionaries({"start": STARTS}),
     Kind.PREFETCH_LAST_READY: st.fixed_dictionaries(
-        {"groups": groups, "start": U32, "step": st.integers(1, 2**15), "most": U32}
+        {"groups": groups, "start": STARTS, "step": st.integers(1, 2**15), "most": U32}
     ),
 }
 asks = TASKS.flatmap(
@@ -62,7 +63,7 @@ asks = TASKS.flatmap(
         kind=st.just(kind),
         end=st.floats(allow_nan=False),
         timeout=st.floats(allow_nan=False),
-        keys=st.integers(0, 5).map(lambda n: make_keys(n, seed=n)),
+        keys=st.integers(5, 9).map(lambda n: make_keys(n, seed=n)),
         namespace=st.builds(Namespace, names, names, U32),
         arguments=ARGUMENTS[kind],
     )
@@ -274,6 +275,17 @@ def test_no_groups(groups: Any) -> None:
 
     assert len(unpack(GROUPED).arguments["groups"]) == 1
     refused(Malformed, "", unpack, GROUPED | {"groups": groups})
+
+
+@pytest.mark.parametrize("start", [-1, 3, -(1 << 33), 1 << 64, 1.0, True, None, "1", [1], {}])
+def test_no_start(start: Any) -> None:
+    """It would be a number of pages that no answer has room for, or none at all."""
+
+    def unpack(start: Any) -> Ask:
+        return Ask.unpack(Kind.PREFETCH, body(1.0, 1.0, ["v1", "t", 1], {"start": start}))
+
+    assert [unpack(start).start for start in (0, 2)] == [0, 2]
+    refused(Malformed, "", unpack, start)
 
 
 # ---------------------------------------------------------------- halves

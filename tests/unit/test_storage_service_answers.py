@@ -78,6 +78,22 @@ def test_a_service_is_silent_when_it_has_not_looked_for_long(cache: Cache) -> No
         assert not client._silent(service)
 
 
+def test_a_service_looks_between_the_messages_of_a_batch(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, wait_until: Wait
+) -> None:
+    monkeypatch.setattr("lightcache.storage.service.serving._LOOK", 1e9)
+    looked: list[int] = []
+    with StorageService(cache, full(cache)) as service:
+        take = service._take
+        service._take = lambda message: (  # type: ignore[method-assign]
+            looked.append(service._board.load("looked_us")),
+            take(message),
+        )[1]
+        push(cache, *[Part(Kind.CANCEL, 1, 2, n).pack() for n in range(8)])
+        wait_until(lambda: service.stats().orphans == 8, "all of them")
+    assert len(set(looked)) == 8
+
+
 def test_reads_of_a_client_that_is_gone_hold_up_nobody(cache: Cache, wait_until: Wait) -> None:
     recorder = Recorder(StorageSpec.of(cache))
     store(recorder, KEYS)
@@ -134,9 +150,10 @@ def test_the_end_of_a_task_is_told_when_it_was_counted() -> None:
     served = Served(None, (1, 2), task)  # type: ignore[arg-type]
     task.progress.set_prefix(4)
     task.progress.end(failed=False)
-    found = Answer.unpack(served.answer(settled=False))
+    found = Answer.unpack(served.answer())
     assert (found.task, found.state, found.prefix) == (2, TaskState.RUNNING, 4)
-    assert Answer.unpack(served.answer(settled=True)).state is FINISHED
+    served.counted = True
+    assert Answer.unpack(served.answer()).state is FINISHED
 
 
 def test_answers_that_nobody_reads_are_lost(cache: Cache, wait_until: Wait) -> None:
@@ -155,7 +172,7 @@ def test_answers_that_nobody_reads_are_lost(cache: Cache, wait_until: Wait) -> N
             pass
         task = client.prefetch(KEYS, timeout=600.0)
         wait_until(lambda: sound(cache, KEYS) == 20, "the pages, which come all the same")
-        wait_until(lambda: service.stats().lost > 0, "answers that found no room")
+        wait_until(lambda: service.stats().lost == 1, "the answer that found no room")
         late[0] = 1000.0
         assert task.wait(60.0).reasons[0].startswith("timed out")
         ring.close()
@@ -169,14 +186,46 @@ def test_an_end_that_found_no_room_is_told_again(cache: Cache, wait_until: Wait)
                 pass
             task = client.prefetch(KEYS, timeout=600.0)
             wait_until(lambda: service.stats().tier.tasks_finished == 1, "the end")
-            wait_until(lambda: service.stats().lost > 0, "answers that found no room")
+            wait_until(lambda: service.stats().lost == 1, "the answer that found no room")
             (peer,) = service._peers.values()
             pushes, whole = [], peer.tell
-            peer.tell = lambda some, **how: (pushes.append(some), whole(some, **how))[1]  # type: ignore
+            peer.tell = lambda some: (pushes.append(some), whole(some))[1]  # type: ignore
             wait_until(lambda: len(pushes) >= 2, "that it is tried again, in vain")
             del client._hear
             assert task.wait(60.0).loaded == 20
-        assert service.stats().lost > 1
+        assert service.stats().lost == 1  # once, however often it was tried
+
+
+def test_a_client_that_does_not_listen_costs_one_attempt_a_turn(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, wait_until: Wait
+) -> None:
+    monkeypatch.setattr("lightcache.storage.service.serving.MOST_UNTOLD", 3)
+    with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
+        client._hear = lambda timeout: time.sleep(0.01)  # type: ignore[method-assign]
+        with board.find_answers(cache, client._pid, client._client) as ring:
+            while ring.push_many([b"x"] * 256):
+                pass
+            for _ in range(10):
+                client.prefetch(KEYS, timeout=600.0)
+            wait_until(lambda: service.stats().taken == 10 and not service._tasks, "the ends")
+            service._ending.set()
+            assert service.wait(60.0)
+            (peer,) = service._peers.values()
+            assert len(peer.untold) == 3  # others are forgotten
+            pushes, whole = [], peer.tell
+            peer.tell = lambda some: (pushes.append(some), whole(some))[1]  # type: ignore
+            service._publish = failing(RuntimeError("for each of them"))  # type: ignore
+            service._repeat()
+            assert len(pushes) == 1
+            assert len(peer.untold) == 3
+            while ring.pop_many(256):
+                pass
+            service._repeat()
+            assert len(ring) == 3
+            assert not peer.untold
+            del service._publish
+        client.close(0.0)
+        assert service.stats().lost == 10
 
 
 def test_nothing_is_told_again_to_who_is_gone(cache: Cache, wait_until: Wait) -> None:
@@ -189,8 +238,8 @@ def test_nothing_is_told_again_to_who_is_gone(cache: Cache, wait_until: Wait) ->
             client.prefetch(KEYS, timeout=600.0)
             wait_until(lambda: service.stats().tier.tasks_finished == 1, "the end")
             client.close(0.0)
-        wait_until(lambda: not service._untold, "the end of telling")
         wait_until(lambda: service.stats().clients == 0, "the client that left")
+        assert not service._peers  # whom `_repeat` tells
 
 
 @pytest.mark.parametrize("service_goes", [True, False])
@@ -253,7 +302,7 @@ def test_a_client_whose_ring_is_locked_is_mute_for_a_while() -> None:
 
     peer = Peer(Ring(), Counter())  # type: ignore[arg-type]
     served = Served(peer, (1, 2), StorageTask(TaskProgress("read", 4, None)))
-    assert [peer.tell(served, settled=False) for _ in range(3)] == [True, False, False]
+    assert [peer.tell(served) for _ in range(3)] == [True, False, False]
     assert len(pushes) == 2
 
 

@@ -158,7 +158,8 @@ class Ask:
     @property
     def start(self) -> int:
         """The first key that is asked for."""
-        return int(self.arguments.get("start", 0))
+        start: int = self.arguments.get("start", 0)
+        return start
 
     def pack(self) -> bytes:
         """Its bytes: a head in JSON, and the keys. The names of groups' rules are not sent."""
@@ -181,6 +182,9 @@ class Ask:
                 raise Malformed(f"a {kind.name} of {types} with {set(how)}")
             if not 0 <= ref <= 0xFFFFFFFF or end != end or timeout != timeout:
                 raise Malformed(f"a number is out of range: {ref}, {end}, {timeout}")
+            first = how.get("start", 0)
+            if type(first) is not int or not 0 <= first <= len(keys):
+                raise Malformed(f"a start of {first!r} in {len(keys)} keys")
             if "groups" in how:
                 how["groups"] = [
                     (Rule(f"rule{i}", align, back), Run(group, parts))

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -27,6 +27,9 @@ from lightcache.storage.tier import StorageTier
 
 MOST_TASKS = 4096
 """At a time. Further ones wait in the ring; when it is full, clients are refused."""
+MOST_UNTOLD = MOST_TASKS
+"""Refused answers to repeat, of a client. Beyond it, the one refused longest ago is forgotten: the
+client gives that task up when its time is over."""
 _IDLE = 0.05  # seconds of waiting for a message
 _PAUSE = 0.01  # seconds between checks whether more tasks may be taken
 _LOOK = 0.25  # seconds between checks of clients, unsent answers and the cache
@@ -44,6 +47,8 @@ class Peer:
         self.parts = PartBuffer(counted)
         self.there = True
         """We have not closed its ring yet."""
+        self.untold: OrderedDict[Served, None] = OrderedDict()
+        """Tasks whose state is to be told. Under the service's lock."""
         self._ring = ring
         self._lock = threading.RLock()
         self._mute_until = 0.0
@@ -59,14 +64,14 @@ class Peer:
             return False
         return any(client.alive and client.slot != own.slot for client in clients)
 
-    def tell(self, served: Served, *, settled: bool) -> bool:
+    def tell(self, served: Served) -> bool:
         """Push the state of a task, without waiting for room; False: it was not pushed. Answers are
         made and pushed one at a time, so the last one pushed is the latest."""
         with self._lock:
             if not self.there or time.monotonic() < self._mute_until:
                 return False
             try:
-                return bool(self._ring.push_many([served.answer(settled=settled)]))
+                return bool(self._ring.push_many([served.answer()]))
             except LockTimeout:
                 self._mute_until = time.monotonic() + _MUTE
             except LightcacheError as error:
@@ -84,7 +89,7 @@ class Peer:
                 log.warning("the ring of a client could not be left: %s", error)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Served:
     """A client's task, and the tier's task that runs it."""
 
@@ -92,16 +97,16 @@ class Served:
     name: tuple[int, int]
     """The numbers of the client and of its task."""
     task: StorageTask
+    counted: bool = False
+    """The published statistics count its end. Until then the end is not reported, so that a client
+    that hears of it finds it in the statistics."""
+    refused: bool = False
+    """Its last answer was not pushed."""
 
-    def answer(self, *, settled: bool) -> bytes:
-        """The state of the task.
-
-        Args:
-            settled: the statistics count its end. Until then the end is not reported, so that a
-                client that hears of it finds it in the statistics.
-        """
+    def answer(self) -> bytes:
+        """The state of the task."""
         state = self.task.state  # before the result, which is final then
-        if self.task.ended and not settled:
+        if self.task.ended and not self.counted:
             state = TaskState.RUNNING
         result = self.task.result
         counts = {name: getattr(result, name) for name in COUNTS}
@@ -140,10 +145,8 @@ class StorageService:
         self._last: ServiceStats | None = None
         self._closed, self._pid = False, os.getpid()
         self._peers: dict[tuple[int, int], Peer] = {}
-        self._lock = threading.RLock()  # for the next two
+        self._lock = threading.RLock()  # for the next one, and for what its clients are to be told
         self._tasks: dict[tuple[int, int], Served] = {}
-        self._untold: set[Served] = set()
-        """Tasks whose state is to be told."""
         with contextlib.ExitStack() as stack:
             self._tier = StorageTier(cache, storage, **tier)
             stack.callback(self._tier.close, 0.0)
@@ -192,6 +195,7 @@ class StorageService:
             with contextlib.suppress(WaitTimeout, LockTimeout):
                 messages = self._ring.pop_many(_BATCH) or [self._ring.pop(timeout=timeout)]
         for message in messages:
+            self._board.look()  # one of a client that was stopped while it left takes 0.2 s
             try:
                 self._take(message)
             except Malformed as error:
@@ -292,36 +296,51 @@ class StorageService:
 
     # ---- answers
 
-    def _tell(self, served: Served, *, due: bool = False) -> None:
-        """Push the state of a task to its client: its end at once, in the thread that ended it, and
-        what was before a moment later (`due`), as the end usually follows. What could not be pushed
-        is repeated while the client is there: no other answer follows the end of a task, and the
-        client would wait until the task's time is up."""
-        settled = served.task.progress.settled
-        with self._lock:
-            self._untold.add(served)
-            if not (settled or due):
-                return
-            self._untold.discard(served)  # before: another thread may add it meanwhile
+    def _tell(self, served: Served) -> None:
+        """Push the end of a task to its client, in the thread that ended it. What was before is
+        told a moment later (`_repeat`), as the end usually follows."""
+        if not served.task.progress.settled:
+            with self._lock:
+                served.peer.untold[served] = None
+            return
         try:
-            if settled:
-                self._publish()
-            told = served.peer.tell(served, settled=settled)
-        except Exception:  # our own bug: the thread has other tasks
-            log.exception("an answer of the storage service could not be made")
-            told = False
+            self._publish()
+        except Exception:  # statistics may be late; the client waits for the answer
+            log.exception("statistics of the storage service could not be published")
+        served.counted = True
+        self._push(served)
+
+    def _push(self, served: Served) -> bool:
+        """Push the state of a task; False: its client takes nothing now. Then it is repeated while
+        the client is there: no other answer follows the end of a task, and the client would wait
+        until the task's time is up."""
+        peer, ours = served.peer, False
         with self._lock:
-            if settled:
+            peer.untold.pop(served, None)  # before: another thread may add it meanwhile
+        try:
+            told = peer.tell(served)
+        except Exception:  # our own bug: the thread has other tasks, and this one would fail again
+            log.exception("an answer of the storage service could not be made")
+            told, ours = False, True
+        with self._lock:
+            if served.counted:
                 self._tasks.pop(served.name, None)
-            self._counted["lost"] += not told
-            if served.peer.there and not told:
-                self._untold.add(served)
+            self._counted["lost"] += not (told or served.refused)
+            served.refused = not told
+            if peer.there and not (told or ours):
+                peer.untold[served] = None
+                while len(peer.untold) > MOST_UNTOLD:
+                    peer.untold.popitem(last=False)
+        return told or ours
 
     def _repeat(self) -> None:
-        with self._lock:
-            untold = list(self._untold)
-        for served in untold:
-            self._tell(served, due=True)
+        """Tell each client what it has not been told, until it refuses."""
+        for peer in self._peers.values():
+            with self._lock:
+                untold = list(peer.untold)
+            for served in untold:
+                if not self._push(served):
+                    break
 
     # ---- statistics
 
