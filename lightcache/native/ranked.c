@@ -198,12 +198,10 @@ void lci_ranked_begin(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want) 
 
 /* Nothing is left but parked pages: each of them is looked at once. False: all were. */
 static bool seek(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *steps) {
-    if (!e->sought) e->parked = lc_load(&h->root->queued);
-    e->sought = true;
-    uint32_t n = e->parked < *steps ? e->parked : *steps;
-    if (lc_list_empty(&h->lists, LCI_PARKED_LIST)) n = e->parked = 0;
-    if (n > LCI_BATCH) n = LCI_BATCH;
-    e->parked -= n;
+    if (!*e->parked) *e->parked = 1 + lch_least(lc_load(&h->root->queued), h->page_count);
+    if (lc_list_empty(&h->lists, LCI_PARKED_LIST)) *e->parked = 1;
+    uint32_t n = lch_least(lch_least(*e->parked - 1, *steps), LCI_BATCH);
+    *e->parked -= n;
     *steps -= n;
     unpark(h, t, e, n);
     return n != 0;

@@ -84,6 +84,38 @@ static void pinned_pages_are_parked(void) {
     tear_down();
 }
 
+/* Calls of one hold of the lock each: how many, until this one is through. It does not begin anew. */
+#define ONE_HOLD LC_BLOCK, 0
+#define HOLDS(rc, call) \
+    for (uint32_t held = 0; (rc = (call)) == LC_E_TIMEOUT; held++) CHECK(held < 100)
+
+/* All is pinned: a call that comes back between looks at each page once, and gives less. */
+static void a_call_that_comes_back_goes_on(void) {
+    static lease held[10];
+    int rc;
+    set_up_ranked(5000);
+    independent_prompts = true; /* all are queued */
+    for (uint32_t i = 0; i < 10; i++) {
+        prompt_fill(&a, &p, i, 500);
+        memset(&held[i], 0, sizeof held[i]);
+        CHECK_EQ(match(&b, &p, &held[i]), 500);
+    }
+    independent_prompts = false;
+    prompt_make(&q, 99, 1);
+    q.op = (lci_reserve_op){.shards = 1, .ns = NS};
+    HOLDS(rc, lci_reserve(a.h, &q.op, q.keys, 1, 0, q.page, q.status, ONE_HOLD));
+    CHECK_EQ(rc, 0);
+    op = (lci_held_op){0};
+    HOLDS(rc, lci_allocate(a.h, &op, pages, gens, 1, ONE_HOLD));
+    CHECK_EQ(rc, LC_E_FULL);
+    lci_oldest_op listing = {.want = 1};
+    memset(&list, 0, sizeof list);
+    HOLDS(rc, lci_oldest(a.h, &listing, &list.head, keys, parents, ONE_HOLD));
+    CHECK_EQ(rc, 0);
+    for (uint32_t i = 0; i < 10; i++) CHECK_EQ(lci_release(b.h, &held[i].head), LC_OK);
+    tear_down();
+}
+
 /* What was parked comes back while others go: nothing has to run out for that. */
 static void parked_pages_come_back(void) {
     set_up_ranked(200);
@@ -283,6 +315,7 @@ const test ranked_tests[] = {
     TEST(oldest_is_what_goes),
     TEST(lists_go_by_rank),
     TEST(pinned_pages_are_parked),
+    TEST(a_call_that_comes_back_goes_on),
     TEST(parked_pages_come_back),
     TEST(what_a_call_has_used_does_not_follow),
     TEST(a_lookup_that_does_not_count_leaves_the_word_alone),
