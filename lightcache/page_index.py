@@ -1284,6 +1284,8 @@ class PageIndex:
             plan.count()
             if pages is not None and pages < plan.pages:
                 plan.lease.shorten(pages)
+            if self.eviction != "lru":
+                plan.lease.count_use()
             return plan.lease
 
     def cancel(self, request: Hashable) -> bool:

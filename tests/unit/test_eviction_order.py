@@ -139,3 +139,24 @@ def test_a_plan_is_a_hit_when_it_is_taken(segment_name: str) -> None:
         index.take("a").release()
         hits.append(page.used >> 9 & 127)
         assert hits == [1, 1, 2]
+
+
+def test_what_a_plan_does_not_give_is_not_hit(segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=8, eviction="hz") as index:
+        put(index, 1, 2)
+        with index.match(prompt(1, 2)) as lease:
+            begin = index.segment.address + geometry(8).page
+            pages = [PageRecord.from_address(begin + 64 * int(page)) for page in lease.pages]
+
+        def hits() -> list[int]:
+            return [page.used >> 9 & 127 for page in pages]
+
+        index.plan("a", prompt(1, 2))
+        assert index.cancel("a")
+        assert hits() == [1, 1]
+        index.plan("a", prompt(1, 2), timeout=0)
+        assert not index.cancel("a")  # it has expired
+        assert hits() == [1, 1]
+        index.plan("a", prompt(1, 2))
+        index.take("a", pages=1).release()
+        assert hits() == [2, 1]
