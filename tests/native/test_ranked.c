@@ -161,6 +161,30 @@ static void a_lookup_that_does_not_count_leaves_the_word_alone(void) {
     tear_down();
 }
 
+/* What a client has matched it reserves with the rest of its prompt: that is one hit, and its only gap. */
+static void a_match_and_then_a_reserve_are_one_hit(void) {
+    set_up_ranked(40);
+    lci_set_clock(a.h, UINT64_C(1) << 30);
+    lci_set_clock(b.h, UINT64_C(1) << 40);
+    prompt_fill(&a, &p, 1, 2);
+    CHECK_EQ(match(&b, &p, &l), 2);
+    uint64_t hit = used_of((uint32_t)p.page[0]);
+    prompt_make(&q, 1, 3);
+    CHECK_EQ(prompt_reserve(&b, &q, NS, 1), 1);
+    uint64_t now = used_of((uint32_t)p.page[0]);
+    CHECK_EQ(now & LCI_HITS_MASK, hit & LCI_HITS_MASK);
+    CHECK_EQ(now >> LCI_TICK_SHIFT, q.op.tick);
+    prompt_publish(&b, &q, 0);
+    prompt_unpin(&b, &q);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    prompt_make(&q, 1, 4);
+    CHECK_EQ(prompt_reserve(&b, &q, NS, 1), 1); /* nothing is pinned before: it is the hit */
+    CHECK_EQ(lch_hits_of(used_of((uint32_t)p.page[0])), 2);
+    prompt_publish(&b, &q, 0);
+    prompt_unpin(&b, &q);
+    tear_down();
+}
+
 /* A page that comes back has the history that it had when it went, and one hit more. */
 static void pages_that_went_are_remembered(void) {
     set_up_ranked(40);
@@ -319,6 +343,7 @@ const test ranked_tests[] = {
     TEST(parked_pages_come_back),
     TEST(what_a_call_has_used_does_not_follow),
     TEST(a_lookup_that_does_not_count_leaves_the_word_alone),
+    TEST(a_match_and_then_a_reserve_are_one_hit),
     TEST(pages_that_went_are_remembered),
     TEST(a_use_of_a_hot_page_is_seen),
     TEST(first_goes_first),
