@@ -501,8 +501,9 @@ static inline void lci_hit(const lci_handle *h, lci_page *p, uint64_t tick, lci_
     }
 }
 
-/* Ticks wrap: is this one at `since` or after it? */
-static inline bool lci_not_before(uint64_t tick, uint64_t since) {
+/* Is this tick at `since` or after it? Ticks that are times wrap. Numbers do not, but by damage. */
+static inline bool lci_not_before(const lci_handle *h, uint64_t tick, uint64_t since) {
+    if (LC_LIKELY(!h->ranks)) return tick >= since;
     return ((tick - since) & LCI_TICK_MAX) <= LCI_TICK_MAX / 2;
 }
 
