@@ -251,6 +251,7 @@ typedef struct lci_handle {
     lci_ranks *ranks; /* NULL: the order is LRU */
     lch learnt;       /* of an attached handle whose order is not LRU */
     uint64_t due[LCH_LISTS]; /* tick at which the first page of a list is too old for it; under the lock, advice */
+    uint32_t computed; /* recomputations, when `due` was last cleared */
     _Atomic uint64_t clock_ns; /* what ticks are made of; 0: the system's clock */
     _Atomic uint64_t evicted[LCI_CAUSES]; /* pages, by us, since lci_take_evicted */
 } lci_handle;

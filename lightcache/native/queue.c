@@ -101,6 +101,7 @@ void lci_queue_return(lci_handle *h, lc_txn *t, uint32_t page) {
     lc_list_insert(t, &h->lists, page, lc_load(&h->lists.heads[list].next));
     mark(h, t, list, true);
     lc_txn_add(t, &h->root->queued, 1);
+    if (h->ranks && list < LCH_LISTS) h->due[list] = 0; /* it may be older than the first there */
 }
 
 void lci_queue_remove(lci_handle *h, lc_txn *t, uint32_t page) {

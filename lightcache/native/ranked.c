@@ -13,6 +13,7 @@
 #include "index.h"
 
 #define AGEING_MOST 64 /* pages that one step moves because of their age */
+#define LEARN_WAIT_NS UINT64_C(3000000) /* for the lock, of a call that has done its own work */
 
 static uint64_t present(const lci_handle *h) { return lc_load(&h->root->clock) & LCI_TICK_MAX; }
 
@@ -176,7 +177,9 @@ static uint32_t age_list(lci_handle *h, lc_txn *t, uint32_t list, uint64_t now, 
  * looked at when they are due. */
 static void age_lists(lci_handle *h, lc_txn *t) {
     uint64_t now = present(h);
-    uint32_t left = AGEING_MOST;
+    uint32_t left = AGEING_MOST, computed = lc_load(&h->learnt.root->computed);
+    if (h->computed != computed) memset(h->due, 0, sizeof h->due); /* the unit of ages may be another */
+    h->computed = computed;
     const lci_order *o = chosen(h);
     for (uint32_t w = 0; w < LCI_RANK_WORDS; w++) {
         for (uint32_t bits = lc_load(&o->occupied[w]); bits; bits &= bits - 1) {
@@ -295,11 +298,14 @@ void lci_learn_if_due(lci_handle *h, uint64_t tick, int wait, uint64_t deadline)
     uint16_t order[LCH_LISTS];
     lc_txn t;
     if (LC_LIKELY(!h->ranks) || LC_LIKELY(!lch_due(&h->learnt, tick))) return;
+    uint64_t before = lc_load(&h->learnt.root->computed_named);
     lch_recompute(&h->learnt, tick, order);
-    /* If the lock cannot be had the old order stays: a later call brings the next. */
-    if (lci_lock(h, &t, LCI_OP_EVICT, wait, deadline) != LC_OK) return;
+    uint64_t soon = lcs_now_ns() + LEARN_WAIT_NS;
+    if (lci_lock(h, &t, LCI_OP_EVICT, wait, soon < deadline ? soon : deadline) != LC_OK) {
+        lc_store(&h->learnt.root->computed_named, before); /* the next call tries */
+        return;
+    }
     uint32_t other = ~lc_load(&h->ranks->chosen) & 1;
     if (write_order(h, &h->ranks->order[other], order)) lc_txn_set(&t, &h->ranks->chosen, other);
-    memset(h->due, 0, sizeof h->due); /* the unit of ages may be another */
     lci_unlock(h, &t);
 }

@@ -295,6 +295,51 @@ static void an_order_is_learned(void) {
     tear_down();
 }
 
+/* A call that has done its work does not wait for long to install an order: the next one tries. */
+static void learning_does_not_wait_for_the_lock(void) {
+    lc_txn t;
+    set_up_ranked(64);
+    uint32_t before = lc_load(&a.h->ranks->chosen);
+    lc_store(&a.h->learnt.root->named, 1000);
+    CHECK_EQ(lci_lock(b.h, &t, LCI_OP_EVICT, BLOCKING), LC_OK);
+    lci_learn_if_due(a.h, lci_next_tick(a.h), BLOCKING);
+    CHECK_EQ(lci_unlock(b.h, &t), LC_OK);
+    CHECK_EQ(lc_load(&a.h->ranks->chosen), before);
+    lci_learn_if_due(a.h, lci_next_tick(a.h), BLOCKING);
+    CHECK(lc_load(&a.h->ranks->chosen) != before);
+    tear_down();
+}
+
+/* The unit of ages changes in another process: what this one knew of when lists are due is void. */
+static void another_unit_is_noticed(void) {
+    set_up_ranked(100);
+    lc_store(&a.h->learnt.root->unit, 40);
+    for (uint32_t i = 0; i < 30; i++) {
+        lci_set_clock(a.h, (UINT64_C(1) + i) << 24);
+        prompt_fill(&a, &p, i, 1);
+    }
+    lci_set_clock(a.h, UINT64_C(40) << 24);
+    CHECK_EQ(evict(&a, 1), 1);
+    uint32_t list = lci_ranked_list(a.h, used_of((uint32_t)p.page[0]));
+    CHECK(!lc_list_empty(&a.h->lists, list));
+    lc_store(&b.h->learnt.root->unit, 10);
+    lc_store(&b.h->learnt.root->computed, lc_load(&b.h->learnt.root->computed) + 1);
+    CHECK_EQ(evict(&a, 1), 1);
+    CHECK(lc_list_empty(&a.h->lists, list));
+    tear_down();
+}
+
+/* What was listed goes back to the head of its list, older than what is there. */
+static void a_page_that_returns_makes_its_list_due(void) {
+    coarse_ages();
+    prompt_fill(&a, &p, 1, 1);
+    uint32_t own = lci_ranked_list(a.h, used_of((uint32_t)p.page[0]));
+    CHECK_EQ(oldest(&a, 1, 1), 1);
+    CHECK_EQ(a.h->due[own], 0);
+    CHECK_EQ(lci_release(a.h, &list.head), LC_OK);
+    tear_down();
+}
+
 /* Whatever bytes are in the advice: the index is sound, and gives pages. */
 static void advice_of_any_bytes(void) {
     uint32_t random = 3;
@@ -347,6 +392,9 @@ const test ranked_tests[] = {
     TEST(pages_age),
     TEST(a_clock_that_wraps),
     TEST(an_order_is_learned),
+    TEST(learning_does_not_wait_for_the_lock),
+    TEST(another_unit_is_noticed),
+    TEST(a_page_that_returns_makes_its_list_due),
     TEST(advice_of_any_bytes),
     TEST(a_damaged_order_is_found_and_mended),
     END_OF_TESTS,
