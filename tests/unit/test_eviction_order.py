@@ -47,8 +47,9 @@ def test_a_cache_takes_what_is_there(segment_name: str, tmp_path: Path) -> None:
         assert made.index.eviction == "hz"
         with Cache.open(segment_name, **own) as opened, Cache.attach(segment_name) as attached:
             assert opened.index.eviction == attached.index.eviction == "hz"
-        with pytest.raises(LayoutMismatch, match="eviction"):
+        with pytest.raises(LayoutMismatch, match="eviction") as refused:
             Cache.open(segment_name, eviction="lru", **own)
+        assert "bytes" not in str(refused.value)
 
 
 @ORDERS
