@@ -381,6 +381,7 @@ class ReserveProgress(ctypes.Structure):
         ("later", ctypes.c_uint64),
         ("shard", ctypes.c_uint32),
         ("joined", ctypes.c_uint32),
+        ("parked", ctypes.c_uint32),
         ("look", LookProgress),
     ]
 
@@ -416,6 +417,7 @@ class OldestProgress(ctypes.Structure):
         ("ended", ctypes.c_uint32),
         ("climb", ctypes.c_uint32),
         ("returned", ctypes.c_uint32),
+        ("parked", ctypes.c_uint32),
         ("going", ctypes.c_uint32 * NAMESPACES),
         ("going_group", ctypes.c_uint32 * NUMBERS),
     ]
@@ -447,6 +449,7 @@ class HeldProgress(ctypes.Structure):
         ("tick", ctypes.c_uint64),
         ("no_memory", ctypes.c_uint32),
         ("doomed", ctypes.c_uint32),
+        ("parked", ctypes.c_uint32),
         ("look", LookProgress),
     ]
 

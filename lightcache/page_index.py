@@ -1073,13 +1073,14 @@ class PageIndex:
 
     def set_clock(self, seconds: float | None) -> None:
         """Let this handle's uses of pages come at this time, in seconds from any beginning,
-        instead of now: to replay traffic. None: now. With "lru" only the order of uses matters.
+        instead of now: to replay traffic in an index of one's own, as its times are kept for all
+        clients. None: now. With "lru" only the order of uses matters.
 
         Raises:
-            ConfigError: not a time above 0.
+            ConfigError: not a time above 0 and up to 5e8.
         """
-        if seconds is not None and not 0 < seconds < 1e9:
-            raise ConfigError(f"seconds: expected a time above 0, found {seconds!r}")
+        if seconds is not None and not 0 < seconds <= 5e8:  # half of what ticks can tell apart
+            raise ConfigError(f"seconds: expected a time above 0 and up to 5e8, found {seconds!r}")
         nanoseconds = 0 if seconds is None else max(1, int(seconds * 1e9))
         self.core.quick.lci_set_clock(self.core.handle, nanoseconds)
 
@@ -1171,7 +1172,10 @@ class PageIndex:
         if self._peek1(self._handle, None, 0, 0) < 0:
             self.core.check_usable("plan")  # raises
         if after is not None:
-            self._touch(after, ref)
+            if self.eviction == "lru":
+                self._touch(after, ref)
+            else:
+                _arguments.one_key(after, "after")  # used when the plan is taken
         if self.core.lenders:
             self.core.collect()
         book = self._book
@@ -1183,6 +1187,7 @@ class PageIndex:
                 if plan is not None:
                     lease = self._better(plan, keys, lease, space)
                 plan = PinnedPrefix(keys if frozen else keys.copy(), plan_key, space, lease)
+                plan.after = None if after is None else after.copy()
                 book.enter(request, plan, deadline)
             else:
                 self._look_again(plan)
@@ -1284,6 +1289,10 @@ class PageIndex:
             plan.count()
             if pages is not None and pages < plan.pages:
                 plan.lease.shorten(pages)
+            if self.eviction != "lru":
+                plan.lease.count_use()
+                if plan.after is not None:
+                    self._touch(plan.after, plan.space.ref)
             return plan.lease
 
     def cancel(self, request: Hashable) -> bool:

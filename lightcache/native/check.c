@@ -246,7 +246,7 @@ static bool at_rest(checker *c) {
         uint32_t word = lc_load(&h->pages[page].word), rid = lci_res_of(word);
         uint64_t tick = lci_tick(&h->pages[page]);
         if (!(c->seen[page] & SEEN_CHAIN)) continue;
-        if (!lci_not_before(clock, tick))
+        if (!lci_not_before(h, clock, tick))
             BROKEN(c, 43, page, 0, "page %u was used at %llu, the clock says %llu", page,
                    (unsigned long long)tick, (unsigned long long)clock);
         if (lci_state_of(word) == LCI_READY && rid && !lci_complete(&h->res[rid - 1]))

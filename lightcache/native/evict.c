@@ -157,8 +157,8 @@ uint32_t lci_evict(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want) {
 /* May go now, for whom room is made, and was not used by that call. */
 static bool may_go(const lci_handle *h, const lci_eviction *e, uint32_t page) {
     const lci_page *p = &h->pages[page];
-    return lci_queueable(h, page) && !lci_not_before(lci_tick(p), e->since) && !lci_promised(h, e, page) &&
-           !lci_pinned(h, p);
+    return lci_queueable(h, page) && !lci_not_before(h, lci_tick(p), e->since) &&
+           !lci_promised(h, e, page) && !lci_pinned(h, p);
 }
 
 /* The one of the chosen that goes last, to make way for one that goes before it. */

@@ -274,6 +274,15 @@ static void evict_puts_right_what_was_used_since(void) {
     tear_down();
 }
 
+/* Damage: nothing counts as used after a call of that tick. */
+static void evict_goes_on_under_a_clock_far_ahead(void) {
+    set_up(64);
+    for (uint32_t i = 0; i < 40; i++) prompt_fill(&a, &p, i, 1);
+    lc_store(&a.h->root->clock, UINT64_C(3) << 46);
+    CHECK_EQ(evict(&a, 64), 40);
+    tear_down();
+}
+
 const test evict_tests[] = {
     TEST(queue_slots),
     TEST(evict_is_lru),
@@ -289,5 +298,6 @@ const test evict_tests[] = {
     TEST(queue_notices_damage),
     TEST(evict_ends_where_a_page_cannot_be_taken_off_its_list),
     TEST(evict_puts_right_what_was_used_since),
+    TEST(evict_goes_on_under_a_clock_far_ahead),
     END_OF_TESTS,
 };
