@@ -583,8 +583,6 @@ void lci_queue_add(lci_handle *h, lc_txn *t, uint32_t page);
 void lci_queue_remove(lci_handle *h, lc_txn *t, uint32_t page);
 bool lci_queueable(const lci_handle *h, uint32_t page);
 uint32_t lci_queue_list(const lci_handle *h, uint32_t page);
-/* Which of two pages goes first, by their words alone? */
-bool lci_goes_before(const lci_handle *h, uint32_t page, uint32_t other);
 int lci_queue_slot(uint64_t tick, uint64_t now);
 uint64_t lci_queue_now(const lci_handle *h);
 /* ranked.c */

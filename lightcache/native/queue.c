@@ -64,15 +64,6 @@ uint32_t lci_queue_list(const lci_handle *h, uint32_t page) {
     return (uint32_t)lci_queue_slot(lci_tick(&h->pages[page]), lci_queue_now(h));
 }
 
-bool lci_goes_before(const lci_handle *h, uint32_t page, uint32_t other) {
-    const lci_page *p = &h->pages[page], *q = &h->pages[other];
-    if (h->ranks) {
-        uint32_t rank = lci_rank(h, lc_load(&p->used)), than = lci_rank(h, lc_load(&q->used));
-        if (rank != than) return rank < than;
-    }
-    return lci_tick(p) < lci_tick(q);
-}
-
 static void put(lci_handle *h, lc_txn *t, uint32_t page, uint32_t list) {
     lc_list_append(t, &h->lists, page, list);
     mark(h, t, list, true);
