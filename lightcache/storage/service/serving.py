@@ -291,8 +291,9 @@ class StorageService:
         """Close the rings of clients that are gone; with `alive`, of all clients."""
         for name, peer in list(self._peers.items()):
             if alive or not peer.alive:
-                peer.close()  # before: who sees fewer clients sees no ring of theirs
-                del self._peers[name]
+                with self._publishing:  # figures say all of it, or nothing
+                    del self._peers[name]
+                    peer.close()
 
     # ---- answers
 
