@@ -1148,7 +1148,8 @@ class PageIndex:
         Args:
             request: its id, anything hashable.
             keys: of the request's whole prompt; copied unless `frozen`.
-            after: as for `match`: `keys` are the rest of the prompt after this one.
+            after: as for `match`: `keys` are the rest of the prompt after this one. With eviction
+                "hz" its page counts as used when the plan is taken.
             limit: most pages to pin; None: all.
             timeout: seconds; `math.inf`: no limit.
             frozen: True: the caller promises that the array is never written to or reused.

@@ -241,7 +241,7 @@ static bool ancestors(checker *c) {
 /* What changes without the lock: only in a copy that was made while no process worked. */
 static bool at_rest(checker *c) {
     const lci_handle *h = c->h;
-    uint64_t clock = lc_load(&h->root->clock) & LCI_TICK_MAX;
+    uint64_t clock = lc_load(&h->root->clock);
     for (uint32_t page = 0; page < lc_load(&h->root->fresh); page++) {
         uint32_t word = lc_load(&h->pages[page].word), rid = lci_res_of(word);
         uint64_t tick = lci_tick(&h->pages[page]);
