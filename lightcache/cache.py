@@ -42,6 +42,7 @@ from lightcache.kernels.host_engine import HostEngine
 from lightcache.kernels.moves import Engine
 from lightcache.kernels.pinned import HostPages
 from lightcache.kernels.planes import DevicePlanes
+from lightcache.layout import Hint
 from lightcache.leases import ClientId, Lease, LeaseBatch
 from lightcache.namespaces import NO_CHANGE, Namespace
 from lightcache.page_index import MAX_PAGES, PageIndex, format_hash
@@ -1186,6 +1187,8 @@ class Cache:
         join_timeout: float = 60.0,
         independent: bool | None = None,
         run: Run = PLAIN,
+        admission: bool = False,
+        hint: Hint = Hint.NONE,
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> Reservation:
@@ -1200,9 +1203,23 @@ class Cache:
             join_timeout=join_timeout,
             independent=independent,
             run=run,
+            admission=admission,
+            hint=hint,
             namespace=namespace,
             timeout=timeout,
         )
+
+    def worth(
+        self,
+        keys: Keys,
+        start: int = 0,
+        *,
+        refused: bool = False,
+        hint: Hint = Hint.NONE,
+        namespace: Namespace | None = None,
+    ) -> int:
+        """See `PageIndex.worth`."""
+        return self.index.worth(keys, start, refused=refused, hint=hint, namespace=namespace)
 
     def wait(
         self,

@@ -31,7 +31,7 @@ from lightcache.errors import (
     OutOfPages,
     WaitTimeout,
 )
-from lightcache.layout import MAX_PAGES
+from lightcache.layout import MAX_PAGES, Hint
 from lightcache.leases import (
     BUFFERS,
     HEADER_BYTES,
@@ -844,6 +844,8 @@ class PageIndex:
         join_timeout: float = 60.0,
         independent: bool | None = None,
         run: Run = PLAIN,
+        admission: bool = False,
+        hint: Hint = Hint.NONE,
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> Reservation:
@@ -880,11 +882,17 @@ class PageIndex:
                 page's first part on, and `start` counts them. Independent ones are all reserved, or
                 none of them is, and only the last part of each page may be evicted before what
                 hangs on it.
+            admission: True: a page that ranks below every page that could go for it is not made:
+                it is missing, and so are all behind it (`WhyMissing.WORTH`). Pages that are free,
+                or that the namespace or group was promised, are always given, and so are those that
+                a ready page of this chain hangs on. With the order "lru" all are made. Ranks that
+                write together must agree: see `worth`.
+            hint: what is expected of the new pages.
             timeout: seconds to wait for the lock; None: the handle's `lock_timeout`.
 
         Raises:
-            ConfigError: keys, start, shards or shard out of range, or one of `team` and `shard`
-                without the other.
+            ConfigError: keys, start, shards, shard or hint out of range; one of `team` and `shard`
+                without the other; `admission` with `team` or `run`.
             Abandoned: the namespace was cleared.
             LockTimeout: names the lock's holder. Nothing is held.
             NoSpace: an index without a pool has pages without memory; call `grow`.
@@ -899,10 +907,51 @@ class PageIndex:
                 raise ConfigError("team, shard: one was given without the other; a rank needs both")
             number = _arguments.count(team, "team", 1, (1 << 64) - 1)
             rank = Team(number, shard, seconds_of(join_timeout))
-        kind = self._kind(independent)
+        if admission and (rank is not None or run is not PLAIN):
+            raise ConfigError(
+                "admission: not with `team` or `run`; ask `worth` once, and reserve what it says"
+            )
+        kind, hint = self._kind(independent), _arguments.hint(hint)
         return reservations.reserve(
-            self.core, keys, start, after, shards, rank, ref, kind, run, timeout
+            self.core, keys, start, after, shards, rank, ref, kind, run, admission, hint, timeout
         )
+
+    def worth(
+        self,
+        keys: Keys,
+        start: int = 0,
+        *,
+        refused: bool = False,
+        hint: Hint = Hint.NONE,
+        namespace: Namespace | None = None,
+    ) -> int:
+        """Return how many of `keys[start:]`, from the first on, are worth writing: what
+        `reserve(admission=True)` decides, for clients that must agree. One of them asks, and all
+        reserve the keys that it says. Compares with the one page that would go first, so it lets
+        more through than `reserve` when many pages have to go. With the order "lru": all.
+
+        Takes no lock; about 0.1 us a key. What is not worth writing is remembered, and is worth
+        more when it is asked for again, so ask once for each key.
+
+        Args:
+            refused: the key before `keys[start]` was not worth writing. So none of these is, and
+                they are only remembered.
+            hint: as for `reserve`.
+
+        Raises:
+            ConfigError: as `reserve`.
+            Abandoned: the namespace was cleared.
+            NotReady, PermissionDenied, Detached.
+        """
+        where, n = _arguments.keys(keys)
+        _arguments.count(start, "start", 0, n)
+        kind, ref = _arguments.hint(hint), self._ref(namespace)
+        worth: int = self.core.quick.lci_worth(
+            self._handle, where, n, start, ref, kind, bool(refused)
+        )
+        if worth < 0:
+            check(worth, "worth")
+        return worth
 
     def reserve_batch(
         self,
@@ -912,6 +961,8 @@ class PageIndex:
         *,
         shards: int = 1,
         independent: bool | None = None,
+        admission: bool = False,
+        hints: Sequence[Hint] | None = None,
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> ReservationBatch:
@@ -920,12 +971,12 @@ class PageIndex:
         for the first and busy for the second. On an error all pages are given back.
 
         Raises:
-            As `reserve`; ConfigError also for offsets or starts that do not fit the keys.
+            As `reserve`; ConfigError also for offsets, starts or hints that do not fit the keys.
         """
         self.core.collect()
-        ref = self._ref(namespace)
+        ref, kind = self._ref(namespace), self._kind(independent)
         return reservations.reserve_batch(
-            self.core, keys, offsets, starts, shards, ref, self._kind(independent), timeout
+            self.core, keys, offsets, starts, shards, ref, kind, admission, hints, timeout
         )
 
     def wait(
@@ -1067,8 +1118,8 @@ class PageIndex:
         check(self.core.locked("lci_repair", what="repair", timeout=60.0), "repair")
 
     def set_clock(self, seconds: float | None) -> None:
-        """Let this handle's uses of pages come at this time, in seconds from any beginning, instead of
-        now: to replay traffic. None: now. With eviction "lru" only the order of uses matters.
+        """Let this handle's uses of pages come at this time, in seconds from any beginning, instead
+        of now: to replay traffic. None: now. With eviction "lru" only the order of uses matters.
 
         Raises:
             ConfigError: not a time above 0.

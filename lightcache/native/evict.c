@@ -186,13 +186,17 @@ static uint32_t last_to_go(const lci_handle *h, const uint32_t *pages, uint32_t 
 
 /* The oldest evictable pages among the next LCI_WINDOW records, of those whose word has these bits
  * (`mask`): of a namespace, or of a group. */
-static uint32_t choose(const lci_handle *h, const lci_eviction *e, uint32_t *out, uint32_t want,
+static uint32_t choose(const lci_handle *h, lci_eviction *e, uint32_t *out, uint32_t want,
                        uint32_t mask, uint32_t bits, uint32_t *hand) {
     uint32_t n = 0, at = *hand, end = lc_load(&h->root->fresh);
     if (end > h->page_count) end = h->page_count;
     for (uint32_t i = 0; i < LCI_WINDOW && i < end; i++, at++) {
         if (at >= end) at = 0;
         if ((lc_load(&h->pages[at].word) & mask) != bits || !may_go(h, e, at)) continue;
+        if (LC_UNLIKELY(e->spared) && lci_rank(h, lc_load(&h->pages[at].used)) >= e->spared) {
+            e->outbid = true;
+            continue;
+        }
         if (n < want) {
             out[n++] = at;
             continue;
@@ -202,6 +206,18 @@ static uint32_t choose(const lci_handle *h, const lci_eviction *e, uint32_t *out
     }
     *hand = at;
     return n;
+}
+
+uint32_t lci_lowest_of(const lci_handle *h, const lci_eviction *e, uint32_t ns) {
+    uint32_t best = UINT32_MAX, at = lc_load(&h->ns[ns].hand), end = lc_load(&h->root->fresh);
+    if (end > h->page_count) end = h->page_count;
+    for (uint32_t i = 0; i < LCI_WINDOW && i < end; i++, at++) {
+        if (at >= end) at = 0;
+        if (lci_ns_of(lc_load(&h->pages[at].word)) != ns || !may_go(h, e, at)) continue;
+        uint32_t rank = lci_rank(h, lc_load(&h->pages[at].used));
+        best = rank < best ? rank : best;
+    }
+    return best == UINT32_MAX ? 0 : best;
 }
 
 /* The oldest of what was chosen first, until as many are marked as are wanted. */
@@ -224,6 +240,7 @@ static uint32_t evict_chosen(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t
 uint32_t lci_evict_namespace(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want,
                              uint32_t ns) {
     uint32_t chosen[LCI_BATCH], hand = lc_load(&h->ns[ns].hand);
+    e->outbid = false;
     if (want > LCI_BATCH) want = LCI_BATCH;
     uint32_t n = choose(h, e, chosen, want, LCI_NS_MASK, ns << LCI_NS_SHIFT, &hand);
     lc_store(&h->ns[ns].hand, hand);

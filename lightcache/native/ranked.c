@@ -54,9 +54,12 @@ uint32_t lci_ranked_list(const lci_handle *h, uint64_t used) {
 }
 
 /* 0: goes before all others. */
-uint32_t lci_rank(const lci_handle *h, uint64_t used) {
-    uint32_t list = lci_ranked_list(h, used);
+static uint32_t rank_of(const lci_handle *h, uint32_t list) {
     return list == LCI_FIRST_LIST ? 0 : 1 + lc_load(&chosen(h)->rank[list]);
+}
+
+uint32_t lci_rank(const lci_handle *h, uint64_t used) {
+    return rank_of(h, lci_ranked_list(h, used));
 }
 
 void lci_ranked_mark(lci_handle *h, lc_txn *t, uint32_t list, bool full) {
@@ -102,6 +105,32 @@ static void move(lci_handle *h, lc_txn *t, uint32_t page, uint32_t to) {
 static bool free_to_go(const lci_handle *h, const lci_eviction *e, uint32_t page) {
     const lci_page *p = &h->pages[page];
     return !lci_not_before(lci_tick(p), e->since) && !lci_promised(h, e, page) && !lci_pinned(h, p);
+}
+
+#define PRICED_LISTS 16 /* that are looked at for it */
+#define PRICED_PAGES 4  /* of each of them */
+
+uint32_t lci_lowest_rank(const lci_handle *h, const lci_eviction *e) {
+    const lci_order *o = chosen(h);
+    uint32_t best = UINT32_MAX, lists = 0;
+    for (uint32_t w = 0; w < LCI_RANK_WORDS; w++) {
+        for (uint32_t bits = lc_load(&o->occupied[w]); bits; bits &= bits - 1) {
+            uint32_t rank = w * 32 + (uint32_t)__builtin_ctz(bits);
+            if (rank >= LCH_LISTS || 1 + rank >= best || lists++ == PRICED_LISTS) goto done;
+            const lc_link *link = lc_link_at(&h->lists, lc_list_head(&h->lists, lc_load(&o->list[rank])));
+            for (uint32_t i = 0; link && i < PRICED_PAGES; i++) {
+                uint32_t page = lc_load(&link->next), own;
+                if (page >= h->page_count) break;
+                link = &h->pages[page].queue;
+                if (!free_to_go(h, e, page)) continue;
+                own = lci_rank(h, lc_load(&h->pages[page].used));
+                best = own < best ? own : best;
+                break;
+            }
+        }
+    }
+done:
+    return best == UINT32_MAX ? 0 : best;
 }
 
 /* Look at so many parked pages, the first ones first: back to their lists, or behind the others. */
@@ -185,6 +214,10 @@ uint32_t lci_ranked_pop(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *ste
             if (t->error) break;
             if (seek(h, t, e, steps)) continue;
             e->exhausted = true;
+            return LC_NIL;
+        }
+        if (LC_UNLIKELY(e->spared) && rank_of(h, list) >= e->spared) {
+            e->outbid = true;
             return LC_NIL;
         }
         --*steps;
