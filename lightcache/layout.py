@@ -639,6 +639,7 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_shorten": (INT, (ADDRESS, ADDRESS, U32)),
     "lci_release_pages": (INT, (ADDRESS, ADDRESS, ADDRESS, U32)),
     "lci_count_pages": (INT, (ADDRESS, U32, U32)),
+    "lci_use": (INT, (ADDRESS, ADDRESS)),
     "lci_split": (INT, (ADDRESS, ADDRESS, ADDRESS, U32)),
     "lci_settle": (INT, (ADDRESS, *LOCKED)),
     "lci_worth": (INT, (ADDRESS, ADDRESS, U32, U32, U32, U32, U32)),

@@ -591,8 +591,10 @@ class Lease(Releasable):
 
     def count_lookup(self, asked: int) -> None:
         """For plans: count `asked` keys and the pages of this lease in the client's `hit_pages` and
-        `missed_pages`."""
-        self._core.count_lookup(asked, len(self))
+        `missed_pages`; with eviction "hz" its pages are hit now."""
+        core = self._core
+        core.count_lookup(asked, len(self))
+        core.quick.lci_use(core.handle, self._buffer)  # closed: nothing to use
 
     def detach(self) -> Pages:
         """The pages, int32. Their pins are the caller's from now on: `PageIndex.unpin` gives them

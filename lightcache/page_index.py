@@ -328,9 +328,14 @@ class PageIndex:
                 f"{segment.name!r}: its configuration says {pages} pages, expected 1 to "
                 f"{MAX_PAGES}; remove it with `lightcache rm`"
             )
+        if (eviction := segment.config.get("eviction", "lru")) not in layout.EVICTIONS:
+            raise CacheCorrupted(
+                f"{segment.name!r}: its configuration says eviction {eviction!r}, expected "
+                '"lru" or "hz"; remove it with `lightcache rm`'
+            )
         self.pages = pages
         """Number of pages of the medium."""
-        self.eviction: str = segment.config.get("eviction", "lru")
+        self.eviction: str = eviction
         """The order in which pages are evicted, "lru" or "hz": see `create`."""
         self.independent: bool = segment.config.get("independent", False) is True
         """What `reserve` and `name_pages` make of new pages unless they are told: True if a page
@@ -1118,8 +1123,8 @@ class PageIndex:
         check(self.core.locked("lci_repair", what="repair", timeout=60.0), "repair")
 
     def set_clock(self, seconds: float | None) -> None:
-        """Let this handle's uses of pages come at this time, in seconds from any beginning, instead
-        of now: to replay traffic. None: now. With eviction "lru" only the order of uses matters.
+        """Let this handle's uses of pages come at this time, in seconds from any beginning,
+        instead of now: to replay traffic. None: now. With "lru" only the order of uses matters.
 
         Raises:
             ConfigError: not a time above 0.

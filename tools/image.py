@@ -240,7 +240,10 @@ def _verify_index(segment: OpenObject) -> tuple[dict[str, Any], layout.Geometry]
     pages = config.get("pages")
     if not isinstance(pages, int) or not 1 <= pages <= MAX_PAGES:
         raise CacheCorrupted(f"{name!r}: its configuration says {pages!r} pages; remove it")
-    place = geometry(pages)
+    eviction = config.get("eviction", "lru")
+    if eviction not in layout.EVICTIONS:
+        raise CacheCorrupted(f"{name!r}: its configuration says eviction {eviction!r}; remove it")
+    place = geometry(pages, eviction)
     if place.end > segment.size():
         raise CacheCorrupted(
             f"{name!r}: an index of {pages} pages takes {place.end} bytes, found "

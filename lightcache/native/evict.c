@@ -22,7 +22,7 @@ static uint32_t mark(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page) {
     LC_PAUSE(LC_AT_EVICT_CHOSEN);
     lc_txn_set(t, &p->word, LCI_EVICTING | kind);
     lc_prefetch_write((const void *)&h->dict.buckets[lc_bucket(&h->dict, lc_load(&p->lo))]);
-    if (h->ranks) lch_prefetch(&h->learnt, (lc_key){.lo = lc_load(&p->lo), .hi = lc_load(&p->hi)});
+    if (LC_UNLIKELY(h->ranks != NULL)) lci_ranked_ask_page(h, p);
     return parent;
 }
 
@@ -57,22 +57,16 @@ static void unmark(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page) {
     else lci_queue_add(h, t, page);
 }
 
-static void remember(lci_handle *h, const lci_eviction *e, uint32_t page) {
-    const lci_page *p = &h->pages[page];
-    lc_key key = {.lo = lc_load(&p->lo), .hi = lc_load(&p->hi)};
-    lch_evicted(&h->learnt, key, lc_load(&p->used), e->since);
-}
-
 /* Out of their chains, and free. */
 static void finish(lci_handle *h, lc_txn *t, const lci_eviction *e, const uint32_t *pages,
                    uint32_t n) {
     const lc_dict *d = &h->dict;
+    if (LC_UNLIKELY(h->ranks != NULL)) lci_ranked_remember(h, e, pages, n);
     for (uint32_t i = 0; i < n; i++) { /* the buckets were asked for when the pages were marked */
         uint32_t head = lc_load(&d->buckets[lc_bucket(d, lc_load(&h->pages[pages[i]].lo))]);
         if (head < d->nodes) lc_prefetch_write(lc_node_at(d, head));
     }
     for (uint32_t i = 0; i < n; i++) {
-        if (h->ranks) remember(h, e, pages[i]);
         lc_dict_unlink(t, &h->dict, pages[i]);
         LC_PAUSE(LC_AT_EVICT_UNLINKED);
         /* Not logged again: marking it has logged, in this step, the word that undoing puts back. */
@@ -80,15 +74,6 @@ static void finish(lci_handle *h, lc_txn *t, const lci_eviction *e, const uint32
     }
     if (n) lc_txn_add(t, &h->root->named, -n);
     lci_give_free(h, t, pages, n);
-}
-
-/* Does a page go right after its child? It was used by the same call or before it; where lists are ranked,
- * its own is not above its child's, and this call has not used it. */
-bool lci_follows(const lci_handle *h, const lci_eviction *e, uint32_t child, uint32_t parent) {
-    const lci_page *p = &h->pages[child], *q = &h->pages[parent];
-    if (LC_LIKELY(!h->ranks)) return lci_tick(q) <= lci_tick(p);
-    return !lci_not_before(lci_tick(q), e->since) &&
-           lci_rank(h, lc_load(&q->used)) <= lci_rank(h, lc_load(&p->used));
 }
 
 /* The parent of a page just marked, if it goes next anyway (`lci_follows`), nothing else hangs on it. Saves a whole prompt's way through the queue. Else it is queued. An

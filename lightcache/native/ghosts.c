@@ -1,13 +1,15 @@
-/* What is remembered of pages that went (ghosts), and a sample of all pages, from which uses are counted.
+/* What is remembered of pages that went (ghosts), and a sample of all pages, from which uses are
+ * counted.
  *
- * Both are tables of lines: a key selects a line, and within it an entry is found by a fingerprint, or
- * the oldest one makes room. A wrong fingerprint costs one page a wrong history. */
+ * Both are tables of lines: a key selects a line, and within it an entry is found by a
+ * fingerprint, or the oldest one makes room. A wrong fingerprint costs one page a wrong history. */
 #include "hazard.h"
 
 #define GHOSTS_LEAST 65536
 #define GHOSTS_A_PAGE 16
-#define SAMPLE UINT64_C(16384)
-#define SMALL 8192 /* pages; below, the sample is of many ages of the cache, and has to be larger */
+#define SAMPLE UINT64_C(8192)
+#define SMALL 8192 /* pages; below, the sample is of many lives of the cache: a larger one */
+#define SMALL_SAMPLE UINT64_C(32768)
 #define HORIZON 8  /* pages named, by the pages of the cache, that the sample is of */
 
 static uint64_t ghost_count(uint64_t pages) {
@@ -19,7 +21,9 @@ uint32_t lch_ghost_lines(uint64_t pages) {
     return (uint32_t)(ghost_count(pages) / LCH_GHOST_WAYS);
 }
 
-static uint64_t sample_size(uint64_t pages) { return pages <= SMALL ? 2 * SAMPLE : SAMPLE; }
+static uint64_t sample_size(uint64_t pages) {
+    return pages <= SMALL ? SMALL_SAMPLE : SAMPLE;
+}
 
 uint32_t lch_sample_lines(uint64_t pages) {
     return (uint32_t)(sample_size(pages) / LCH_SAMPLE_WAYS);
@@ -32,17 +36,20 @@ uint32_t lch_sampled_of(uint64_t pages) {
 
 /* ------------------------------------------------------------------ ghosts */
 
-/* fingerprint (bits 0..12; never 0), gen (13..16), hits (17..21), tick >> 6 (22..63). The time is above,
- * so that the smallest difference to a present just after now is the oldest, also where it wraps. */
-#define FINGERPRINT UINT64_C(0x1fff)
-#define GEN_SHIFT 13
-#define HITS_SHIFT 17
+/* fingerprint (bits 0..18; never 0), gen (19..22), hits (23..27), tick >> 6 (28..63). The time
+ * is above, so that the smallest difference to a present just after now is the oldest; it wraps
+ * after 200 days. With 13 bits of fingerprint, one new page in 2,000 had hits of another, and the
+ * few of its class said that such pages never come back. */
+#define FINGERPRINT UINT64_C(0x7ffff)
+#define GEN_SHIFT 19
+#define HITS_SHIFT 23
 #define HITS_MAX 31
-#define TIME_SHIFT 22
+#define TIME_SHIFT 28
+#define TIME_MAX (UINT64_MAX >> TIME_SHIFT)
 #define COARSE 6
 
 static uint64_t fingerprint(uint64_t hash) {
-    uint64_t bits = hash >> 16 & FINGERPRINT;
+    uint64_t bits = hash & FINGERPRINT;
     return bits ? bits : 1;
 }
 
@@ -52,10 +59,12 @@ static uint64_t packed(uint64_t hash, uint64_t used) {
            (uint64_t)lch_gen_of(used) << GEN_SHIFT | fingerprint(hash);
 }
 
-static uint64_t unpacked(uint64_t ghost) {
+static uint64_t unpacked(uint64_t ghost, uint64_t tick) {
+    uint64_t now = tick >> COARSE, age = (now - (ghost >> TIME_SHIFT)) & TIME_MAX;
+    uint64_t then = (now - (age <= TIME_MAX / 2 ? age : 0)) << COARSE & LCH_TICK_MAX;
     uint32_t hits = (uint32_t)(ghost >> HITS_SHIFT) & HITS_MAX;
     uint32_t gen = (uint32_t)(ghost >> GEN_SHIFT) & LCH_GEN_MAX;
-    return lch_word(ghost >> TIME_SHIFT << COARSE, hits, gen, 0, 0);
+    return lch_word(then, hits, gen, 0, 0);
 }
 
 /* Without a branch that depends on what is there, and unrolled: keys come in no order. */
@@ -68,17 +77,17 @@ LC_INLINE _Atomic uint64_t *find(const lch *l, uint64_t hash) {
     return equal ? &line[__builtin_ctz(equal)] : NULL;
 }
 
-bool lch_known(const lch *l, lc_key key, uint64_t *used) {
+bool lch_known(const lch *l, lc_key key, uint64_t tick, uint64_t *used) {
     _Atomic uint64_t *ghost = find(l, lch_hash(l, key));
     if (!ghost) return false;
-    *used = unpacked(lc_load(ghost));
+    *used = unpacked(lc_load(ghost), tick);
     return true;
 }
 
-bool lch_ghost_take(lch *l, uint64_t hash, uint64_t *used) {
+bool lch_ghost_take(lch *l, uint64_t hash, uint64_t tick, uint64_t *used) {
     _Atomic uint64_t *ghost = find(l, hash);
     if (!ghost) return false;
-    *used = unpacked(lc_load(ghost));
+    *used = unpacked(lc_load(ghost), tick);
     lc_store(ghost, 0);
     return true;
 }

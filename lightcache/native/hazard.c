@@ -1,10 +1,10 @@
 /* How soon pages of a class and age are used again, and the order of lists that follows from it.
  *
- * From counted uses and losses come hazards: uses a unit of time, by class and age. A class with few
- * counts leans on its turns, those on the turns below and all classes, those on a prior by which a
- * page is used the less often the older it is. A list's worth is the best rate of uses that keeping its
- * pages for any further time brings: a Gittins index. Ideas: hit density (Beckmann, Chen and Cidon,
- * NSDI 2018); Gittins (1979). */
+ * From counted uses and losses come hazards: uses a unit of time, by class and age. A class with
+ * few counts leans on its turns, those on the turns below and all classes, those on a prior by
+ * which a page is used the less often the older it is. A list's worth is the best rate of uses
+ * that keeping its pages for any further time brings: a Gittins index. Ideas: hit density
+ * (Beckmann, Chen and Cidon, NSDI 2018); Gittins (1979). */
 #include "hazard.h"
 
 #define UNITS_A_GHOST_TURN 11 /* as a power of 2: units in the time that replaces all ghosts */
@@ -24,7 +24,7 @@ void lch_place(lch *l, void *region, uint64_t pages, uint64_t secret, lch_read r
     l->ghost_lines = lch_ghost_lines(pages);
     l->sample_lines = lch_sample_lines(pages);
     l->sampled = lch_sampled_of(pages);
-    l->period = pages > SMALL ? (uint32_t)pages : SMALL_PERIOD;
+    l->period = pages > SMALL ? 2 * (uint32_t)pages : SMALL_PERIOD;
     l->ghosts = (_Atomic uint64_t *)(l->root + 1);
     l->sample = (lch_sampled *)(l->ghosts + (uint64_t)l->ghost_lines * LCH_GHOST_WAYS);
 }
@@ -46,7 +46,7 @@ static uint64_t first_word(uint64_t parent, uint32_t hint, uint64_t tick) {
 
 uint64_t lch_expected(const lch *l, lc_key key, uint64_t parent, uint32_t hint, uint64_t tick) {
     uint64_t used;
-    return lch_known(l, key, &used) ? lch_hit(l, used, tick) : first_word(parent, hint, tick);
+    return lch_known(l, key, tick, &used) ? lch_hit(l, used, tick) : first_word(parent, hint, tick);
 }
 
 uint64_t lch_named(lch *l, lc_key key, uint32_t page, uint64_t parent, uint32_t hint,
@@ -55,7 +55,7 @@ uint64_t lch_named(lch *l, lc_key key, uint32_t page, uint64_t parent, uint32_t 
     lch_root *root = l->root;
     if (LC_UNLIKELY(lc_load(&root->named) == 0)) lc_store(&root->computed_tick, tick);
     lc_raise(&root->named, 1);
-    if (lch_ghost_take(l, hash, &used))
+    if (lch_ghost_take(l, hash, tick, &used))
         used = lch_hit(l, used, tick) | (hint & LCH_HINT_MAX);
     else
         used = first_word(parent, hint, tick);
@@ -102,11 +102,12 @@ static void shift(uint32_t count[LCH_LISTS], int32_t by) {
     }
 }
 
-/* The unit follows the time in which all ghosts are replaced: so traffic at a thousand times the rate
- * is learned as the same. It is moved by a step at least, that it may rest. */
+/* The unit follows the time in which all ghosts are replaced: so traffic at a thousand times the
+ * rate is learned as the same. It is moved by a step at least, that it may rest. */
 static uint32_t new_unit(lch *l, uint64_t tick) {
     lch_root *root = l->root;
-    uint64_t ghosts = (uint64_t)l->ghost_lines * LCH_GHOST_WAYS, begun = lc_load(&root->computed_tick);
+    uint64_t ghosts = (uint64_t)l->ghost_lines * LCH_GHOST_WAYS;
+    uint64_t begun = lc_load(&root->computed_tick);
     uint64_t ticks = lc_load(&root->paced_ticks) + (tick > begun ? tick - begun : 0);
     uint64_t named = lc_load(&root->paced_named) + lc_load(&root->named) -
                      lc_load(&root->computed_named);
@@ -122,7 +123,7 @@ static uint32_t new_unit(lch *l, uint64_t tick) {
 /* ------------------------------------------------------------------ learning */
 
 typedef struct counts {
-    uint32_t hits[LCH_LISTS], losses[LCH_LISTS]; /* copies of the root's, of which another may write */
+    uint32_t hits[LCH_LISTS], losses[LCH_LISTS]; /* copies of the root's, which others write */
     uint32_t alive[LCH_LISTS];
 } counts;
 
@@ -151,7 +152,8 @@ static void add(const counts *c, uint32_t class, rates hits, rates ends) {
     }
 }
 
-/* What is used at such rates: the best share of uses in the time from an age on to any later one. */
+/* What is used at such rates: the best share of uses in the time from an age on to any later
+ * one. */
 static void worths(const rates rate, float worth[LCH_AGES]) {
     double ends[LCH_AGES], time[LCH_AGES];
     for (uint32_t age = 0; age < LCH_AGES; age++) {

@@ -1,12 +1,15 @@
-/* Which pages are worth keeping: what eviction learns from hits, and what it remembers of pages that went.
+/* Which pages are worth keeping: what eviction learns from hits, and what it remembers of pages
+ * that went.
  *
- * A page's word says how often and when it was used. Words are sorted into classes (how many turns,
- * how long between the last two uses) and ages; each class and age is a list of the eviction queue.
- * How soon pages of a class and age are used again is counted, and gives the order of the lists.
+ * A page's word says how often and when it was used. Words are sorted into classes (how many
+ * turns, how long between the last two uses) and ages; each class and age is a list of the
+ * eviction queue. How soon pages of a class and age are used again is counted, and gives the
+ * order of the lists.
  *
- * All of this memory is advice: it has no lock, no log and no invariant. Whatever bytes are in it,
- * every index read from it is clamped, every loop has a fixed end, every order is a permutation of the
- * lists; wrong bytes cost hits until they are forgotten. All zeroes is the state that knows nothing. */
+ * All of this memory is advice: it has no lock, no log and no invariant. Whatever bytes are in
+ * it, every index read from it is clamped, every loop has a fixed end, every order is a
+ * permutation of the lists; wrong bytes cost hits until they are forgotten. All zeroes is the
+ * state that knows nothing. */
 #ifndef LCH_HAZARD_H
 #define LCH_HAZARD_H
 
@@ -14,10 +17,10 @@
 
 /* ------------------------------------------------------------------ a page's word */
 
-/* hint (bits 0..1), gap (2..4), gen (5..8), hits (9..15), tick (16..63).
- * tick: of the last use. hits: saturating. gen: how many calls had extended the prefix, each after it
- * had been hit, when the page was named; saturating. gap: class of the time between the last two uses;
- * 0: never hit. hint: what the caller expects of a page that was never hit. */
+/* hint (bits 0..1), gap (2..4), gen (5..8), hits (9..15), tick (16..63). tick: of the last use.
+ * hits: saturating. gen: how many calls had extended the prefix, each after it had been hit,
+ * when the page was named; saturating. gap: class of the time between the last two uses; 0:
+ * never hit. hint: what the caller expects of a page that was never hit. */
 #define LCH_GAP_SHIFT 2
 #define LCH_GEN_SHIFT 5
 #define LCH_HITS_SHIFT 9
@@ -38,7 +41,8 @@ LC_INLINE uint32_t lch_hits_of(uint64_t used) {
     return (uint32_t)(used >> LCH_HITS_SHIFT) & LCH_HITS_MAX;
 }
 LC_INLINE uint64_t lch_tick_of(uint64_t used) { return used >> LCH_TICK_SHIFT; }
-LC_INLINE uint64_t lch_word(uint64_t tick, uint32_t hits, uint32_t gen, uint32_t gap, uint32_t hint) {
+LC_INLINE uint64_t lch_word(uint64_t tick, uint32_t hits, uint32_t gen, uint32_t gap,
+                            uint32_t hint) {
     return tick << LCH_TICK_SHIFT | (uint64_t)hits << LCH_HITS_SHIFT | gen << LCH_GEN_SHIFT |
            gap << LCH_GAP_SHIFT | hint;
 }
@@ -77,7 +81,7 @@ typedef struct lch_root {
     _Atomic uint64_t paced_named, paced_ticks; /* the unit follows their ratio */
     uint8_t pad1[16];
     _Atomic uint32_t hits[LCH_LISTS];   /* uses seen, by the list that the page was in before */
-    _Atomic uint32_t losses[LCH_LISTS]; /* pages lost sight of, by the list that they were in then */
+    _Atomic uint32_t losses[LCH_LISTS]; /* pages lost sight of, by the list they were in */
     uint8_t pad2[64 - LCH_LISTS * 8 % 64];
 } lch_root;
 _Static_assert(offsetof(lch_root, named) % 64 == 0, "hot words on their own line");
@@ -101,16 +105,18 @@ typedef struct lch { /* process-local */
 
 /* ------------------------------------------------------------------ hazard.c */
 
-/* Bytes of the region: 128 for a page, 512 KiB at least; and 256 KiB, or 512 up to 8,192 pages. */
+/* Bytes of the region: 128 for a page, 512 KiB at least; and 134 KiB, or 518 up to 8,192 pages. */
 uint64_t lch_bytes(uint64_t pages);
 
-/* A handle on a region, which begins a line. The secret selects what is sampled, and where it lies. */
+/* A handle on a region, which begins a line. The secret selects what is sampled, and where it
+ * lies. */
 void lch_place(lch *l, void *region, uint64_t pages, uint64_t secret, lch_read read,
                const void *context);
 
 /* The word of a page that gets this key, under the index's lock. A key that is remembered has come
  * back: that counts as a hit. `parent`: the word of the page before; 0: none, or unknown. */
-uint64_t lch_named(lch *l, lc_key key, uint32_t page, uint64_t parent, uint32_t hint, uint64_t tick);
+uint64_t lch_named(lch *l, lc_key key, uint32_t page, uint64_t parent, uint32_t hint,
+                   uint64_t tick);
 
 /* What lch_named would give, without naming anything. */
 uint64_t lch_expected(const lch *l, lc_key key, uint64_t parent, uint32_t hint, uint64_t tick);
@@ -119,11 +125,13 @@ uint64_t lch_expected(const lch *l, lc_key key, uint64_t parent, uint32_t hint, 
 void lch_evicted(lch *l, lc_key key, uint64_t used, uint64_t tick);
 
 #define LCH_CLAIM_TICKS 250000 /* after which a process that was to recompute is taken for dead */
-/* Is it time to recompute? Where it is, this caller is to do so, and no other is told so meanwhile. */
+/* Is it time to recompute? Where it is, this caller is to do so, and no other is told so
+ * meanwhile. */
 bool lch_due(lch *l, uint64_t tick);
 
-/* Learn from the sample, and give the lists in the order in which pages should go. Without the lock;
- * takes about 100 us. Ends what lch_due began. Of a region that knows nothing: the order of old age. */
+/* Learn from the sample, and give the lists in the order in which pages should go. Without the
+ * lock; takes about 100 us. Ends what lch_due began. Of a region that knows nothing: the order
+ * of old age. */
 void lch_recompute(lch *l, uint64_t tick, uint16_t order[LCH_LISTS]);
 
 /* For ghosts.c: a page of this list was used after all. */
@@ -185,9 +193,13 @@ LC_INLINE lch_sampled *lch_sample_line(const lch *l, uint64_t hash) {
     return l->sample + ((other * l->sample_lines) >> 32) * LCH_SAMPLE_WAYS;
 }
 
-/* Ask for the line of a key that lch_named or lch_evicted will be called with: some ten keys ahead. */
+/* Ask for the lines of a key that lch_named or lch_evicted will be called with: some ten keys
+ * ahead. */
 LC_INLINE void lch_prefetch(const lch *l, lc_key key) {
-    lc_prefetch_write((const void *)lch_ghost_line(l, lch_hash(l, key)));
+    uint64_t hash = lch_hash(l, key);
+    lc_prefetch_write((const void *)lch_ghost_line(l, hash));
+    if (LC_UNLIKELY(lch_is_sampled(l, hash)))
+        lc_prefetch_write((const void *)lch_sample_line(l, hash));
 }
 
 uint32_t lch_ghost_lines(uint64_t pages);
@@ -195,10 +207,10 @@ uint32_t lch_sample_lines(uint64_t pages);
 uint32_t lch_sampled_of(uint64_t pages);
 
 /* The word of a page that went, its tick rounded down to 64; false: not remembered. */
-bool lch_known(const lch *l, lc_key key, uint64_t *used);
+bool lch_known(const lch *l, lc_key key, uint64_t tick, uint64_t *used);
 
 /* The same, and forget it. */
-bool lch_ghost_take(lch *l, uint64_t hash, uint64_t *used);
+bool lch_ghost_take(lch *l, uint64_t hash, uint64_t tick, uint64_t *used);
 void lch_ghost_put(lch *l, uint64_t hash, uint64_t used, uint64_t tick);
 
 /* A page that is sampled was named, or goes. */

@@ -482,10 +482,22 @@ static inline void lci_touch(lci_page *p, uint64_t tick, uint32_t hit) {
     lc_store(&p->used, newer << LCI_TICK_SHIFT | hits);
 }
 
+/* What a hit makes of a page's word. Pages of a request mostly have one word, as they were named and hit
+ * together: what becomes of it is computed once. */
+typedef struct lci_hits {
+    uint64_t before, after;
+} lci_hits;
+
 /* A page was found and pinned by a call with this tick; 0: by one that asks for another, which counts. */
-static inline void lci_hit(const lci_handle *h, lci_page *p, uint64_t tick) {
-    if (LC_LIKELY(!h->ranks)) lci_touch(p, tick, 1);
-    else if (tick) lc_store(&p->used, lch_hit(&h->learnt, lc_load(&p->used), tick));
+static inline void lci_hit(const lci_handle *h, lci_page *p, uint64_t tick, lci_hits *hits) {
+    if (LC_LIKELY(!h->ranks)) {
+        lci_touch(p, tick, 1);
+    } else if (tick) {
+        uint64_t used = lc_load(&p->used);
+        if (LC_UNLIKELY(used != hits->before))
+            *hits = (lci_hits){used, lch_hit(&h->learnt, used, tick)};
+        lc_store(&p->used, hits->after);
+    }
 }
 
 /* Ticks wrap: is this one at `since` or after it? */
@@ -504,11 +516,12 @@ static inline uint64_t lci_next_tick(lci_handle *h) {
 }
 
 /* The word of a page that gets this key behind `parent` (LC_NIL: none), under the lock. */
+uint64_t lci_ranked_used_by(lci_handle *h, lc_key key, uint32_t page, uint32_t parent,
+                            uint32_t hint, uint64_t tick);
 static inline uint64_t lci_used_by(lci_handle *h, lc_key key, uint32_t page, uint32_t parent,
                                    uint32_t hint, uint64_t tick) {
     if (LC_LIKELY(!h->ranks)) return tick << LCI_TICK_SHIFT;
-    uint64_t before = parent == LC_NIL ? 0 : lc_load(&h->pages[parent].used);
-    return lch_named(&h->learnt, key, page, before, hint, tick);
+    return lci_ranked_used_by(h, key, page, parent, hint, tick);
 }
 
 /* Above the highest ticket in use, which scans of tickets end at. Within the records, whatever the
@@ -590,9 +603,14 @@ uint32_t lci_lowest_of(const lci_handle *h, const struct lci_eviction *e, uint32
 /* worth.c, without the lock: the word of the page of a key, or what is remembered of it; 0: nothing is.
  * How many pages the namespace lacks of what it was promised, or the group. A page that is not written is
  * remembered, with the word that it would have, which is returned. */
-uint64_t lci_word_of(const lci_handle *h, lc_key key);
+uint64_t lci_word_of(const lci_handle *h, lc_key key, uint64_t tick);
 uint32_t lci_promise_left(const lci_handle *h, uint32_t ns, uint32_t group);
 uint64_t lci_pass_by(lci_handle *h, lc_key key, uint64_t before, uint32_t hint, uint64_t tick);
+/* Its pages go, and their keys are still there: remember them. */
+void lci_ranked_remember(lci_handle *h, const struct lci_eviction *e, const uint32_t *pages, uint32_t n);
+/* Ask for what is remembered of keys that are about to come, or of a page that is about to go. */
+void lci_ranked_ask(const lci_handle *h, const lc_key *keys, uint32_t n);
+void lci_ranked_ask_page(const lci_handle *h, const lci_page *p);
 /* After the lock: learn, and install the new order, if it is time to. */
 void lci_learn_if_due(lci_handle *h, uint64_t tick, int wait, uint64_t deadline);
 
@@ -667,7 +685,15 @@ bool lci_evict_from_chain(lci_handle *h, lc_txn *t, lci_eviction *e, uint64_t ke
  * it looked, a batch at most and each before its parent (independent ones in any order). Settling
  * compacts `marked` to those that are free now and returns their number. */
 void lci_evict_page(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page);
-bool lci_follows(const lci_handle *h, const lci_eviction *e, uint32_t child, uint32_t parent);
+/* Does a page go right after its child? It was used by the same call or before it; where lists are
+ * ranked, its own is not above its child's, and this call has not used it. */
+bool lci_ranked_follows(const lci_handle *h, const lci_eviction *e, uint64_t child, uint64_t parent);
+static inline bool lci_follows(const lci_handle *h, const lci_eviction *e, uint32_t child,
+                               uint32_t parent) {
+    uint64_t used = lc_load(&h->pages[child].used), other = lc_load(&h->pages[parent].used);
+    if (h->ranks) return lci_ranked_follows(h, e, used, other);
+    return other >> LCI_TICK_SHIFT <= used >> LCI_TICK_SHIFT;
+}
 uint32_t lci_evict_settle(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *marked, uint32_t n);
 /* Count pages that went, in this process alone: advice, and lost with it. */
 static inline void lci_count_evicted(lci_handle *h, uint32_t cause, uint32_t pages) {

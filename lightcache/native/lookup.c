@@ -227,13 +227,14 @@ int lci_find_and_pin(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns,
  * lci_evict: either the evictor sees our pin, or we see its EVICTING. */
 uint32_t lci_confirm(lci_handle *h, const int32_t *pages, const uint32_t *gens, uint32_t n,
                      uint32_t ns, uint64_t tick) {
+    lci_hits hits = {UINT64_MAX, 0}; /* a word that only damage makes */
     for (uint32_t i = 0; i < n; i++) {
         lci_page *page = &h->pages[pages[i]];
         /* The word first: if the generation has not moved after that, the word was of this life. */
         uint32_t word = lc_load_acquire(&page->word); /* order: confirm-word */
         uint32_t gen = lc_load_acquire(&page->gen);   /* order: confirm-gen */
         if (LC_UNLIKELY(!ready(word, ns) || gen != gens[i])) return i;
-        lci_hit(h, page, tick);
+        lci_hit(h, page, tick, &hits);
     }
     return n;
 }
@@ -408,6 +409,24 @@ LC_API int lci_count_pages(lci_handle *h, uint32_t asked, uint32_t hit) {
     if (h->at->readonly) return LC_E_READONLY;
     pthread_mutex_lock(&h->at->rows);
     count_hits(lcs_client_of(h->at, h->at->slot), asked, hit);
+    pthread_mutex_unlock(&h->at->rows);
+    return LC_OK;
+}
+
+/* A lease from a lookup that was not counted is taken: where lists are ranked its pages are hit now, once
+ * for the request. (In LRU each lookup was a hit.) */
+LC_API int lci_use(lci_handle *h, lci_lease *lease) {
+    int rc = lcs_usable(h->at);
+    if (rc != LC_OK) return rc;
+    if (h->at->readonly) return LC_E_READONLY;
+    if (!h->ranks) return LC_OK;
+    const int32_t *pages = (const int32_t *)(lease + 1);
+    lci_hits hits = {UINT64_MAX, 0};
+    uint64_t tick = lci_next_tick(h);
+    pthread_mutex_lock(&h->at->rows);
+    for (uint32_t i = 0; i < lease->held; i++)
+        if ((uint32_t)pages[i] < h->page_count && lc_load(&h->mine[pages[i]]))
+            lci_hit(h, &h->pages[pages[i]], tick, &hits);
     pthread_mutex_unlock(&h->at->rows);
     return LC_OK;
 }

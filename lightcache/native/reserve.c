@@ -129,8 +129,8 @@ static void prefetch_keys(const reserve *r, uint32_t from, uint32_t to) {
     for (uint32_t i = from; i < to; i++) {
         uint32_t head = lc_load(&d->buckets[lc_bucket(d, keys[i].lo)]);
         if (head < d->nodes) __builtin_prefetch(lc_node_at(d, head));
-        if (r->h->ranks) lch_prefetch(&r->h->learnt, keys[i]);
     }
+    if (LC_UNLIKELY(r->h->ranks != NULL)) lci_ranked_ask(r->h, keys + from, to - from);
 }
 
 /* Look at keys [from, to) again, now that no other process changes anything: pin what has become
@@ -192,7 +192,7 @@ static int make_room(reserve *r, uint32_t want) {
 /* The word of the page before the i-th key from `start` on; 0: there is none, or nothing is known. */
 static uint64_t word_before(const reserve *r, uint32_t i) {
     uint32_t at = r->start + i;
-    return at ? lci_word_of(r->h, r->keys[at - 1]) : 0;
+    return at ? lci_word_of(r->h, r->keys[at - 1], r->tick) : 0;
 }
 
 #define PRICELESS UINT32_MAX

@@ -6,12 +6,12 @@
  * more when it is asked for again. */
 #include "index.h"
 
-uint64_t lci_word_of(const lci_handle *h, lc_key key) {
+uint64_t lci_word_of(const lci_handle *h, lc_key key, uint64_t tick) {
     lc_found found;
     uint64_t used;
     lc_dict_find(&h->dict, key.lo, key.hi, &found);
     if (found.node != LC_NIL) return lc_load(&h->pages[found.node].used);
-    return lch_known(&h->learnt, key, &used) ? used : 0;
+    return lch_known(&h->learnt, key, tick, &used) ? used : 0;
 }
 
 uint32_t lci_promise_left(const lci_handle *h, uint32_t ns, uint32_t group) {
@@ -57,7 +57,7 @@ LC_API int lci_worth(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t sta
     if (start > n) return LC_E_RANGE;
     if (!lci_ns_open(h, ns)) return LC_E_CLEARED;
     if (!h->ranks) return (int)(n - start);
-    uint64_t tick = lci_next_tick(h), word = start ? lci_word_of(h, keys[start - 1]) : 0;
+    uint64_t tick = lci_next_tick(h), word = start ? lci_word_of(h, keys[start - 1], tick) : 0;
     uint64_t before = word;
     uint32_t free = refused ? 0 : spare(h, lci_ns_id(ns)), end = start;
     uint32_t least = refused ? UINT32_MAX : price(h, lci_ns_id(ns), tick), absent = 0;

@@ -17,6 +17,8 @@ void set_up(uint64_t pages) { join(index_make(pages), false); }
 void set_up_grown(uint64_t pages, uint64_t grown) { join(index_make_grown(pages, grown), false); }
 void set_up_independent(uint64_t pages) { join(index_make(pages), true); }
 
+void set_up_ranked(uint64_t pages) { join(index_make_ordered(pages, pages, LCI_HZ), false); }
+
 void tear_down(void) {
     client_leave(&a);
     client_leave(&b);

@@ -12,6 +12,7 @@ extern lease l;
 void set_up(uint64_t pages);
 void set_up_grown(uint64_t pages, uint64_t grown);
 void set_up_independent(uint64_t pages); /* prompts reserve independent pages */
+void set_up_ranked(uint64_t pages); /* lists are ranked: the order that learns */
 void tear_down(void); /* they leave, and the index is sound */
 
 /* A word that is not what it must be, until it is mended; then the index is sound again. */

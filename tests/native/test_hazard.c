@@ -107,7 +107,8 @@ static uint32_t loop_hits(bool learns, uint64_t ticks) {
     return hits;
 }
 
-/* 400 favourites, half of the uses; the others never come again. After each third there are others. */
+/* 400 favourites, half of the uses; the others never come again. After each third there are
+ * others. */
 static uint32_t favourite_hits(bool learns) {
     cache *c = new_cache(learns);
     uint32_t hits = 0;
@@ -191,20 +192,20 @@ static void gen_counts_the_calls_that_extended_a_prefix(void) {
 static void a_ghost_that_comes_back_was_hit(void) {
     cache *c = new_cache(false);
     uint64_t used = lch_word(640, 3, 2, 4, LCH_HINT_ENDS), known;
-    CHECK(!lch_known(&c->l, key_of(1), &known));
+    CHECK(!lch_known(&c->l, key_of(1), 1000, &known));
     lch_evicted(&c->l, key_of(1), used, 1000);
-    CHECK(lch_known(&c->l, key_of(1), &known));
+    CHECK(lch_known(&c->l, key_of(1), 1000, &known));
     CHECK_EQ(known, lch_word(640, 3, 2, 0, 0));
     uint64_t named = lch_named(&c->l, key_of(1), 0, 0, LCH_HINT_NONE, 640 + 16);
     CHECK_EQ(named, lch_word(656, 4, 2, 3, 0));
-    CHECK(!lch_known(&c->l, key_of(1), &known));
+    CHECK(!lch_known(&c->l, key_of(1), 1000, &known));
     end(c);
 }
 
 static uint32_t known_of(const cache *c, uint64_t from, uint64_t to) {
     uint32_t count = 0;
     uint64_t used;
-    for (uint64_t i = from; i < to; i++) count += lch_known(&c->l, key_of(i), &used);
+    for (uint64_t i = from; i < to; i++) count += lch_known(&c->l, key_of(i), 0, &used);
     return count;
 }
 
@@ -230,6 +231,12 @@ static void ghosts_know_the_oldest_where_the_clock_wraps(void) {
     }
     CHECK(known_of(c, 149000, 150000) == 1000);
     CHECK(known_of(c, 120000, 130000) > 9000);
+    uint64_t used, now = (start + 64 * 150000) & LCH_TICK_MAX;
+    CHECK(lch_known(&c->l, key_of(149000), now, &used)); /* a thousand before now */
+    CHECK(now < 64 * 100000);
+    CHECK_EQ(lch_age(used, now) / 64, 1000);
+    CHECK(lch_known(&c->l, key_of(149000), 0, &used)); /* as if it were in the future */
+    CHECK_EQ(lch_tick_of(used), 0);
     end(c);
 }
 
@@ -357,7 +364,7 @@ static void random_bytes_do_no_harm(void) {
             use(c, mixed(i) % 700, 5000);
             CHECK(lch_list(&c->l, mixed(i + seed), mixed(i)) < LCH_LISTS);
             lch_hit(&c->l, mixed(i + seed), mixed(i) >> 16);
-            lch_known(&c->l, key_of(mixed(i)), &known);
+            lch_known(&c->l, key_of(mixed(i)), mixed(i) >> 16, &known);
             if (i % 500 == 0) recompute(c);
         }
         end(c);
