@@ -966,14 +966,15 @@ class PageIndex:
         *,
         shards: int = 1,
         independent: bool | None = None,
-        admission: bool = False,
+        admission: bool | Sequence[bool] = False,
         hints: Sequence[Hint] | None = None,
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> ReservationBatch:
         """`reserve` for many requests in one call of the core, with one reservation a request.
         `starts[i]` counts from the first key of request i. A key that two requests ask for is new
-        for the first and busy for the second. On an error all pages are given back.
+        for the first and busy for the second. `admission` is for all of them, or says it of each.
+        On an error all pages are given back.
 
         Raises:
             As `reserve`; ConfigError also for offsets, starts or hints that do not fit the keys.

@@ -671,7 +671,7 @@ def reserve_batch(
     shards: int,
     namespace: int,
     independent: bool,
-    admission: bool,
+    admission: bool | Sequence[bool],
     hints: Sequence[Hint] | None,
     timeout: float | None,
 ) -> ReservationBatch:
