@@ -57,3 +57,12 @@ def taught(index: PageIndex) -> Traffic:
     assert index.stats().free == 0
     assert all(index.peek(prompt(name, PROMPT)) == PROMPT for name in range(KNOWN))
     return traffic
+
+
+def occupied(index: PageIndex) -> Traffic:
+    """The same, with no page that ranks below a new one."""
+    traffic = taught(index)
+    for _ in range(6):
+        traffic.request(prompt(50, PAGES - KNOWN * PROMPT))
+        traffic.known()
+    return traffic

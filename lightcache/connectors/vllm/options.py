@@ -8,8 +8,12 @@ from typing import Literal
 from lightcache._arguments import count
 from lightcache.connectors.engine_options import EngineOptions, OnReset
 from lightcache.errors import ConfigError
+from lightcache.layout import Hint
 
 LoadFailure = Literal["recompute", "fail"]
+HINT = "lightcache_hint"
+"""What a request may have in its `kv_transfer_params`: one of HINTS."""
+HINTS = {hint.name.lower(): hint for hint in (Hint.CONTINUES, Hint.TOOL_CALL, Hint.ENDS)}
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,10 @@ class Options(EngineOptions):
     prompt are not saved."""
     save_decode: bool = False
     """True: answers are saved as well, for conversations whose next prompt repeats them."""
+    admission: bool = False
+    """True: pages that are not worth what would go for them are not saved, nor is what follows them
+    in their prompt. For a cache whose eviction is "hz" (`lightcache create --eviction hz`) and that
+    has pages of full attention; with a `storage` all are saved, as it is written from the cache."""
     load_failure: LoadFailure = "recompute"
     """What vLLM does with a request whose load failed: compute it, or end it with an error. It
     takes the place of `kv_load_failure_policy`, whose default in vLLM is to end it."""
@@ -33,8 +41,9 @@ class Options(EngineOptions):
             count(self.blocks_per_page, "blocks_per_page", 1, 1 << 16)
         self.check_choice("load_failure", LoadFailure)
         super().__post_init__()
-        if type(self.save_decode) is not bool:
-            raise ConfigError(f"save_decode: expected true or false, found {self.save_decode!r}")
+        for name in ("save_decode", "admission"):
+            if type(given := getattr(self, name)) is not bool:
+                raise ConfigError(f"{name}: expected true or false, found {given!r}")
 
 
-__all__ = ["LoadFailure", "OnReset", "Options"]
+__all__ = ["HINT", "HINTS", "LoadFailure", "OnReset", "Options"]
