@@ -90,6 +90,15 @@ class EngineOptions:
             return "interleave"
         return self.numa
 
+    def check_flag(self, name: str) -> None:
+        """Refuse a value that is neither true nor false.
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        if type(given := getattr(self, name)) is not bool:
+            raise ConfigError(f"{name}: expected true or false, found {given!r}")
+
     def check_choice(self, name: str, choices: Any) -> None:
         """Refuse a value that is none of a `Literal`.
 

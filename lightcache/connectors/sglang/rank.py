@@ -48,6 +48,7 @@ from lightcache.kernels.pinned import PinnedPages
 from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
 from lightcache.page_transfers import begun_with
+from lightcache.runs import PLAIN
 from lightcache.storage.tasks import StorageTask
 from lightcache.storage.tier import StorageTier
 
@@ -98,6 +99,15 @@ class Options(EngineOptions):
     configuration."""
 
     given_in = "linker_extra_config"
+
+    admission: bool = False
+    """True: pages that are not worth what would go for them are not saved, nor is what follows them
+    in their prompt. For an engine of one rank, and a cache whose eviction is "hz" (`lightcache
+    create --eviction hz`); with a `storage` all are saved, as it is written from the cache."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_flag("admission")
 
 
 @dataclass
@@ -277,6 +287,9 @@ class Rank(CachePart[Opened]):
         Args:
             team: what the ranks of this engine write together by; None: there is one.
         """
+        if self.options.admission and team is not None:
+            self.refuse("admission: expected false where several ranks save, found true")
+            return
         self._format, self._team = form, team
         self.serves = True
         self._keep_saving()
@@ -801,8 +814,10 @@ class Rank(CachePart[Opened]):
             raise _Settled  # without the pages of the first pool a window is of no use
         group = of.pools[pool].group
         space, keys = opened.space(save.weights)
+        alone = self._team is None and group.run == PLAIN and opened.tier is None
         left = max(0.05, save.end - self._clock())  # each tries: the lock may be free by now
         how: dict[str, Any] = {"namespace": space, "timeout": left, "run": group.run}
+        how["admission"] = alone and self.options.admission
         if group.whole:
             encoded = keys.encode([save.before, *save.hashes] if save.before else save.hashes)
             if save.before:

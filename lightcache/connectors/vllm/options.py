@@ -7,7 +7,6 @@ from typing import Literal
 
 from lightcache._arguments import count
 from lightcache.connectors.engine_options import EngineOptions, OnReset
-from lightcache.errors import ConfigError
 from lightcache.layout import Hint
 
 LoadFailure = Literal["recompute", "fail"]
@@ -41,9 +40,8 @@ class Options(EngineOptions):
             count(self.blocks_per_page, "blocks_per_page", 1, 1 << 16)
         self.check_choice("load_failure", LoadFailure)
         super().__post_init__()
-        for name in ("save_decode", "admission"):
-            if type(given := getattr(self, name)) is not bool:
-                raise ConfigError(f"{name}: expected true or false, found {given!r}")
+        self.check_flag("save_decode")
+        self.check_flag("admission")
 
 
 __all__ = ["HINT", "HINTS", "LoadFailure", "OnReset", "Options"]
