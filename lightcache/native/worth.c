@@ -32,8 +32,9 @@ uint64_t lci_pass_by(lci_handle *h, lc_key key, uint64_t before, uint32_t hint, 
 static uint32_t spare(const lci_handle *h, uint32_t ns) {
     uint32_t quota = lc_load(&h->ns[ns].quota), pages = lc_load(&h->ns[ns].pages);
     uint32_t grown = lc_load(&h->root->grown), free = lci_available(h);
+    uint32_t left = quota > pages ? quota - pages : 0;
     if (grown < h->page_count && !lci_no_memory_left(h)) free += h->page_count - grown;
-    if (quota && free > quota - pages) free = quota > pages ? quota - pages : 0;
+    if (quota && free > left) free = left;
     uint32_t owed = lci_promise_left(h, ns, 0);
     return free > owed ? free : owed;
 }
