@@ -53,15 +53,27 @@ class Lender(Protocol):
         ...
 
 
-def geometry(pages: int) -> layout.Geometry:
-    """Offsets of the tables in the segment of an index of so many pages.
+def eviction_number(eviction: object) -> int:
+    """The number of an order of eviction in the segment.
 
     Raises:
-        ConfigError: not 1 to 40 million pages.
+        ConfigError: there is no such order.
+    """
+    if eviction not in layout.EVICTIONS:
+        raise ConfigError(f'eviction: expected "lru" or "hz", found {eviction!r}')
+    return layout.EVICTIONS.index(eviction)
+
+
+def geometry(pages: int, eviction: str = "lru") -> layout.Geometry:
+    """Offsets of the tables in the segment of an index of so many pages. Those of the order of
+    eviction come last.
+
+    Raises:
+        ConfigError: not 1 to 40 million pages, or no order of eviction.
     """
     _arguments.count(pages, "pages", 1, MAX_PAGES)
-    offsets = layout.Geometry()
-    check(layout.load().quick.lci_geometry_of(pages, ctypes.byref(offsets)), "pages")
+    offsets, number = layout.Geometry(), eviction_number(eviction)
+    check(layout.load().quick.lci_geometry_of(pages, number, ctypes.byref(offsets)), "pages")
     return offsets
 
 

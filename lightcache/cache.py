@@ -67,7 +67,7 @@ from lightcache.shm.errors import leave, require
 from lightcache.shm.folders import FOLDER_ITEM, checked_path, path_in
 from lightcache.shm.listing import of_family
 from lightcache.shm.memory import Coming
-from lightcache.shm.wanted import BYTES, FAMILY_ITEM
+from lightcache.shm.wanted import FAMILY_ITEM
 from lightcache.snapshot import CheckReport, IndexStats
 
 if TYPE_CHECKING:
@@ -80,7 +80,6 @@ DEFAULT_SECRET = Path("~/.local/share/lightcache/secret")
 SECRET_VARIABLE = "LIGHTCACHE_SECRET_FILE"
 """Environment variable that names the file of the secret."""
 ALGORITHM = "xxh3_128"
-SIZE = frozenset({"pages", BYTES})
 _MAX_PAGE = 1 << 40
 _MAX_MODEL = 100  # characters of a model in a cache's name; the rest is for what engines append
 
@@ -169,6 +168,7 @@ class CacheSpec:
         numa: Numa,
         kv_groups: Sequence[str] | None,
         independent: bool | None,
+        eviction: str | None,
         minimums: Mapping[str, int | str] | None = None,
     ) -> None:
         """The secret is read, and its file created if needed, after all checks."""
@@ -192,6 +192,7 @@ class CacheSpec:
         self.name = _name_of(name, model, fingerprint)
         family = family_name(model) if name is None and model else None
         self.independent = bool(independent)
+        self.eviction = "lru" if eviction is None else eviction
         self.source, self.secret = secret, secret.read()
         self.config: dict[str, Any] = {
             "page_bytes": self.page_bytes,
@@ -209,12 +210,14 @@ class CacheSpec:
             FOLDER_ITEM: pool_path,
             NAMES_ITEM: kv_groups,
             "independent": independent,
+            "eviction": eviction,
         }
-        self.named = {"page_bytes", "fingerprint", "secret", *SIZE}
-        """What `open` compares with an existing cache: the options that were given."""
+        self.named = {"page_bytes", "fingerprint", "secret", "pages"}
+        """What `open` compares with an existing cache: the options that were given. Pages and order
+        say the bytes."""
         self.named |= {item for item, value in given.items() if value is not None}
         if family is not None:
-            self.named -= SIZE
+            self.named -= {"pages"}
 
     def _capacity(self, pages: int | None, size: int | str | None) -> int:
         if (pages is None) == (size is None):
@@ -232,6 +235,7 @@ class CacheSpec:
         return {
             "pages": self.pages,
             "independent": self.independent,
+            "eviction": self.eviction,
             "config": self.config,
             "grown": self.first,
             "initialise": self.initialise,
@@ -239,8 +243,9 @@ class CacheSpec:
 
     def expected(self) -> dict[str, Any]:
         """The configuration of its index."""
-        independent = {"independent": True} if self.independent else {}
-        return {**self.config, "pages": self.pages, **independent}
+        own: dict[str, Any] = {"independent": True} if self.independent else {}
+        own |= {"eviction": self.eviction} if self.eviction != "lru" else {}
+        return {**self.config, "pages": self.pages, **own}
 
     def initialise(self, segment: Segment) -> None:
         """Make the pool, unless its minimums cannot be: then no cache is made.
@@ -591,6 +596,7 @@ class Cache:
         numa: Numa = None,
         pool_path: str | os.PathLike[str] | None = None,
         independent: bool = False,
+        eviction: str = "lru",
         kv_groups: Sequence[str] | None = None,
         grow: bool = True,
         lock_timeout: float = 10.0,
@@ -622,6 +628,7 @@ class Cache:
                 same folder there.
             independent: for pages that are useful without their prefix, such as checkpoints of
                 recurrent state; see `PageIndex.create`.
+            eviction: "lru", or "hz" (learned): see `PageIndex.create`.
             kv_groups: names of the KV groups that share the cache, such as ("kv", "states"), for
                 `dump` and metrics: the i-th is that of `Run(group=i)`. None: it has one group, or
                 they are shown by number.
@@ -646,6 +653,7 @@ class Cache:
             numa,
             kv_groups,
             independent,
+            eviction,
         )
         index = PageIndex.create(
             spec.name,
@@ -781,6 +789,7 @@ class Cache:
         numa: Numa = None,
         pool_path: str | os.PathLike[str] | None = None,
         independent: bool | None = None,
+        eviction: str | None = None,
         kv_groups: Sequence[str] | None = None,
         minimums: Mapping[str, int | str] | None = None,
         shared: bool = False,
@@ -831,6 +840,7 @@ class Cache:
             numa,
             kv_groups,
             independent,
+            eviction,
             minimums,
         )
 

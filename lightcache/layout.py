@@ -21,8 +21,13 @@ SHARDS = 64
 NAMESPACES = 256
 LEVELS = 8
 DIGITS = 64
-LISTS = LEVELS * DIGITS + 1
-DOOMED_LIST = LEVELS * DIGITS
+EVICTIONS = ("lru", "hz")  # orders of eviction, by their numbers in the segment
+AGES = 14  # of pages, classes of each of which a list of the ranked queue holds one
+RANKED = 54 * AGES  # lists that an order of eviction ranks
+FIRST_LIST = RANKED
+PARKED_LIST = RANKED + 1
+DOOMED_LIST = RANKED + 2
+LISTS = DOOMED_LIST + 1
 GROUPS = 16
 NUMBERS = 32
 PARTS = 4096
@@ -228,7 +233,8 @@ class RootRecord(ctypes.Structure):
         ("tickets", ctypes.c_uint64),
         ("chunks", ctypes.c_uint64),
         ("index_bytes", ctypes.c_uint64),
-        ("pad0", ctypes.c_uint8 * 16),
+        ("eviction", ctypes.c_uint64),
+        ("pad0", ctypes.c_uint8 * 8),
         ("free_head", ctypes.c_uint32),
         ("free_count", ctypes.c_uint32),
         ("fresh", ctypes.c_uint32),
@@ -266,6 +272,26 @@ class RootRecord(ctypes.Structure):
     ]
 
 
+class OrderRecord(ctypes.Structure):
+    """An order of the ranked lists."""
+
+    _fields_ = [
+        ("list", ctypes.c_uint16 * RANKED),
+        ("rank", ctypes.c_uint16 * RANKED),
+        ("occupied", ctypes.c_uint32 * ((RANKED + 31) // 32)),
+    ]
+
+
+class RanksRecord(ctypes.Structure):
+    """The two orders, one of which holds."""
+
+    _fields_ = [
+        ("chosen", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32 * 15),
+        ("order", OrderRecord * 2),
+    ]
+
+
 class Geometry(ctypes.Structure):
     """The byte offset of each part of the segment."""
 
@@ -285,6 +311,8 @@ class Geometry(ctypes.Structure):
         ("page", ctypes.c_uint64),
         ("rows", ctypes.c_uint64),
         ("row_stride", ctypes.c_uint64),
+        ("ranks", ctypes.c_uint64),
+        ("advice", ctypes.c_uint64),
         ("end", ctypes.c_uint64),
     ]
 
@@ -353,6 +381,7 @@ class ReserveProgress(ctypes.Structure):
         ("later", ctypes.c_uint64),
         ("shard", ctypes.c_uint32),
         ("joined", ctypes.c_uint32),
+        ("parked", ctypes.c_uint32),
         ("look", LookProgress),
     ]
 
@@ -388,6 +417,7 @@ class OldestProgress(ctypes.Structure):
         ("ended", ctypes.c_uint32),
         ("climb", ctypes.c_uint32),
         ("returned", ctypes.c_uint32),
+        ("parked", ctypes.c_uint32),
         ("going", ctypes.c_uint32 * NAMESPACES),
         ("going_group", ctypes.c_uint32 * NUMBERS),
     ]
@@ -419,6 +449,7 @@ class HeldProgress(ctypes.Structure):
         ("tick", ctypes.c_uint64),
         ("no_memory", ctypes.c_uint32),
         ("doomed", ctypes.c_uint32),
+        ("parked", ctypes.c_uint32),
         ("look", LookProgress),
     ]
 
@@ -506,6 +537,8 @@ STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
     "lci_namespace": NamespaceRecord,
     "lci_group_count": GroupCountRecord,
     "lci_root": RootRecord,
+    "lci_order": OrderRecord,
+    "lci_ranks": RanksRecord,
     "lci_geometry": Geometry,
     "lci_lease": LeaseHeader,
     "lci_group": GroupRecord,
@@ -528,6 +561,9 @@ CONSTANTS: Mapping[str, int] = {
     "LCI_LEVELS": LEVELS,
     "LCI_DIGITS": DIGITS,
     "LCI_LISTS": LISTS,
+    "LCI_PARKED_LIST": PARKED_LIST,
+    "LCH_LISTS": RANKED,
+    "LCH_AGES": AGES,
     "LCI_CAUSES": len(Cause),
     "LCI_GROUPS": GROUPS,
     "LCI_NUMBERS": NUMBERS,
@@ -551,8 +587,9 @@ TEXT = ctypes.c_char_p
 LOCKED = (INT, U64)  # wait, deadline
 SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_layout": (TEXT, ()),
-    "lci_geometry_of": (INT, (U64, ADDRESS)),
-    "lci_format": (INT, (ADDRESS, U64, U64, U64)),
+    "lci_geometry_of": (INT, (U64, U32, ADDRESS)),
+    "lci_format": (INT, (ADDRESS, U64, U64, U64, U32)),
+    "lci_set_clock": (INT, (ADDRESS, U64)),
     "lci_open": (ADDRESS, (ADDRESS, U64)),
     "lci_close": (None, (ADDRESS,)),
     "lci_count": (INT, (ADDRESS, ADDRESS)),
@@ -575,6 +612,7 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_shorten": (INT, (ADDRESS, ADDRESS, U32)),
     "lci_release_pages": (INT, (ADDRESS, ADDRESS, ADDRESS, U32)),
     "lci_count_pages": (INT, (ADDRESS, U32, U32)),
+    "lci_use": (INT, (ADDRESS, ADDRESS)),
     "lci_split": (INT, (ADDRESS, ADDRESS, ADDRESS, U32)),
     "lci_settle": (INT, (ADDRESS, *LOCKED)),
     "lci_unreserve": (INT, (ADDRESS, ADDRESS, ADDRESS, ADDRESS, U32)),

@@ -594,6 +594,12 @@ class Lease(Releasable):
         `missed_pages`."""
         self._core.count_lookup(asked, len(self))
 
+    def count_use(self) -> None:
+        """For plans that are taken: with eviction "hz" the pages of this lease are hit now. With
+        "lru" looking them up has hit them."""
+        core = self._core
+        core.quick.lci_use(core.handle, self._buffer)  # closed: nothing to use
+
     def detach(self) -> Pages:
         """The pages, int32. Their pins are the caller's from now on: `PageIndex.unpin` gives them
         up, `PageIndex.unname` takes their keys away. This object has nothing left to release.

@@ -21,7 +21,7 @@ import numpy as np
 
 from lightcache import _arguments, layout, leases, namespaces, reservations, snapshot
 from lightcache._arguments import Generations, Keys, Offsets, Pages
-from lightcache._core import Core, Memory, geometry, reap_unjoined
+from lightcache._core import Core, Memory, eviction_number, geometry, reap_unjoined
 from lightcache.errors import (
     CacheCorrupted,
     ConfigError,
@@ -100,6 +100,7 @@ class IndexSpec:
     config: Mapping[str, Any] | None
     grown: int | None
     independent: bool
+    eviction: str
     lifetime: str | None
     idle_limit: float | None
     group: str | int | None
@@ -112,19 +113,21 @@ class IndexSpec:
         Raises:
             ConfigError: pages, grown or the configuration is invalid.
         """
-        end = geometry(self.pages).end
-        if self.config and "independent" in self.config:
-            raise ConfigError(
-                'config: "independent" is an item of the index itself; say independent= instead'
-            )
+        end = geometry(self.pages, self.eviction).end
+        for item in ("independent", "eviction"):
+            if self.config and item in self.config:
+                raise ConfigError(
+                    f'config: "{item}" is an item of the index itself; say {item}= instead'
+                )
         grown = self.pages if self.grown is None else self.grown
         grown = _arguments.count(grown, "grown", 0, self.pages)
-        independent = {"independent": True} if self.independent else {}
+        own: dict[str, Any] = {"independent": True} if self.independent else {}
+        own |= {"eviction": self.eviction} if self.eviction != "lru" else {}
         return {
             "name": self.name,
             "payload_bytes": end - shm_layout.PAYLOAD_OFFSET,
             "kind": SegmentKind.INDEX,
-            "config": {**(self.config or {}), "pages": self.pages, **independent},
+            "config": {**(self.config or {}), "pages": self.pages, **own},
             "layout_facts": _facts(),
             "lifetime": self.lifetime,
             "idle_limit": self.idle_limit,
@@ -136,7 +139,8 @@ class IndexSpec:
 
     def _format(self, grown: int, segment: Segment) -> None:
         quick = layout.load().quick
-        code = quick.lci_format(segment.address, segment.nbytes, self.pages, grown)
+        order = eviction_number(self.eviction)
+        code = quick.lci_format(segment.address, segment.nbytes, self.pages, grown, order)
         check(code, f"lay out an index of {self.pages} pages")
         if self.initialise is not None:
             self.initialise(segment)
@@ -324,8 +328,15 @@ class PageIndex:
                 f"{segment.name!r}: its configuration says {pages} pages, expected 1 to "
                 f"{MAX_PAGES}; remove it with `lightcache rm`"
             )
+        if (eviction := segment.config.get("eviction", "lru")) not in layout.EVICTIONS:
+            raise CacheCorrupted(
+                f"{segment.name!r}: its configuration says eviction {eviction!r}, expected "
+                '"lru" or "hz"; remove it with `lightcache rm`'
+            )
         self.pages = pages
         """Number of pages of the medium."""
+        self.eviction: str = eviction
+        """The order in which pages are evicted, "lru" or "hz": see `create`."""
         self.independent: bool = segment.config.get("independent", False) is True
         """What `reserve` and `name_pages` make of new pages unless they are told: True if a page
         may be evicted while it has children."""
@@ -353,6 +364,7 @@ class PageIndex:
         config: Mapping[str, Any] | None = None,
         grown: int | None = None,
         independent: bool = False,
+        eviction: str = "lru",
         lifetime: str = "attached",
         idle_limit: float | None = None,
         group: str | int | None = None,
@@ -375,6 +387,10 @@ class PageIndex:
                 True: a page may be evicted while it has children, least recently used first; the
                 children then have no parent. For pages that are useful without their prefix, such
                 as checkpoints of recurrent state. False: a page is evicted after its children.
+            eviction: "lru": the least recently used page goes first; "hz": the page that is least
+                likely to be used again soon, which the index learns from how pages are used. That
+                takes 128 bytes a page and up to half a MiB more, at least 1.1 MB. Kept in the
+                segment: attaching takes what is there.
             lifetime: "attached" (removed when the last client closes it or exits; if all clients
                 were killed it stays, warm) or "persistent" (stays until it is removed).
             idle_limit: seconds. A persistent index that was unused for this long and has no live
@@ -400,6 +416,7 @@ class PageIndex:
             config,
             grown,
             independent,
+            eviction,
             lifetime,
             idle_limit,
             group,
@@ -469,6 +486,7 @@ class PageIndex:
         config: Mapping[str, Any] | None = None,
         grown: int | None = None,
         independent: bool = False,
+        eviction: str = "lru",
         lifetime: str | None = None,
         idle_limit: float | None = None,
         group: str | int | None = None,
@@ -492,8 +510,9 @@ class PageIndex:
             replace: remove an index that differs, if it has no live client, and if the new one can
                 be made.
             check_new: see `Segment.open`.
-            named: items of the configuration that must be equal, "pages" and "independent" among
-                them, and "bytes" for the size; None: all. The others are those of a new index.
+            named: items of the configuration that must be equal, "pages", "independent" and
+                "eviction" among them, and "bytes" for the size; None: all. The others are those of
+                a new index.
             Otherwise as `create`.
 
         Raises:
@@ -507,6 +526,7 @@ class PageIndex:
             config,
             grown,
             independent,
+            eviction,
             lifetime,
             idle_limit,
             group,
@@ -1051,6 +1071,19 @@ class PageIndex:
         """
         check(self.core.locked("lci_repair", what="repair", timeout=60.0), "repair")
 
+    def set_clock(self, seconds: float | None) -> None:
+        """Let this handle's uses of pages come at this time, in seconds from any beginning,
+        instead of now: to replay traffic in an index of one's own, as its times are kept for all
+        clients. None: now. With "lru" only the order of uses matters.
+
+        Raises:
+            ConfigError: not a time above 0 and up to 5e8.
+        """
+        if seconds is not None and not 0 < seconds <= 5e8:  # half of what ticks can tell apart
+            raise ConfigError(f"seconds: expected a time above 0 and up to 5e8, found {seconds!r}")
+        nanoseconds = 0 if seconds is None else max(1, int(seconds * 1e9))
+        self.core.quick.lci_set_clock(self.core.handle, nanoseconds)
+
     def stats(self) -> IndexStats:
         """Totals. Each figure is read once, all at slightly different instants. Takes no lock.
 
@@ -1115,7 +1148,8 @@ class PageIndex:
         Args:
             request: its id, anything hashable.
             keys: of the request's whole prompt; copied unless `frozen`.
-            after: as for `match`: `keys` are the rest of the prompt after this one.
+            after: as for `match`: `keys` are the rest of the prompt after this one. With eviction
+                "hz" its page counts as used when the plan is taken.
             limit: most pages to pin; None: all.
             timeout: seconds; `math.inf`: no limit.
             frozen: True: the caller promises that the array is never written to or reused.
@@ -1139,7 +1173,10 @@ class PageIndex:
         if self._peek1(self._handle, None, 0, 0) < 0:
             self.core.check_usable("plan")  # raises
         if after is not None:
-            self._touch(after, ref)
+            if self.eviction == "lru":
+                self._touch(after, ref)
+            else:
+                _arguments.one_key(after, "after")  # used when the plan is taken
         if self.core.lenders:
             self.core.collect()
         book = self._book
@@ -1151,6 +1188,7 @@ class PageIndex:
                 if plan is not None:
                     lease = self._better(plan, keys, lease, space)
                 plan = PinnedPrefix(keys if frozen else keys.copy(), plan_key, space, lease)
+                plan.after = None if after is None else after.copy()
                 book.enter(request, plan, deadline)
             else:
                 self._look_again(plan)
@@ -1252,6 +1290,10 @@ class PageIndex:
             plan.count()
             if pages is not None and pages < plan.pages:
                 plan.lease.shorten(pages)
+            if self.eviction != "lru":
+                plan.lease.count_use()
+                if plan.after is not None:
+                    self._touch(plan.after, plan.space.ref)
             return plan.lease
 
     def cancel(self, request: Hashable) -> bool:
@@ -1945,7 +1987,8 @@ class PageIndex:
         Args:
             n: 0 to 4,096.
             keep_order: True: the pages stay next in line for eviction. False: pages that are not
-                discarded count as just used.
+                discarded count as just used; with eviction "hz" they are next in line again when
+                they are released.
 
         Raises:
             ConfigError: n out of range.

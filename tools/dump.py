@@ -108,9 +108,16 @@ def _page(info: Facts) -> str | None:
     return f"{format_size(size)}, {tokens} {'token' if tokens == 1 else 'tokens'}"
 
 
+_ORDERS = {
+    "lru": "lru: what was unused for longest",
+    "hz": "hz: what is least likely to be used again soon",
+}
+
+
 def _sizes(info: Facts) -> list[tuple[str, object]]:
-    flat = ", independent: the page unused for longest goes first" if info["independent"] else ""
+    flat = ", independent: any page may go before others" if info["independent"] else ""
     pairs: list[tuple[str, object]] = [("index", format_size(info["index_bytes"]) + flat)]
+    pairs.append(("evicts", _ORDERS.get(info["eviction"], info["eviction"])))
     pool = info["pool_bytes"]
     if pool:
         text = f"{format_size(pool['length'])}, {format_size(pool['allocated'])} in memory"

@@ -176,6 +176,7 @@ def segment(image: Image) -> Facts:
         "uid": info.uid,
         "index_bytes": image.place.end,
         "independent": config.get("independent", False) is True,
+        "eviction": config.get("eviction", "lru"),
         "page_bytes": config.get("page_bytes"),
         "page_tokens": config.get("page_tokens"),
         "fingerprint": config.get("fingerprint"),

@@ -190,7 +190,7 @@ def read(name: str, tries: int = TRIES) -> Image:
         LightcacheError: not an index, or there is no memory for the copy.
     """
     with opened(name) as (segment, info):
-        config, place = _verify_index(segment)
+        config, place = verify_index(segment)
         copied = _copied(segment, info, config, place.end, tries)
         return Image(**vars(copied), pages=place.pages, place=place)
 
@@ -221,7 +221,7 @@ def _copied(
     )
 
 
-def _verify_index(segment: OpenObject) -> tuple[dict[str, Any], layout.Geometry]:
+def verify_index(segment: OpenObject) -> tuple[dict[str, Any], layout.Geometry]:
     """The configuration of an index, and the places of its parts."""
     name, header = segment.name, segment.header()
     if header.kind != SegmentKind.INDEX:
@@ -240,7 +240,10 @@ def _verify_index(segment: OpenObject) -> tuple[dict[str, Any], layout.Geometry]
     pages = config.get("pages")
     if not isinstance(pages, int) or not 1 <= pages <= MAX_PAGES:
         raise CacheCorrupted(f"{name!r}: its configuration says {pages!r} pages; remove it")
-    place = geometry(pages)
+    eviction = config.get("eviction", "lru")
+    if eviction not in layout.EVICTIONS:
+        raise CacheCorrupted(f"{name!r}: its configuration says eviction {eviction!r}; remove it")
+    place = geometry(pages, eviction)
     if place.end > segment.size():
         raise CacheCorrupted(
             f"{name!r}: an index of {pages} pages takes {place.end} bytes, found "
@@ -255,7 +258,7 @@ def read_namespaces(segment: OpenObject) -> tuple[dict[str, Any], bytes]:
     Raises:
         LightcacheError: not an index of this release, or damaged.
     """
-    config, place = _verify_index(segment)
+    config, place = verify_index(segment)
     return config, os.pread(segment.fd, NAMESPACE_TABLE_BYTES, place.namespaces)
 
 

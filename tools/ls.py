@@ -54,7 +54,7 @@ def ls(as_json: bool) -> None:
 def describe(info: SegmentInfo) -> dict[str, Any]:
     """A segment, for JSON."""
     lengths, allocated = _dependents(info)
-    pages, independent, spaces = _index(info)
+    pages, independent, eviction, spaces = _index(info)
     return {
         "name": info.name,
         "family": info.family,
@@ -64,6 +64,7 @@ def describe(info: SegmentInfo) -> dict[str, Any]:
         "bytes": info.bytes,
         "pages": pages,
         "independent": independent,
+        "eviction": eviction,
         "namespaces": spaces,
         "dependents": list(info.dependents),
         "pool_bytes": lengths,
@@ -98,9 +99,9 @@ _UNFINISHED = {
 }
 
 
-def _index(info: SegmentInfo) -> tuple[int | None, bool, list[Facts] | None]:
-    """Pages, and whether it is independent, from the configuration in the header; and its
-    namespaces. None: it has no index, or cannot be read."""
+def _index(info: SegmentInfo) -> tuple[int | None, bool, str | None, list[Facts] | None]:
+    """Pages, whether it is independent, and its order of eviction, from the configuration in the
+    header; and its namespaces. None: it has no index, or cannot be read."""
     with contextlib.suppress(LightcacheError, OSError):
         segment = OpenObject.open(info.name, writable=False)
         if segment is not None and info.ready:
@@ -108,8 +109,9 @@ def _index(info: SegmentInfo) -> tuple[int | None, bool, list[Facts] | None]:
                 config = wanted.config_of(segment.header())
                 pages, independent = config.get("pages"), config.get("independent", False) is True
                 if isinstance(pages, int):
-                    return pages, independent, _namespaces(segment)
-    return None, False, None
+                    eviction = config.get("eviction", "lru")
+                    return pages, independent, eviction, _namespaces(segment)
+    return None, False, None, None
 
 
 def _namespaces(segment: OpenObject) -> list[Facts] | None:

@@ -9,6 +9,7 @@ from rich.text import Text
 
 import lightcache_bench as frame
 from lightcache.errors import ConfigError
+from lightcache.layout import EVICTIONS
 from lightcache.tools.output import Command, cell, console, emit, fail, json_option, table
 
 TAKES = {
@@ -16,7 +17,7 @@ TAKES = {
     "only": ("policy", "transfer", "serve", "vllm"),
     "path": ("storage", "serve"),
     "url": ("storage",),
-    **dict.fromkeys(("pages", "policies", "seeds", "calls"), ("policy",)),
+    **dict.fromkeys(("pages", "policies", "seeds", "calls", "eviction", "rate"), ("policy",)),
     **dict.fromkeys(
         ("model", "device", "workers", "prefix_tokens", "requests", "pool", "size", "storage"),
         ("serve",),
@@ -52,6 +53,14 @@ TAKES = {
 )
 @click.option(
     "--calls", type=click.IntRange(0), help="For `policy`: further calls for each request."
+)
+@click.option(
+    "--eviction", type=click.Choice(EVICTIONS), help="For `policy`: the order of the index."
+)
+@click.option(
+    "--rate",
+    type=click.FloatRange(min=0, min_open=True),
+    help="For `policy`: how much faster than its times say a trace is replayed.",
 )
 @click.option("--model", help="For `serve`: small, medium, 8b, or a folder with a checkpoint.")
 @click.option("--device", help="For `serve`: cpu, cuda, or names with commas between.")

@@ -48,6 +48,11 @@ class Replay:
     """Runs, each with other keys, as if the cache had another secret."""
     calls: int = 0
     """Further calls of the core for each request, each a match that finds nothing."""
+    eviction: str = "lru"
+    """The order of the index: see `PageIndex.create`."""
+    rate: float = 1.0
+    """How much faster than the times of the trace the index takes the requests to come. Its clock
+    is made of these times, whatever the replay takes."""
 
 
 Shares = dict[tuple[str, int], float]
@@ -62,6 +67,8 @@ def rows(
     policies: str | None = None,
     seeds: int = 1,
     calls: int = 0,
+    eviction: str = "lru",
+    rate: float = 1.0,
 ) -> Iterator[Row]:
     """See `Benchmark.rows`.
 
@@ -73,7 +80,7 @@ def rows(
         pages: sizes of caches, such as "1000,3000".
         policies: orders to compare with, by their names; None: all.
         seeds: runs through the index.
-        calls: see `Replay`.
+        calls, eviction, rate: see `Replay`.
 
     Raises:
         ConfigError: a name or a size that is none; a trace that cannot be read, or is empty.
@@ -83,7 +90,7 @@ def rows(
     chosen = [name for name in makers if name in only_names]  # alone before beside bursts
     compared = _names(policies, POLICIES, "policies")
     sizes = None if pages is None else _sizes(pages)
-    replay = Replay(seeds, calls)
+    replay = Replay(seeds, calls, eviction, rate)
     measured: dict[str, Shares] = {name: {} for name in (CORE, *compared)}
     for name in chosen:
         requests = Trace.of(name, makers[name]())
@@ -162,13 +169,17 @@ class Core:
     def __init__(self, trace: Trace, pages: int, seed: int, replay: Replay) -> None:
         self.written = 0
         """Pages that were reserved and published."""
-        self._index = PageIndex.create(f"bench-policy-{os.getpid()}", pages=pages, role="bench")
+        self._index = PageIndex.create(
+            f"bench-policy-{os.getpid()}", pages=pages, eviction=replay.eviction, role="bench"
+        )
+        self._seconds, self._rate = iter(trace.seconds), replay.rate
         self._keys = keys_of(seed, len(trace.parents))
         self._absent = keys_of(seed + (1 << 32), replay.calls)[:, None]
 
     def request(self, blocks: Sequence[int]) -> int:
         """Match, reserve what was not found, publish, release. Returns the blocks that hit."""
         index, keys = self._index, self._keys[list(blocks)]
+        index.set_clock(1 + next(self._seconds) / self._rate)
         for absent in self._absent:
             index.match(absent).release()
         with index.match(keys) as lease:

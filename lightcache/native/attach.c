@@ -16,10 +16,10 @@ static uint64_t between(uint64_t low, uint64_t n, uint64_t high) {
     return n < low ? low : n > high ? high : n;
 }
 
-/* Where everything lies in an index of so many pages. A pure function: both sides of an attach
- * compute it and nothing of it is believed from the segment. */
-LC_API int lci_geometry_of(uint64_t pages, lci_geometry *g) {
-    if (pages < 1 || pages > UINT64_C(1) << 30) return LC_E_RANGE;
+/* Where everything lies in an index of so many pages, with such an order of eviction. A pure function:
+ * both sides of an attach compute it, and of the segment only the order is believed. */
+LC_API int lci_geometry_of(uint64_t pages, uint32_t eviction, lci_geometry *g) {
+    if (pages < 1 || pages > UINT64_C(1) << 30 || eviction > LCI_HZ) return LC_E_RANGE;
     uint64_t at = LCS_PAYLOAD_OFFSET;
     g->pages = pages;
     g->buckets = power_above(2 * pages); /* a chain of more than one costs a mispredicted branch */
@@ -44,8 +44,33 @@ LC_API int lci_geometry_of(uint64_t pages, lci_geometry *g) {
     at += pages * sizeof(lci_page);
     g->rows = at;
     g->row_stride = up(pages, 32); /* counts of two clients never share a word, nor a line */
-    g->end = up(at + LCS_SLOTS * g->row_stride * 2, 4096);
-    return g->end <= LC_LOG_REACH ? LC_OK : LC_E_RANGE;
+    g->ranks = g->advice = g->end = up(at + LCS_SLOTS * g->row_stride * 2, 4096);
+    if (eviction == LCI_HZ) {
+        g->advice = up(g->ranks + sizeof(lci_ranks), 4096);
+        g->end = up(g->advice + lch_bytes(pages), 4096);
+    }
+    return g->advice <= LC_LOG_REACH ? LC_OK : LC_E_RANGE;
+}
+
+int lci_geometry_in(const uint8_t *base, uint64_t bytes, uint64_t pages, lci_geometry *g) {
+    int rc = lci_geometry_of(pages, LCI_LRU, g);
+    if (rc != LC_OK || bytes < g->end) return LC_E_RANGE;
+    uint64_t eviction = ((const lci_root *)(base + g->root))->eviction;
+    if (eviction == LCI_LRU) return LC_OK;
+    if (eviction != LCI_HZ) return LC_E_RANGE;
+    rc = lci_geometry_of(pages, LCI_HZ, g);
+    return rc == LC_OK && bytes >= g->end ? LC_OK : LC_E_RANGE;
+}
+
+/* For what is learned: the key and word of a page, if it has a key. Any number may be asked for. */
+static bool read_page(const void *context, uint32_t page, lc_key *key, uint64_t *used) {
+    const lci_handle *h = context;
+    if (page >= h->page_count) return false;
+    const lci_page *p = &h->pages[page];
+    uint32_t state = lci_state_of(lc_load(&p->word));
+    *key = (lc_key){.lo = lc_load(&p->lo), .hi = lc_load(&p->hi)};
+    *used = lc_load(&p->used);
+    return state == LCI_READY || state == LCI_WRITING;
 }
 
 static void point(lci_handle *h, uint8_t *base, const lci_geometry *g) {
@@ -73,7 +98,12 @@ static void point(lci_handle *h, uint8_t *base, const lci_geometry *g) {
                           .heads = (lc_link *)(base + g->heads),
                           .head_count = LCI_LISTS};
     h->log_begin = lci_log_begin(g);
-    h->log_end = g->end;
+    h->log_end = g->advice;
+    if (g->end == g->ranks) return;
+    h->ranks = (lci_ranks *)(base + g->ranks);
+    uint64_t secret;
+    memcpy(&secret, ((const lcs_header *)base)->uuid, sizeof secret);
+    lch_place(&h->learnt, base + g->advice, g->pages, secret, read_page, h);
 }
 
 /* A handle on memory that no other process changes: a copy, or a segment being made. The caller
@@ -117,10 +147,11 @@ static void set_namespace(lci_namespace *ns, const char *weights, const char *te
 }
 
 /* Lay out an index of `pages` pages in zeroed memory, before the segment is ready. `grown` pages
- * have memory already. */
-LC_API int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t grown) {
+ * have memory already; `eviction`: an lci_eviction_order. */
+LC_API int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t grown,
+                      uint32_t eviction) {
     lci_geometry g;
-    int rc = lci_geometry_of(pages, &g);
+    int rc = lci_geometry_of(pages, eviction, &g);
     if (rc != LC_OK) return rc;
     if (bytes < g.end || grown > pages) return LC_E_RANGE;
     lci_handle *h = lci_handle_on(base, &g, NULL);
@@ -132,12 +163,14 @@ LC_API int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t gr
     r->tickets = g.tickets;
     r->chunks = g.chunks;
     r->index_bytes = g.end;
+    r->eviction = eviction;
     lc_store(&r->free_head, LC_NIL);
     lc_store(&r->chunk_head, LC_NIL);
     lc_store(&r->res_head, LC_NIL);
     lc_store(&r->grown, (uint32_t)grown);
     lc_lists_format(&h->lists);
     memset(base + g.bucket, 0xff, g.buckets * 4);
+    if (h->ranks) lci_ranks_format(h);
     set_namespace(&h->ns[0], "", "", 0, 0);
     free(h);
     return LC_OK;
@@ -147,7 +180,7 @@ LC_API int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t gr
  * of `pages` pages. */
 LC_API lci_handle *lci_open(lcs_attachment *at, uint64_t pages) {
     lci_geometry g;
-    if (lci_geometry_of(pages, &g) != LC_OK || at->bytes < g.end) return NULL;
+    if (lci_geometry_in(at->base, at->bytes, pages, &g) != LC_OK) return NULL;
     const lci_root *r = (const lci_root *)(at->base + g.root);
     if (r->pages != g.pages || r->buckets != g.buckets || r->reservations != g.reservations ||
         r->tickets != g.tickets || r->chunks != g.chunks || r->index_bytes != g.end)

@@ -69,16 +69,27 @@ static bool list(checker *c, uint32_t number, uint8_t mark, uint32_t *count) {
     return true;
 }
 
+/* Does a bit say that this list of the queue holds pages? There is none for the two besides the ranks. */
+static bool occupied(const lci_handle *h, uint32_t list, bool holds) {
+    if (!h->ranks) return list < LCI_WHEEL && lc_load(&h->root->occupied[list / 32]) >> (list % 32) & 1;
+    if (list >= LCH_LISTS) return holds;
+    const lci_order *o = &h->ranks->order[lc_load(&h->ranks->chosen)];
+    uint32_t rank = lc_load(&o->rank[list]);
+    return lc_load(&o->occupied[rank / 32]) >> (rank % 32) & 1;
+}
+
 static bool lists(checker *c) {
     uint64_t now = lci_queue_now(c->h);
+    if (c->h->ranks && !lci_ranks_sound(c->h))
+        BROKEN(c, 69, lc_load(&c->h->ranks->chosen), 0, "the order of eviction does not name each list once");
     for (uint32_t i = 0; i < LCI_DOOMED_LIST; i++) {
         uint32_t before = c->out->queued;
         if (!list(c, i, SEEN_QUEUE, &c->out->queued)) return false;
-        bool bit = lc_load(&c->h->root->occupied[i / 32]) >> (i % 32) & 1;
-        if (bit != (c->out->queued > before))
+        bool holds = c->out->queued > before, bit = occupied(c->h, i, holds);
+        if (bit != holds)
             BROKEN(c, 13, i, bit, "queue list %u: %u pages, occupied bit %d", i,
                    c->out->queued - before, bit);
-        if (bit && i % LCI_DIGITS < (now >> 6 * (i / LCI_DIGITS) & (LCI_DIGITS - 1)))
+        if (!c->h->ranks && bit && i % LCI_DIGITS < (now >> 6 * (i / LCI_DIGITS) & (LCI_DIGITS - 1)))
             BROKEN(c, 39, i, 0, "queue list %u holds pages, and the queue's present has passed it", i);
     }
     if (c->out->queued != lc_load(&c->h->root->queued))
@@ -235,7 +246,7 @@ static bool at_rest(checker *c) {
         uint32_t word = lc_load(&h->pages[page].word), rid = lci_res_of(word);
         uint64_t tick = lci_tick(&h->pages[page]);
         if (!(c->seen[page] & SEEN_CHAIN)) continue;
-        if (tick > clock)
+        if (!lci_not_before(h, clock, tick))
             BROKEN(c, 43, page, 0, "page %u was used at %llu, the clock says %llu", page,
                    (unsigned long long)tick, (unsigned long long)clock);
         if (lci_state_of(word) == LCI_READY && rid && !lci_complete(&h->res[rid - 1]))
@@ -279,7 +290,7 @@ static bool everything(checker *c) {
 LC_API int lci_check(uint8_t *base, uint64_t bytes, uint64_t pages, int quiet, lci_report *out) {
     lci_geometry g;
     memset(out, 0, sizeof *out);
-    if (lci_geometry_of(pages, &g) != LC_OK || bytes < g.end) return LC_E_RANGE;
+    if (lci_geometry_in(base, bytes, pages, &g) != LC_OK) return LC_E_RANGE;
     checker c = {.h = lci_handle_on(base, &g, NULL), .out = out, .quiet = quiet,
                  .now = lcs_now_ns()};
     c.seen = calloc(pages, 1);
@@ -302,7 +313,7 @@ LC_API int lci_check(uint8_t *base, uint64_t bytes, uint64_t pages, int quiet, l
 LC_API int lci_recover_copy(uint8_t *base, uint64_t bytes, uint64_t pages) {
     lci_geometry g;
     lcs_lock *lock = (lcs_lock *)(base + LCS_LOCK_OFFSET);
-    if (lci_geometry_of(pages, &g) != LC_OK || bytes < g.end) return LC_E_RANGE;
+    if (lci_geometry_in(base, bytes, pages, &g) != LC_OK) return LC_E_RANGE;
     if (lc_load(&lock->log_count) && lcs_word_free(lc_load(&lock->word))) return LC_E_CORRUPT;
-    return lc_txn_undo(base, lock, lci_log_begin(&g), g.end);
+    return lc_txn_undo(base, lock, lci_log_begin(&g), g.advice);
 }

@@ -22,6 +22,7 @@ static uint32_t mark(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page) {
     LC_PAUSE(LC_AT_EVICT_CHOSEN);
     lc_txn_set(t, &p->word, LCI_EVICTING | kind);
     lc_prefetch_write((const void *)&h->dict.buckets[lc_bucket(&h->dict, lc_load(&p->lo))]);
+    if (LC_UNLIKELY(h->ranks != NULL)) lci_ranked_ask_page(h, p);
     return parent;
 }
 
@@ -50,13 +51,17 @@ static void unmark(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page) {
     lc_txn_set(t, &p->word, LCI_READY | kind);
     lci_count_named(h, t, kind, 1);
     if (parent != LC_NIL) lci_child_comes(h, t, parent);
-    lci_touch(p, e->since, 0);
-    if (!lci_covered(p)) lci_queue_add(h, t, page);
+    if (!h->ranks) lci_touch(p, e->since, 0);
+    if (lci_covered(p)) return;
+    if (h->ranks) lci_queue_defer(h, t, e, page);
+    else lci_queue_add(h, t, page);
 }
 
 /* Out of their chains, and free. */
-static void finish(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n) {
+static void finish(lci_handle *h, lc_txn *t, const lci_eviction *e, const uint32_t *pages,
+                   uint32_t n) {
     const lc_dict *d = &h->dict;
+    if (LC_UNLIKELY(h->ranks != NULL)) lci_ranked_remember(h, e, pages, n);
     for (uint32_t i = 0; i < n; i++) { /* the buckets were asked for when the pages were marked */
         uint32_t head = lc_load(&d->buckets[lc_bucket(d, lc_load(&h->pages[pages[i]].lo))]);
         if (head < d->nodes) lc_prefetch_write(lc_node_at(d, head));
@@ -71,8 +76,7 @@ static void finish(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n) 
     lci_give_free(h, t, pages, n);
 }
 
-/* The parent of a page just marked, if it goes next anyway: last used by the same call or before it,
- * nothing else hangs on it. Saves a whole prompt's way through the queue. Else it is queued. An
+/* The parent of a page just marked, if it goes next anyway (`lci_follows`), nothing else hangs on it. Saves a whole prompt's way through the queue. Else it is queued. An
  * independent one is there already, and waits for its own turn.
  *
  * A parent was used when what hangs on it was, though a lookup of the rest of a prompt did not name it.
@@ -84,9 +88,10 @@ static uint32_t follow(lci_handle *h, lc_txn *t, const lci_eviction *e, uint32_t
     if (parent == LC_NIL) return LC_NIL;
     lci_page *q = &h->pages[parent];
     if (lc_load(&q->word) & LCI_INDEPENDENT) return LC_NIL;
-    lci_touch(q, lci_tick(p), 0);
+    bool listed = h->ranks && e->cause == LCI_DISCARDED; /* its word says whether it was used since */
+    if (!listed) lci_touch(q, lci_tick(p), 0);
     if (!lci_queueable(h, parent)) return LC_NIL;
-    if (run && lci_tick(q) == lci_tick(p) && !lci_promised(h, e, parent) && !lci_pinned(h, q))
+    if (run && lci_follows(h, e, page, parent) && !lci_promised(h, e, parent) && !lci_pinned(h, q))
         return parent;
     lci_queue_add(h, t, parent);
     return LC_NIL;
@@ -128,7 +133,7 @@ uint32_t lci_evict_settle(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *m
             marked[freed++] = marked[i];
         }
     }
-    finish(h, t, marked, freed);
+    finish(h, t, e, marked, freed);
     if (freed) lc_raise(&lcs_client_of(h->at, h->at->slot)->evicted_pages, freed);
     lci_count_evicted(h, e->cause, freed);
     return freed;
@@ -137,6 +142,7 @@ uint32_t lci_evict_settle(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *m
 uint32_t lci_evict(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want) {
     uint32_t marked[LCI_BATCH], n = 0, steps = 256, page = LC_NIL;
     if (want > LCI_BATCH) want = LCI_BATCH;
+    lci_queue_begin(h, t, e, want);
     while (n < want && !t->error) {
         if (page == LC_NIL) page = lci_queue_pop(h, t, e, &steps);
         if (page == LC_NIL) break;
@@ -151,47 +157,63 @@ uint32_t lci_evict(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want) {
 /* May go now, for whom room is made, and was not used by that call. */
 static bool may_go(const lci_handle *h, const lci_eviction *e, uint32_t page) {
     const lci_page *p = &h->pages[page];
-    return lci_queueable(h, page) && lci_tick(p) < e->since && !lci_promised(h, e, page) &&
-           !lci_pinned(h, p);
+    return lci_queueable(h, page) && !lci_not_before(h, lci_tick(p), e->since) &&
+           !lci_promised(h, e, page) && !lci_pinned(h, p);
 }
 
-/* The youngest of the chosen, to make way for an older one. */
-static uint32_t youngest(const lci_handle *h, const uint32_t *pages, uint32_t n) {
+/* A page, and what tells when it goes: the lower rank first (LRU: all are 0), then the older. */
+typedef struct candidate {
+    uint32_t page, rank;
+    uint64_t tick;
+} candidate;
+
+static candidate candidate_of(const lci_handle *h, uint32_t page) {
+    uint64_t used = lc_load(&h->pages[page].used);
+    return (candidate){page, h->ranks ? lci_rank(h, used) : 0, used >> LCI_TICK_SHIFT};
+}
+
+static bool goes_before(const candidate *c, const candidate *other) {
+    return c->rank != other->rank ? c->rank < other->rank : c->tick < other->tick;
+}
+
+/* The one of the chosen that goes last, to make way for one that goes before it. */
+static uint32_t last_to_go(const candidate *chosen, uint32_t n) {
     uint32_t at = 0;
     for (uint32_t i = 1; i < n; i++)
-        if (lci_tick(&h->pages[pages[i]]) > lci_tick(&h->pages[pages[at]])) at = i;
+        if (goes_before(&chosen[at], &chosen[i])) at = i;
     return at;
 }
 
 /* The oldest evictable pages among the next LCI_WINDOW records, of those whose word has these bits
  * (`mask`): of a namespace, or of a group. */
-static uint32_t choose(const lci_handle *h, const lci_eviction *e, uint32_t *out, uint32_t want,
+static uint32_t choose(const lci_handle *h, const lci_eviction *e, candidate *out, uint32_t want,
                        uint32_t mask, uint32_t bits, uint32_t *hand) {
     uint32_t n = 0, at = *hand, end = lc_load(&h->root->fresh);
     if (end > h->page_count) end = h->page_count;
     for (uint32_t i = 0; i < LCI_WINDOW && i < end; i++, at++) {
         if (at >= end) at = 0;
         if ((lc_load(&h->pages[at].word) & mask) != bits || !may_go(h, e, at)) continue;
+        candidate here = candidate_of(h, at);
         if (n < want) {
-            out[n++] = at;
+            out[n++] = here;
             continue;
         }
-        uint32_t last = youngest(h, out, n);
-        if (lci_tick(&h->pages[at]) < lci_tick(&h->pages[out[last]])) out[last] = at;
+        uint32_t last = last_to_go(out, n);
+        if (goes_before(&here, &out[last])) out[last] = here;
     }
     *hand = at;
     return n;
 }
 
 /* The oldest of what was chosen first, until as many are marked as are wanted. */
-static uint32_t evict_chosen(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *chosen,
+static uint32_t evict_chosen(lci_handle *h, lc_txn *t, lci_eviction *e, candidate *chosen,
                              uint32_t n, uint32_t want) {
     uint32_t marked[LCI_BATCH], done = 0;
     while (n > 0 && done < want && !t->error) {
         uint32_t first = 0;
         for (uint32_t i = 1; i < n; i++)
-            if (lci_tick(&h->pages[chosen[i]]) < lci_tick(&h->pages[chosen[first]])) first = i;
-        done = evict_with(h, t, e, chosen[first], marked, done, want);
+            if (goes_before(&chosen[i], &chosen[first])) first = i;
+        done = evict_with(h, t, e, chosen[first].page, marked, done, want);
         chosen[first] = chosen[--n];
     }
     return done ? lci_evict_settle(h, t, e, marked, done) : 0;
@@ -202,7 +224,8 @@ static uint32_t evict_chosen(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t
  * idea is Redis's). The next call continues after these records. */
 uint32_t lci_evict_namespace(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want,
                              uint32_t ns) {
-    uint32_t chosen[LCI_BATCH], hand = lc_load(&h->ns[ns].hand);
+    candidate chosen[LCI_BATCH];
+    uint32_t hand = lc_load(&h->ns[ns].hand);
     if (want > LCI_BATCH) want = LCI_BATCH;
     uint32_t n = choose(h, e, chosen, want, LCI_NS_MASK, ns << LCI_NS_SHIFT, &hand);
     lc_store(&h->ns[ns].hand, hand);
@@ -212,7 +235,8 @@ uint32_t lci_evict_namespace(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t
 /* A batch of one group, from the record `op->cursor` on. */
 static void evict_some(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want, uint32_t number,
                        lci_walk_op *op) {
-    uint32_t chosen[LCI_BATCH], hand = op->cursor;
+    candidate chosen[LCI_BATCH];
+    uint32_t hand = op->cursor;
     if (want > LCI_BATCH) want = LCI_BATCH;
     uint32_t n = choose(h, e, chosen, want, LCI_GROUP_MASK | LCI_STATE_MASK,
                         number << LCI_GROUP_SHIFT | LCI_READY, &hand);

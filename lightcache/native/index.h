@@ -7,6 +7,7 @@
 
 #include "clients.h"
 #include "dict.h"
+#include "hazard.h"
 #include "lock.h"
 
 /* ------------------------------------------------------------------ records in the segment */
@@ -34,7 +35,7 @@ enum lci_state {
 typedef struct lci_page {
     _Atomic uint64_t lo, hi;      /* key */
     _Atomic uint64_t pins;        /* bit c: client c's row may count pins; never missing a pin */
-    _Atomic uint64_t used;        /* tick of last use << 16 | hits, saturating */
+    _Atomic uint64_t used;        /* tick of last use << 16 | what the order needs, see below */
     _Atomic uint32_t gen;         /* odd while key and link change */
     _Atomic uint32_t word;        /* state, see above */
     _Atomic uint32_t next;        /* chain */
@@ -137,18 +138,46 @@ typedef struct lci_group_count { /* of all namespaces together */
     _Atomic uint32_t minimum; /* of these, that making room for other groups leaves it */
 } lci_group_count;
 
-/* The eviction queue: levels of 64 lists, as in a timer wheel (see queue.c). */
+/* In which order pages go: decided when the index is made. */
+enum lci_eviction_order { LCI_LRU = 0, LCI_HZ = 1 };
+
+/* The low bits of `used`: with LRU the hits, saturating; else see hazard.h. */
+#define LCI_TICK_SHIFT 16
+#define LCI_TICK_MAX (UINT64_MAX >> LCI_TICK_SHIFT)
+#define LCI_HITS_MASK UINT64_C(0xffff)
+_Static_assert(LCI_TICK_SHIFT == LCH_TICK_SHIFT, "both orders have the tick in the same place");
+
+/* The eviction queue. LRU: levels of 64 lists, as in a timer wheel (queue.c). Ranked: a list for each
+ * class and age, one of pages that go first, and one of pages that could not go when they were looked
+ * at (ranked.c). */
 #define LCI_LEVELS 8
 #define LCI_DIGITS 64
-#define LCI_DOOMED_LIST (LCI_LEVELS * LCI_DIGITS)
+#define LCI_WHEEL (LCI_LEVELS * LCI_DIGITS)
+#define LCI_FIRST_LIST LCH_LISTS
+#define LCI_PARKED_LIST (LCH_LISTS + 1)
+#define LCI_DOOMED_LIST (LCH_LISTS + 2)
 #define LCI_LISTS (LCI_DOOMED_LIST + 1)
-#define LCI_TICK_SHIFT 16
-#define LCI_HITS_MASK UINT64_C(0xffff)
+_Static_assert(LCI_WHEEL <= LCH_LISTS, "the wheel has room");
+
+/* An order of the ranked lists. Its two tables are each other's inverse. */
+#define LCI_RANK_WORDS ((LCH_LISTS + 31) / 32)
+typedef struct lci_order {
+    _Atomic uint16_t list[LCH_LISTS]; /* of each rank; 0 goes first */
+    _Atomic uint16_t rank[LCH_LISTS]; /* of each list */
+    _Atomic uint32_t occupied[LCI_RANK_WORDS]; /* by rank */
+} lci_order;
+
+typedef struct lci_ranks {
+    _Atomic uint32_t chosen; /* bit 0: which order holds; the other is dead until it is chosen */
+    uint32_t pad[15];
+    lci_order order[2];
+} lci_ranks;
 
 typedef struct lci_root {
     /* Geometry, written once; attached handles compute their own and compare. */
     uint64_t pages, buckets, reservations, tickets, chunks, index_bytes;
-    uint8_t pad0[16];
+    uint64_t eviction; /* lci_eviction_order */
+    uint8_t pad0[8];
     /* Changed under the lock, through the undo log. */
     _Atomic uint32_t free_head, free_count; /* stack of pages given back */
     _Atomic uint32_t fresh;                 /* pages below it have been handed out at least once */
@@ -189,7 +218,10 @@ _Static_assert(offsetof(lci_root, clock) % 64 == 0, "hot words on their own line
 
 typedef struct lci_geometry {
     uint64_t pages, buckets, reservations, tickets, chunks;
-    uint64_t root, heads, namespaces, reservation, ticket, chunk, bucket, page, rows, row_stride, end;
+    uint64_t root, heads, namespaces, reservation, ticket, chunk, bucket, page, rows, row_stride;
+    uint64_t ranks;  /* of LRU: `end`, as the advice */
+    uint64_t advice; /* what eviction learns: nothing that the log may name, or check, lies from here on */
+    uint64_t end;
 } lci_geometry;
 
 /* Why a page was evicted. CLEARED: its namespace was, and we came by to take its name. */
@@ -216,6 +248,11 @@ typedef struct lci_handle {
     lc_lists lists;
     uint64_t log_begin, log_end;
     lci_geometry geometry;
+    lci_ranks *ranks; /* NULL: the order is LRU */
+    lch learnt;       /* of an attached handle whose order is not LRU */
+    uint64_t due[LCH_LISTS]; /* tick at which the first page of a list is too old for it; under the lock, advice */
+    uint32_t computed; /* recomputations, when `due` was last cleared */
+    _Atomic uint64_t clock_ns; /* what ticks are made of; 0: the system's clock */
     _Atomic uint64_t evicted[LCI_CAUSES]; /* pages, by us, since lci_take_evicted */
 } lci_handle;
 
@@ -309,6 +346,8 @@ typedef struct lci_reserve_op {
     uint64_t later;  /* until then another rank is waited for that is making pages; 0: not yet */
     uint32_t shard;  /* of a team: ours */
     uint32_t joined; /* out: another rank has begun it */
+    uint32_t parked; /* 1 + parked pages that are still to be looked at, when nothing else is left; 0:
+                      * not begun; for the core alone */
     lci_look_op look;
 } lci_reserve_op;
 enum {
@@ -340,6 +379,7 @@ typedef struct lci_oldest_op {
     uint32_t ended;    /* nothing more can be listed */
     uint32_t climb;    /* page + 1 whose parent may be next */
     uint32_t returned; /* pages put back to where they were in the queue */
+    uint32_t parked;   /* as in lci_reserve_op */
     uint32_t going[LCI_NAMESPACES];     /* listed pages of each namespace, */
     uint32_t going_group[LCI_NUMBERS]; /* and of each group */
 } lci_oldest_op;
@@ -363,6 +403,7 @@ typedef struct lci_held_op {
     uint64_t tick;    /* of this call; 0 before it began */
     uint32_t no_memory; /* as in lci_reserve_op */
     uint32_t doomed;    /* the same */
+    uint32_t parked;    /* the same */
     lci_look_op look;
 } lci_held_op;
 enum { LCI_NAME_MERGE = 1, LCI_NAME_INDEPENDENT = 2 };
@@ -421,6 +462,8 @@ enum lci_op {
 
 /* ------------------------------------------------------------------ helpers */
 
+struct lci_eviction;
+
 static inline uint32_t lci_state_of(uint32_t word) { return word & LCI_STATE_MASK; }
 static inline uint32_t lci_ns_of(uint32_t word) { return (word & LCI_NS_MASK) >> LCI_NS_SHIFT; }
 /* The reservation of a page, + 1; 0: it is in none. */
@@ -441,11 +484,46 @@ static inline void lci_touch(lci_page *p, uint64_t tick, uint32_t hit) {
     lc_store(&p->used, newer << LCI_TICK_SHIFT | hits);
 }
 
-/* As many bits as a page's `used` has for it: a damaged clock must not give ticks that no page can
- * reach, for which eviction would look for ever. */
+/* What a hit makes of a page's word. Pages of a request mostly have one word, as they were named and hit
+ * together: what becomes of it is computed once. */
+typedef struct lci_hits {
+    uint64_t before, after;
+} lci_hits;
+
+/* A page was found and pinned by a call with this tick; 0: by one that asks for another, which counts. */
+static inline void lci_hit(const lci_handle *h, lci_page *p, uint64_t tick, lci_hits *hits) {
+    if (LC_LIKELY(!h->ranks)) {
+        lci_touch(p, tick, 1);
+    } else if (tick) {
+        uint64_t used = lc_load(&p->used);
+        if (LC_UNLIKELY(used != hits->before))
+            *hits = (lci_hits){used, lch_hit(&h->learnt, used, tick)};
+        lc_store(&p->used, hits->after);
+    }
+}
+
+/* Is this tick at `since` or after it? Ticks that are times wrap. Numbers do not, but by damage. */
+static inline bool lci_not_before(const lci_handle *h, uint64_t tick, uint64_t since) {
+    if (LC_LIKELY(!h->ranks)) return tick >= since;
+    return ((tick - since) & LCI_TICK_MAX) <= LCI_TICK_MAX / 2;
+}
+
+/* The tick of a call: the next number, or, where ages are told, the time in units of 4,096 ns unless
+ * calls are ahead of it. As many bits as a page's `used` has for it: a damaged clock must not give
+ * ticks that no page can reach, for which eviction would look for ever. */
+uint64_t lci_tick_by_time(lci_handle *h);
 static inline uint64_t lci_next_tick(lci_handle *h) {
+    if (LC_UNLIKELY(h->ranks != NULL)) return lci_tick_by_time(h);
     uint64_t tick = atomic_fetch_add_explicit(&h->root->clock, 1, memory_order_relaxed) + 1;
-    return tick & (UINT64_MAX >> LCI_TICK_SHIFT);
+    return tick & LCI_TICK_MAX;
+}
+
+/* The word of a page that gets this key behind `parent` (LC_NIL: none), under the lock. */
+uint64_t lci_ranked_used_by(lci_handle *h, lc_key key, uint32_t page, uint32_t parent, uint64_t tick);
+static inline uint64_t lci_used_by(lci_handle *h, lc_key key, uint32_t page, uint32_t parent,
+                                   uint64_t tick) {
+    if (LC_LIKELY(!h->ranks)) return tick << LCI_TICK_SHIFT;
+    return lci_ranked_used_by(h, key, page, parent, tick);
 }
 
 /* Above the highest ticket in use, which scans of tickets end at. Within the records, whatever the
@@ -468,7 +546,9 @@ static inline int lci_usable(const lci_handle *h) {
     return rc;
 }
 
-LC_API int lci_geometry_of(uint64_t pages, lci_geometry *g);
+LC_API int lci_geometry_of(uint64_t pages, uint32_t eviction, lci_geometry *g);
+/* attach.c: the same of a segment of so many bytes, with the order that it says. */
+int lci_geometry_in(const uint8_t *base, uint64_t bytes, uint64_t pages, lci_geometry *g);
 /* attach.c: a handle on memory, see there. */
 lci_handle *lci_handle_on(uint8_t *base, const lci_geometry *g, lcs_attachment *at);
 
@@ -501,9 +581,31 @@ uint32_t lci_ready_back(const lci_handle *h, const lc_key *keys, uint32_t from, 
 /* queue.c, under the lock. */
 void lci_queue_add(lci_handle *h, lc_txn *t, uint32_t page);
 void lci_queue_remove(lci_handle *h, lc_txn *t, uint32_t page);
+bool lci_queueable(const lci_handle *h, uint32_t page);
+uint32_t lci_queue_list(const lci_handle *h, uint32_t page);
 int lci_queue_slot(uint64_t tick, uint64_t now);
 uint64_t lci_queue_now(const lci_handle *h);
-bool lci_queueable(const lci_handle *h, uint32_t page);
+/* ranked.c */
+uint32_t lci_ranked_list(const lci_handle *h, uint64_t used);
+uint32_t lci_rank(const lci_handle *h, uint64_t used);
+void lci_ranked_mark(lci_handle *h, lc_txn *t, uint32_t list, bool full);
+void lci_ranked_begin(lci_handle *h, lc_txn *t, struct lci_eviction *e, uint32_t want);
+uint32_t lci_ranked_pop(lci_handle *h, lc_txn *t, struct lci_eviction *e, uint32_t *steps);
+void lci_ranks_format(lci_handle *h);
+bool lci_ranks_sound(const lci_handle *h);
+/* For repair, without the log: lists are empty, and the order is sound; this list is not. */
+void lci_ranks_clear(lci_handle *h);
+void lci_ranks_occupy(lci_handle *h, uint32_t list);
+/* Its pages go, and their keys are still there: remember them. */
+void lci_ranked_remember(lci_handle *h, const struct lci_eviction *e, const uint32_t *pages, uint32_t n);
+/* Ask for what is remembered of keys that are about to come, or of a page that is about to go. */
+void lci_ranked_ask(const lci_handle *h, const lc_key *keys, uint32_t n);
+void lci_ranked_ask_page(const lci_handle *h, const lci_page *p);
+/* Under the lock: pages go in this order of lists from now on. False, and nothing changed: it does not
+ * name each list once. */
+bool lci_install_order(lci_handle *h, lc_txn *t, const uint16_t list[LCH_LISTS]);
+/* After the lock: learn, and install the new order, if it is time to. */
+void lci_learn_if_due(lci_handle *h, uint64_t tick, int wait, uint64_t deadline);
 
 /* Does something hang on it that has to go first? On an independent page nothing has to. */
 static inline bool lci_covered(const lci_page *p) {
@@ -531,6 +633,7 @@ typedef struct lci_eviction {
     uint32_t gone_kind; /* those of this word */
     uint32_t asked, ahead[LCI_ASKED_FOR]; /* pages likely to be evicted next: their records were asked for */
     const lci_oldest_op *listing; /* listed pages are still counted; NULL: nothing is listed */
+    uint32_t *parked; /* of the call, however often it is interrupted: see lci_reserve_op */
 } lci_eviction;
 
 /* Is it among what its namespace was promised, or its group? Then only calls for that namespace, or that
@@ -553,8 +656,15 @@ static inline bool lci_promised(const lci_handle *h, const lci_eviction *e, uint
 /* queue.c: the next page to go, taken off the queue; LC_NIL: none now (`e->exhausted`), or the
  * work of one hold is done. `steps` counts down. */
 uint32_t lci_queue_pop(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *steps);
-/* queue.c: as if it had been used at `tick`; and back to the head of where its own tick belongs. */
-void lci_queue_put(lci_handle *h, lc_txn *t, uint32_t page, uint64_t tick);
+/* queue.c: begin a step that takes up to `want` pages. */
+static inline void lci_queue_begin(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want) {
+    if (h->ranks) lci_ranked_begin(h, t, e, want);
+}
+/* queue.c: a page that is on no list, where this call does not meet it again; and to where those go
+ * that go first. */
+void lci_queue_defer(lci_handle *h, lc_txn *t, const lci_eviction *e, uint32_t page);
+void lci_queue_first(lci_handle *h, lc_txn *t, uint32_t page, uint64_t tick);
+/* queue.c: back to the head of the list of its own word. */
 void lci_queue_return(lci_handle *h, lc_txn *t, uint32_t page);
 /* evict.c: free up to `want` pages (at most a batch in this step). Returns how many. */
 uint32_t lci_evict(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want);
@@ -565,6 +675,15 @@ bool lci_evict_from_chain(lci_handle *h, lc_txn *t, lci_eviction *e, uint64_t ke
  * it looked, a batch at most and each before its parent (independent ones in any order). Settling
  * compacts `marked` to those that are free now and returns their number. */
 void lci_evict_page(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page);
+/* Does a page go right after its child? It was used by the same call or before it; where lists are
+ * ranked, its own is not above its child's, and this call has not used it. */
+bool lci_ranked_follows(const lci_handle *h, const lci_eviction *e, uint64_t child, uint64_t parent);
+static inline bool lci_follows(const lci_handle *h, const lci_eviction *e, uint32_t child,
+                               uint32_t parent) {
+    uint64_t used = lc_load(&h->pages[child].used), other = lc_load(&h->pages[parent].used);
+    if (h->ranks) return lci_ranked_follows(h, e, used, other);
+    return other >> LCI_TICK_SHIFT <= used >> LCI_TICK_SHIFT;
+}
 uint32_t lci_evict_settle(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *marked, uint32_t n);
 /* Count pages that went, in this process alone: advice, and lost with it. */
 static inline void lci_count_evicted(lci_handle *h, uint32_t cause, uint32_t pages) {
@@ -603,7 +722,7 @@ bool lci_may_grow(const lci_handle *h, const lci_room *room);
 static inline void lci_room_again(lci_handle *h, lci_room *room, uint64_t *tick) {
     room->eviction.since = *tick = lci_next_tick(h);
     room->eviction.exhausted = false;
-    room->eviction.moved = 0;
+    room->eviction.moved = *room->eviction.parked = 0;
     room->looked = room->looked_before = *room->doomed = 0;
 }
 

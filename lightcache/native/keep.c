@@ -122,7 +122,7 @@ static void first_batch(walk *w) {
     uint64_t used[LCI_BATCH];
     uint32_t count = 0, at = op->cursor, end = batch_end(w);
     bool usable;
-    if (at == 0) op->tick = lci_queue_now(h); /* one for all: runs and prefixes go together */
+    if (at == 0) op->tick = h->ranks ? 0 : lci_queue_now(h); /* one for all: runs and prefixes go together */
     for (; at < end && !w->t.error; at++) {
         uint32_t page = page_of(h, &w->keys[at], w->ns, &usable);
         if (!usable) continue;
@@ -133,7 +133,7 @@ static void first_batch(walk *w) {
             continue;
         if (lci_queueable(h, page)) {
             lci_queue_remove(h, &w->t, page);
-            lci_queue_put(h, &w->t, page, op->tick);
+            lci_queue_first(h, &w->t, page, op->tick);
         }
         changed[count++] = p;
     }

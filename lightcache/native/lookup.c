@@ -227,19 +227,20 @@ int lci_find_and_pin(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns,
  * lci_evict: either the evictor sees our pin, or we see its EVICTING. */
 uint32_t lci_confirm(lci_handle *h, const int32_t *pages, const uint32_t *gens, uint32_t n,
                      uint32_t ns, uint64_t tick) {
+    lci_hits hits = {UINT64_MAX, 0}; /* a word that only damage makes */
     for (uint32_t i = 0; i < n; i++) {
         lci_page *page = &h->pages[pages[i]];
         /* The word first: if the generation has not moved after that, the word was of this life. */
         uint32_t word = lc_load_acquire(&page->word); /* order: confirm-word */
         uint32_t gen = lc_load_acquire(&page->gen);   /* order: confirm-gen */
         if (LC_UNLIKELY(!ready(word, ns) || gen != gens[i])) return i;
-        lci_touch(page, tick, 1);
+        lci_hit(h, page, tick, &hits);
     }
     return n;
 }
 
 static int match_one(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns, int32_t *pages,
-                     uint32_t *gens) {
+                     uint32_t *gens, bool counted) {
     uint32_t id = lci_ns_id(ns);
     if (LC_UNLIKELY(lc_load(&h->at->leaving))) return LC_E_CLOSED;
     if (!lci_ns_open(h, ns)) return 0;
@@ -248,14 +249,16 @@ static int match_one(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref n
     LC_PAUSE(LC_AT_PIN_COUNTED);
     atomic_thread_fence(memory_order_seq_cst); /* order: pin-fence */
     LC_PAUSE(LC_AT_PIN_FENCED);
-    uint32_t held = lci_confirm(h, pages, gens, (uint32_t)found, id, lci_next_tick(h));
+    uint64_t tick = counted || !h->ranks ? lci_next_tick(h) : 0;
+    uint32_t held = lci_confirm(h, pages, gens, (uint32_t)found, id, tick);
     if (LC_UNLIKELY(!lci_ns_open(h, ns))) held = 0;
     if (LC_UNLIKELY(held < (uint32_t)found)) lci_unpin_run(h, pages, held, (uint32_t)found);
     return (int)held;
 }
 
 /* Pin every one of the keys that is ready, wherever in the run: for reserve. `pages[i]` and
- * `status[i]` = LCI_PRESENT say which. After an error those that are marked so stay pinned. */
+ * `status[i]` = LCI_PRESENT say which. After an error those that are marked so stay pinned. Where lists are
+ * ranked, what this client pins already was hit when it did so: it counts as used now, and no more. */
 int lci_pin_ready(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns, uint64_t tick,
                   int32_t *pages, uint8_t *status) {
     pipeline p = {.h = h, .keys = keys, .n = n};
@@ -269,12 +272,14 @@ int lci_pin_ready(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns, ui
         if (LC_LIKELY(head >= d->nodes)) continue;
         lc_dict_find_from(d, keys[i].lo, keys[i].hi, head, &found);
         if (found.node == LC_NIL || !ready(found.word, ns)) continue;
+        bool again = h->ranks && lc_load(&h->mine[found.node]);
         int rc = lci_pin_one(h, found.node);
         if (rc != LC_OK) return rc;
         pages[i] = (int32_t)found.node;
         atomic_thread_fence(memory_order_seq_cst); /* order: pin-present-fence */
-        if (lci_confirm(h, &pages[i], &found.gen, 1, ns, tick)) status[i] = LCI_PRESENT;
+        if (lci_confirm(h, &pages[i], &found.gen, 1, ns, again ? 0 : tick)) status[i] = LCI_PRESENT;
         else lci_unpin_one(h, found.node);
+        if (again) lci_touch(&h->pages[found.node], tick, 0);
     }
     return LC_OK;
 }
@@ -306,7 +311,7 @@ LC_API int lci_match(lci_handle *h, const lc_key *keys, const int64_t *offsets, 
     for (uint32_t i = 0; i < requests; i++) {
         uint32_t n = (uint32_t)(offsets[i + 1] - offsets[i]);
         pthread_mutex_lock(&h->at->rows);
-        rc = match_one(h, keys + offsets[i], n, ns, pages + lease->held, gens);
+        rc = match_one(h, keys + offsets[i], n, ns, pages + lease->held, gens, counted);
         if (rc >= 0) {
             counts[i] = rc;
             lease->held += (uint32_t)rc;
@@ -331,7 +336,7 @@ LC_API int lci_match1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref 
     int32_t *pages = (int32_t *)(lease + 1);
     uint32_t *gens = (uint32_t *)(pages + n);
     pthread_mutex_lock(&h->at->rows);
-    rc = match_one(h, keys, n, ns, pages, gens);
+    rc = match_one(h, keys, n, ns, pages, gens, counted);
     if (rc >= 0) {
         lease->held = (uint32_t)rc;
         lci_note_lookup(h->at, counted ? n : 0, counted ? (uint32_t)rc : 0);
@@ -407,6 +412,24 @@ LC_API int lci_count_pages(lci_handle *h, uint32_t asked, uint32_t hit) {
     if (h->at->readonly) return LC_E_READONLY;
     pthread_mutex_lock(&h->at->rows);
     count_hits(lcs_client_of(h->at, h->at->slot), asked, hit);
+    pthread_mutex_unlock(&h->at->rows);
+    return LC_OK;
+}
+
+/* A lease from a lookup that was not counted is taken: where lists are ranked its pages are hit now, once
+ * for the request. (In LRU each lookup was a hit.) */
+LC_API int lci_use(lci_handle *h, lci_lease *lease) {
+    int rc = lcs_usable(h->at);
+    if (rc != LC_OK) return rc;
+    if (h->at->readonly) return LC_E_READONLY;
+    if (!h->ranks) return LC_OK;
+    const int32_t *pages = (const int32_t *)(lease + 1);
+    lci_hits hits = {UINT64_MAX, 0};
+    uint64_t tick = lci_next_tick(h);
+    pthread_mutex_lock(&h->at->rows);
+    for (uint32_t i = 0; i < lease->held; i++)
+        if ((uint32_t)pages[i] < h->page_count && lc_load(&h->mine[pages[i]]))
+            lci_hit(h, &h->pages[pages[i]], tick, &hits);
     pthread_mutex_unlock(&h->at->rows);
     return LC_OK;
 }

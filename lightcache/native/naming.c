@@ -108,6 +108,7 @@ static void prefetch(const naming *k) {
     const lc_dict *d = &k->h->dict;
     for (uint32_t i = 0; i < k->count; i++) {
         lc_prefetch_write((const void *)&d->buckets[lc_bucket(d, k->keys[k->key[i]].lo)]);
+        if (k->h->ranks) lch_prefetch(&k->h->learnt, k->keys[k->key[i]]);
         if ((uint32_t)page_of(k, i) < k->h->page_count)
             lc_prefetch_write(&k->h->pages[page_of(k, i)]);
     }
@@ -143,7 +144,7 @@ static void give_name(naming *k, uint32_t page, uint32_t key, uint32_t parent) {
     lci_handle *h = k->h;
     lci_page *p = &h->pages[page];
     uint32_t word = new_word(k);
-    lc_store(&p->used, k->op->tick << LCI_TICK_SHIFT);
+    lc_store(&p->used, lci_used_by(h, k->keys[key], page, parent, k->op->tick));
     lc_store(&p->children, 0);
     lc_store(&p->parent, LC_NIL);
     if (parent != LC_NIL && lci_may_hang(h, parent, word))
@@ -324,5 +325,6 @@ LC_API int lci_name(lci_handle *h, lci_held_op *op, const lc_key *keys, const in
         if (rc == LC_OK && op->done < n) rc = lci_again(begun, wait, deadline);
         if (rc != LC_OK) return rc;
     }
+    lci_learn_if_due(h, op->tick, wait, deadline);
     return op->look.due ? lci_look(h, &op->look, false, wait, deadline) : LC_OK;
 }

@@ -22,6 +22,14 @@ static bool is_listed(const oldest *o, uint32_t page) {
     return false;
 }
 
+/* What tells a use of a page that is listed: its hits, which others' evictions leave alone; where lists
+ * are ranked, all of its word, which they do not touch either. */
+static uint32_t seen(const lci_handle *h, uint32_t page) {
+    uint64_t used = lc_load(&h->pages[page].used);
+    if (!h->ranks) return (uint32_t)(used & LCI_HITS_MASK);
+    return (uint32_t)used ^ (uint32_t)(used >> 32) * UINT32_C(0x9e3779b1);
+}
+
 /* It is the caller's from here on: should this step be undone, the lease still pins it. */
 static void list_page(oldest *o, uint32_t page) {
     lci_handle *h = o->h;
@@ -37,7 +45,7 @@ static void list_page(oldest *o, uint32_t page) {
         o->t.error = rc;
         return;
     }
-    o->hits[at] = (uint32_t)(lc_load(&p->used) & LCI_HITS_MASK);
+    o->hits[at] = seen(h, page);
     o->keys[at] = (lc_key){.lo = lc_load(&p->lo), .hi = lc_load(&p->hi)};
     o->parent[at] = lci_parent(h, p);
     uint32_t word = lc_load(&p->word);
@@ -66,7 +74,7 @@ static uint32_t next_up(const oldest *o) {
     uint32_t word = lc_load(&q->word);
     uint32_t goes = word & (LCI_STATE_MASK | LCI_KEPT | LCI_INDEPENDENT);
     if (goes != LCI_READY || lci_res_of(word)) return LC_NIL;
-    if (lci_tick(q) > lci_tick(&h->pages[child]) || !bare(o, parent)) return LC_NIL;
+    if (!lci_follows(h, &o->eviction, child, parent) || !bare(o, parent)) return LC_NIL;
     return lci_promised(h, &o->eviction, parent) || lci_pinned(h, q) ? LC_NIL : parent;
 }
 
@@ -74,13 +82,14 @@ static uint32_t next_up(const oldest *o) {
  * now, so that the next one comes to its head. */
 static uint32_t list_batch(oldest *o, uint32_t *steps) {
     uint32_t n = 0;
+    lci_queue_begin(o->h, &o->t, &o->eviction, LCI_BATCH);
     while (n < LCI_BATCH && o->lease->held < o->op->want && !o->t.error) {
         uint32_t page = next_up(o);
         if (page == LC_NIL) {
             o->op->climb = 0;
             page = lci_queue_pop(o->h, &o->t, &o->eviction, steps);
             if (page == LC_NIL) break;
-            lci_queue_put(o->h, &o->t, page, o->op->since);
+            lci_queue_defer(o->h, &o->t, &o->eviction, page);
         }
         list_page(o, page);
         n++;
@@ -132,7 +141,7 @@ LC_API int lci_oldest(lci_handle *h, lci_oldest_op *op, lci_lease *lease, lc_key
     o.page = (int32_t *)(lease + 1);
     o.hits = (uint32_t *)(o.page + op->want);
     if (!op->since) op->since = lci_next_tick(h);
-    o.eviction = (lci_eviction){.since = op->since, .listing = op};
+    o.eviction = (lci_eviction){.since = op->since, .listing = op, .parked = &op->parked};
     uint64_t begun = lcs_now_ns();
     while (!over(&o)) {
         rc = lci_lock(h, &o.t, LCI_OP_EVICT, wait, deadline);
@@ -187,7 +196,7 @@ static bool unwanted(discard *d, uint32_t i) {
     d->done[i] = 1;
     pthread_mutex_unlock(&h->at->rows);
     if (rc != LC_OK) d->t.error = rc;
-    bool matched = d->hits && d->hits[i] != (lc_load(&p->used) & LCI_HITS_MASK);
+    bool matched = d->hits && d->hits[i] != seen(h, (uint32_t)d->page[i]);
     return rc == LC_OK && !matched && lci_queueable(h, (uint32_t)d->page[i]) && !lci_pinned(h, p);
 }
 

@@ -1,5 +1,5 @@
-/* The eviction queue: ready pages without children (independent ones with them, too), oldest first,
- * as a wheel of 8 x 64 lists.
+/* The eviction queue: ready pages without children (independent ones with them, too), in one of two
+ * orders. That of ranked lists is in ranked.c; LRU is a wheel of 8 x 64 lists.
  *
  * A page lies in the list that the highest differing base-64 digit of its tick and of the queue's
  * present selects: level = which digit, list = the digit's value. When the present reaches a list
@@ -38,11 +38,16 @@ static uint64_t occupied(const lci_handle *h, int level) {
            lc_load(&h->root->occupied[2 * level]);
 }
 
-static void mark(lci_handle *h, lc_txn *t, uint32_t list, bool full) {
+static void mark_wheel(lci_handle *h, lc_txn *t, uint32_t list, bool full) {
     _Atomic uint32_t *word = &h->root->occupied[list / 32];
     uint32_t bit = UINT32_C(1) << (list % 32), old = lc_load(word);
     uint32_t value = full ? old | bit : old & ~bit;
     if (value != old) lc_txn_set(t, word, value);
+}
+
+static void mark(lci_handle *h, lc_txn *t, uint32_t list, bool full) {
+    if (LC_LIKELY(!h->ranks)) mark_wheel(h, t, list, full);
+    else lci_ranked_mark(h, t, list, full);
 }
 
 /* What belongs into the queue: ready, not kept, in no reservation, nothing on it that goes first. */
@@ -53,24 +58,41 @@ bool lci_queueable(const lci_handle *h, uint32_t page) {
            !lci_covered(p);
 }
 
-void lci_queue_put(lci_handle *h, lc_txn *t, uint32_t page, uint64_t tick) {
-    uint32_t list = (uint32_t)lci_queue_slot(tick, lci_queue_now(h));
+/* The list that a page's word belongs to. */
+uint32_t lci_queue_list(const lci_handle *h, uint32_t page) {
+    if (h->ranks) return lci_ranked_list(h, lc_load(&h->pages[page].used));
+    return (uint32_t)lci_queue_slot(lci_tick(&h->pages[page]), lci_queue_now(h));
+}
+
+static void put(lci_handle *h, lc_txn *t, uint32_t page, uint32_t list) {
     lc_list_append(t, &h->lists, page, list);
     mark(h, t, list, true);
     lc_txn_add(t, &h->root->queued, 1);
 }
 
 void lci_queue_add(lci_handle *h, lc_txn *t, uint32_t page) {
-    lci_queue_put(h, t, page, lci_tick(&h->pages[page]));
+    put(h, t, page, lci_queue_list(h, page));
+}
+
+/* In the wheel: as if it had been used when the call began. */
+void lci_queue_defer(lci_handle *h, lc_txn *t, const lci_eviction *e, uint32_t page) {
+    uint32_t list = h->ranks ? LCI_PARKED_LIST
+                             : (uint32_t)lci_queue_slot(e->since, lci_queue_now(h));
+    put(h, t, page, list);
+}
+
+void lci_queue_first(lci_handle *h, lc_txn *t, uint32_t page, uint64_t tick) {
+    put(h, t, page, h->ranks ? LCI_FIRST_LIST : (uint32_t)lci_queue_slot(tick, lci_queue_now(h)));
 }
 
 /* For a page that was popped and put elsewhere: the next to be popped from its list. */
 void lci_queue_return(lci_handle *h, lc_txn *t, uint32_t page) {
     lci_queue_remove(h, t, page);
-    uint32_t list = (uint32_t)lci_queue_slot(lci_tick(&h->pages[page]), lci_queue_now(h));
+    uint32_t list = lci_queue_list(h, page);
     lc_list_insert(t, &h->lists, page, lc_load(&h->lists.heads[list].next));
     mark(h, t, list, true);
     lc_txn_add(t, &h->root->queued, 1);
+    if (h->ranks && list < LCH_LISTS) h->due[list] = 0; /* it may be older than the first there */
 }
 
 void lci_queue_remove(lci_handle *h, lc_txn *t, uint32_t page) {
@@ -111,7 +133,7 @@ static bool turn(lci_handle *h, lc_txn *t, uint64_t now) {
 
 static void requeue(lci_handle *h, lc_txn *t, uint32_t page, uint64_t tick) {
     lci_queue_remove(h, t, page);
-    lci_queue_put(h, t, page, tick);
+    put(h, t, page, (uint32_t)lci_queue_slot(tick, lci_queue_now(h)));
 }
 
 /* What counts as a page's last use. A call that only lists pages leaves the ticks of those that its
@@ -124,7 +146,7 @@ static uint64_t tick_for(const lci_handle *h, const lci_eviction *e, uint32_t pa
 
 /* The list to look at next, or -1. */
 static int next_list(lci_handle *h, lc_txn *t, const lci_eviction *e) {
-    for (int guard = 0; guard <= LCI_LEVELS * LCI_DIGITS; guard++) {
+    for (int guard = 0; guard <= LCI_WHEEL; guard++) {
         uint64_t now = lci_queue_now(h);
         int left = unfinished(h, now), ready = due(h, now);
         if (left >= 0 && (e->moved < MOVES_MAX || ready < 0)) return left;
@@ -139,7 +161,7 @@ static int next_list(lci_handle *h, lc_txn *t, const lci_eviction *e) {
     return -1;
 }
 
-uint32_t lci_queue_pop(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *steps) {
+static uint32_t pop_wheel(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *steps) {
     while (*steps > 0 && !t->error) {
         --*steps;
         if (t->count > LCS_LOG_ENTRIES / 2) return LC_NIL;
@@ -168,4 +190,8 @@ uint32_t lci_queue_pop(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *step
     }
     if (*steps > 0) e->exhausted = true;
     return LC_NIL;
+}
+
+uint32_t lci_queue_pop(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *steps) {
+    return h->ranks ? lci_ranked_pop(h, t, e, steps) : pop_wheel(h, t, e, steps);
 }

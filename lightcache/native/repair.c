@@ -52,10 +52,11 @@ static void settle_page(const builder *b, uint32_t page) {
     const lci_handle *h = b->h;
     lci_page *p = &h->pages[page];
     uint32_t word = lc_load(&p->word), state = lci_state_of(word);
-    uint64_t clock = lc_load(&h->root->clock);
+    uint64_t clock = lc_load(&h->root->clock) & LCI_TICK_MAX;
     uint32_t named = LCI_INDEPENDENT | LCI_GROUP_MASK;
     uint32_t stray = named_word(word) ? LCI_KEPT : LCI_KEPT | named; /* not READY's */
-    if (lci_tick(p) > clock) lc_store(&p->used, clock << LCI_TICK_SHIFT);
+    if (!lci_not_before(h, clock, lci_tick(p))) /* its hits stay */
+        lc_store(&p->used, clock << LCI_TICK_SHIFT | (lc_load(&p->used) & LCI_HITS_MASK));
     if (state == LCI_EVICTING) lc_store(&p->word, word = LCI_READY | (word & LCI_KIND));
     else if (state != LCI_READY && word & stray) lc_store(&p->word, word &= ~stray);
     if (lc_load(&p->gen) & 1) state = LCI_FREE; /* its next use makes it even */
@@ -121,7 +122,7 @@ static uint32_t settle_marks(lci_handle *h) {
         lc_store(&h->pages[page].word, LCI_FREE);
     lc_store(&r->fresh, fresh);
     lc_store(&r->grown, grown < fresh ? fresh : grown);
-    lc_store(&r->clock, lc_load(&r->clock) & UINT64_MAX >> LCI_TICK_SHIFT);
+    lc_store(&r->clock, lc_load(&r->clock) & LCI_TICK_MAX);
     return fresh;
 }
 
@@ -129,6 +130,7 @@ static void clear_totals(lci_handle *h) {
     lci_root *r = h->root;
     lc_lists_format(&h->lists);
     for (int i = 0; i < LCI_LEVELS * 2; i++) lc_store(&r->occupied[i], 0);
+    if (h->ranks) lci_ranks_clear(h);
     lc_store(&r->free_head, LC_NIL);
     lc_store(&r->free_count, 0);
     lc_store(&r->named, 0);
@@ -205,14 +207,18 @@ static void break_circles(builder *b, uint32_t fresh) {
 }
 
 static void enqueue(lci_handle *h, uint32_t page) {
-    uint32_t list = (uint32_t)lci_queue_slot(lci_tick(&h->pages[page]), lci_queue_now(h));
+    uint32_t list = lci_queue_list(h, page);
     append(h, page, list);
-    _Atomic uint32_t *word = &h->root->occupied[list / 32];
-    lc_store(word, lc_load(word) | UINT32_C(1) << (list % 32));
+    if (h->ranks) {
+        lci_ranks_occupy(h, list);
+    } else {
+        _Atomic uint32_t *word = &h->root->occupied[list / 32];
+        lc_store(word, lc_load(word) | UINT32_C(1) << (list % 32));
+    }
     lc_store(&h->root->queued, lc_load(&h->root->queued) + 1);
 }
 
-/* The present becomes the oldest tick: every page finds its exact place. */
+/* The present of the wheel becomes the oldest tick: every page finds its exact place. */
 static void rebuild_queue(lci_handle *h, uint32_t fresh) {
     uint64_t oldest = lc_load(&h->root->clock);
     for (uint32_t p = 0; p < fresh; p++)

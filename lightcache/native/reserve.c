@@ -105,7 +105,7 @@ static void make_page(reserve *r, uint32_t i, uint32_t page, uint32_t parent, bo
         t->error = LC_E_CORRUPT;
         return;
     }
-    lc_store(&p->used, r->tick << LCI_TICK_SHIFT);
+    lc_store(&p->used, lci_used_by(h, r->keys[r->start + i], page, parent, r->tick));
     lc_store(&p->children, 0);
     lc_store(&p->queue.prev, i >= LCI_HINT ? (uint32_t)r->page[i - LCI_HINT] : LC_NIL);
     uint32_t word = new_word(r, i);
@@ -128,6 +128,7 @@ static void prefetch_keys(const reserve *r, uint32_t from, uint32_t to) {
         uint32_t head = lc_load(&d->buckets[lc_bucket(d, keys[i].lo)]);
         if (head < d->nodes) __builtin_prefetch(lc_node_at(d, head));
     }
+    if (LC_UNLIKELY(r->h->ranks != NULL)) lci_ranked_ask(r->h, keys + from, to - from);
 }
 
 /* Look at keys [from, to) again, now that no other process changes anything: pin what has become
@@ -496,6 +497,7 @@ LC_API int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, ui
     r.room.eviction.by = lci_ns_id(op->ns) + 1;
     r.room.eviction.by_group = op->group + 1;
     r.room.eviction.since = r.tick; /* the same on every call: this chain counts as used by now */
+    r.room.eviction.parked = &op->parked;
     r.room.look = &op->look;
     r.room.doomed = &op->doomed;
     r.room.no_memory = op->no_memory != 0;
@@ -506,6 +508,7 @@ LC_API int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, ui
         op->pinned = 1;
     }
     rc = reserve_all(&r, wait, deadline);
+    if (rc > 0) lci_learn_if_due(h, r.tick, wait, deadline);
     if (LC_UNLIKELY(rc > 0 && op->whole && op->stopped)) rc = give_back(&r, wait, deadline);
     if (LC_UNLIKELY(rc > 0 && op->team && !op->joined)) {
         int listed = lci_list_whole(h, op, wait, deadline);
@@ -571,7 +574,8 @@ LC_API int lci_evict_pages(lci_handle *h, uint32_t want, uint32_t *freed, int wa
         rc = lci_look(h, &look, false, wait, deadline);
         if (rc < 0) return rc;
     }
-    lci_eviction e = {.since = lci_next_tick(h)};
+    uint32_t parked = 0;
+    lci_eviction e = {.since = lci_next_tick(h), .parked = &parked};
     while (*freed < want && !e.exhausted) {
         rc = lci_lock(h, &t, LCI_OP_EVICT, wait, deadline);
         if (rc != LC_OK) return rc;

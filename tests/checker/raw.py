@@ -54,6 +54,11 @@ class Copy:
         self.lock = self._records(shm_layout.LockRecord, shm_layout.LOCK_OFFSET, 1)
         self.log = self._words(shm_layout.LOG_OFFSET, shm_layout.LOG_ENTRIES, np.uint64)
         self.root = self._records(layout.RootRecord, place.root, 1)[0]
+        self.ranks = self.order = None
+        if self.root["eviction"] == 1:
+            self.place = place = geometry(pages, "hz")
+            self.ranks = self._records(layout.RanksRecord, place.ranks, 1)[0]
+            self.order = self.ranks["order"][int(self.ranks["chosen"]) & 1]
         self.heads = self._records(layout.Link, place.heads, layout.LISTS)
         self.spaces = self._records(layout.NamespaceRecord, place.namespaces, layout.NAMESPACES)
         self.reservations = self._records(
@@ -189,7 +194,11 @@ class _Findings:
         for page in np.flatnonzero((self.group != 0) & ~self.named)[:3]:
             yield f"page {page} is of a group, its word is {int(word[page]):#x}"
         tick = self.c.pages["used"] >> np.uint64(16)
-        for page in np.flatnonzero(self.named & (tick > self.c.root["clock"]))[:3]:
+        clock = np.uint64(self.c.root["clock"])
+        ahead = tick > clock
+        if self.c.order is not None:  # hazard's ticks wrap
+            ahead = (clock - tick) << np.uint64(16) >> np.uint64(63) != 0
+        for page in np.flatnonzero(self.named & ahead)[:3]:
             yield f"page {page} was used at {tick[page]}, the clock says {self.c.root['clock']}"
         doomed = int((self.state == PageState.DOOMED).sum())
         yield from self.count("named", int(self.named.sum()))
@@ -264,6 +273,30 @@ class _Findings:
         )
         yield from self.count("free_count", len(found))
 
+    def order(self) -> Iterator[str]:
+        """Each list has one rank, and the two tables agree."""
+        order = self.c.order
+        if order is None:
+            return
+        if self.c.ranks["chosen"] > 1:
+            yield f"order {self.c.ranks['chosen']} of eviction is chosen"
+        ranks = np.arange(layout.RANKED)
+        if not np.array_equal(np.sort(order["list"]), ranks):
+            yield "the order of eviction does not name each list once"
+        elif not np.array_equal(order["rank"][order["list"]], ranks):
+            yield "the ranks are not those of the order of eviction"
+
+    def occupied(self, number: int, found: bool) -> bool:
+        """Whether its bit says that a list of the queue holds pages."""
+        words, order = self.c.root["occupied"], self.c.order
+        if order is not None:
+            if number >= layout.RANKED:
+                return found
+            number, words = int(order["rank"][number]), order["occupied"]
+        elif number >= layout.LEVELS * layout.DIGITS:
+            return False
+        return bool(int(words[number // 32 % len(words)]) >> number % 32 & 1)
+
     def queue(self) -> Iterator[str]:
         links = self.c.pages["queue"]
         following, previous = links["next"].tolist(), links["prev"].tolist()
@@ -288,11 +321,11 @@ class _Findings:
                     "doomed list", np.array(found, np.int64), self.state == PageState.DOOMED
                 )
                 continue
-            bit = bool(int(self.c.root["occupied"][number // 32]) >> number % 32 & 1)
+            bit = self.occupied(number, bool(found))
             if bit != bool(found):
                 yield f"{what} has {len(found)} pages, its bit is {bit}"
             level, digit = divmod(number, layout.DIGITS)
-            if found and digit < now >> 6 * level & 63:
+            if self.c.order is None and found and digit < now >> 6 * level & 63:
                 yield f"{what} holds page {found[0]}, and the queue's present {now} has passed it"
             queued += found
         belong = (

@@ -19,7 +19,7 @@
 void actor_map(actor *a, const char *path, uint64_t pages) {
     lci_geometry g;
     void *base = NULL;
-    NEED(lci_geometry_of(pages, &g) == LC_OK);
+    NEED(lci_geometry_of(pages, order_tested(), &g) == LC_OK);
     uint64_t bytes = stage_bytes(&g);
     int fd = open(path, O_RDWR | O_CLOEXEC), life = open(path, O_RDWR | O_CLOEXEC);
     NEED(fd >= 0 && life >= 0 && lcs_map(fd, bytes, 1, &base) == LC_OK);

@@ -18,7 +18,7 @@ static void attach(stage *s, actor *a, const char *role, uint32_t flags) {
 /* A new segment of `pages` pages, of which `grown` have memory, with a survivor and a reader. */
 stage *stage_open(const char *path, uint64_t pages, uint64_t grown) {
     stage *s = calloc(1, sizeof *s);
-    NEED(s && lci_geometry_of(pages, &s->g) == LC_OK);
+    NEED(s && lci_geometry_of(pages, order_tested(), &s->g) == LC_OK);
     s->path = path;
     s->pages = pages;
     s->bytes = stage_bytes(&s->g);
@@ -26,7 +26,7 @@ stage *stage_open(const char *path, uint64_t pages, uint64_t grown) {
     s->file = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     NEED(s->file >= 0 && ftruncate(s->file, (off_t)s->bytes) == 0);
     s->base = mmap(NULL, s->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, s->file, 0);
-    NEED(s->base != MAP_FAILED && lci_format(s->base, s->bytes, pages, grown) == LC_OK);
+    NEED(s->base != MAP_FAILED && lci_format(s->base, s->bytes, pages, grown, order_tested()) == LC_OK);
     name_parts(s);
     attach(s, &s->survivor, "survivor", 0);
     actor_map(&s->reader, path, pages);

@@ -143,6 +143,7 @@ static void allow_derived(judge *j, lci_handle *h) {
     ALLOW(j, h, r->queued);
     ALLOW(j, h, r->kept);
     ALLOW(j, h, r->occupied);
+    allow(j, h->geometry.ranks, h->geometry.end - h->geometry.ranks); /* and the advice */
     ALLOW(j, h, r->event);
     ALLOW(j, h, r->reaped); /* counts what reaping has done */
     ALLOW(j, h, r->joining_ns); /* a look for late ranks, by any holder of the lock */

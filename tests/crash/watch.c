@@ -19,7 +19,7 @@ static void part(watch *w, uint64_t from, uint64_t bytes) {
 
 void watch_begin(watch *w, const uint8_t *base, uint64_t pages) {
     lci_geometry geometry, *g = &geometry;
-    NEED(lci_geometry_of(pages, g) == LC_OK);
+    NEED(lci_geometry_of(pages, order_tested(), g) == LC_OK);
     *w = (watch){.base = base, .bytes = stage_notes(g)};
     w->seen = malloc(w->bytes);
     NEED(w->seen);
@@ -35,6 +35,9 @@ void watch_begin(watch *w, const uint8_t *base, uint64_t pages) {
     part(w, g->bucket, g->buckets * 4);
     part(w, g->page, g->pages * sizeof(lci_page));
     part(w, g->rows, RECORDS * g->row_stride * 2);
+    if (g->end > g->ranks) part(w, g->ranks, g->advice - g->ranks);
+    w->advice = g->advice;
+    w->advice_end = g->end;
     part(w, stage_pool(g), g->pages * STAMP_WORDS * 8);
 }
 
@@ -53,7 +56,8 @@ static void compare(const watch *w, uint64_t from, uint64_t to) {
 
 void watch_whole(const watch *w) {
     compare(w, 0, LCS_LOG_OFFSET);
-    compare(w, LCS_PAYLOAD_OFFSET, w->bytes);
+    compare(w, LCS_PAYLOAD_OFFSET, w->advice); /* any bytes may stand in the advice */
+    compare(w, w->advice_end, w->bytes);
 }
 
 bool watch_changed(watch *w) {

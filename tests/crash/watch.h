@@ -4,12 +4,13 @@
 
 #include "stage.h"
 
-#define WATCHED 12
+#define WATCHED 13
 
 typedef struct watch {
     const uint8_t *base;
     uint8_t *seen;  /* the bytes as of the last call */
     uint64_t bytes; /* up to the notes */
+    uint64_t advice, advice_end; /* not looked at */
     struct part {
         uint64_t from, to;
     } part[WATCHED];

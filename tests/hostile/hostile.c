@@ -385,7 +385,7 @@ int main(int argc, char **argv) {
     shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     NEED(shared != MAP_FAILED);
     world plain = {.pages = 64};
-    NEED(lci_geometry_of(plain.pages, &plain.g) == LC_OK);
+    NEED(lci_geometry_of(plain.pages, order_tested(), &plain.g) == LC_OK);
     plain.bytes = plain.g.end;
     name_count = fields_of(&plain, names);
     if (strcmp(argv[1], "seeds") == 0 && argc == 4)

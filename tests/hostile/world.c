@@ -195,14 +195,14 @@ void world_make(world *w, enum variant variant) {
     memset(w, 0, sizeof *w);
     w->variant = variant;
     w->pages = sizes[variant];
-    NEED(lci_geometry_of(w->pages, &w->g) == LC_OK);
+    NEED(lci_geometry_of(w->pages, order_tested(), &w->g) == LC_OK);
     w->bytes = w->g.end;
     int memory = memfd_create("segment", MFD_CLOEXEC);
     w->life = memfd_create("life", MFD_CLOEXEC);
     NEED(memory >= 0 && w->life >= 0 && ftruncate(memory, (off_t)w->bytes) == 0);
     w->base = world_map(memory, w->bytes, PROT_READ | PROT_WRITE);
     uint64_t grown = variant == FRESH_WORLD ? w->pages / 2 : w->pages;
-    NEED(lci_format(w->base, w->bytes, w->pages, grown) == LC_OK);
+    NEED(lci_format(w->base, w->bytes, w->pages, grown, order_tested()) == LC_OK);
     w->me = join(w, "me");
     w->peer = join(w, "peer");
     w->reader = lcs_attachment_new(world_map(memory, w->bytes, PROT_READ), w->bytes,

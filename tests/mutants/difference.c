@@ -7,7 +7,7 @@ static lci_handle *of_undone, *of_safe;
 
 static lci_handle *on(lci_handle **h, uint8_t *base) {
     lci_geometry g;
-    CHECK_EQ(lci_geometry_of(PAGES, &g), LC_OK);
+    CHECK_EQ(lci_geometry_of(PAGES, LCI_LRU, &g), LC_OK);
     free(*h);
     *h = lci_handle_on(base, &g, NULL);
     CHECK(*h);

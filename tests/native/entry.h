@@ -5,6 +5,9 @@
 
 #include "event.h"
 #include "index.h"
+
+#include <stdlib.h>
+#include <string.h>
 #include "log.h"
 #include "process.h"
 #include "ring.h"
@@ -83,10 +86,17 @@ int lcs_robust_take(lcs_attachment *at, uint32_t operation, int wait, uint64_t d
 int lcs_robust_drop(lcs_attachment *at);
 int lcs_recover_copy(uint8_t *base, uint64_t bytes);
 
+/* The order of eviction that the tests are run for: LIGHTCACHE_TEST_EVICTION=hz, else LRU. */
+static inline uint32_t order_tested(void) {
+    const char *order = getenv("LIGHTCACHE_TEST_EVICTION");
+    return order && !strcmp(order, "hz") ? LCI_HZ : LCI_LRU;
+}
+
 const char *lci_layout(void);
-int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t grown);
+int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t grown, uint32_t eviction);
 lci_handle *lci_open(lcs_attachment *at, uint64_t pages);
 void lci_close(lci_handle *h);
+int lci_set_clock(lci_handle *h, uint64_t ns);
 int lci_count(lci_handle *h, lci_counts *out);
 int lci_count_groups(const lci_handle *h, uint32_t counts[2 * LCI_NUMBERS]);
 int lci_group_minimum(lci_handle *h, uint32_t number, uint32_t minimum, uint64_t *others, int wait,
@@ -114,6 +124,7 @@ int lci_pin_pages(lci_handle *h, const int32_t *pages, const uint32_t *gens, uin
                   uint32_t *refused);
 int lci_shorten(lci_handle *h, lci_lease *lease, uint32_t pages);
 int lci_release_pages(lci_handle *h, lci_lease *lease, const int32_t *pages, uint32_t n);
+int lci_use(lci_handle *h, lci_lease *lease);
 int lci_count_pages(lci_handle *h, uint32_t asked, uint32_t hit);
 int lci_split(lci_lease *from, lci_lease *const *to, const int32_t *counts, uint32_t n);
 int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, uint32_t n, uint32_t start,

@@ -18,7 +18,7 @@ extern const test taking_over_tests[], ending_tests[], ticket_ending_tests[], me
 extern const test room_tests[], halfway_tests[], meanwhile_tests[], walk_tests[], mend_pins_tests[];
 extern const test log_tests[], held_tests[], keep_tests[], independent_tests[], many_tests[];
 extern const test step_tests[], naming_tests[], oldest_tests[], hint_tests[], look_tests[];
-extern const test group_tests[], part_tests[], chain_tests[];
+extern const test group_tests[], part_tests[], chain_tests[], ranked_tests[], hazard_tests[];
 
 static const test *const tables[] = {
     txn_tests, lock_tests, list_tests, dict_tests, ring_tests, sync_tests, client_tests,
@@ -28,7 +28,7 @@ static const test *const tables[] = {
     mend_records_tests, room_tests, halfway_tests, meanwhile_tests, walk_tests,
     mend_pins_tests, log_tests, held_tests, keep_tests, independent_tests, many_tests,
     step_tests, naming_tests, oldest_tests, hint_tests, look_tests, group_tests,
-    part_tests, chain_tests,
+    part_tests, chain_tests, ranked_tests, hazard_tests,
 };
 
 static void on_alarm(int signal) {
@@ -50,7 +50,7 @@ static void print_facts(void) {
     printf("%s%s", lcs_layout(), lci_layout());
     for (uint64_t pages = 1; pages <= UINT64_C(1) << 24; pages *= 4) {
         lci_geometry g;
-        int rc = lci_geometry_of(pages, &g);
+        int rc = lci_geometry_of(pages, LCI_LRU, &g);
         printf("%llu pages: %d", (unsigned long long)pages, rc);
         const uint64_t *figures = (const uint64_t *)&g;
         for (size_t i = 0; rc == LC_OK && i < sizeof g / sizeof *figures; i++)

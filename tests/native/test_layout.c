@@ -7,7 +7,7 @@
 /* Every region begins behind the one before it, and is aligned for what is in it. */
 static void check_geometry(uint64_t pages) {
     lci_geometry g;
-    CHECK_EQ(lci_geometry_of(pages, &g), LC_OK);
+    CHECK_EQ(lci_geometry_of(pages, LCI_LRU, &g), LC_OK);
     const struct { uint64_t at, bytes, alignment; } regions[] = {
         {g.root, sizeof(lci_root), 4096},
         {g.heads, LCI_LISTS * sizeof(lc_link), 64},
@@ -43,7 +43,7 @@ static void geometry_of_many_sizes(void) {
 static void geometry_of_a_million_pages(void) {
     lci_geometry g;
     check_geometry(1000000);
-    CHECK_EQ(lci_geometry_of(1000000, &g), LC_OK);
+    CHECK_EQ(lci_geometry_of(1000000, LCI_LRU, &g), LC_OK);
     CHECK_EQ(g.buckets, 1 << 21);
     CHECK_EQ(g.reservations, 1024);
     CHECK_EQ(g.tickets, 4096);
@@ -54,10 +54,10 @@ static void geometry_of_a_million_pages(void) {
 
 static void geometry_has_bounds(void) {
     lci_geometry g;
-    CHECK_EQ(lci_geometry_of(0, &g), LC_E_RANGE);
-    CHECK_EQ(lci_geometry_of((UINT64_C(1) << 30) + 1, &g), LC_E_RANGE);
-    CHECK_EQ(lci_geometry_of(UINT64_C(1) << 30, &g), LC_E_RANGE); /* past what the log reaches */
-    CHECK_EQ(lci_geometry_of(UINT64_MAX, &g), LC_E_RANGE);
+    CHECK_EQ(lci_geometry_of(0, LCI_LRU, &g), LC_E_RANGE);
+    CHECK_EQ(lci_geometry_of((UINT64_C(1) << 30) + 1, LCI_LRU, &g), LC_E_RANGE);
+    CHECK_EQ(lci_geometry_of(UINT64_C(1) << 30, LCI_LRU, &g), LC_E_RANGE); /* past what the log reaches */
+    CHECK_EQ(lci_geometry_of(UINT64_MAX, LCI_LRU, &g), LC_E_RANGE);
 }
 
 static void format_makes_a_sound_index_and_nothing_outside(void) {
@@ -70,11 +70,11 @@ static void format_makes_a_sound_index_and_nothing_outside(void) {
 
 static void format_refuses(void) {
     lci_geometry g;
-    CHECK_EQ(lci_geometry_of(100, &g), LC_OK);
+    CHECK_EQ(lci_geometry_of(100, LCI_LRU, &g), LC_OK);
     segment s = segment_make(g.end);
-    CHECK_EQ(lci_format(s.base, g.end - 1, 100, 0), LC_E_RANGE);
-    CHECK_EQ(lci_format(s.base, g.end, 100, 101), LC_E_RANGE);
-    CHECK_EQ(lci_format(s.base, g.end, 0, 0), LC_E_RANGE);
+    CHECK_EQ(lci_format(s.base, g.end - 1, 100, 0, LCI_LRU), LC_E_RANGE);
+    CHECK_EQ(lci_format(s.base, g.end, 100, 101, LCI_LRU), LC_E_RANGE);
+    CHECK_EQ(lci_format(s.base, g.end, 0, 0, LCI_LRU), LC_E_RANGE);
     segment_end(&s);
 }
 

@@ -26,13 +26,17 @@ segment segment_make(uint64_t bytes) {
     return s;
 }
 
-segment index_make_grown(uint64_t pages, uint64_t grown) {
+segment index_make_ordered(uint64_t pages, uint64_t grown, uint32_t eviction) {
     lci_geometry g;
-    CHECK_EQ(lci_geometry_of(pages, &g), LC_OK);
+    CHECK_EQ(lci_geometry_of(pages, eviction, &g), LC_OK);
     segment s = segment_make(g.end);
-    CHECK_EQ(lci_format(s.base, s.bytes, pages, grown), LC_OK);
+    CHECK_EQ(lci_format(s.base, s.bytes, pages, grown, eviction), LC_OK);
     s.pages = pages;
     return s;
+}
+
+segment index_make_grown(uint64_t pages, uint64_t grown) {
+    return index_make_ordered(pages, grown, order_tested());
 }
 
 segment index_make(uint64_t pages) { return index_make_grown(pages, pages); }
@@ -61,6 +65,7 @@ static void open_index(client *c, const segment *s) {
     if (!s->pages) return;
     c->h = lci_open(c->at, s->pages);
     CHECK(c->h);
+    CHECK_EQ(lci_set_clock(c->h, 1), LC_OK); /* a tick is a call, however long the test takes */
 }
 
 client client_join_as(const segment *s, uint32_t flags) {

@@ -22,6 +22,7 @@ typedef struct segment {
 segment segment_make(uint64_t bytes);
 segment index_make(uint64_t pages); /* formatted, all pages grown */
 segment index_make_grown(uint64_t pages, uint64_t grown);
+segment index_make_ordered(uint64_t pages, uint64_t grown, uint32_t eviction);
 void segment_end(segment *s);
 
 /* Can a child notice that it was forked? qemu's user emulation takes every advice and passes on none,

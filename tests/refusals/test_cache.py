@@ -303,6 +303,9 @@ TABLE: Table = {
             ),
         ),
     ],
+    ("gave an `eviction`", ConfigError): [
+        *(("eviction", *made(eviction=order)) for order in ("fifo", "", 1, [])),
+    ],
     ("gave a `numa`", ConfigError): [
         *(
             ("numa", *made(numa=n))

@@ -24,6 +24,9 @@ class Options(EngineOptions):
     prompt are not saved."""
     save_decode: bool = False
     """True: answers are saved as well, for conversations whose next prompt repeats them."""
+    record: str | None = None
+    """A file to which each request is appended, for `lightcache replay`: when it came, its length,
+    and parts of its pages' keys. No tokens. None: nothing is recorded."""
     load_failure: LoadFailure = "recompute"
     """What vLLM does with a request whose load failed: compute it, or end it with an error. It
     takes the place of `kv_load_failure_policy`, whose default in vLLM is to end it."""
@@ -33,6 +36,9 @@ class Options(EngineOptions):
             count(self.blocks_per_page, "blocks_per_page", 1, 1 << 16)
         self.check_choice("load_failure", LoadFailure)
         super().__post_init__()
+        record: object = self.record  # of any type: an operator wrote it
+        if record is not None and not (isinstance(record, str) and record):
+            raise ConfigError(f"record: expected the path of a file, found {record!r}")
         if type(self.save_decode) is not bool:
             raise ConfigError(f"save_decode: expected true or false, found {self.save_decode!r}")
 
