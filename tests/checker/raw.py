@@ -194,8 +194,11 @@ class _Findings:
         for page in np.flatnonzero((self.group != 0) & ~self.named)[:3]:
             yield f"page {page} is of a group, its word is {int(word[page]):#x}"
         tick = self.c.pages["used"] >> np.uint64(16)
-        ahead = (np.uint64(self.c.root["clock"]) - tick) << np.uint64(16) >> np.uint64(63)
-        for page in np.flatnonzero(self.named & (ahead != 0))[:3]:  # ticks wrap
+        clock = np.uint64(self.c.root["clock"])
+        ahead = tick > clock
+        if self.c.order is not None:  # hazard's ticks wrap
+            ahead = (clock - tick) << np.uint64(16) >> np.uint64(63) != 0
+        for page in np.flatnonzero(self.named & ahead)[:3]:
             yield f"page {page} was used at {tick[page]}, the clock says {self.c.root['clock']}"
         doomed = int((self.state == PageState.DOOMED).sum())
         yield from self.count("named", int(self.named.sum()))
