@@ -164,11 +164,12 @@ static void a_parent_that_ranks_above_does_not_follow(void) {
 /* The call that makes room has used the parent: it stays, and so it is parked. */
 static void a_parent_that_the_call_used_does_not_follow(void) {
     lc_txn t;
+    uint32_t parked = 0;
     coarse_ages();
     prompt_fill(&a, &p, 1, 2);
     collect(&a);
     CHECK_EQ(lci_lock(a.h, &t, LCI_OP_EVICT, BLOCKING), LC_OK);
-    lci_eviction e = {.since = lci_next_tick(a.h)};
+    lci_eviction e = {.since = lci_next_tick(a.h), .parked = &parked};
     uint64_t word = used_of((uint32_t)p.page[0]) & LCI_HITS_MASK;
     lc_store(&a.h->pages[p.page[0]].used, e.since << LCI_TICK_SHIFT | word);
     CHECK_EQ(lci_evict(a.h, &t, &e, 2), 1);
