@@ -68,7 +68,7 @@ from lightcache.shm.errors import leave, require
 from lightcache.shm.folders import FOLDER_ITEM, checked_path, path_in
 from lightcache.shm.listing import of_family
 from lightcache.shm.memory import Coming
-from lightcache.shm.wanted import BYTES, FAMILY_ITEM
+from lightcache.shm.wanted import FAMILY_ITEM
 from lightcache.snapshot import CheckReport, IndexStats
 
 if TYPE_CHECKING:
@@ -81,7 +81,6 @@ DEFAULT_SECRET = Path("~/.local/share/lightcache/secret")
 SECRET_VARIABLE = "LIGHTCACHE_SECRET_FILE"
 """Environment variable that names the file of the secret."""
 ALGORITHM = "xxh3_128"
-SIZE = frozenset({"pages", BYTES})
 _MAX_PAGE = 1 << 40
 _MAX_MODEL = 100  # characters of a model in a cache's name; the rest is for what engines append
 
@@ -214,13 +213,12 @@ class CacheSpec:
             "independent": independent,
             "eviction": eviction,
         }
-        self.named = {"page_bytes", "fingerprint", "secret", *SIZE}
-        """What `open` compares with an existing cache: the options that were given."""
+        self.named = {"page_bytes", "fingerprint", "secret", "pages"}
+        """What `open` compares with an existing cache: the options that were given. Pages and order
+        say the bytes."""
         self.named |= {item for item, value in given.items() if value is not None}
         if family is not None:
-            self.named -= SIZE
-        if eviction is None:
-            self.named -= {BYTES}  # the number of pages says all but what the order takes
+            self.named -= {"pages"}
 
     def _capacity(self, pages: int | None, size: int | str | None) -> int:
         if (pages is None) == (size is None):

@@ -411,6 +411,7 @@ class ReserveProgress(ctypes.Structure):
         ("joined", ctypes.c_uint32),
         ("admission", ctypes.c_uint32),
         ("hint", ctypes.c_uint32),
+        ("parked", ctypes.c_uint32),
         ("look", LookProgress),
     ]
 
@@ -446,6 +447,7 @@ class OldestProgress(ctypes.Structure):
         ("ended", ctypes.c_uint32),
         ("climb", ctypes.c_uint32),
         ("returned", ctypes.c_uint32),
+        ("parked", ctypes.c_uint32),
         ("going", ctypes.c_uint32 * NAMESPACES),
         ("going_group", ctypes.c_uint32 * NUMBERS),
     ]
@@ -477,6 +479,7 @@ class HeldProgress(ctypes.Structure):
         ("tick", ctypes.c_uint64),
         ("no_memory", ctypes.c_uint32),
         ("doomed", ctypes.c_uint32),
+        ("parked", ctypes.c_uint32),
         ("look", LookProgress),
     ]
 

@@ -591,9 +591,13 @@ class Lease(Releasable):
 
     def count_lookup(self, asked: int) -> None:
         """For plans: count `asked` keys and the pages of this lease in the client's `hit_pages` and
-        `missed_pages`; with eviction "hz" its pages are hit now."""
+        `missed_pages`."""
+        self._core.count_lookup(asked, len(self))
+
+    def count_use(self) -> None:
+        """For plans that are taken: with eviction "hz" the pages of this lease are hit now. With
+        "lru" looking them up has hit them."""
         core = self._core
-        core.count_lookup(asked, len(self))
         core.quick.lci_use(core.handle, self._buffer)  # closed: nothing to use
 
     def detach(self) -> Pages:

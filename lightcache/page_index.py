@@ -389,8 +389,8 @@ class PageIndex:
                 as checkpoints of recurrent state. False: a page is evicted after its children.
             eviction: "lru": the least recently used page goes first; "hz": the page that is least
                 likely to be used again soon, which the index learns from how pages are used. That
-                takes about 130 bytes a page more, at least 800 KB. Kept in the segment: attaching
-                takes what is there.
+                takes 128 bytes a page and up to half a MiB more, at least 1.1 MB. Kept in the
+                segment: attaching takes what is there.
             lifetime: "attached" (removed when the last client closes it or exits; if all clients
                 were killed it stays, warm) or "persistent" (stays until it is removed).
             idle_limit: seconds. A persistent index that was unused for this long and has no live
@@ -1125,13 +1125,14 @@ class PageIndex:
 
     def set_clock(self, seconds: float | None) -> None:
         """Let this handle's uses of pages come at this time, in seconds from any beginning,
-        instead of now: to replay traffic. None: now. With "lru" only the order of uses matters.
+        instead of now: to replay traffic in an index of one's own, as its times are kept for all
+        clients. None: now. With "lru" only the order of uses matters.
 
         Raises:
-            ConfigError: not a time above 0.
+            ConfigError: not a time above 0 and up to 5e8.
         """
-        if seconds is not None and not 0 < seconds < 1e9:
-            raise ConfigError(f"seconds: expected a time above 0, found {seconds!r}")
+        if seconds is not None and not 0 < seconds <= 5e8:  # half of what ticks can tell apart
+            raise ConfigError(f"seconds: expected a time above 0 and up to 5e8, found {seconds!r}")
         nanoseconds = 0 if seconds is None else max(1, int(seconds * 1e9))
         self.core.quick.lci_set_clock(self.core.handle, nanoseconds)
 
@@ -1199,7 +1200,8 @@ class PageIndex:
         Args:
             request: its id, anything hashable.
             keys: of the request's whole prompt; copied unless `frozen`.
-            after: as for `match`: `keys` are the rest of the prompt after this one.
+            after: as for `match`: `keys` are the rest of the prompt after this one. With eviction
+                "hz" its page counts as used when the plan is taken.
             limit: most pages to pin; None: all.
             timeout: seconds; `math.inf`: no limit.
             frozen: True: the caller promises that the array is never written to or reused.
@@ -1223,7 +1225,10 @@ class PageIndex:
         if self._peek1(self._handle, None, 0, 0) < 0:
             self.core.check_usable("plan")  # raises
         if after is not None:
-            self._touch(after, ref)
+            if self.eviction == "lru":
+                self._touch(after, ref)
+            else:
+                _arguments.one_key(after, "after")  # used when the plan is taken
         if self.core.lenders:
             self.core.collect()
         book = self._book
@@ -1235,6 +1240,7 @@ class PageIndex:
                 if plan is not None:
                     lease = self._better(plan, keys, lease, space)
                 plan = PinnedPrefix(keys if frozen else keys.copy(), plan_key, space, lease)
+                plan.after = None if after is None else after.copy()
                 book.enter(request, plan, deadline)
             else:
                 self._look_again(plan)
@@ -1336,6 +1342,10 @@ class PageIndex:
             plan.count()
             if pages is not None and pages < plan.pages:
                 plan.lease.shorten(pages)
+            if self.eviction != "lru":
+                plan.lease.count_use()
+                if plan.after is not None:
+                    self._touch(plan.after, plan.space.ref)
             return plan.lease
 
     def cancel(self, request: Hashable) -> bool:
@@ -2029,7 +2039,8 @@ class PageIndex:
         Args:
             n: 0 to 4,096.
             keep_order: True: the pages stay next in line for eviction. False: pages that are not
-                discarded count as just used.
+                discarded count as just used; with eviction "hz" they are next in line again when
+                they are released.
 
         Raises:
             ConfigError: n out of range.

@@ -46,7 +46,7 @@ class Plans:
 class PinnedPrefix:
     """The pages pinned for one request, and the keys that they were pinned for."""
 
-    __slots__ = ("asked", "deadline", "due", "keys", "number", "pinned", "space")
+    __slots__ = ("after", "asked", "deadline", "due", "keys", "number", "pinned", "space")
 
     def __init__(self, keys: Keys, asked: PlanKey, space: Namespace, lease: Lease) -> None:
         """`keys` must not be shared: callers may reuse their buffers, or pass a slice of a large
@@ -56,6 +56,7 @@ class PinnedPrefix:
         self.space = space
         self.deadline = self.due = 0.0
         self.number = -1
+        self.after: Keys | None = None
         pages = len(lease)
         self.pinned = (lease, pages, keys[max(pages - 1, 0) : pages + 1])
 

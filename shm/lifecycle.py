@@ -170,7 +170,8 @@ def create(wanted: SegmentSpec, initialise: Initialise, *, timeout: float | None
             header = opened.header()
         if header.ready and not header.retired:
             raise InUse(
-                f"create {wanted.name!r}: it exists; attach or open to use it, or unlink it first"
+                f"create {wanted.name!r}: it exists; attach or open to use it, or remove it first: "
+                f"`lightcache rm {wanted.name}`"
             )
         if not remove_leftover(wanted.name, wanted.group) and not pause.sleep():
             raise NotReady(f"create {wanted.name!r}: {Obstacle.BUSY.value} (waited {timeout} s)")

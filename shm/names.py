@@ -62,6 +62,12 @@ def dependent_name(name: str, what: str, uuid: str) -> str:
     return full
 
 
+def counters_name(cache_name: str, uuid: str) -> str:
+    """The segment of the counters of a cache's managers. A cache that was removed and created again
+    has others."""
+    return f"{cache_name}.counters-{uuid[:16]}"
+
+
 def parse_dependent(full: str) -> Dependent | None:
     """The parts of a dependent's object name, or None if it is not one."""
     match = _DEPENDENT.fullmatch(full.removeprefix(PREFIX)) if full.startswith(PREFIX) else None

@@ -14,20 +14,36 @@ import click
 
 from lightcache._arguments import format_size
 from lightcache.cache import Cache, digest_of, secret_path
-from lightcache.errors import LightcacheError
+from lightcache.connectors.model_facts import digest, name_of, words
+from lightcache.connectors.vllm.options import Options
+from lightcache.errors import ConfigError, LightcacheError
 from lightcache.hashing import load_or_create_secret
 from lightcache.layout import EVICTIONS
 from lightcache.pool import HostPool, parse_numa
 from lightcache.shm import Segment, names, wanted
 from lightcache.shm.objects import OpenObject
 from lightcache.tools.output import Command, bar, emit, json_option
+from lightcache.tools.vllm_config import (
+    Unknown,
+    element_bytes,
+    find_model,
+    geometry_of,
+    page_of,
+    shape_of,
+)
+
+BLOCK = 16
+"""Tokens that a page has a multiple of, unless it is said."""
+_NOTES = ("_name_or_path", "transformers_version")
+"""Of config.json, what says nothing of the model."""
 
 
 @click.command(cls=Command)
 @click.argument("name", required=False)
 @click.option(
     "--model",
-    help="Without NAME: the default cache of this model. Unused ones of the model give way to it.",
+    help="Without NAME: the default cache of this model. Unused ones of the model give way to it. "
+    "A folder with a config.json, or that file, says what a page and the fingerprint are.",
 )
 @click.option("--size", help='Capacity in bytes, or as "64GiB"; or')
 @click.option("--pages", type=int, help="capacity in pages.")
@@ -88,6 +104,8 @@ def create(
     Engines `attach` to it, or `open` it with the same configuration and lifetime="persistent". With
     --lifetime attached the command stays, and the cache is removed with its last client.
     """
+    if not name and model:
+        model = _from_model(model, configuration)
     _check_given(name, model, configuration)
     with _secret(secret_file) as secret:
         cache = Cache.create(
@@ -107,9 +125,41 @@ def create(
             _undo(cache)
             raise
     _report(cache, as_json)
+    if not as_json and name is None:
+        click.echo(f"fingerprint: {configuration['fingerprint']}", err=True)
     if configuration["lifetime"] == "attached":
         _stay()
     cache.close()
+
+
+def _from_model(model: str, configuration: dict[str, Any]) -> str:
+    """Fill in what a model's config.json says of a page, where it is on this machine. Returns the
+    model's name.
+
+    Raises:
+        ConfigError: it is a path that is absent, or its pages cannot be known from it.
+    """
+    if configuration["page_bytes"] and configuration["fingerprint"]:
+        return model
+    model, config = find_model(model)
+    if config is None:
+        return model
+    name, tokens = name_of(model), configuration["page_tokens"]
+    try:
+        shape, element = shape_of(config), element_bytes(config, "auto")
+        options = Options(blocks_per_page=1 if tokens else None)
+        page = page_of(shape, element, tokens or BLOCK, options)
+    except Unknown as error:
+        raise ConfigError(f"--model: {error}; give --page-bytes and --fingerprint") from error
+    facts = {key: value for key, value in config.items() if key not in _NOTES}
+    said = words({"model": name, "config": digest(facts)})
+    geometry = geometry_of(shape, element, page.tokens)
+    configuration["page_tokens"] = page.tokens
+    configuration["page_bytes"] = configuration["page_bytes"] or page.bytes
+    configuration["fingerprint"] = configuration["fingerprint"] or " ".join(
+        [*said, geometry.fingerprint()]
+    )
+    return name
 
 
 def _check_given(name: str | None, model: str | None, configuration: dict[str, Any]) -> None:
@@ -181,6 +231,7 @@ def _report(cache: Cache, as_json: bool) -> None:
                 "pool_bytes": pool.nbytes,
                 "grown": pool.grown,
                 "index_bytes": cache.index.segment.nbytes,
+                "fingerprint": cache.fingerprint,
                 "lifetime": cache.index.segment.lifetime.name.lower(),
             }
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 from lightcache.errors import LightcacheError
-from lightcache.shm import clients
+from lightcache.shm import clients, names
 from lightcache.shm import layout as shm_layout
 from lightcache.storage.service.board import LAYOUT, board_name, stats_in, words_in
 from lightcache.tools import facts
@@ -49,13 +49,8 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class SeenCache(Seen):
-    """The same for a cache."""
-
-    image: Image
-    """The copy, after `undo`."""
-    undone: int
-    """What `undo` returned."""
+class SeenHead(Seen):
+    """The same for a cache of which only the head was copied: header, clients, lock."""
 
     @property
     def waits(self) -> str:
@@ -68,15 +63,37 @@ class SeenCache(Seen):
         return "; lookups continue"
 
 
+@dataclass(frozen=True)
+class SeenCache(SeenHead):
+    """The same for a cache."""
+
+    image: Image
+    """The copy, after `undo`."""
+    undone: int
+    """What `undo` returned."""
+
+
 def of(image: Image, lock: facts.Facts, undone: int) -> list[Hint]:
     """Hints of a cache. Arguments: see `SeenCache`."""
     seen = SeenCache(copy=image, lock=lock, image=image, undone=undone)
     return [
         *_segment(seen),
         *_lock(seen),
-        *(hint for source in _OF_A_CACHE for hint in source(seen)),
+        *of_records(image, lock, undone),
         *_clients(seen),
     ]
+
+
+def of_head(copy: Copy, lock: facts.Facts) -> list[Hint]:
+    """Those of `of` that need only the head of a cache."""
+    seen = SeenHead(copy, lock)
+    return [*_segment(seen), *_lock(seen), *_clients(seen)]
+
+
+def of_records(image: Image, lock: facts.Facts, undone: int) -> list[Hint]:
+    """The others: those of its pool, records, managers and storage."""
+    seen = SeenCache(copy=image, lock=lock, image=image, undone=undone)
+    return [hint for source in _OF_A_CACHE for hint in source(seen)]
 
 
 def of_structure(copy: Copy, lock: facts.Facts, content: facts.Facts) -> list[Hint]:
@@ -234,7 +251,8 @@ _WITHOUT = {
 def _managers(seen: SeenCache) -> Iterator[Hint]:
     """The counters of all managers of this node, also of ended ones."""
     with contextlib.suppress(LightcacheError, OSError, ValueError):
-        sums = facts.counted(read_any(f"{seen.name}.counters"))
+        name = names.counters_name(seen.name, seen.image.info.uuid)
+        sums = facts.counted(read_any(name))
         for name, text in _WITHOUT.items():
             if sums.get(name):
                 pages = "pages " if name.endswith("_pages") else ""

@@ -190,7 +190,7 @@ def read(name: str, tries: int = TRIES) -> Image:
         LightcacheError: not an index, or there is no memory for the copy.
     """
     with opened(name) as (segment, info):
-        config, place = _verify_index(segment)
+        config, place = verify_index(segment)
         copied = _copied(segment, info, config, place.end, tries)
         return Image(**vars(copied), pages=place.pages, place=place)
 
@@ -221,7 +221,7 @@ def _copied(
     )
 
 
-def _verify_index(segment: OpenObject) -> tuple[dict[str, Any], layout.Geometry]:
+def verify_index(segment: OpenObject) -> tuple[dict[str, Any], layout.Geometry]:
     """The configuration of an index, and the places of its parts."""
     name, header = segment.name, segment.header()
     if header.kind != SegmentKind.INDEX:
@@ -258,7 +258,7 @@ def read_namespaces(segment: OpenObject) -> tuple[dict[str, Any], bytes]:
     Raises:
         LightcacheError: not an index of this release, or damaged.
     """
-    config, place = _verify_index(segment)
+    config, place = verify_index(segment)
     return config, os.pread(segment.fd, NAMESPACE_TABLE_BYTES, place.namespaces)
 
 

@@ -14,7 +14,7 @@ import click
 from lightcache._arguments import format_size
 from lightcache.errors import ConfigError, LightcacheError
 from lightcache.page_index import PageIndex
-from lightcache.shm import Segment, layout, list_segments, names, owners, wanted
+from lightcache.shm import Segment, layout, list_segments, names, owners, read_segment, wanted
 from lightcache.shm.layout import SegmentKind
 from lightcache.shm.listing import SegmentInfo
 from lightcache.shm.log_parts import free_dead_readers
@@ -33,10 +33,15 @@ group_option = click.option("--group", help=group_option_help)
 @click.option("--force", is_flag=True, help="Also while clients are attached: their calls fail.")
 @group_option
 def rm(name: str, force: bool, group: str | None) -> None:
-    """Remove the cache NAME and its pool."""
+    """Remove the cache NAME, its pool and its counters."""
+    info = read_segment(name)
     removed = Segment.unlink(name, force=force, group=group)
     # If the header is damaged, its UUID does not name the pool, but the pool's name names us.
     left = [sweep_dependent(dependent) for dependent in names.dependents(name)]
+    if removed and info is not None and info.uuid:
+        # Those that are in use or another user's stay; no other cache has counters of this name.
+        with contextlib.suppress(LightcacheError):
+            Segment.unlink(names.counters_name(name, info.uuid), force=force, group=group)
     if not removed and not any(left):
         raise unknown(name)
     click.echo(f"removed {name}")

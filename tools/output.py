@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -62,7 +63,7 @@ class Command(click.Command):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:  # the reader has seen enough, and nothing is broken
-            _hush()
+            hush()
             ctx.exit(UNREAD)
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)
@@ -71,7 +72,7 @@ class Command(click.Command):
             ctx.exit(FAILED)
 
 
-def _hush() -> None:
+def hush() -> None:
     """Nothing is printed any more: what is still in a buffer would fail again when Python ends."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -107,6 +108,12 @@ def console(stderr: bool = False) -> Console:
     if file is None:  # it was closed before we began
         return Console(file=io.StringIO(), quiet=True)
     return _Console(file=file, width=None if file.isatty() else _PIPE_WIDTH, highlight=False)
+
+
+def save_picture(printed: Console, path: str, title: str) -> None:
+    """Write what a recording console has printed as an SVG. It names no fonts from elsewhere."""
+    drawn = printed.export_svg(title=title)
+    Path(path).write_text(re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL))
 
 
 def emit(value: Any) -> None:

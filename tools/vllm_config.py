@@ -60,6 +60,15 @@ STATE_WORDS = (
 ALTERNATING = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4, "llama4_text": 4}
 """Of models whose config.json may leave it out: one layer of so many, the last, sees all tokens."""
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+NUMBERS = (
+    *("num_hidden_layers", "num_attention_heads", "hidden_size", "head_dim", "v_head_dim"),
+    *("kv_lora_rank", "qk_rope_head_dim", "num_kv_shared_layers"),
+    *("sliding_window", "attention_chunk_size"),
+    *KV_HEADS,
+)
+LISTS = ("layer_types", "no_rope_layers")
+MOST = 1 << 24
+"""Of each number: no model has more."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,11 @@ class Shape:
     groups: int = 1
     window: int | None = None
     """Tokens that some layers see at most, of a window or a chunk; None: all see all."""
+
+    def token_bytes(self, element: int) -> int:
+        """KV of a token in all groups, with elements of so many bytes."""
+        each = sum(layers.count * layers.heads * layers.width for layers in self.layers)
+        return each * element * self.groups
 
 
 @dataclass(frozen=True)
@@ -196,6 +210,23 @@ def read_config(model: str) -> Mapping[str, Any] | None:
     return None
 
 
+def find_model(model: str) -> tuple[str, Mapping[str, Any] | None]:
+    """Of a folder, the config.json in it, or a name on the hub: the folder or name, and what
+    `read_config` has of it.
+
+    Raises:
+        ConfigError: a path that is absent, or a configuration that cannot be read.
+    """
+    path = Path(model)
+    if path.name == "config.json" and path.is_file():
+        return str(path.parent), read_config(str(path.parent))
+    is_path = path.is_absolute() or model.startswith(".") or path.name == "config.json"
+    if is_path and not path.is_dir():
+        found = "a file" if path.exists() else "nothing there"
+        raise ConfigError(f"{model}: expected a model's folder or its config.json, found {found}")
+    return model, read_config(model)
+
+
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Of the language model, where a model has several parts."""
     inner = config.get("text_config")
@@ -215,8 +246,9 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
             "blocks so long that they hold a state, hundreds of tokens, and its log says how long; "
             "the end of a prompt after its last whole block is not saved"
         )
+    check_words(text)
     layers, heads = text.get("num_hidden_layers"), text.get("num_attention_heads")
-    if not isinstance(layers, int) or not isinstance(heads, int):
+    if not layers or not heads:
         raise Unknown(UNUSUAL)
     if text.get("index_topk"):
         raise Unknown(
@@ -224,11 +256,13 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
             "computed"
         )
     if text.get("kv_lora_rank"):
-        width = int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim") or 0)
+        width = text["kv_lora_rank"] + (text.get("qk_rope_head_dim") or 0)
         return Shape((Layers(layers, 1, width),))
     kinds, window = kinds_of(text, layers)
     each = [form_of(text, number, kind, heads) for number, kind in enumerate(kinds)]
-    each = each[: layers - int(text.get("num_kv_shared_layers") or 0)]
+    each = each[: max(0, layers - (text.get("num_kv_shared_layers") or 0))]
+    if not each:
+        raise Unknown(UNUSUAL)
     kinds = kinds[: len(each)]
     if len(set(each)) > 1 and len(set(kinds)) > 1:
         pairs = dict.fromkeys(zip(kinds, each, strict=True))
@@ -247,12 +281,22 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     return Shape(forms, window=window if FULL not in kinds else None)
 
 
+def check_words(text: Mapping[str, Any]) -> None:
+    """Raises Unknown: a number is no integer above 0, or a list is none. A word whose value is null
+    or 0 counts as left out."""
+    for word in (*NUMBERS, *LISTS):
+        value = text.get(word)
+        fits = isinstance(value, list) if word in LISTS else type(value) is int
+        if value and not (fits and (word in LISTS or 0 < value <= MOST)):
+            raise Unknown(f"{UNUSUAL}; it has {word}: {repr(value)[:40]}")
+
+
 def kinds_of(text: Mapping[str, Any], layers: int) -> tuple[list[str], int | None]:
     """What each layer sees: all, or a window or chunk of so many tokens."""
     kinds, model = text.get("layer_types"), text.get("model_type")
     chunks = model == "llama4_text" or (isinstance(kinds, list) and "chunked_attention" in kinds)
     part = text.get("attention_chunk_size" if chunks else "sliding_window")
-    if not isinstance(part, int) or not part or text.get("use_sliding_window") is False:
+    if not part or text.get("use_sliding_window") is False:
         return [FULL] * layers, None
     if isinstance(kinds, list) and len(kinds) == layers:
         return [FULL if kind in ("full_attention", "attention") else PART for kind in kinds], part
@@ -270,19 +314,22 @@ def form_of(text: Mapping[str, Any], number: int, kind: str, heads: int) -> tupl
     own = dict(text)
     parts = text.get("per_layer_config")
     if isinstance(parts, dict):
-        own |= parts.get(str(number)) or {}
+        more = parts.get(str(number)) or {}
+        if not isinstance(more, dict):
+            raise Unknown(UNUSUAL)
+        own |= more
     elif str(text.get("model_type")).startswith("gemma4") and kind == FULL:
         own["head_dim"] = text.get("global_head_dim") or 512
         if text.get("attention_k_eq_v", True) and text.get("num_global_key_value_heads"):
             own["num_key_value_heads"] = text["num_global_key_value_heads"]
+    check_words(own)
     kv_heads = next((own[word] for word in KV_HEADS if own.get(word)), heads)
     if own.get("multi_query") and not own.get("new_decoder_architecture"):
         kv_heads = 1
-    dim = own.get("head_dim") or int(own.get("hidden_size") or 0) // heads
-    values = own.get("v_head_dim") or dim
-    if not all(isinstance(each, int) and each for each in (kv_heads, dim, values)):
+    dim = own.get("head_dim") or (own.get("hidden_size") or 0) // heads
+    if not dim:
         raise Unknown(UNUSUAL)
-    return kv_heads, dim + values
+    return kv_heads, dim + (own.get("v_head_dim") or dim)
 
 
 def element_bytes(config: Mapping[str, Any], dtype: str) -> int:
@@ -301,15 +348,20 @@ def of_model(config: Mapping[str, Any] | None) -> Iterator[str]:
     if config.get("is_encoder_decoder"):
         yield "not with a connector: vLLM refuses encoder-decoder models with any; leave it out"
     served = {"full_attention", "attention", "sliding_attention", "chunked_attention"}
-    if kinds := set(text.get("layer_types") or ()) - served - STATE_KINDS:
+    if kinds := kinds_said(text) - served - STATE_KINDS:
         yield f"not served yet: {', '.join(sorted(kinds))}; vLLM runs as without the line"
+
+
+def kinds_said(text: Mapping[str, Any]) -> set[str]:
+    """The names of `layer_types`; of one that is no list of names, none."""
+    kinds = text.get("layer_types")
+    return {kind for kind in kinds if isinstance(kind, str)} if isinstance(kinds, list) else set()
 
 
 def has_states(config: Mapping[str, Any]) -> bool:
     """Whether some of its layers have a recurrent state in place of KV."""
     text = text_config(config)
-    kinds = set(text.get("layer_types") or ())
-    return bool(kinds & STATE_KINDS) or any(text.get(word) for word in STATE_WORDS)
+    return bool(kinds_said(text) & STATE_KINDS) or any(text.get(word) for word in STATE_WORDS)
 
 
 # ---- pages
@@ -320,7 +372,14 @@ def page_of(shape: Shape, element: int, block: int, options: Options) -> Page:
     elements = sum(layers.count * layers.heads * layers.width for layers in shape.layers)
     bytes_of_block = elements * block * element
     blocks = options.blocks_per_page or blocks_per_page(bytes_of_block, block, shape.window)
-    page_bytes = PageGeometry(
+    page_bytes = geometry_of(shape, element, blocks * block).page_bytes
+    pages = parse_size(options.size) // page_bytes
+    return Page(blocks * block, page_bytes, blocks, pages, shape.groups)
+
+
+def geometry_of(shape: Shape, element: int, tokens: int) -> PageGeometry:
+    """Of a page with so many tokens, and elements of so many bytes."""
+    return PageGeometry(
         [
             KVGroup.attention(
                 str(number),
@@ -328,15 +387,13 @@ def page_of(shape: Shape, element: int, block: int, options: Options) -> Page:
                 heads=layers.heads,
                 head_dim=layers.width,
                 dtype_bytes=element,
-                page_tokens=blocks * block,
+                page_tokens=tokens,
                 content="single",
                 head_groups=layers.heads,
             )
             for number, layers in enumerate(shape.layers)
         ]
-    ).page_bytes
-    pages = parse_size(options.size) // page_bytes
-    return Page(blocks * block, page_bytes, blocks, pages, shape.groups)
+    )
 
 
 def of_page(model: str, page: Page | None, why: str) -> Iterator[str]:

@@ -17,7 +17,8 @@ import lightcache
 from lightcache.errors import CacheCorrupted
 from lightcache.tools.demo.conversations import Turn
 from lightcache.tools.demo.messages import SECRET, Holding, ModelSpec, Ready, Request, WorkerConfig
-from lightcache.tools.demo.run import Crew, Member
+from lightcache.tools.demo.router import Member
+from lightcache.tools.demo.run import Crew
 from lightcache_bench._serve_workloads import WORKLOADS, Workload
 
 Pool = Literal["shared", "private", "none"]

@@ -22,6 +22,7 @@ from lightcache.errors import (
     ConfigError,
     InUse,
     LeaseLost,
+    LightcacheError,
     LockTimeout,
     OutOfPages,
     WaitTimeout,
@@ -160,6 +161,7 @@ class KVCacheManager:
         """Also for a manager that is built on this one."""
         self.offloader = Offloader(state)
         self._counters, self._added, self._add_at = counters, Counters(), 0.0
+        self._counting = True
         self._write_back = KVWriteBack(state, self.offloader)
         self._full_blocks = FullBlocks(state, self._write_back)
         self._frees = PendingFrees(state, self.offloader, self._full_blocks)
@@ -1084,6 +1086,7 @@ class KVCacheManager:
 
         Raises:
             ConfigError: the manager was made without counters.
+            Detached: the counters were closed or removed.
         """
         if self._counters is None:
             raise ConfigError("node_stats: make the manager with counters=NodeCounters.open(cache)")
@@ -1130,9 +1133,13 @@ class KVCacheManager:
         self.state.gather()
         more = {name: n - self._added[name] for name, n in self.state.counts.items()}
         more = {name: n for name, n in more.items() if n > 0}
-        if self._counters is not None and more:
+        if self._counters is not None and self._counting and more:
             self._added.update(more)
-            self.state.fail_open.run(partial(self._counters.add, **more), nothing)
+            try:
+                self._counters.add(**more)
+            except LightcacheError as error:  # of the counters: the cache works on without them
+                self._counting = False
+                _log.warning("the manager does not count for the node any more: %s", error)
 
 
 __all__ = ["KVCacheManager"]

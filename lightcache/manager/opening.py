@@ -4,6 +4,7 @@ tensors."""
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from lightcache._arguments import count
 from lightcache.cache import Cache
-from lightcache.errors import ConfigError
+from lightcache.errors import ConfigError, LightcacheError
 from lightcache.hashing import Keys
 from lightcache.kernels import layouts
 from lightcache.kernels.geometry import PageGeometry
@@ -22,6 +23,7 @@ from lightcache.kernels.planes import DevicePlanes, View, check_axes, view
 from lightcache.manager.backend import EngineBackend
 from lightcache.manager.blocks import ManagedBlocks
 from lightcache.manager.manager import KVCacheManager
+from lightcache.manager.stats import NodeCounters
 from lightcache.page_transfers import Load, Offload
 from lightcache.shm.errors import leave
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 GROUP = "kv"
 """Name of the one KV group of such a cache."""
+_log = logging.getLogger(__name__)
 Slots = Sequence[int] | npt.NDArray[Any]
 
 
@@ -60,6 +63,7 @@ class EngineKV:
         self.engine: Engine = cache.transfer_engine(geometry, planes, memory=self.pinned)
         self.backend = EngineBackend(self.engine)
         """The transfer backend for a `KVCacheManager`."""
+        self._counters: NodeCounters | None = None
         self._closing = contextlib.ExitStack()
         if beside is None:
             self._closing.callback(cache.close)
@@ -82,7 +86,8 @@ class EngineKV:
             index: name of the index of this device's blocks, one for each engine or data-parallel
                 rank of the node.
             block_tokens: tokens of a device block; None: as in the tensors.
-            how: as for `KVCacheManager`: storage, config, weights, costs.
+            how: as for `KVCacheManager`: storage, config, weights, costs, counters. Without
+                `counters` it counts for the node (`NodeCounters`), as `lightcache top` shows.
 
         Raises:
             ConfigError: as `KVCacheManager` and `ManagedBlocks`.
@@ -93,6 +98,8 @@ class EngineKV:
             if block_tokens is None
             else count(block_tokens, "block_tokens", 1, self.slots)
         )
+        if "counters" not in how:
+            how["counters"] = self._node_counters()
         device = ManagedBlocks(index, block_tokens=size, blocks=self.slots // size)
         try:
             manager = KVCacheManager(self.cache, device, self.backend, **how)
@@ -102,6 +109,17 @@ class EngineKV:
         self._closing.callback(device.close)
         self._closing.callback(manager.close)
         return manager
+
+    def _node_counters(self) -> NodeCounters | None:
+        """The counters of the cache; None: they cannot be opened, which stops nothing."""
+        if self._counters is None:
+            try:
+                self._counters = NodeCounters.open(self.cache)
+            except LightcacheError as error:
+                _log.warning("managers of %s do not count for the node: %s", self.cache.name, error)
+                return None
+            self._closing.callback(self._counters.close)
+        return self._counters
 
     def offload(self, keys: Keys, slots: Slots) -> Offload:
         """Copy pages from the device to the host, and publish them when the copy has finished.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lightcache.cache import Cache
 from lightcache.shm import SharedCounters
+from lightcache.shm.names import counters_name
 
 if TYPE_CHECKING:
     from lightcache.storage.tasks import StorageTask
@@ -286,9 +287,9 @@ _NAMES = tuple(each.name for each in fields(ManagerStats))
 
 
 class NodeCounters:
-    """The counts of `ManagerStats`, summed over all processes that use one cache, in the segment
-    `NAME.counters`. They last as long as a process is attached to them; the counts of a killed
-    process stay.
+    """The counts of `ManagerStats`, summed over all processes that use one cache, in a segment
+    beside it, `shm.names.counters_name`. They last until the last process leaves; the counts of a
+    killed process stay. A cache that was removed and created again begins at zero.
 
     Close them, or use a with statement, before or after the cache is closed.
     """
@@ -306,10 +307,11 @@ class NodeCounters:
             NotReady: the cache is read-only, and the counters do not exist yet.
             LayoutMismatch: managers of another release are counting, under other names.
             InUse: all 63 slots are taken.
-            ConfigError: the cache's name is too long to append ".counters".
+            ConfigError: the cache's name has more than 154 characters.
             CacheCorrupted, NoSpace, PermissionDenied, Detached.
         """
-        name, access = f"{cache.name}.counters", cache.index.segment.stat()
+        segment = cache.index.segment
+        name, access = counters_name(cache.name, segment.uuid), segment.stat()
         group = access.st_gid if access.st_mode & 0o060 else None
         if cache.index.readonly:
             return cls(SharedCounters.attach(name, readonly=True, group=group))

@@ -241,12 +241,12 @@ static bool ancestors(checker *c) {
 /* What changes without the lock: only in a copy that was made while no process worked. */
 static bool at_rest(checker *c) {
     const lci_handle *h = c->h;
-    uint64_t clock = lc_load(&h->root->clock) & LCI_TICK_MAX;
+    uint64_t clock = lc_load(&h->root->clock);
     for (uint32_t page = 0; page < lc_load(&h->root->fresh); page++) {
         uint32_t word = lc_load(&h->pages[page].word), rid = lci_res_of(word);
         uint64_t tick = lci_tick(&h->pages[page]);
         if (!(c->seen[page] & SEEN_CHAIN)) continue;
-        if (!lci_not_before(clock, tick))
+        if (!lci_not_before(h, clock, tick))
             BROKEN(c, 43, page, 0, "page %u was used at %llu, the clock says %llu", page,
                    (unsigned long long)tick, (unsigned long long)clock);
         if (lci_state_of(word) == LCI_READY && rid && !lci_complete(&h->res[rid - 1]))

@@ -157,37 +157,53 @@ uint32_t lci_evict(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want) {
 /* May go now, for whom room is made, and was not used by that call. */
 static bool may_go(const lci_handle *h, const lci_eviction *e, uint32_t page) {
     const lci_page *p = &h->pages[page];
-    return lci_queueable(h, page) && !lci_not_before(lci_tick(p), e->since) && !lci_promised(h, e, page) &&
-           !lci_pinned(h, p);
+    return lci_queueable(h, page) && !lci_not_before(h, lci_tick(p), e->since) &&
+           !lci_promised(h, e, page) && !lci_pinned(h, p);
+}
+
+/* A page, and what tells when it goes: the lower rank first (LRU: all are 0), then the older. */
+typedef struct candidate {
+    uint32_t page, rank;
+    uint64_t tick;
+} candidate;
+
+static candidate candidate_of(const lci_handle *h, uint32_t page) {
+    uint64_t used = lc_load(&h->pages[page].used);
+    return (candidate){page, h->ranks ? lci_rank(h, used) : 0, used >> LCI_TICK_SHIFT};
+}
+
+static bool goes_before(const candidate *c, const candidate *other) {
+    return c->rank != other->rank ? c->rank < other->rank : c->tick < other->tick;
 }
 
 /* The one of the chosen that goes last, to make way for one that goes before it. */
-static uint32_t last_to_go(const lci_handle *h, const uint32_t *pages, uint32_t n) {
+static uint32_t last_to_go(const candidate *chosen, uint32_t n) {
     uint32_t at = 0;
     for (uint32_t i = 1; i < n; i++)
-        if (lci_goes_before(h, pages[at], pages[i])) at = i;
+        if (goes_before(&chosen[at], &chosen[i])) at = i;
     return at;
 }
 
 /* The oldest evictable pages among the next LCI_WINDOW records, of those whose word has these bits
  * (`mask`): of a namespace, or of a group. */
-static uint32_t choose(const lci_handle *h, lci_eviction *e, uint32_t *out, uint32_t want,
+static uint32_t choose(const lci_handle *h, lci_eviction *e, candidate *out, uint32_t want,
                        uint32_t mask, uint32_t bits, uint32_t *hand) {
     uint32_t n = 0, at = *hand, end = lc_load(&h->root->fresh);
     if (end > h->page_count) end = h->page_count;
     for (uint32_t i = 0; i < LCI_WINDOW && i < end; i++, at++) {
         if (at >= end) at = 0;
         if ((lc_load(&h->pages[at].word) & mask) != bits || !may_go(h, e, at)) continue;
-        if (LC_UNLIKELY(e->spared) && lci_rank(h, lc_load(&h->pages[at].used)) >= e->spared) {
+        candidate here = candidate_of(h, at);
+        if (LC_UNLIKELY(e->spared) && here.rank >= e->spared) {
             e->outbid = true;
             continue;
         }
         if (n < want) {
-            out[n++] = at;
+            out[n++] = here;
             continue;
         }
-        uint32_t last = last_to_go(h, out, n);
-        if (lci_goes_before(h, at, out[last])) out[last] = at;
+        uint32_t last = last_to_go(out, n);
+        if (goes_before(&here, &out[last])) out[last] = here;
     }
     *hand = at;
     return n;
@@ -206,14 +222,14 @@ uint32_t lci_lowest_of(const lci_handle *h, const lci_eviction *e, uint32_t ns) 
 }
 
 /* The oldest of what was chosen first, until as many are marked as are wanted. */
-static uint32_t evict_chosen(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *chosen,
+static uint32_t evict_chosen(lci_handle *h, lc_txn *t, lci_eviction *e, candidate *chosen,
                              uint32_t n, uint32_t want) {
     uint32_t marked[LCI_BATCH], done = 0;
     while (n > 0 && done < want && !t->error) {
         uint32_t first = 0;
         for (uint32_t i = 1; i < n; i++)
-            if (lci_goes_before(h, chosen[i], chosen[first])) first = i;
-        done = evict_with(h, t, e, chosen[first], marked, done, want);
+            if (goes_before(&chosen[i], &chosen[first])) first = i;
+        done = evict_with(h, t, e, chosen[first].page, marked, done, want);
         chosen[first] = chosen[--n];
     }
     return done ? lci_evict_settle(h, t, e, marked, done) : 0;
@@ -224,7 +240,8 @@ static uint32_t evict_chosen(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t
  * idea is Redis's). The next call continues after these records. */
 uint32_t lci_evict_namespace(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want,
                              uint32_t ns) {
-    uint32_t chosen[LCI_BATCH], hand = lc_load(&h->ns[ns].hand);
+    candidate chosen[LCI_BATCH];
+    uint32_t hand = lc_load(&h->ns[ns].hand);
     e->outbid = false;
     if (want > LCI_BATCH) want = LCI_BATCH;
     uint32_t n = choose(h, e, chosen, want, LCI_NS_MASK, ns << LCI_NS_SHIFT, &hand);
@@ -235,7 +252,8 @@ uint32_t lci_evict_namespace(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t
 /* A batch of one group, from the record `op->cursor` on. */
 static void evict_some(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want, uint32_t number,
                        lci_walk_op *op) {
-    uint32_t chosen[LCI_BATCH], hand = op->cursor;
+    candidate chosen[LCI_BATCH];
+    uint32_t hand = op->cursor;
     if (want > LCI_BATCH) want = LCI_BATCH;
     uint32_t n = choose(h, e, chosen, want, LCI_GROUP_MASK | LCI_STATE_MASK,
                         number << LCI_GROUP_SHIFT | LCI_READY, &hand);

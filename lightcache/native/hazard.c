@@ -75,7 +75,8 @@ bool lch_due(lch *l, uint64_t tick) {
     uint64_t period = named / 8 < l->period ? named / 8 : l->period;
     if (LC_LIKELY(since < (period < EARLY ? EARLY : period))) return false;
     uint64_t claimed = lc_load(&root->claimed);
-    if (claimed && tick - claimed < LCH_CLAIM_TICKS) return false;
+    /* A caller's tick may be a little older than the claim. */
+    if (claimed && tick - claimed + LCH_CLAIM_TICKS < 2 * LCH_CLAIM_TICKS) return false;
     return atomic_compare_exchange_strong_explicit(&root->claimed, &claimed, tick ? tick : 1,
                                                    memory_order_relaxed, memory_order_relaxed);
 }

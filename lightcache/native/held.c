@@ -244,6 +244,7 @@ LC_API int lci_allocate(lci_handle *h, lci_held_op *op, int32_t *pages, uint32_t
     taking k = {.h = h, .op = op, .out = pages, .gens = gens, .n = n};
     if (!op->tick) op->tick = lci_next_tick(h);
     k.room.eviction.since = op->tick;
+    k.room.eviction.parked = &op->parked;
     k.room.look = &op->look;
     k.room.doomed = &op->doomed;
     k.room.no_memory = op->no_memory != 0;

@@ -251,6 +251,7 @@ typedef struct lci_handle {
     lci_ranks *ranks; /* NULL: the order is LRU */
     lch learnt;       /* of an attached handle whose order is not LRU */
     uint64_t due[LCH_LISTS]; /* tick at which the first page of a list is too old for it; under the lock, advice */
+    uint32_t computed; /* recomputations, when `due` was last cleared */
     _Atomic uint64_t clock_ns; /* what ticks are made of; 0: the system's clock */
     _Atomic uint64_t evicted[LCI_CAUSES]; /* pages, by us, since lci_take_evicted */
 } lci_handle;
@@ -347,6 +348,8 @@ typedef struct lci_reserve_op {
     uint32_t joined; /* out: another rank has begun it */
     uint32_t admission; /* no page goes for a new one that ranks below it: that is not made */
     uint32_t hint;   /* of its new pages: LCH_HINT_* */
+    uint32_t parked; /* 1 + parked pages that are still to be looked at, when nothing else is left; 0:
+                      * not begun; for the core alone */
     lci_look_op look;
 } lci_reserve_op;
 enum {
@@ -379,6 +382,7 @@ typedef struct lci_oldest_op {
     uint32_t ended;    /* nothing more can be listed */
     uint32_t climb;    /* page + 1 whose parent may be next */
     uint32_t returned; /* pages put back to where they were in the queue */
+    uint32_t parked;   /* as in lci_reserve_op */
     uint32_t going[LCI_NAMESPACES];     /* listed pages of each namespace, */
     uint32_t going_group[LCI_NUMBERS]; /* and of each group */
 } lci_oldest_op;
@@ -402,6 +406,7 @@ typedef struct lci_held_op {
     uint64_t tick;    /* of this call; 0 before it began */
     uint32_t no_memory; /* as in lci_reserve_op */
     uint32_t doomed;    /* the same */
+    uint32_t parked;    /* the same */
     lci_look_op look;
 } lci_held_op;
 enum { LCI_NAME_MERGE = 1, LCI_NAME_INDEPENDENT = 2 };
@@ -500,8 +505,9 @@ static inline void lci_hit(const lci_handle *h, lci_page *p, uint64_t tick, lci_
     }
 }
 
-/* Ticks wrap: is this one at `since` or after it? */
-static inline bool lci_not_before(uint64_t tick, uint64_t since) {
+/* Is this tick at `since` or after it? Ticks that are times wrap. Numbers do not, but by damage. */
+static inline bool lci_not_before(const lci_handle *h, uint64_t tick, uint64_t since) {
+    if (LC_LIKELY(!h->ranks)) return tick >= since;
     return ((tick - since) & LCI_TICK_MAX) <= LCI_TICK_MAX / 2;
 }
 
@@ -581,8 +587,6 @@ void lci_queue_add(lci_handle *h, lc_txn *t, uint32_t page);
 void lci_queue_remove(lci_handle *h, lc_txn *t, uint32_t page);
 bool lci_queueable(const lci_handle *h, uint32_t page);
 uint32_t lci_queue_list(const lci_handle *h, uint32_t page);
-/* Which of two pages goes first, by their words alone? */
-bool lci_goes_before(const lci_handle *h, uint32_t page, uint32_t other);
 int lci_queue_slot(uint64_t tick, uint64_t now);
 uint64_t lci_queue_now(const lci_handle *h);
 /* ranked.c */
@@ -611,6 +615,9 @@ void lci_ranked_remember(lci_handle *h, const struct lci_eviction *e, const uint
 /* Ask for what is remembered of keys that are about to come, or of a page that is about to go. */
 void lci_ranked_ask(const lci_handle *h, const lc_key *keys, uint32_t n);
 void lci_ranked_ask_page(const lci_handle *h, const lci_page *p);
+/* Under the lock: pages go in this order of lists from now on. False, and nothing changed: it does not
+ * name each list once. */
+bool lci_install_order(lci_handle *h, lc_txn *t, const uint16_t list[LCH_LISTS]);
 /* After the lock: learn, and install the new order, if it is time to. */
 void lci_learn_if_due(lci_handle *h, uint64_t tick, int wait, uint64_t deadline);
 
@@ -640,8 +647,7 @@ typedef struct lci_eviction {
     uint32_t gone_kind; /* those of this word */
     uint32_t asked, ahead[LCI_ASKED_FOR]; /* pages likely to be evicted next: their records were asked for */
     const lci_oldest_op *listing; /* listed pages are still counted; NULL: nothing is listed */
-    uint32_t parked; /* pages of the parked list that are still to be looked at, */
-    bool sought;     /* when nothing else was left */
+    uint32_t *parked; /* of the call, however often it is interrupted: see lci_reserve_op */
     uint32_t spared; /* pages of this rank or a higher one stay; 0: of none */
     bool outbid;     /* what could go now is spared */
 } lci_eviction;
@@ -731,8 +737,8 @@ bool lci_may_grow(const lci_handle *h, const lci_room *room);
  * before count as used at the earlier one. */
 static inline void lci_room_again(lci_handle *h, lci_room *room, uint64_t *tick) {
     room->eviction.since = *tick = lci_next_tick(h);
-    room->eviction.exhausted = room->eviction.sought = false;
-    room->eviction.moved = 0;
+    room->eviction.exhausted = false;
+    room->eviction.moved = *room->eviction.parked = 0;
     room->looked = room->looked_before = *room->doomed = 0;
 }
 

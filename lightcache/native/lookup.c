@@ -257,7 +257,8 @@ static int match_one(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref n
 }
 
 /* Pin every one of the keys that is ready, wherever in the run: for reserve. `pages[i]` and
- * `status[i]` = LCI_PRESENT say which. After an error those that are marked so stay pinned. */
+ * `status[i]` = LCI_PRESENT say which. After an error those that are marked so stay pinned. Where lists are
+ * ranked, what this client pins already was hit when it did so: it counts as used now, and no more. */
 int lci_pin_ready(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns, uint64_t tick,
                   int32_t *pages, uint8_t *status) {
     pipeline p = {.h = h, .keys = keys, .n = n};
@@ -271,12 +272,14 @@ int lci_pin_ready(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns, ui
         if (LC_LIKELY(head >= d->nodes)) continue;
         lc_dict_find_from(d, keys[i].lo, keys[i].hi, head, &found);
         if (found.node == LC_NIL || !ready(found.word, ns)) continue;
+        bool again = h->ranks && lc_load(&h->mine[found.node]);
         int rc = lci_pin_one(h, found.node);
         if (rc != LC_OK) return rc;
         pages[i] = (int32_t)found.node;
         atomic_thread_fence(memory_order_seq_cst); /* order: pin-present-fence */
-        if (lci_confirm(h, &pages[i], &found.gen, 1, ns, tick)) status[i] = LCI_PRESENT;
+        if (lci_confirm(h, &pages[i], &found.gen, 1, ns, again ? 0 : tick)) status[i] = LCI_PRESENT;
         else lci_unpin_one(h, found.node);
+        if (again) lci_touch(&h->pages[found.node], tick, 0);
     }
     return LC_OK;
 }

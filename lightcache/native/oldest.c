@@ -141,7 +141,7 @@ LC_API int lci_oldest(lci_handle *h, lci_oldest_op *op, lci_lease *lease, lc_key
     o.page = (int32_t *)(lease + 1);
     o.hits = (uint32_t *)(o.page + op->want);
     if (!op->since) op->since = lci_next_tick(h);
-    o.eviction = (lci_eviction){.since = op->since, .listing = op};
+    o.eviction = (lci_eviction){.since = op->since, .listing = op, .parked = &op->parked};
     uint64_t begun = lcs_now_ns();
     while (!over(&o)) {
         rc = lci_lock(h, &o.t, LCI_OP_EVICT, wait, deadline);

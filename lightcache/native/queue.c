@@ -64,15 +64,6 @@ uint32_t lci_queue_list(const lci_handle *h, uint32_t page) {
     return (uint32_t)lci_queue_slot(lci_tick(&h->pages[page]), lci_queue_now(h));
 }
 
-bool lci_goes_before(const lci_handle *h, uint32_t page, uint32_t other) {
-    const lci_page *p = &h->pages[page], *q = &h->pages[other];
-    if (h->ranks) {
-        uint32_t rank = lci_rank(h, lc_load(&p->used)), than = lci_rank(h, lc_load(&q->used));
-        if (rank != than) return rank < than;
-    }
-    return lci_tick(p) < lci_tick(q);
-}
-
 static void put(lci_handle *h, lc_txn *t, uint32_t page, uint32_t list) {
     lc_list_append(t, &h->lists, page, list);
     mark(h, t, list, true);
@@ -101,6 +92,7 @@ void lci_queue_return(lci_handle *h, lc_txn *t, uint32_t page) {
     lc_list_insert(t, &h->lists, page, lc_load(&h->lists.heads[list].next));
     mark(h, t, list, true);
     lc_txn_add(t, &h->root->queued, 1);
+    if (h->ranks && list < LCH_LISTS) h->due[list] = 0; /* it may be older than the first there */
 }
 
 void lci_queue_remove(lci_handle *h, lc_txn *t, uint32_t page) {
@@ -183,10 +175,10 @@ static uint32_t pop_wheel(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *s
         lci_page *p = &h->pages[page];
         uint64_t tick = tick_for(h, e, page), now = lci_queue_now(h);
         bool moves = lci_queue_slot(tick, now) != list;
-        if (moves && (e->moved < MOVES_MAX || lci_not_before(tick, e->since))) {
+        if (moves && (e->moved < MOVES_MAX || tick >= e->since)) {
             e->moved++;
             requeue(h, t, page, tick);
-        } else if (lci_not_before(tick, e->since)) {
+        } else if (tick >= e->since) {
             break; /* the oldest that is left was used, or found pinned, since this call began */
         } else if (lci_promised(h, e, page) || lci_pinned(h, p)) {
             lci_touch(p, e->since, 0);

@@ -13,6 +13,7 @@
 #include "index.h"
 
 #define AGEING_MOST 64 /* pages that one step moves because of their age */
+#define LEARN_WAIT_NS UINT64_C(3000000) /* for the lock, of a call that has done its own work */
 
 static uint64_t present(const lci_handle *h) { return lc_load(&h->root->clock) & LCI_TICK_MAX; }
 
@@ -63,7 +64,7 @@ uint32_t lci_rank(const lci_handle *h, uint64_t used) {
 }
 
 bool lci_ranked_follows(const lci_handle *h, const lci_eviction *e, uint64_t child, uint64_t parent) {
-    if (lci_not_before(parent >> LCI_TICK_SHIFT, e->since)) return false;
+    if (lci_not_before(h, parent >> LCI_TICK_SHIFT, e->since)) return false;
     return LC_LIKELY(parent == child) || lci_rank(h, parent) <= lci_rank(h, child);
 }
 
@@ -137,7 +138,7 @@ void lci_ranked_ask_page(const lci_handle *h, const lci_page *p) {
 /* Could it go now, for this call? */
 static bool free_to_go(const lci_handle *h, const lci_eviction *e, uint32_t page) {
     const lci_page *p = &h->pages[page];
-    return !lci_not_before(lci_tick(p), e->since) && !lci_promised(h, e, page) && !lci_pinned(h, p);
+    return !lci_not_before(h, lci_tick(p), e->since) && !lci_promised(h, e, page) && !lci_pinned(h, p);
 }
 
 #define PRICED_LISTS 16 /* that are looked at for it */
@@ -206,7 +207,9 @@ static uint32_t age_list(lci_handle *h, lc_txn *t, uint32_t list, uint64_t now, 
  * looked at when they are due. */
 static void age_lists(lci_handle *h, lc_txn *t) {
     uint64_t now = present(h);
-    uint32_t left = AGEING_MOST;
+    uint32_t left = AGEING_MOST, computed = lc_load(&h->learnt.root->computed);
+    if (h->computed != computed) memset(h->due, 0, sizeof h->due); /* the unit of ages may be another */
+    h->computed = computed;
     const lci_order *o = chosen(h);
     for (uint32_t w = 0; w < LCI_RANK_WORDS; w++) {
         for (uint32_t bits = lc_load(&o->occupied[w]); bits; bits &= bits - 1) {
@@ -228,12 +231,10 @@ void lci_ranked_begin(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want) 
 
 /* Nothing is left but parked pages: each of them is looked at once. False: all were. */
 static bool seek(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *steps) {
-    if (!e->sought) e->parked = lc_load(&h->root->queued);
-    e->sought = true;
-    uint32_t n = e->parked < *steps ? e->parked : *steps;
-    if (lc_list_empty(&h->lists, LCI_PARKED_LIST)) n = e->parked = 0;
-    if (n > LCI_BATCH) n = LCI_BATCH;
-    e->parked -= n;
+    if (!*e->parked) *e->parked = 1 + lch_least(lc_load(&h->root->queued), h->page_count);
+    if (lc_list_empty(&h->lists, LCI_PARKED_LIST)) *e->parked = 1;
+    uint32_t n = lch_least(lch_least(*e->parked - 1, *steps), LCI_BATCH);
+    *e->parked -= n;
     *steps -= n;
     unpark(h, t, e, n);
     return n != 0;
@@ -327,15 +328,24 @@ void lci_ranks_occupy(lci_handle *h, uint32_t list) {
     lc_store(word, lc_load(word) | UINT32_C(1) << (rank % 32));
 }
 
+bool lci_install_order(lci_handle *h, lc_txn *t, const uint16_t list[LCH_LISTS]) {
+    uint32_t other = ~lc_load(&h->ranks->chosen) & 1;
+    if (!write_order(h, &h->ranks->order[other], list)) return false;
+    lc_txn_set(t, &h->ranks->chosen, other);
+    return true;
+}
+
 void lci_learn_if_due(lci_handle *h, uint64_t tick, int wait, uint64_t deadline) {
     uint16_t order[LCH_LISTS];
     lc_txn t;
     if (LC_LIKELY(!h->ranks) || LC_LIKELY(!lch_due(&h->learnt, tick))) return;
+    uint64_t before = lc_load(&h->learnt.root->computed_named);
     lch_recompute(&h->learnt, tick, order);
-    /* If the lock cannot be had the old order stays: a later call brings the next. */
-    if (lci_lock(h, &t, LCI_OP_EVICT, wait, deadline) != LC_OK) return;
-    uint32_t other = ~lc_load(&h->ranks->chosen) & 1;
-    if (write_order(h, &h->ranks->order[other], order)) lc_txn_set(&t, &h->ranks->chosen, other);
-    memset(h->due, 0, sizeof h->due); /* the unit of ages may be another */
+    uint64_t soon = lcs_now_ns() + LEARN_WAIT_NS;
+    if (lci_lock(h, &t, LCI_OP_EVICT, wait, soon < deadline ? soon : deadline) != LC_OK) {
+        lc_store(&h->learnt.root->computed_named, before); /* the next call tries */
+        return;
+    }
+    lci_install_order(h, &t, order);
     lci_unlock(h, &t);
 }

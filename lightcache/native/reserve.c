@@ -571,6 +571,7 @@ LC_API int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, ui
     r.room.eviction.by = lci_ns_id(op->ns) + 1;
     r.room.eviction.by_group = op->group + 1;
     r.room.eviction.since = r.tick; /* the same on every call: this chain counts as used by now */
+    r.room.eviction.parked = &op->parked;
     r.room.look = &op->look;
     r.room.doomed = &op->doomed;
     r.room.no_memory = op->no_memory != 0;
@@ -652,7 +653,8 @@ LC_API int lci_evict_pages(lci_handle *h, uint32_t want, uint32_t *freed, int wa
         rc = lci_look(h, &look, false, wait, deadline);
         if (rc < 0) return rc;
     }
-    lci_eviction e = {.since = lci_next_tick(h)};
+    uint32_t parked = 0;
+    lci_eviction e = {.since = lci_next_tick(h), .parked = &parked};
     while (*freed < want && !e.exhausted) {
         rc = lci_lock(h, &t, LCI_OP_EVICT, wait, deadline);
         if (rc != LC_OK) return rc;

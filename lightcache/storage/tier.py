@@ -48,14 +48,15 @@ T = TypeVar("T", bound="BaseTier")
 STATES: Groups = ((Rule.point(), PLAIN),)
 """Each page is of use alone."""
 MOST_STEP = 1 << 15
+Call = Literal["write", "prefetch", "prefetch_last_ready"]
 
 
 class BaseTier(ABC):
     """Moves pages between a cache's pool and a storage, in the background. It never fails a
     request. Close it before the cache.
 
-    The public calls check their arguments, once. A subclass implements `_deadline_of` and the three
-    `_start_...` that they lead to.
+    The public calls check their arguments, once. A subclass implements `_deadline_of` and `_start`,
+    which they lead to.
     """
 
     cache: Cache
@@ -95,7 +96,8 @@ class BaseTier(ABC):
         wanted = checked_write(keys, request, lease, tokens)
         if tokens is None:
             tokens = len(keys) * (self._page_tokens or 0)
-        return self._start_write(wanted, request, tokens, namespace, deadline)
+        how = {"request": request, "tokens": tokens}
+        return self._start("write", wanted, namespace, deadline, **how)
 
     def write_tokens(
         self,
@@ -149,7 +151,7 @@ class BaseTier(ABC):
         deadline = self._deadline_of(timeout, namespace)
         _arguments.keys(keys)
         _arguments.count(start, "start", 0, len(keys))
-        return self._start_read(keys, start, hold, namespace, deadline)
+        return self._start("prefetch", keys, namespace, deadline, start=start, hold=hold)
 
     def prefetch_last_ready(
         self,
@@ -187,44 +189,28 @@ class BaseTier(ABC):
         _arguments.count(start, "start", 0, len(keys))
         _arguments.count(step, "step", 1, MOST_STEP)
         _arguments.count(most, "most", 0, 1 << 30)
-        wanted = LastReady(checked_groups(groups), start, step, most)
-        return self._start_last_ready(keys, wanted, namespace, deadline)
+        how = {"groups": checked_groups(groups), "start": start, "step": step, "most": most}
+        return self._start("prefetch_last_ready", keys, namespace, deadline, **how)
 
     @abstractmethod
     def _deadline_of(self, timeout: float | None, namespace: Namespace | None) -> Deadline:
         """The deadline of a new task. Raises Detached if the tier or the cache was closed."""
 
     @abstractmethod
-    def _start_write(
+    def _start(
         self,
+        call: Call,
         keys: Keys,
-        request: object,
-        tokens: int,
         namespace: Namespace | None,
         deadline: Deadline,
+        **how: Any,
     ) -> StorageTask:
-        """See `write`: the keys are those of the lease."""
+        """Begin a task.
 
-    @abstractmethod
-    def _start_read(
-        self,
-        keys: Keys,
-        start: int,
-        hold: bool,
-        namespace: Namespace | None,
-        deadline: Deadline,
-    ) -> StorageTask:
-        """See `prefetch`."""
-
-    @abstractmethod
-    def _start_last_ready(
-        self,
-        keys: Keys,
-        wanted: LastReady,
-        namespace: Namespace | None,
-        deadline: Deadline,
-    ) -> StorageTask:
-        """See `prefetch_last_ready`."""
+        Args:
+            call: the public method. The keys of a `write` are those of its lease.
+            how: the method's other arguments.
+        """
 
     @abstractmethod
     def stats(self) -> TierStats:
@@ -478,15 +464,29 @@ class StorageTier(BaseTier):
         self.cache.index.segment.check_usable()
         return Deadline(self.options.timeout if timeout is None else timeout, self.options.clock)
 
-    # ---- writing
-
-    def _start_write(
+    def _start(
         self,
+        call: Call,
         keys: Keys,
-        request: object,
-        tokens: int,
         namespace: Namespace | None,
         deadline: Deadline,
+        **how: Any,
+    ) -> StorageTask:
+        if call == "write":
+            return self._write(keys, namespace, deadline, **how)
+        if call == "prefetch":
+            return self._prefetch(keys, namespace, deadline, **how)
+        return self._prefetch_last_ready(keys, namespace, deadline, LastReady(**how))
+
+    # ---- writing
+
+    def _write(
+        self,
+        keys: Keys,
+        namespace: Namespace | None,
+        deadline: Deadline,
+        request: object,
+        tokens: int,
     ) -> StorageTask:
         executor = self._executor
         chosen, reason = self._worth_writing(keys, tokens)
@@ -539,13 +539,13 @@ class StorageTier(BaseTier):
 
     # ---- reading
 
-    def _start_read(
+    def _prefetch(
         self,
         keys: Keys,
-        start: int,
-        hold: bool,
         namespace: Namespace | None,
         deadline: Deadline,
+        start: int,
+        hold: bool,
     ) -> StorageTask:
         executor = self._executor
         probe = False
@@ -557,12 +557,12 @@ class StorageTier(BaseTier):
             probe = verdict.probe
         return executor.fetch(keys, start, namespace, deadline, hold=hold, declinable=not probe)
 
-    def _start_last_ready(
+    def _prefetch_last_ready(
         self,
         keys: Keys,
-        wanted: LastReady,
         namespace: Namespace | None,
         deadline: Deadline,
+        wanted: LastReady,
     ) -> StorageTask:
         executor, pages = self._executor, len(keys) - wanted.start
         if executor.breaker.shut:
@@ -666,4 +666,4 @@ def _fitting(cache: Cache, storage: Storage) -> None:
         )
 
 
-__all__ = ["BaseTier", "StorageTier", "check_cache", "checked_write"]
+__all__ = ["BaseTier", "Call", "StorageTier", "check_cache", "checked_write"]

@@ -24,6 +24,7 @@ typedef struct scene {
     int made_before;             /* of these, a first part that becomes ready before the others */
     bool unjoined;               /* the victim has no slot before it acts */
     uint32_t flags;              /* of the victim's slot */
+    bool ranked;                 /* lists of the eviction queue are ranked, whatever the tests are run for */
     bool unsound;                /* the index is damaged until the operation is over */
     struct scene *next;
 } scene;

@@ -165,6 +165,7 @@ int main(int argc, char **argv) {
     file = argv[1];
     the_scene = scene_named(argv[2]);
     NEED(the_scene);
+    if (the_scene->ranked) setenv("LIGHTCACHE_TEST_EVICTION", "hz", 1); /* the victims' as well */
     program = argv[3];
     folder = argv[4];
     stride = (uint32_t)strtoul(argv[5], NULL, 10);

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 from engines import contracts, sharing
 from engines.sharing import NAME, until
+from engines.tiny_models import STATE_BLOCK
 
 from lightcache import Cache
 from lightcache.shm import Segment
@@ -355,7 +356,7 @@ def test_latents_are_what_vllm_has_cached(engines: Engines) -> None:
 
 def of_model(model: str) -> dict[str, Any]:
     """Options of the engines of a model."""
-    return {"name": f"{NAME}-{model}", "size": "64MiB", "blocks_per_page": 1}
+    return {"name": f"{NAME}-{model}", "size": "128MiB", "blocks_per_page": 1}
 
 
 @pytest.fixture(scope="module")
@@ -476,14 +477,15 @@ def ask_one(engine: Any, prompt: list[int], salt: str | None = None) -> tuple[li
 
 
 def three_of_one_prefix() -> list[list[int]]:
-    base, other = (prompt[:310] for prompt in prompts(11, 2))
-    return [base, *([*base[:200], *other[place : place + 99]] for place in (0, 100))]
+    chance = random.Random(11)
+    base, *rests = ([chance.randrange(500) for _ in range(490)] for _ in range(3))
+    return [base, *([*base[:200], *rest[200:]] for rest in rests)]
 
 
 @pytest.mark.parametrize(
     ("model", "block"),
     [
-        ("next", 96),
+        ("next", STATE_BLOCK),
         pytest.param("mamba", 32, marks=by_hand),
     ],
 )
@@ -533,7 +535,7 @@ def test_states_are_found_and_equal(stateful: Callable[..., Any], model: str, bl
 @by_hand
 def test_two_ranks_write_and_read_states(stateful: Callable[..., Any]) -> None:
     some = three_of_one_prefix()
-    last = [(len(prompt) - 1) // 96 * 96 for prompt in some]
+    last = [(len(prompt) - 1) // STATE_BLOCK * STATE_BLOCK for prompt in some]
     first = stateful("next", ranks=2)
     first.until("READY")
     wanted = [ask_one(first, prompt, str(number))[0] for number, prompt in enumerate(some)]

@@ -25,6 +25,7 @@ import torch
 from PIL import Image
 
 BLOCK = 32
+AMX = torch.cpu._is_amx_tile_supported()
 MODELS = {
     "llama": functools.partial(tiny_models.save_llama, kv_heads=2),
     "gemma": tiny_models.save_gemma,
@@ -40,7 +41,13 @@ MODELS = {
 # Steps of one block, so that a prompt is divided in the same way after any hit: vLLM's kernels for
 # CPUs want bfloat16 of the one, and those of the other have no state within a step.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "next": {"dtype": "bfloat16", "max_num_batched_tokens": tiny_models.STATE_BLOCK},
+    "next": {
+        "dtype": "bfloat16",
+        "block_size": tiny_models.STATE_BLOCK,
+        "max_num_batched_tokens": tiny_models.STATE_BLOCK,
+    },
+    # With AMX, latent attention has a kernel for bfloat16 and blocks of 32 alone.
+    "latent": {"dtype": "bfloat16"} if AMX else {"block_size": 16},
     "mamba": {"max_num_batched_tokens": BLOCK},
     # All layers in one group, of two shapes.
     "shapes": {"disable_hybrid_kv_cache_manager": True},
@@ -82,7 +89,7 @@ def main() -> None:
         how |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     engine = LLM(
         model=model,
-        block_size=16 if model == "latent" else BLOCK,
+        block_size=how.pop("block_size", BLOCK),
         enforce_eager=True,
         max_model_len=1024,
         max_num_seqs=8,

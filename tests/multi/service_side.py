@@ -62,7 +62,8 @@ def half(name: str) -> None:
     cache = Cache.attach(name, role="engine", secret=SECRET)
     client = StorageClient(cache)
     space = cache.index.default_namespace
-    body = Ask(1e9, 1e9, make_keys(3000, seed=1), space).pack()
+    how = {"request": None, "tokens": 1}
+    body = Ask(Kind.WRITE, 1e9, 1e9, make_keys(3000, seed=1), space, how).pack()
     parts = split(Kind.WRITE, client._pid, client._client, 1, body)
     client._push(parts[:1])
     print("half", flush=True)

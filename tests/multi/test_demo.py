@@ -259,7 +259,7 @@ def test_an_interrupt_ends_and_removes_everything(
     [
         (["--size", "lots"], "lots"),
         (["--svg", "/nowhere/x.svg"], "/nowhere/x.svg"),
-        (["--storage", "hamster"], "expected `none` or a URL of"),
+        (["--storage", "hamster"], "expected a URL such as"),
         (["--model", "/nowhere"], "expected `hybrid`, or a folder with a config.json"),
     ],
 )

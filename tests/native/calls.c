@@ -61,14 +61,20 @@ static int by_page(const void *x, const void *y) {
     return list.pages[*(const uint32_t *)x] - list.pages[*(const uint32_t *)y];
 }
 
-int discard(client *c) {
+static int give_up(client *c, const uint32_t *seen) {
     static uint32_t order[MAX_KEYS];
     static uint8_t done[MAX_KEYS];
     uint32_t n = list.head.held;
     memset(done, 0, sizeof done);
-    memcpy(hits, list.pages + list.head.capacity, n * sizeof *hits);
     for (uint32_t i = 0; i < n; i++) order[i] = i;
     qsort(order, n, sizeof *order, by_page);
     giving = (lci_discard_op){.taken = 0};
-    THROUGH(lci_discard(c->h, &giving, &list.head, list.pages, hits, order, done, n, BLOCKING));
+    THROUGH(lci_discard(c->h, &giving, &list.head, list.pages, seen, order, done, n, BLOCKING));
 }
+
+int discard(client *c) {
+    memcpy(hits, list.pages + list.head.capacity, list.head.held * sizeof *hits);
+    return give_up(c, hits);
+}
+
+int discard_used(client *c) { return give_up(c, NULL); }

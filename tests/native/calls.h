@@ -28,6 +28,7 @@ extern uint32_t parents[MAX_KEYS], hits[MAX_KEYS];
 extern lci_discard_op giving;
 
 int oldest(client *c, uint32_t want, uint32_t keep_order); /* how many */
-int discard(client *c);                                    /* what is listed */
+int discard(client *c);                                    /* what is listed and was not used since */
+int discard_used(client *c);                               /* what is listed */
 
 #endif

@@ -17,6 +17,7 @@ void set_up(uint64_t pages) { join(index_make(pages), false); }
 void set_up_grown(uint64_t pages, uint64_t grown) { join(index_make_grown(pages, grown), false); }
 void set_up_independent(uint64_t pages) { join(index_make(pages), true); }
 
+void set_up_lru(uint64_t pages) { join(index_make_ordered(pages, pages, LCI_LRU), false); }
 void set_up_ranked(uint64_t pages) { join(index_make_ordered(pages, pages, LCI_HZ), false); }
 
 void tear_down(void) {
@@ -24,6 +25,11 @@ void tear_down(void) {
     client_leave(&b);
     index_check(&s);
     segment_end(&s);
+}
+
+uint32_t hits_of(uint32_t page) {
+    uint64_t used = lc_load(&a.h->pages[page].used);
+    return a.h->ranks ? lch_hits_of(used) : (uint32_t)(used & LCI_HITS_MASK);
 }
 
 static _Atomic uint32_t *damaged;

@@ -20,7 +20,7 @@ static void evict_is_lru(void) {
     enum { PAGES = 200 };
     uint64_t used[PAGES];
     uint32_t random = 1;
-    set_up(PAGES);
+    set_up_lru(PAGES);
     for (uint32_t i = 0; i < PAGES; i++) {
         prompt_fill(&a, &p, i, 1);
         used[i] = lci_tick(&a.h->pages[p.page[0]]);
@@ -224,7 +224,11 @@ static void queue_notices_damage(void) {
         lc_store(damage[i], old);
         index_check(&s);
     }
-    for (int w = 0; w < LCI_LEVELS * 2; w++) lc_store(&a.h->root->occupied[w], 0xffffffff);
+    lci_ranks *ranks = a.h->ranks;
+    int words = ranks ? LCI_RANK_WORDS : LCI_LEVELS * 2;
+    _Atomic uint32_t *occupied =
+        ranks ? ranks->order[lc_load(&ranks->chosen)].occupied : a.h->root->occupied;
+    for (int w = 0; w < words; w++) lc_store(&occupied[w], 0xffffffff);
     CHECK_EQ(lci_evict_pages(a.h, 5, &freed, BLOCKING), LC_E_CORRUPT);
     CHECK_EQ(freed, 0);
     CHECK_EQ(lci_repair(a.h, BLOCKING), LC_OK);
@@ -256,7 +260,7 @@ static void evict_ends_where_a_page_cannot_be_taken_off_its_list(void) {
 
 /* A page whose tick rose while it was queued moves on instead of leaving. */
 static void evict_puts_right_what_was_used_since(void) {
-    set_up(64);
+    set_up_lru(64);
     prompt_fill(&a, &p, 1, 1);
     prompt_fill(&a, &q, 2, 1);
     collect(&a);
@@ -267,6 +271,15 @@ static void evict_puts_right_what_was_used_since(void) {
     CHECK_EQ(evict(&a, 1), 1);
     CHECK_EQ(peek(&a, &p), 1);
     CHECK_EQ(peek(&a, &q), 0);
+    tear_down();
+}
+
+/* Damage: nothing counts as used after a call of that tick. */
+static void evict_goes_on_under_a_clock_far_ahead(void) {
+    set_up(64);
+    for (uint32_t i = 0; i < 40; i++) prompt_fill(&a, &p, i, 1);
+    lc_store(&a.h->root->clock, UINT64_C(3) << 46);
+    CHECK_EQ(evict(&a, 64), 40);
     tear_down();
 }
 
@@ -285,5 +298,6 @@ const test evict_tests[] = {
     TEST(queue_notices_damage),
     TEST(evict_ends_where_a_page_cannot_be_taken_off_its_list),
     TEST(evict_puts_right_what_was_used_since),
+    TEST(evict_goes_on_under_a_clock_far_ahead),
     END_OF_TESTS,
 };

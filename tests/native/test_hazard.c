@@ -261,6 +261,7 @@ static void one_caller_at_a_time_recomputes(void) {
     CHECK(!lch_due(&c->l, c->tick));
     use(c, 99, 1);
     CHECK(lch_due(&c->l, c->tick));
+    CHECK(!lch_due(&c->l, c->tick - 1)); /* its call began before the other's */
     CHECK(!lch_due(&c->l, c->tick + LCH_CLAIM_TICKS - 1));
     CHECK(lch_due(&c->l, c->tick + LCH_CLAIM_TICKS)); /* the first has died */
     recompute(c);

@@ -423,7 +423,7 @@ static void check_kinds(const char *expected) { /* i: independent, p: of a prefi
 /* Pages of both kinds in one index, in one order of eviction: a prefix from its end, the others one by
  * one. */
 static void kinds_live_together(void) {
-    set_up(64);
+    set_up_lru(64);
     put_path(1, 2);
     prompt_fill(&a, &p, 2, 5);
     independent_prompts = true;

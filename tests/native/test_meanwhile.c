@@ -9,7 +9,7 @@ static void pin_it(void) { CHECK_EQ(lci_pin_one(b.h, (uint32_t)p.page[0]), LC_OK
 /* Pinned while it was marked, it counts as used just now: another goes before it. */
 static void a_page_that_came_back_is_young(void) {
     lc_txn t;
-    set_up(64);
+    set_up_lru(64);
     prompt_fill(&a, &p, 1, 1);
     prompt_fill(&a, &q, 2, 1);
     collect(&a);

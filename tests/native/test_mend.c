@@ -24,8 +24,8 @@ static const uint32_t used_order[] = {1, 0, 2}; /* not that of their pages' numb
 /* Pages in every state: 12 ready, 3 of them pinned and 2 in a ticket; 9 old ones; 4 of another
  * namespace; 5 being written; 4 written and not yet collected; 6 free. The others were never used,
  * and the last have no memory. */
-static void prepare(void) {
-    set_up(128);
+static void prepare_after(void (*begin)(uint64_t)) {
+    begin(128);
     lc_store(&a.h->root->grown, GROWN);
     prompt_fill(&a, &ready, 0, 40);
     CHECK_EQ(evict(&a, 40), 40);
@@ -48,6 +48,8 @@ static void prepare(void) {
     prompt_publish(&b, &over, 0);
     index_check(&s);
 }
+
+static void prepare(void) { prepare_after(set_up); }
 
 static void give_everything_back(void) {
     prompt_unpin(&a, &writing);
@@ -267,11 +269,11 @@ static void mending_of_parents(void) {
 
 /* ------------------------------------------------------------------ the queue */
 
-/* Whatever the queue's present said, what was used longest ago goes first, and leaves before what
+/* LRU: whatever the queue's present said, what was used longest ago goes first, and leaves before what
  * they hang on. */
 static void mending_of_the_queue(void) {
     for (int i = 0; i < 4; i++) {
-        prepare();
+        prepare_after(set_up_lru);
         lc_store(&page_of(&ready, 0)->used, UINT64_C(1) << 60); /* far beyond the clock */
         if (i & 1) lc_store(&a.h->root->now[0], UINT32_MAX);
         if (i & 2) lc_store(&a.h->root->now[1], 7);

@@ -20,10 +20,11 @@ LIMIT = 600  # seconds for a build or a run: a hundred times what any takes on a
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LIMIT)]
 
 
-def run(*command: object) -> str:
-    """Run a command; what it prints, in its failure too."""
+def run(*command: object, eviction: str = "lru") -> str:
+    """Run a command, its tests for this order of eviction; what it prints, in its failure too."""
     done = subprocess.run(
         [str(word) for word in command],
+        env=os.environ | {"LIGHTCACHE_TEST_EVICTION": eviction},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -46,15 +47,20 @@ def build(built_once: BuiltOnce) -> Build:
     return make
 
 
+both_orders = pytest.mark.parametrize("eviction", ["lru", "hz"])
+
+
+@both_orders
 @pytest.mark.parametrize("variant", ["gcc", "clang"])
-def test_plain(variant: str, build: Build) -> None:
+def test_plain(variant: str, eviction: str, build: Build) -> None:
     need("make", variant)
-    print(run(build(variant) / "core_tests"))
+    print(run(build(variant) / "core_tests", eviction=eviction))
 
 
-def test_addresses_and_undefined_behaviour(build: Build) -> None:
+@both_orders
+def test_addresses_and_undefined_behaviour(eviction: str, build: Build) -> None:
     need("make", "gcc")
-    print(run(build("asan") / "core_tests"))
+    print(run(build("asan") / "core_tests", eviction=eviction))
 
 
 @pytest.mark.stress
@@ -65,9 +71,10 @@ def test_races_of_threads(build: Build) -> None:
         print(run(stress, 3000, seed))
 
 
-def test_undefined_behaviour_as_clang_sees_it(build: Build) -> None:
+@both_orders
+def test_undefined_behaviour_as_clang_sees_it(eviction: str, build: Build) -> None:
     need("make", "clang")
-    print(run(build("ubsan") / "core_tests"))
+    print(run(build("ubsan") / "core_tests", eviction=eviction))
 
 
 def test_aarch64(build: Build) -> None:

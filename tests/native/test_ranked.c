@@ -84,6 +84,38 @@ static void pinned_pages_are_parked(void) {
     tear_down();
 }
 
+/* Calls of one hold of the lock each: how many, until this one is through. It does not begin anew. */
+#define ONE_HOLD LC_BLOCK, 0
+#define HOLDS(rc, call) \
+    for (uint32_t held = 0; (rc = (call)) == LC_E_TIMEOUT; held++) CHECK(held < 100)
+
+/* All is pinned: a call that comes back between looks at each page once, and gives less. */
+static void a_call_that_comes_back_goes_on(void) {
+    static lease held[10];
+    int rc;
+    set_up_ranked(5000);
+    independent_prompts = true; /* all are queued */
+    for (uint32_t i = 0; i < 10; i++) {
+        prompt_fill(&a, &p, i, 500);
+        memset(&held[i], 0, sizeof held[i]);
+        CHECK_EQ(match(&b, &p, &held[i]), 500);
+    }
+    independent_prompts = false;
+    prompt_make(&q, 99, 1);
+    q.op = (lci_reserve_op){.shards = 1, .ns = NS};
+    HOLDS(rc, lci_reserve(a.h, &q.op, q.keys, 1, 0, q.page, q.status, ONE_HOLD));
+    CHECK_EQ(rc, 0);
+    op = (lci_held_op){0};
+    HOLDS(rc, lci_allocate(a.h, &op, pages, gens, 1, ONE_HOLD));
+    CHECK_EQ(rc, LC_E_FULL);
+    lci_oldest_op listing = {.want = 1};
+    memset(&list, 0, sizeof list);
+    HOLDS(rc, lci_oldest(a.h, &listing, &list.head, keys, parents, ONE_HOLD));
+    CHECK_EQ(rc, 0);
+    for (uint32_t i = 0; i < 10; i++) CHECK_EQ(lci_release(b.h, &held[i].head), LC_OK);
+    tear_down();
+}
+
 /* What was parked comes back while others go: nothing has to run out for that. */
 static void parked_pages_come_back(void) {
     set_up_ranked(200);
@@ -92,7 +124,7 @@ static void parked_pages_come_back(void) {
     for (uint32_t i = 1; i < 200; i++) prompt_fill(&a, &q, i, 1);
     for (uint32_t i = 0; i < 4; i++) CHECK_EQ(evict(&a, 40), 40);
     CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
-    CHECK_EQ(evict(&a, 40), 40);
+    CHECK_EQ(evict(&a, 20), 20); /* 19 are left besides */
     CHECK(lc_list_empty(&a.h->lists, LCI_PARKED_LIST));
     tear_down();
 }
@@ -112,6 +144,40 @@ static void what_a_call_has_used_does_not_follow(void) {
     tear_down();
 }
 
+/* The parent was hit by itself: what is as cheap as the leaf goes before it. */
+static void a_parent_that_ranks_above_does_not_follow(void) {
+    coarse_ages();
+    prompt_fill(&a, &p, 1, 2);
+    prompt_fill(&a, &q, 2, 1);
+    collect(&a);
+    p.n = 1;
+    CHECK_EQ(match(&b, &p, &l), 1);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    CHECK_EQ(oldest(&a, 2, 1), 2);
+    CHECK(list.pages[0] == p.page[1] && list.pages[1] == q.page[0]);
+    CHECK_EQ(lci_release(a.h, &list.head), LC_OK);
+    CHECK_EQ(evict(&a, 2), 2);
+    CHECK(peek(&b, &p) == 1 && peek(&b, &q) == 0);
+    tear_down();
+}
+
+/* The call that makes room has used the parent: it stays, and so it is parked. */
+static void a_parent_that_the_call_used_does_not_follow(void) {
+    lc_txn t;
+    coarse_ages();
+    prompt_fill(&a, &p, 1, 2);
+    collect(&a);
+    CHECK_EQ(lci_lock(a.h, &t, LCI_OP_EVICT, BLOCKING), LC_OK);
+    lci_eviction e = {.since = lci_next_tick(a.h)};
+    uint64_t word = used_of((uint32_t)p.page[0]) & LCI_HITS_MASK;
+    lc_store(&a.h->pages[p.page[0]].used, e.since << LCI_TICK_SHIFT | word);
+    CHECK_EQ(lci_evict(a.h, &t, &e, 2), 1);
+    CHECK(!lc_list_empty(&a.h->lists, LCI_PARKED_LIST));
+    CHECK_EQ(lci_unlock(a.h, &t), LC_OK);
+    CHECK_EQ(peek(&b, &p), 1);
+    tear_down();
+}
+
 static void a_lookup_that_does_not_count_leaves_the_word_alone(void) {
     set_up_ranked(40);
     prompt_fill(&a, &p, 1, 2);
@@ -126,6 +192,30 @@ static void a_lookup_that_does_not_count_leaves_the_word_alone(void) {
     CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
     CHECK_EQ(lch_hits_of(used_of((uint32_t)p.page[0])), 1);
     CHECK(lch_gap_of(used_of((uint32_t)p.page[0])) > 0);
+    tear_down();
+}
+
+/* What a client has matched it reserves with the rest of its prompt: that is one hit, and its only gap. */
+static void a_match_and_then_a_reserve_are_one_hit(void) {
+    set_up_ranked(40);
+    lci_set_clock(a.h, UINT64_C(1) << 30);
+    lci_set_clock(b.h, UINT64_C(1) << 40);
+    prompt_fill(&a, &p, 1, 2);
+    CHECK_EQ(match(&b, &p, &l), 2);
+    uint64_t hit = used_of((uint32_t)p.page[0]);
+    prompt_make(&q, 1, 3);
+    CHECK_EQ(prompt_reserve(&b, &q, NS, 1), 1);
+    uint64_t now = used_of((uint32_t)p.page[0]);
+    CHECK_EQ(now & LCI_HITS_MASK, hit & LCI_HITS_MASK);
+    CHECK_EQ(now >> LCI_TICK_SHIFT, q.op.tick);
+    prompt_publish(&b, &q, 0);
+    prompt_unpin(&b, &q);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    prompt_make(&q, 1, 4);
+    CHECK_EQ(prompt_reserve(&b, &q, NS, 1), 1); /* nothing is pinned before: it is the hit */
+    CHECK_EQ(lch_hits_of(used_of((uint32_t)p.page[0])), 2);
+    prompt_publish(&b, &q, 0);
+    prompt_unpin(&b, &q);
     tear_down();
 }
 
@@ -162,6 +252,19 @@ static void a_use_of_a_hot_page_is_seen(void) {
     CHECK_EQ(discard(&a), LC_OK);
     CHECK_EQ(giving.freed, 3);
     CHECK_EQ(peek(&b, &p), 1);
+    tear_down();
+}
+
+/* A child that was used after its parent goes, and its parent with it: that is no use of the parent. */
+static void giving_up_a_child_is_no_use_of_its_parent(void) {
+    coarse_ages();
+    prompt_fill(&a, &p, 1, 2);
+    collect(&a);
+    CHECK_EQ(lci_match1(b.h, &p.keys[1], 1, NS, &l.head), 1);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    CHECK_EQ(oldest(&a, 2, 1), 2);
+    CHECK_EQ(discard(&a), LC_OK);
+    CHECK_EQ(giving.freed, 2);
     tear_down();
 }
 
@@ -208,22 +311,45 @@ static void pages_age(void) {
     tear_down();
 }
 
-/* A clock that wraps evicts on, in both orders. */
-static void a_clock_that_wraps(void) {
-    for (uint32_t eviction = LCI_LRU; eviction <= LCI_HZ; eviction++) {
-        if (eviction == LCI_HZ) set_up_ranked(64);
-        else set_up(64);
-        lc_store(&a.h->root->clock, (UINT64_C(1) << 48) - 1000);
-        for (uint32_t i = 0; i < 3000; i++) {
-            prompt_fill(&a, &p, i, 1);
-            if (i % 3) continue;
-            CHECK_EQ(match(&b, &p, &l), 1);
-            CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
-        }
-        CHECK(index_counts(&a).clock > UINT64_C(1) << 48);
-        CHECK_EQ(evict(&a, 64), 64);
-        tear_down();
+static void at_unit(uint64_t units) { lci_set_clock(a.h, units << 22); }
+
+/* Of equal age, what was never hit goes first; so the younger page is found as soon as it is as old. */
+static void a_page_is_found_when_it_is_due(void) {
+    coarse_ages();
+    lc_store(&a.h->learnt.root->unit, 10);
+    lci_set_clock(b.h, UINT64_C(100) << 22);
+    at_unit(99);
+    prompt_fill(&a, &p, 1, 1);
+    CHECK_EQ(match(&b, &p, &l), 1);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    at_unit(104);
+    prompt_fill(&a, &q, 2, 1);
+    collect(&a);
+    for (uint64_t unit = 108; unit < 111; unit++) { /* it is moved first, then looked at */
+        at_unit(unit);
+        CHECK_EQ(oldest(&a, 1, 1), 1);
+        CHECK_EQ(list.pages[0], p.page[0]); /* of 8 to 15 units; the other is of 4 to 7 */
+        CHECK_EQ(lci_release(a.h, &list.head), LC_OK);
     }
+    at_unit(113);
+    CHECK_EQ(evict(&a, 1), 1);
+    CHECK(peek(&b, &p) == 1 && peek(&b, &q) == 0);
+    tear_down();
+}
+
+/* A clock that wraps evicts on. */
+static void a_clock_that_wraps(void) {
+    set_up_ranked(64);
+    lc_store(&a.h->root->clock, (UINT64_C(1) << 48) - 1000);
+    for (uint32_t i = 0; i < 3000; i++) {
+        prompt_fill(&a, &p, i, 1);
+        if (i % 3) continue;
+        CHECK_EQ(match(&b, &p, &l), 1);
+        CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    }
+    CHECK(index_counts(&a).clock > UINT64_C(1) << 48);
+    CHECK_EQ(evict(&a, 64), 64);
+    tear_down();
 }
 
 /* Enough pages are named: the other table holds from then on. */
@@ -233,12 +359,112 @@ static void an_order_is_learned(void) {
     for (uint32_t i = 0; i < 4000; i++) {
         prompt_fill(&a, &p, i, 1);
         uint32_t now = lc_load(&a.h->ranks->chosen);
+        if (now != before) CHECK_EQ(a.h->due[LCH_LISTS - 2], 0); /* the unit may be another */
+        a.h->due[LCH_LISTS - 2] = UINT64_MAX;
         changes += now != before;
         before = now;
         CHECK(lci_ranks_sound(a.h));
     }
     CHECK(changes > 3);
     index_check(&s);
+    tear_down();
+}
+
+static bool install(const uint16_t *lists) {
+    lc_txn t;
+    CHECK_EQ(lci_lock(a.h, &t, LCI_OP_EVICT, BLOCKING), LC_OK);
+    bool done = lci_install_order(a.h, &t, lists);
+    CHECK_EQ(lci_unlock(a.h, &t), LC_OK);
+    index_check(&s);
+    return done;
+}
+
+/* What went first goes last; and what names a list twice, or one that there is not, changes nothing. */
+static void an_order_is_installed(void) {
+    uint16_t lists[LCH_LISTS];
+    coarse_ages();
+    some_uses(300, 500);
+    CHECK_EQ(oldest(&a, 1, 1), 1);
+    uint32_t first = (uint32_t)list.pages[0], chosen = lc_load(&a.h->ranks->chosen);
+    CHECK_EQ(lci_release(a.h, &list.head), LC_OK);
+    uint32_t rank = lci_rank(a.h, used_of(first));
+    for (uint32_t i = 0; i < LCH_LISTS; i++) lists[i] = lc_load(&order_of(&a)->list[LCH_LISTS - 1 - i]);
+    lists[5]++;
+    CHECK(!install(lists));
+    lists[5] = LCH_LISTS;
+    CHECK(!install(lists));
+    CHECK_EQ(lc_load(&a.h->ranks->chosen), chosen);
+    lists[5] = lc_load(&order_of(&a)->list[LCH_LISTS - 1 - 5]);
+    CHECK(install(lists));
+    CHECK_EQ(lc_load(&a.h->ranks->chosen), !chosen);
+    CHECK_EQ(lci_rank(a.h, used_of(first)), LCH_LISTS + 1 - rank);
+    uint32_t others = 0;
+    for (uint32_t i = 0; i < 300; i++) others += lci_rank(a.h, used_of(i)) != LCH_LISTS + 1 - rank;
+    CHECK(others > 0);
+    CHECK_EQ(evict(&a, others), others);
+    CHECK_EQ(lci_state_of(lc_load(&a.h->pages[first].word)), LCI_READY);
+    tear_down();
+}
+
+/* As a death leaves it between the ghost and the end of its step: the page is there, and remembered. */
+static void a_page_and_its_ghost(void) {
+    uint64_t used;
+    set_up_ranked(40);
+    prompt_fill(&a, &p, 1, 1);
+    lch_evicted(&a.h->learnt, p.keys[0], used_of((uint32_t)p.page[0]), 1);
+    CHECK_EQ(match(&b, &p, &l), 1);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    CHECK_EQ(hits_of((uint32_t)p.page[0]), 1);
+    index_check(&s);
+    CHECK_EQ(evict(&a, 1), 1);
+    prompt_fill(&a, &p, 1, 1);
+    CHECK_EQ(hits_of((uint32_t)p.page[0]), 2); /* one ghost, the later */
+    CHECK(!lch_known(&a.h->learnt, p.keys[0], 1, &used));
+    tear_down();
+}
+
+/* A call that has done its work does not wait for long to install an order: the next one tries. */
+static void learning_does_not_wait_for_the_lock(void) {
+    lc_txn t;
+    set_up_ranked(64);
+    uint32_t before = lc_load(&a.h->ranks->chosen);
+    lc_store(&a.h->learnt.root->named, 1000);
+    CHECK_EQ(lci_lock(b.h, &t, LCI_OP_EVICT, BLOCKING), LC_OK);
+    lci_learn_if_due(a.h, lci_next_tick(a.h), BLOCKING);
+    CHECK_EQ(lci_unlock(b.h, &t), LC_OK);
+    CHECK_EQ(lc_load(&a.h->ranks->chosen), before);
+    lci_learn_if_due(a.h, lci_next_tick(a.h), BLOCKING);
+    CHECK(lc_load(&a.h->ranks->chosen) != before);
+    tear_down();
+}
+
+/* The unit of ages changes in another process: what this one knew of when lists are due is void. */
+static void another_unit_is_noticed(void) {
+    set_up_ranked(100);
+    lc_store(&a.h->learnt.root->unit, 40);
+    for (uint32_t i = 0; i < 30; i++) {
+        lci_set_clock(a.h, (UINT64_C(1) + i) << 24);
+        prompt_fill(&a, &p, i, 1);
+    }
+    lci_set_clock(a.h, UINT64_C(40) << 24);
+    CHECK_EQ(evict(&a, 1), 1);
+    uint32_t list = lci_ranked_list(a.h, used_of((uint32_t)p.page[0]));
+    CHECK(!lc_list_empty(&a.h->lists, list));
+    lc_store(&b.h->learnt.root->unit, 10);
+    lc_store(&b.h->learnt.root->computed, lc_load(&b.h->learnt.root->computed) + 1);
+    CHECK_EQ(evict(&a, 1), 1);
+    CHECK(lc_list_empty(&a.h->lists, list));
+    tear_down();
+}
+
+/* What was listed goes back to the head of its list, older than what is there. */
+static void a_page_that_returns_makes_its_list_due(void) {
+    coarse_ages();
+    prompt_fill(&a, &p, 1, 1);
+    uint32_t own = lci_ranked_list(a.h, used_of((uint32_t)p.page[0]));
+    CHECK_EQ(oldest(&a, 1, 1), 1);
+    CHECK_EQ(a.h->due[own], 0);
+    CHECK_EQ(lci_release(a.h, &list.head), LC_OK);
     tear_down();
 }
 
@@ -283,15 +509,26 @@ const test ranked_tests[] = {
     TEST(oldest_is_what_goes),
     TEST(lists_go_by_rank),
     TEST(pinned_pages_are_parked),
+    TEST(a_call_that_comes_back_goes_on),
     TEST(parked_pages_come_back),
     TEST(what_a_call_has_used_does_not_follow),
+    TEST(a_parent_that_ranks_above_does_not_follow),
+    TEST(a_parent_that_the_call_used_does_not_follow),
     TEST(a_lookup_that_does_not_count_leaves_the_word_alone),
+    TEST(a_match_and_then_a_reserve_are_one_hit),
     TEST(pages_that_went_are_remembered),
     TEST(a_use_of_a_hot_page_is_seen),
+    TEST(giving_up_a_child_is_no_use_of_its_parent),
     TEST(first_goes_first),
     TEST(pages_age),
+    TEST(a_page_is_found_when_it_is_due),
     TEST(a_clock_that_wraps),
     TEST(an_order_is_learned),
+    TEST(an_order_is_installed),
+    TEST(a_page_and_its_ghost),
+    TEST(learning_does_not_wait_for_the_lock),
+    TEST(another_unit_is_noticed),
+    TEST(a_page_that_returns_makes_its_list_due),
     TEST(advice_of_any_bytes),
     TEST(a_damaged_order_is_found_and_mended),
     END_OF_TESTS,

@@ -359,7 +359,7 @@ static void evict_one(uint32_t moved) {
 
 static void a_call_that_moved_enough_takes_what_is_next(void) {
     for (int enough = 0; enough < 2; enough++) {
-        set_up(40);
+        set_up_lru(40);
         prompt_fill(&a, &p, 1, 1);
         prompt_fill(&a, &q, 2, 1);
         collect(&a);
@@ -374,7 +374,7 @@ static void a_call_that_moved_enough_takes_what_is_next(void) {
 
 /* Two pages of a list above level 0: the one that was put right goes, not the one behind it. */
 static void a_call_that_moved_enough_takes_what_was_put_right(void) {
-    set_up(40);
+    set_up_lru(40);
     lc_store(&a.h->root->clock, 3 * LCI_DIGITS + 4);
     prompt_fill(&a, &p, 1, 1);
     prompt_fill(&a, &q, 2, 1);

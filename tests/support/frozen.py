@@ -148,7 +148,8 @@ def _messages() -> Iterator[tuple[str, bytes]]:
     yield "rank step", encode(Decisions(3, {"a": (1, 2)}, b"x", (1,), (2,), ("b",)))
     yield "rank startup", encode(None)
     space = Namespace("weights", "tenant", 5)
-    yield "storage ask", Ask(1.0, 2.0, _keys(), space, 8, 9, 1, 2).pack()
+    how = {"request": 9, "tokens": 8}
+    yield "storage ask", Ask(Asked.WRITE, 1.0, 2.0, _keys(), space, how).pack()
     yield "storage part", Part(Asked.WRITE, 1, 2, 3, 0, 1, b"body").pack()
     yield "storage answer", Answer(1, TaskState.FINISHED, 2, {}, ("why",)).pack()
 

@@ -237,15 +237,15 @@ class Shelf(BaseTier):
     def _deadline_of(self, timeout: Any, namespace: Any) -> Deadline:
         return Deadline(60.0 if timeout is None else timeout)
 
-    def _start_write(self, keys: Any, *how: Any) -> Any:
-        # It is filled by the tests.
+    def _start(self, call: Any, keys: Any, namespace: Any, *deadline: Any, **how: Any) -> Any:
+        if call == "prefetch":
+            self.tasks.append(Reading(self, keys, how["start"], namespace))
+            return self.tasks[-1]
+        assert call == "write"  # it is filled by the tests
         progress = TaskProgress("write", len(keys), None)
         progress.count(stored=len(keys))
         progress.end(failed=False)
         return StorageTask(progress)
-
-    def _start_last_ready(self, *how: Any) -> Any:
-        raise NotImplementedError
 
     def stats(self) -> Any:
         """Nobody asks it for that."""
@@ -261,10 +261,6 @@ class Shelf(BaseTier):
     def take_figures(self) -> Any:
         """It has none."""
         return {}
-
-    def _start_read(self, keys: Any, start: int, hold: bool, namespace: Any, *how: Any) -> Any:
-        self.tasks.append(Reading(self, keys, start, namespace))
-        return self.tasks[-1]
 
 
 class Reading:

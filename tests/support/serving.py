@@ -97,7 +97,7 @@ def held_lock(cache: Cache, client: StorageClient) -> Iterator[None]:
         while True:  # the service takes it for its pops
             lock.word = holder.slot | holder.epoch << layout.LOCK_EPOCH_SHIFT
             try:
-                client._tasks.push(b"")
+                client._tasks.push_many([b""])
             except LockTimeout:
                 break
         try:

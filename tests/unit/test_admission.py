@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from support.keys import Keys, array, prompt
+from support.learned_traffic import KNOWN, PAGES, PROMPT, Traffic, taught
 from support.refusals import refused
-from support.traffic import KNOWN, PAGES, PROMPT, Traffic, taught
 
 from lightcache import Abandoned, ConfigError, PageIndex, PermissionDenied
 from lightcache.layout import Hint, WhyMissing

@@ -17,8 +17,9 @@ from support.refusals import refused
 
 from lightcache import Cache, errors, shm
 from lightcache.manager.stats import ManagerStats, NodeCounters
-from lightcache.shm import layout
+from lightcache.shm import layout, names
 from lightcache.tools.cli import group
+from lightcache.tools.readings import Watch
 
 NAMES = ("requests", "tokens")
 TOP = (1 << 64) - 1
@@ -314,8 +315,63 @@ def test_a_nodes_figures(cache):
         for field in fields(ManagerStats):
             theirs.add(**{field.name: 1})
         assert theirs.total().errors == theirs.total().loads == 1
-        assert [info.kind for info in shm.list_segments() if info.name == f"{cache.name}.counters"]
-    assert shm.read_segment(f"{cache.name}.counters") is None, "they go with the last"
+        name = ours._counters.segment.name
+        assert [info.kind for info in shm.list_segments() if info.name == name]
+    assert shm.read_segment(name) is None, "they go with the last"
+
+
+ENGINE = """
+import os, signal, sys
+from lightcache import Cache
+from lightcache.manager.stats import NodeCounters
+cache = Cache.attach(sys.argv[1], secret=b"s" * 16)
+counters = NodeCounters.open(cache)
+counters.add(requests=7)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_another_cache_of_the_name_begins_at_zero(segment_name, script):
+    """`rm` takes the counters of killed engines with the cache, and where it cannot, as their
+    names differ nothing is mixed."""
+    how = {"pages": 8, "page_bytes": 4096, "fingerprint": "f", "secret": b"s" * 16}
+    for removes in (True, False):
+        with Cache.create(segment_name, **how, lifetime="persistent") as first:
+            script(ENGINE, segment_name, status=-signal.SIGKILL)
+            left = names.counters_name(segment_name, first.index.segment.uuid)
+        with Cache.attach(segment_name, secret=b"s" * 16) as again, Watch() as watch:
+            assert watch.read()[segment_name].counts.total["requests"] == 7
+            with NodeCounters.open(again) as theirs:
+                assert theirs.total().requests == 7, "the cache is the same, so they continue"
+                theirs.add(requests=1)
+            script(ENGINE, segment_name, status=-signal.SIGKILL)
+        if removes:
+            assert not CliRunner().invoke(group, ["rm", segment_name]).exit_code
+        else:
+            shm.Segment.unlink(segment_name)
+        assert (shm.read_segment(left) is None) == removes
+        with Cache.create(segment_name, **how) as new, Watch() as watch:
+            assert watch.read()[segment_name].counts is None
+            with NodeCounters.open(new) as ours:
+                assert ours.total() == ManagerStats()
+                ours.add(requests=1)
+                assert watch.read()[segment_name].counts.total["requests"] == 1
+    shm.Segment.unlink(left)
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_rm_takes_counters_in_use_only_by_force(segment_name, force):
+    how = {"pages": 8, "page_bytes": 4096, "fingerprint": "f", "secret": b"s" * 16}
+    made = Cache.create(segment_name, **how, lifetime="persistent")
+    with NodeCounters.open(made) as ours:
+        made.close()
+        done = CliRunner().invoke(group, ["rm", segment_name, *(["--force"] if force else [])])
+        assert (done.exit_code, done.output) == (0, f"removed {segment_name}\n")
+        if force:
+            refused(errors.Detached, "", ours.total)
+        else:
+            ours.add(requests=1)
+            assert ours.total().requests == 1
 
 
 def test_a_reader_of_a_cache_reads_its_figures(cache):

@@ -26,6 +26,7 @@ from lightcache.groups import Rule
 from lightcache.hybrid import Checkpoints
 from lightcache.kernels import Move
 from lightcache.manager import KVCacheManager, ManagedBlocks
+from lightcache.manager.stats import NodeCounters
 from lightcache.metrics import CacheMetrics, CheckpointMetrics, ManagerMetrics, WindowMetrics
 from lightcache.shm import Segment
 
@@ -59,7 +60,8 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[An
     monkeypatch.setenv("HOME", str(tmp_path))
     opened: list[Any] = []
     caches: list[Cache] = []
-    engine, over = Cache.transfer_engine, Cache._over
+    ended: list[NodeCounters] = []
+    engine, over, counters = Cache.transfer_engine, Cache._over, NodeCounters.open
 
     def keep_engine(*arguments: Any, **more: Any) -> Any:
         opened.append(engine(*arguments, **more))
@@ -69,10 +71,15 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[An
         caches.append(over(*arguments))
         return caches[-1]
 
+    def keep_counters(cache: Cache) -> NodeCounters:
+        ended.append(counters(cache))
+        return ended[-1]
+
+    monkeypatch.setattr(NodeCounters, "open", keep_counters)
     monkeypatch.setattr(Cache, "transfer_engine", keep_engine)
     monkeypatch.setattr(Cache, "_over", keep_cache)
     yield opened
-    for closeable in (*opened, *caches):
+    for closeable in (*opened, *ended, *caches):
         closeable.close()
     for cache in caches:
         Segment.unlink(cache.name)  # persistent ones
@@ -215,6 +222,7 @@ def test_integration(engines: list[Any], segment_name: str) -> None:
     assert space["load"].tokens == 320
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [40, 41], ids=["waits", "is preempted"])
 def test_integration_without_room_for_two(
     engines: list[Any], segment_name: str, blocks: int

@@ -14,7 +14,7 @@ from support.index_view import IndexView
 from support.keys import prompt
 
 from lightcache import Cache, PageIndex
-from lightcache.errors import LayoutMismatch
+from lightcache.errors import ConfigError, LayoutMismatch
 from lightcache.layout import EVICTIONS, PageRecord
 from lightcache.page_index import geometry
 
@@ -47,8 +47,9 @@ def test_a_cache_takes_what_is_there(segment_name: str, tmp_path: Path) -> None:
         assert made.index.eviction == "hz"
         with Cache.open(segment_name, **own) as opened, Cache.attach(segment_name) as attached:
             assert opened.index.eviction == attached.index.eviction == "hz"
-        with pytest.raises(LayoutMismatch, match="eviction"):
+        with pytest.raises(LayoutMismatch, match="eviction") as refused:
             Cache.open(segment_name, eviction="lru", **own)
+        assert "bytes" not in str(refused.value)
 
 
 @ORDERS
@@ -139,3 +140,52 @@ def test_a_plan_is_a_hit_when_it_is_taken(segment_name: str) -> None:
         index.take("a").release()
         hits.append(page.used >> 9 & 127)
         assert hits == [1, 1, 2]
+
+
+def test_what_a_plan_does_not_give_is_not_hit(segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=8, eviction="hz") as index:
+        put(index, 1, 2)
+        with index.match(prompt(1, 2)) as lease:
+            begin = index.segment.address + geometry(8).page
+            pages = [PageRecord.from_address(begin + 64 * int(page)) for page in lease.pages]
+
+        def hits() -> list[int]:
+            return [page.used >> 9 & 127 for page in pages]
+
+        index.plan("a", prompt(1, 2))
+        assert index.cancel("a")
+        assert hits() == [1, 1]
+        index.plan("a", prompt(1, 2), timeout=0)
+        assert not index.cancel("a")  # it has expired
+        assert hits() == [1, 1]
+        index.plan("a", prompt(1, 2))
+        index.take("a", pages=1).release()
+        assert hits() == [2, 1]
+
+
+def test_what_a_plan_comes_after_is_used_when_it_is_taken(segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=8, eviction="hz") as index:
+        put(index, 1, 3)
+        keys = prompt(1, 3)
+        with index.match(keys) as lease:
+            at = index.segment.address + geometry(8).page + 64 * int(lease.pages[0])
+        page = PageRecord.from_address(at)
+        before = page.used
+        for _ in range(3):
+            assert index.plan("a", keys[1:], after=keys[:1]) == 2
+        assert page.used == before
+        with pytest.raises(ConfigError, match="after"):
+            index.plan("a", keys[1:], after=keys)
+        index.take("a").release()
+        assert page.used >> 16 > before >> 16
+        assert page.used & 0xFFFF == before & 0xFFFF  # no hit
+
+
+def test_a_clock_that_is_too_far(segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=8, eviction="hz") as index:
+        index.set_clock(5e8)
+        put(index, 1)
+        index.set_clock(None)
+        assert index.evict(1) == 1
+        with pytest.raises(ConfigError, match="up to 5e8"):
+            index.set_clock(5.1e8)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from support.keys import prompt
+from support.learned_traffic import KNOWN, PAGES, PROMPT, Traffic, taught
 from support.manager_case import SECRET, TOKEN_BYTES, Shelf, World, on_host, tokens
 from support.refusals import refused
-from support.traffic import KNOWN, PAGES, PROMPT, Traffic, taught
 
 from lightcache import Cache, ConfigError
 from lightcache.layout import Hint

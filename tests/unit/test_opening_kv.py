@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,9 @@ import pytest
 from support.refusals import refused
 
 from lightcache import cache_name
-from lightcache.errors import ConfigError, InUse, LayoutMismatch
-from lightcache.manager import KVCacheManager, Prompt, open_kv
-from lightcache.shm import read_segment
+from lightcache.errors import ConfigError, Detached, InUse, LayoutMismatch
+from lightcache.manager import KVCacheManager, ManagerConfig, Prompt, open_kv
+from lightcache.shm import Segment, read_segment
 
 BLOCKS, BLOCK, HEADS, DIM, LAYERS, PAGE = 12, 4, 2, 8, 3, 8
 SHAPES = {
@@ -69,6 +70,52 @@ def test_a_manager_of_all_blocks(segment_name: str) -> None:
         manager.release("a")
         assert manager.plan("b", Prompt([*TOKENS, 1])).usable == len(TOKENS)
         manager.cancel("b")
+
+
+def test_counters_that_were_removed_stop_nothing(
+    segment_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The cache works on, and the log has it once."""
+    with open_kv(kv_caches("kbnhc"), name=segment_name, axes="kbnhc", **MODEL) as kv:
+        manager = kv.manager(f"{segment_name}-gpu0", config=ManagerConfig(failures=1))
+        manager.plan("a", Prompt(TOKENS))
+        manager.take("a")
+        manager.release("a")
+        assert manager.node_stats().requests == 1
+        assert kv._counters is not None
+        assert Segment.unlink(kv._counters._counters.segment.name, force=True)
+        for name in "bcd":
+            manager.plan(name, Prompt(TOKENS))
+            manager.take(name)
+            manager.release(name)
+            manager._add_at = 0.0
+            manager.poll()
+        assert manager.stats().requests == 4
+        assert (manager.stats().errors, manager.disabled) == (0, False)
+        refused(Detached, "", manager.node_stats)
+    assert caplog.text.count("does not count for the node") == 1
+
+
+def test_engines_of_a_cache_add_up_and_a_fork_adds_nothing(segment_name: str) -> None:
+    how = {"name": segment_name, "axes": "kbnhc", **MODEL}
+    with open_kv(kv_caches("kbnhc"), **how) as kv, open_kv(kv_caches("kbnhc"), **how) as other:
+        managers = [kv.manager(f"{segment_name}-gpu0"), other.manager(f"{segment_name}-gpu1")]
+        for manager in managers:
+            manager.plan("a", Prompt(TOKENS))
+            manager.take("a")
+            manager.release("a")
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                for manager in managers:
+                    manager._add_to_node()  # says that it counts no more
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        managers[0].node_stats()
+        assert managers[1].node_stats().requests == 2
 
 
 def test_leaving_closes_all_of_it(segment_name: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import traffic
+from support import learned_traffic
 from support.keys import prompt
 from support.refusals import refused
 from support.sglang_stand_in import hashes_of
@@ -482,13 +482,13 @@ def test_what_is_not_worth_saving_is_not_saved(
     pool = MHATokenToKVPoolHost("page_first")
     bytes_of_page = made(pool).usable().cache.page_bytes
     Segment.unlink(segment_name, force=True)
-    one = made(pool, size=traffic.PAGES * bytes_of_page, admission=True)
+    one = made(pool, size=learned_traffic.PAGES * bytes_of_page, admission=True)
     index = one.usable().cache.index
-    assert index.pages == traffic.PAGES
-    traffic.occupied(index)
+    assert index.pages == learned_traffic.PAGES
+    learned_traffic.occupied(index)
     pool.compute(FIRST)
     assert one.batch_set_v1(HASHES, indices(FIRST)) == [False] * 10
-    index.drop(prompt(0, traffic.PROMPT)[4:])
+    index.drop(prompt(0, learned_traffic.PROMPT)[4:])
     others = [f"{number:064x}" for number in range(10)]
     assert one.batch_set_v1(others, indices(FIRST))[:6] == [True] * 6  # as many are free
     refused(ConfigError, "where several ranks save", made, pool, 0, 2, admission=True)

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 from support.keys import prompt
+from support.learned_traffic import PAGES, occupied
+from support.learned_traffic import PROMPT as PAGES_EACH
 from support.refusals import refused
 from support.sglang_stand_in import PAGE, Engine, hashes_of
-from support.traffic import PAGES, occupied
-from support.traffic import PROMPT as PAGES_EACH
 
 from lightcache import Cache, LayerLoads, OffloadQueue
 from lightcache.connectors import engine_cache

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import struct
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -35,29 +37,45 @@ from lightcache.storage.tasks import COUNTS
 from lightcache.storage.testing.conformance import make_keys
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
-TASKS = st.sampled_from([Kind.WRITE, Kind.PREFETCH, Kind.LAST_READY])
+TASKS = st.sampled_from([Kind.WRITE, Kind.PREFETCH, Kind.PREFETCH_LAST_READY])
 names = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=11)
-asks = st.builds(
-    Ask,
-    end=st.floats(allow_nan=False),
-    timeout=st.floats(allow_nan=False),
-    keys=st.integers(0, 5).map(lambda n: make_keys(n, seed=n)),
-    namespace=st.builds(Namespace, names, names, U32),
-    tokens=st.none() | st.integers(0, 2**62),
-    request=st.none() | U64,
-    start=U32,
-    most=U32,
-    step=st.integers(1, 2**15),
-    groups=st.lists(
-        st.tuples(
-            st.integers(1, 2**63 - 1),
-            st.integers(0, 2**63 - 1),
-            st.builds(Run, st.integers(1, 31), st.integers(1, 4096)) | st.just(PLAIN),
-        ),
-        max_size=3,
-    ).map(lambda groups: tuple((Rule(f"rule{i}", *of[:2]), of[2]) for i, of in enumerate(groups))),
+groups = st.lists(
+    st.tuples(
+        st.integers(1, 2**63 - 1),
+        st.integers(0, 2**63 - 1),
+        st.builds(Run, st.integers(1, 31), st.integers(1, 4096)) | st.just(PLAIN),
+    ),
+    max_size=3,
+).map(lambda groups: [(Rule(f"rule{i}", *of[:2]), of[2]) for i, of in enumerate(groups)])
+STARTS = st.integers(0, 5)
+ARGUMENTS: dict[Kind, st.SearchStrategy[dict[str, Any]]] = {
+    Kind.WRITE: st.fixed_dictionaries(
+        {"request": st.none() | st.integers(-(2**63), 2**63), "tokens": st.integers(0, 2**62)}
+    ),
+    Kind.PREFETCH: st.fixed_dictionaries({"start": STARTS}),
+    Kind.PREFETCH_LAST_READY: st.fixed_dictionaries(
+        {"groups": groups, "start": STARTS, "step": st.integers(1, 2**15), "most": U32}
+    ),
+}
+asks = TASKS.flatmap(
+    lambda kind: st.builds(
+        Ask,
+        kind=st.just(kind),
+        end=st.floats(allow_nan=False),
+        timeout=st.floats(allow_nan=False),
+        keys=st.integers(5, 9).map(lambda n: make_keys(n, seed=n)),
+        namespace=st.builds(Namespace, names, names, U32),
+        arguments=ARGUMENTS[kind],
+    )
 )
-ASK = Ask(1.0, 2.0, make_keys(3, seed=1), Namespace("v1", "t", 7), tokens=9, request=4)
+WRITE = {"request": 4, "tokens": 9}
+ASK = Ask(Kind.WRITE, 1.0, 2.0, make_keys(3, seed=1), Namespace("v1", "t", 7), WRITE)
+
+
+def parts_buffer() -> tuple[PartBuffer, Counter[str]]:
+    """A buffer, and what it counts."""
+    counted: Counter[str] = Counter()
+    return PartBuffer(counted), counted
 
 
 def same(one: Ask, other: Ask) -> bool:
@@ -71,7 +89,7 @@ def same(one: Ask, other: Ask) -> bool:
 
 @given(asks)
 def test_a_task(ask: Ask) -> None:
-    found = Ask.unpack(ask.pack())
+    found = Ask.unpack(ask.kind, ask.pack())
     assert same(found, ask)
     assert (found.keys.dtype, found.keys.flags.c_contiguous) == (np.uint64, True)
 
@@ -80,16 +98,16 @@ def test_a_task(ask: Ask) -> None:
 def test_parts(kind: Kind, pid: int, client: int, task: int, body: bytes) -> None:
     messages = split(kind, pid, client, task, body)
     assert max(map(len, messages)) <= PART_BYTES
-    halves = PartBuffer()
+    halves, counted = parts_buffer()
     found = [halves.add(Part.unpack(message)) for message in messages]
     assert found == [None] * (len(messages) - 1) + [body]
-    assert not halves.dropped
-    assert not halves.waiting
+    halves.drop()
+    assert not counted["halves"]
 
 
 @given(st.sampled_from([Kind.STOP, Kind.CANCEL]), st.integers(1, 2**32 - 1), U64, U64)
 def test_a_word_about_a_task(kind: Kind, pid: int, client: int, task: int) -> None:
-    part = Part(kind, pid, client, task, 0, 1, b"")
+    part = Part(kind, pid, client, task)
     assert Part.unpack(part.pack()) == part
 
 
@@ -125,25 +143,33 @@ def test_a_reason_that_is_too_long_is_cut_off_between_characters(first: str) -> 
 
 def test_the_longest_chain_has_all_of_its_parts() -> None:
     keys = make_keys(MOST_KEYS, seed=3)
-    groups = tuple((Rule(f"rule{i}", 1, 0), PLAIN) for i in range(GROUPS))
-    ask = replace(ASK, keys=keys, namespace=Namespace("w" * 47, "t" * 47, 1), groups=groups)
-    halves = PartBuffer()
-    bodies = [halves.add(Part.unpack(each)) for each in split(Kind.WRITE, 1, 2, 3, ask.pack())]
+    each = [(Rule(f"rule{i}", 2**62, 2**62), PLAIN) for i in range(GROUPS)]
+    how = {"groups": each, "start": 1, "step": 1, "most": 1}
+    space = Namespace("w" * 47, "t" * 47, 1)
+    ask = replace(ASK, kind=Kind.PREFETCH_LAST_READY, keys=keys, namespace=space, arguments=how)
+    halves, _ = parts_buffer()
+    messages = split(ask.kind, 1, 2, 3, ask.pack())
+    bodies = [halves.add(Part.unpack(each)) for each in messages]
     assert bodies[-1] is not None
-    assert same(Ask.unpack(bodies[-1]), ask)
+    assert same(Ask.unpack(ask.kind, bodies[-1]), ask)
 
 
 # ---------------------------------------------------------------- what is none
 
 
+def unpack_ask(data: bytes) -> Ask:
+    return Ask.unpack(Kind.WRITE, data)
+
+
 @given(st.binary(max_size=200))
 def test_any_bytes_are_refused_or_understood(data: bytes) -> None:
-    for kind in (Part, Ask, Answer):
+    unpacks: list[Any] = [Part.unpack, unpack_ask, Answer.unpack]
+    for unpack in unpacks:
         try:
-            made: Any = kind.unpack(data)  # type: ignore[attr-defined]
+            made: Any = unpack(data)
         except Malformed:
             continue
-        assert kind.unpack(made.pack()) is not None  # type: ignore[attr-defined]
+        assert unpack(made.pack()) is not None
 
 
 @given(st.sampled_from(["part", "ask", "answer"]), st.data())
@@ -156,20 +182,15 @@ def test_a_message_of_which_bytes_changed(which: str, data: Any) -> None:
     at = data.draw(st.integers(0, len(whole) - 1))
     bad = bytearray(whole)
     bad[at] ^= data.draw(st.integers(1, 255))
-    kinds = {"part": Part, "ask": Ask, "answer": Answer}
-    unpack: Any = kinds[which]
+    unpack: Any = {"part": Part.unpack, "ask": unpack_ask, "answer": Answer.unpack}[which]
     with contextlib.suppress(Malformed):
-        unpack.unpack(bytes(bad)[: data.draw(st.integers(0, len(bad)))])
+        unpack(bytes(bad)[: data.draw(st.integers(0, len(bad)))])
 
 
 def head(kind: int = 1, part: int = 0, parts: int = 1, pid: int = 9, **how: Any) -> bytes:
     """A part's head, byte by byte."""
-    magic, version, zero = (
-        how.get("magic", b"lcST"),
-        how.get("version", VERSION),
-        how.get("zero", 0),
-    )
-    return struct.pack("<4sBBHIHHQQ", magic, version, kind, zero, pid, part, parts, 1, 1)
+    magic, version = how.get("magic", b"lcST"), how.get("version", VERSION)
+    return struct.pack("<4sBBHHIQQ", magic, version, kind, part, parts, pid, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +200,7 @@ def head(kind: int = 1, part: int = 0, parts: int = 1, pid: int = 9, **how: Any)
         head()[:-1],
         head(magic=b"lcSU") + b"x",
         head(version=1) + b"x",
-        head(zero=1) + b"x",
+        head(parts=67) + b"x",
         head(kind=0) + b"x",
         head(kind=6) + b"x",
         head(kind=7) + b"x",
@@ -196,29 +217,14 @@ def test_no_part(message: bytes) -> None:
     refused(Malformed, "", Part.unpack, message)
 
 
-def body(**how: Any) -> bytes:
+def body(*fields: Any, keys: bytes = b"k" * 32, **how: Any) -> bytes:
     """A task's body, field by field."""
-    fields: dict[str, Any] = {
-        "end": 1.0,
-        "timeout": 1.0,
-        "tokens": -1,
-        "request": 0,
-        "ref": 1,
-        "has": 0,
-        "start": 0,
-        "most": 0,
-        "step": 1,
-        "groups": 1,
-        "keys": 2,
-        "weights": 2,
-        "tenant": 1,
-        "align": 1,
-        "back": 1,
-        "group": 0,
-        "run": 1,
-        **how,
-    }
-    return struct.pack("<ddqQQIIIHHIHHQQHH", *fields.values()) + b"abc" + b"k" * 32
+    known = [1.0, 1.0, ["v1", "t", 1], {"request": None, "tokens": 1, **how}]
+    text = json.dumps([*fields, *known[len(fields) :]]).encode()
+    return struct.pack("<I", len(text)) + text + keys
+
+
+GROUPED = {"groups": [[1, 1, 0, 1]], "start": 0, "step": 1, "most": 1}
 
 
 @pytest.mark.parametrize(
@@ -226,67 +232,95 @@ def body(**how: Any) -> bytes:
     [
         body()[:-1],
         body()[:40],
-        body(end=float("nan")),
-        body(timeout=float("nan")),
-        body(tokens=-2),
-        body(has=8),
-        body(has=2),
-        body(ref=1 << 32),
-        body(group=32),
-        body(group=1, run=0),
-        body(run=2),
-        body(align=0),
-        body(back=1 << 63),
-        body(groups=0),
-        body(groups=2),
-        body(groups=60000),
-        body(keys=1),
-        body(keys=3),
-        body(keys=MOST_KEYS + 1) + b"k" * 16 * (MOST_KEYS - 1),
+        body()[:3],
         body() + b"k",
-        body(has=4),
-        body(weights=3),
-        body(weights=48),
-        body(tenant=60000),
-        body().replace(b"abc", b"\xff\xfe\xfd"),
+        body(keys=b"k" * 24),
+        body(float("nan")),
+        body(1.0, float("nan")),
+        body(1),
+        body("1"),
+        body(1.0, None),
+        body(1.0, 1.0, ["v1", "t"]),
+        body(1.0, 1.0, ["v1", "t", 1 << 32]),
+        body(1.0, 1.0, ["v1", "t", -1]),
+        body(1.0, 1.0, ["v1", "t", True]),
+        body(1.0, 1.0, [1, "t", 1]),
+        body(1.0, 1.0, ["v1", "t", 1], []),
+        body(1.0, 1.0, ["v1", "t", 1], {"request": 1}),
+        body(hold=True),
+        body(lease=None),
+        body().replace(b"v1", b"\xff\xfe"),
+        body().replace(b"v1", b'v"'),
+        struct.pack("<I", 10000) + b"[" * 10000,
+        struct.pack("<I", 2) + b"{}",
+        struct.pack("<I", 1) + b"1",
+        struct.pack("<I", 1 << 31),
     ],
 )
 def test_no_task(message: bytes) -> None:
-    assert len(Ask.unpack(body()).keys) == 2
-    refused(Malformed, "", Ask.unpack, message)
+    assert len(unpack_ask(body()).keys) == 2
+    refused(Malformed, "", unpack_ask, message)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        *(1, [1], [[]], [[1, 1, 0]], [[1, 1, 0, 1, 1]], [[0, 1, 0, 1]], [[1, 1 << 63, 0, 1]]),
+        *([[1, 1, 32, 1]], [[1, 1, 1, 0]], [[1, 1, 0, 2]], [["1", 1, 0, 1]]),
+    ],
+)
+def test_no_groups(groups: Any) -> None:
+    def unpack(how: Any) -> Ask:
+        return Ask.unpack(Kind.PREFETCH_LAST_READY, body(1.0, 1.0, ["v1", "t", 1], how))
+
+    assert len(unpack(GROUPED).arguments["groups"]) == 1
+    refused(Malformed, "", unpack, GROUPED | {"groups": groups})
+
+
+@pytest.mark.parametrize("start", [-1, 3, -(1 << 33), 1 << 64, 1.0, True, None, "1", [1], {}])
+def test_no_start(start: Any) -> None:
+    """It would be a number of pages that no answer has room for, or none at all."""
+
+    def unpack(start: Any) -> Ask:
+        return Ask.unpack(Kind.PREFETCH, body(1.0, 1.0, ["v1", "t", 1], {"start": start}))
+
+    assert [unpack(start).start for start in (0, 2)] == [0, 2]
+    refused(Malformed, "", unpack, start)
 
 
 # ---------------------------------------------------------------- halves
 
 
 def parts(task: int, keys: int = 3000) -> list[Part]:
-    ask = replace(ASK, keys=make_keys(keys, seed=task))
+    ask = replace(ASK, kind=Kind.PREFETCH, keys=make_keys(keys, seed=task), arguments={"start": 0})
     return [Part.unpack(each) for each in split(Kind.PREFETCH, 1, 2, task, ask.pack())]
 
 
 def test_a_half_is_dropped_when_something_else_comes() -> None:
-    halves, first, second = PartBuffer(), parts(1), parts(2)
+    (halves, counted), first, second = parts_buffer(), parts(1), parts(2)
     assert halves.add(first[0]) is None
-    assert halves.waiting
     assert [halves.add(part) is None for part in second] == [True] * (len(second) - 1) + [False]
-    assert halves.dropped == 1
+    assert counted["halves"] == 1
     refused(Malformed, "without those before", halves.add, first[1])
     assert [halves.add(part) is None for part in first][-1] is False
 
 
 def test_parts_out_of_order() -> None:
-    halves, first = PartBuffer(), parts(1)
+    (halves, counted), first = parts_buffer(), parts(1)
     halves.add(first[0])
     refused(Malformed, "", halves.add, first[2])
-    assert not halves.waiting
+    assert counted["halves"] == 1
     halves.add(first[0])
     halves.add(replace(first[0]))  # said twice: it begins anew
-    assert halves.dropped == 2
+    assert counted["halves"] == 2
     assert [halves.add(part) is None for part in first[1:]][-1] is False
 
 
-def test_parts_of_another_size_and_too_many() -> None:
-    halves, first = PartBuffer(), parts(1)
-    refused(Malformed, "bytes", halves.add, replace(first[0], data=first[0].data[:-1]))
-    refused(Malformed, "", halves.add, replace(first[0], parts=60000))
-    assert not halves.waiting
+def test_a_part_of_another_task() -> None:
+    """With the same number: another kind, client, or number of parts."""
+    first = parts(1)
+    for change in ({"kind": Kind.WRITE}, {"client": 9}, {"pid": 9}, {"parts": 60}, {"task": 9}):
+        halves, counted = parts_buffer()
+        halves.add(first[0])
+        refused(Malformed, "without those before", halves.add, replace(first[1], **change))  # type: ignore[arg-type]
+        assert counted["halves"] == 1

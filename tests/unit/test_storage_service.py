@@ -250,7 +250,7 @@ def test_a_clients_arguments(cache: Cache, how: Any) -> None:
 
 
 def test_a_services_arguments(cache: Cache) -> None:
-    for how, what in (({"most": 0}, "most"), ({"group": 0}, "group"), ({"seen": 0}, "seen")):
+    for how, what in (({"threads": 0}, "threads"), ({"group": 0}, "group"), ({"seen": 0}, "seen")):
         refused(ConfigError, what, StorageService, cache, empty(cache), **how)
     refused(TypeError, "", StorageService, cache, empty(cache), speed=1)
     with Cache.attach(cache.name, readonly=True) as reader, pytest.raises(PermissionDenied):

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,6 @@ from lightcache.shm.objects import OpenObject
 from lightcache.storage import StorageSpec, StorageTask, TaskState
 from lightcache.storage.service import StorageClient, StorageService, board
 from lightcache.storage.service.board import Service
-from lightcache.storage.service.client import Pulse
 from lightcache.storage.service.messages import Answer, Kind, Part
 from lightcache.storage.service.serving import Peer, Served
 from lightcache.storage.tasks import TaskProgress
@@ -56,24 +56,42 @@ def test_a_service_that_is_stopped_costs_its_clients_one_detection(
             texts = [record.getMessage() for record in caplog.records]
             assert sum("has not looked at its messages" in text for text in texts) == 1
             gate.set()
-            before = service._board.beat
-            wait_until(lambda: service._board.beat > before, "that it looks again")
+            later[0] = time.monotonic() - begun
+            begun_again = time.monotonic() * 1e6
+            wait_until(lambda: service._board.load("looked_us") > begun_again, "that it looks")
             again = one.prefetch(KEYS)  # at once, and no task was a probe
             assert again.wait(60.0).prefix == 20
 
 
-def test_a_service_is_silent_when_its_count_stands_still() -> None:
-    now = [0.0]
-    pulse, service = Pulse(2.0, lambda: now[0]), Service(word=5, pid=1)
-    for beat, at, expected in (
-        *((1, 0.0, False), (1, 2.0, False), (1, 2.1, True), (1, 9.0, True), (2, 9.0, False)),
-        *((2, 50.0, True), (3, 50.0, False)),  # who did not look for long sees that it counts
-    ):
-        now[0] = at
-        assert bool(pulse.silent(service, beat)) is expected
-    now[0] = 60.0
-    assert pulse.silent(service, 3)
-    assert not pulse.silent(Service(word=6, pid=1), 3)  # another one
+def test_a_service_is_silent_when_it_has_not_looked_for_long(cache: Cache) -> None:
+    now, service = [0.0], Service(word=5, pid=7)
+    with StorageClient(cache, silence=2.0, clock=lambda: now[0]) as client:
+        client._board.store(serving=1)
+        for looked, at, expected in (
+            *((1, 1.0, False), (1, 3.0, False), (1, 3.1, True), (4, 4.0, False), (4, 7.0, True)),
+            *((9, 8.0, False), (9, 50.0, True)),
+        ):
+            now[0] = at
+            client._board.store(looked_us=looked * 10**6)
+            assert ("(pid 7) has not looked" in client._silent(service)) is expected
+        client._board.store(serving=0)  # it closes
+        assert not client._silent(service)
+
+
+def test_a_service_looks_between_the_messages_of_a_batch(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, wait_until: Wait
+) -> None:
+    monkeypatch.setattr("lightcache.storage.service.serving._LOOK", 1e9)
+    looked: list[int] = []
+    with StorageService(cache, full(cache)) as service:
+        take = service._take
+        service._take = lambda message: (  # type: ignore[method-assign]
+            looked.append(service._board.load("looked_us")),
+            take(message),
+        )[1]
+        push(cache, *[Part(Kind.CANCEL, 1, 2, n).pack() for n in range(8)])
+        wait_until(lambda: service.stats().orphans == 8, "all of them")
+    assert len(set(looked)) == 8
 
 
 def test_reads_of_a_client_that_is_gone_hold_up_nobody(cache: Cache, wait_until: Wait) -> None:
@@ -100,8 +118,9 @@ def test_reads_of_a_client_that_is_gone_hold_up_nobody(cache: Cache, wait_until:
     assert reads == [3, 20, 2]  # the one that was begun, the other client's, and the write
 
 
-def test_a_full_queue_refuses(cache: Cache) -> None:
-    with StorageService(cache, full(cache), most=1) as service, StorageClient(cache) as client:
+def test_a_full_queue_refuses(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightcache.storage.service.serving.MOST_TASKS", 1)
+    with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
         gate = silent(service)
         tasks = [client.prefetch(KEYS) for _ in range(board.TASKS + 40)]
         refused = [task for task in tasks if task.ended]
@@ -128,12 +147,13 @@ def test_a_service_whose_thread_fails_says_that_it_does_not_serve(cache: Cache) 
 
 def test_the_end_of_a_task_is_told_when_it_was_counted() -> None:
     task = StorageTask(TaskProgress("read", 4, None))
-    served = Served(None, 1, 2, task)  # type: ignore[arg-type]
+    served = Served(None, (1, 2), task)  # type: ignore[arg-type]
     task.progress.set_prefix(4)
     task.progress.end(failed=False)
-    found = Answer.unpack(served.answer(settled=False))
+    found = Answer.unpack(served.answer())
     assert (found.task, found.state, found.prefix) == (2, TaskState.RUNNING, 4)
-    assert Answer.unpack(served.answer(settled=True)).state is FINISHED
+    served.counted = True
+    assert Answer.unpack(served.answer()).state is FINISHED
 
 
 def test_answers_that_nobody_reads_are_lost(cache: Cache, wait_until: Wait) -> None:
@@ -146,13 +166,13 @@ def test_answers_that_nobody_reads_are_lost(cache: Cache, wait_until: Wait) -> N
         StorageService(cache, full(cache), grace=0.0) as service,
         StorageClient(cache, grace=0.0, clock=clock) as client,
     ):
-        client._messages = list  # type: ignore[method-assign]
+        client._hear = lambda timeout: time.sleep(0.01)  # type: ignore[method-assign]
         ring = board.find_answers(cache, client._pid, client._client)
         while ring.push_many([b"x"] * 256):
             pass
         task = client.prefetch(KEYS, timeout=600.0)
         wait_until(lambda: sound(cache, KEYS) == 20, "the pages, which come all the same")
-        wait_until(lambda: service.stats().lost > 0, "answers that found no room")
+        wait_until(lambda: service.stats().lost == 1, "the answer that found no room")
         late[0] = 1000.0
         assert task.wait(60.0).reasons[0].startswith("timed out")
         ring.close()
@@ -160,34 +180,66 @@ def test_answers_that_nobody_reads_are_lost(cache: Cache, wait_until: Wait) -> N
 
 def test_an_end_that_found_no_room_is_told_again(cache: Cache, wait_until: Wait) -> None:
     with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
-        client._messages = list  # type: ignore[method-assign]
+        client._hear = lambda timeout: time.sleep(0.01)  # type: ignore[method-assign]
         with board.find_answers(cache, client._pid, client._client) as ring:
             while ring.push_many([b"x"] * 256):
                 pass
             task = client.prefetch(KEYS, timeout=600.0)
             wait_until(lambda: service.stats().tier.tasks_finished == 1, "the end")
-            wait_until(lambda: service.stats().lost > 0, "answers that found no room")
+            wait_until(lambda: service.stats().lost == 1, "the answer that found no room")
             (peer,) = service._peers.values()
             pushes, whole = [], peer.tell
-            peer.tell = lambda some, **how: (pushes.append(some), whole(some, **how))[1]  # type: ignore
+            peer.tell = lambda some: (pushes.append(some), whole(some))[1]  # type: ignore
             wait_until(lambda: len(pushes) >= 2, "that it is tried again, in vain")
-            del client._messages
+            del client._hear
             assert task.wait(60.0).loaded == 20
         assert service.stats().lost == 1  # once, however often it was tried
+
+
+def test_a_client_that_does_not_listen_costs_one_attempt_a_turn(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, wait_until: Wait
+) -> None:
+    monkeypatch.setattr("lightcache.storage.service.serving.MOST_UNTOLD", 3)
+    with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
+        client._hear = lambda timeout: time.sleep(0.01)  # type: ignore[method-assign]
+        with board.find_answers(cache, client._pid, client._client) as ring:
+            while ring.push_many([b"x"] * 256):
+                pass
+            for _ in range(10):
+                client.prefetch(KEYS, timeout=600.0)
+            wait_until(lambda: service.stats().taken == 10 and not service._tasks, "the ends")
+            service._ending.set()
+            assert service.wait(60.0)
+            (peer,) = service._peers.values()
+            assert len(peer.untold) == 3  # others are forgotten
+            pushes, whole = [], peer.tell
+            peer.tell = lambda some: (pushes.append(some), whole(some))[1]  # type: ignore
+            service._publish = failing(RuntimeError("for each of them"))  # type: ignore
+            service._repeat()
+            assert len(pushes) == 1
+            assert len(peer.untold) == 3
+            while ring.pop_many(256):
+                pass
+            service._repeat()
+            assert len(ring) == 3
+            assert not peer.untold
+            del service._publish
+        client.close(0.0)
+        assert service.stats().lost == 10
 
 
 def test_nothing_is_told_again_to_who_is_gone(cache: Cache, wait_until: Wait) -> None:
     with StorageService(cache, full(cache)) as service:
         with StorageClient(cache) as client:
-            client._messages = list  # type: ignore[method-assign]
+            client._hear = lambda timeout: time.sleep(0.01)  # type: ignore[method-assign]
             with board.find_answers(cache, client._pid, client._client) as ring:
                 while ring.push_many([b"x"] * 256):
                     pass
             client.prefetch(KEYS, timeout=600.0)
             wait_until(lambda: service.stats().tier.tasks_finished == 1, "the end")
             client.close(0.0)
-        wait_until(lambda: not service._untold, "the end of telling")
         wait_until(lambda: service.stats().clients == 0, "the client that left")
+        assert not service._peers  # whom `_repeat` tells
 
 
 @pytest.mark.parametrize("service_goes", [True, False])
@@ -202,7 +254,8 @@ def test_answers_that_nobody_listened_to_in_time(
         return time.monotonic() + late[0]
 
     with StorageService(cache, full(cache)) as service, StorageClient(cache, clock=clock) as client:
-        client._messages = lambda: (gate.wait(60.0), [])[1]  # type: ignore
+        whole = client._hear
+        client._hear = lambda timeout: gate.wait(60.0) and whole(timeout)  # type: ignore
         tasks = [client.prefetch(KEYS) for _ in range(70)]
         wait_until(lambda: service.stats().taken == 70 and not service._tasks, "the last answer")
         assert len(client._answers) >= 70
@@ -230,26 +283,11 @@ def test_answers_go_out_though_figures_do_not(cache: Cache) -> None:
 
 
 def test_answers_that_cannot_be_taken_out(cache: Cache) -> None:
-    with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
-        client._messages = failing(CacheCorrupted("broken"))  # type: ignore[method-assign]
+    with StorageService(cache, full(cache)), StorageClient(cache) as client:
+        client._hear = failing(CacheCorrupted("broken"))  # type: ignore[method-assign]
         assert "cannot be heard: broken" in client.prefetch(KEYS).wait(60.0).reasons[0]
-        client._messages = failing(RuntimeError("ours"))  # type: ignore[method-assign]
-        task = client.prefetch(KEYS)
-        assert service.close()
-        task.wait(60.0)  # looks at who serves do not end
-        assert task.state is FINISHED
-
-
-def test_an_answer_that_cannot_be_used_takes_no_other_along(client: StorageClient) -> None:
-    heard: list[bytes] = []
-
-    def hear(message: bytes) -> None:
-        heard.append(message)
-        raise RuntimeError("ours")
-
-    client._hear = hear  # type: ignore[method-assign]
-    client._hear_all([b"first", b"second"])
-    assert heard == [b"first", b"second"]
+        client._hear = failing(RuntimeError("ours"))  # type: ignore[method-assign]
+        assert "cannot be heard: ours" in client.prefetch(KEYS).wait(60.0).reasons[0]
 
 
 def test_a_client_whose_ring_is_locked_is_mute_for_a_while() -> None:
@@ -262,9 +300,9 @@ def test_a_client_whose_ring_is_locked_is_mute_for_a_while() -> None:
                 raise LockTimeout("held")
             return 1
 
-    peer = Peer(Ring())  # type: ignore[arg-type]
-    served = Served(peer, 1, 2, StorageTask(TaskProgress("read", 4, None)))
-    assert [peer.tell(served, settled=False) for _ in range(3)] == [True, False, False]
+    peer = Peer(Ring(), Counter())  # type: ignore[arg-type]
+    served = Served(peer, (1, 2), StorageTask(TaskProgress("read", 4, None)))
+    assert [peer.tell(served) for _ in range(3)] == [True, False, False]
     assert len(pushes) == 2
 
 
@@ -292,6 +330,6 @@ def test_a_client_that_is_stopped_while_it_leaves_holds_up_nobody_else(cache: Ca
         opened = OpenObject.open(board.answers_name(cache, *own), writable=True)
         assert opened is not None
         with contextlib.closing(opened), ofd.locked(opened.fd, layout.BYTE_LIFE, timeout=60.0):
-            push(cache, Part(Kind.CANCEL, *own, 1, 0, 1, b"").pack())
+            push(cache, Part(Kind.CANCEL, *own, 1).pack())
             assert client.prefetch(KEYS).wait(5.0).loaded == 20  # not the 10 s of an attach
         assert service.stats().orphans == 1

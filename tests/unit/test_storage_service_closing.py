@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from support.refusals import refused
 from support.serving import held_lock, ours, push, silent
 from support.storing import KEYS, Recorder, fill, full
@@ -14,7 +15,6 @@ from support.storing import KEYS, Recorder, fill, full
 from lightcache import Cache, ConfigError, Detached
 from lightcache.storage import StorageSpec, TaskState
 from lightcache.storage.service import StorageClient, StorageService
-from lightcache.storage.service.board import Phase
 from lightcache.storage.service.messages import PART_BYTES, Kind, Part
 from lightcache.storage.testing import Fault, FlakyStorage
 
@@ -54,15 +54,15 @@ def test_closing_waits_for_a_word_that_is_being_said(cache: Cache, wait_until: W
         task = client.prefetch(KEYS)
         task.wait(60.0)
         inside, gate = threading.Event(), threading.Event()
-        ring, whole = client._tasks, client._tasks.push
+        ring, whole = client._tasks, client._tasks.push_many
 
-        def push(*given: Any, **how: Any) -> None:
+        def push(messages: Any) -> int:
             with ring.segment.busy():
                 inside.set()
                 assert gate.wait(60.0)
-            whole(*given, **how)
+            return whole(messages)
 
-        ring.push = push  # type: ignore[method-assign]
+        ring.push_many = push  # type: ignore[method-assign]
         saying = threading.Thread(target=task.stop)
         saying.start()
         assert inside.wait(60.0)
@@ -110,10 +110,11 @@ def test_closing_a_service_of_which_a_call_hangs(cache: Cache) -> None:
 
 
 def test_closing_takes_what_stands_in_the_ring_though_it_has_its_most(
-    cache: Cache, wait_until: Wait
+    cache: Cache, wait_until: Wait, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("lightcache.storage.service.serving.MOST_TASKS", 1)
     flaky = FlakyStorage(full(cache), script={"read": [Fault("hang", at=1)]})
-    service, client = StorageService(cache, flaky, most=1), StorageClient(cache)
+    service, client = StorageService(cache, flaky), StorageClient(cache)
     tasks = [client.prefetch(KEYS)]
     assert flaky.wait_hanging()
     tasks += [client.prefetch(KEYS[:4]) for _ in range(5)]
@@ -132,7 +133,7 @@ def test_closing_takes_what_stands_in_the_ring_though_it_has_its_most(
 
 def test_closing_that_was_interrupted_goes_on(cache: Cache) -> None:
     """Between any two steps: another service may have come meanwhile."""
-    for where in ("_drop_peers", "_board.end", "_ring.close", "_board.close"):
+    for where in ("_drop_peers", "_board.leave", "_ring.close", "_board.close"):
         part, _, name = where.rpartition(".")
         service = StorageService(cache, full(cache))
         owner = getattr(service, part) if part else service
@@ -142,8 +143,7 @@ def test_closing_that_was_interrupted_goes_on(cache: Cache) -> None:
             whole(*given, **how)
             if how == {"alive": False}:  # of the service's own thread
                 return
-            if name != "end" or given == (Phase.NONE,):
-                raise KeyboardInterrupt
+            raise KeyboardInterrupt
 
         setattr(owner, name, stop)
         refused(KeyboardInterrupt, "", service.close)
@@ -179,15 +179,15 @@ def test_the_last_figures_have_what_closing_finished(cache: Cache) -> None:
 
 def test_no_figure_is_stored_behind_the_end(cache: Cache) -> None:
     service, ends = StorageService(cache, full(cache)), []
-    whole = service._board.end
+    whole = service._board.leave
 
-    def end(phase: Phase) -> None:
-        ends.append((phase, service._publishing.locked()))
-        whole(phase)
+    def leave() -> None:
+        ends.append(service._publishing.locked())
+        whole()
 
-    service._board.end = end  # type: ignore[method-assign]
+    service._board.leave = leave  # type: ignore[method-assign]
     service.close()
-    assert ends[-1] == (Phase.NONE, True)
+    assert ends == [True]
 
 
 def test_closing_may_take_for_ever_and_says_what_is_no_time(cache: Cache) -> None:

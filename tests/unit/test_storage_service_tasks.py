@@ -12,7 +12,7 @@ from lightcache import Cache
 from lightcache.storage import StorageSpec, TaskState
 from lightcache.storage.service import StorageClient, StorageService, board
 from lightcache.storage.service.board import service_stats
-from lightcache.storage.service.messages import PART_BYTES, Kind, Part
+from lightcache.storage.service.messages import PART_BYTES, Answer, Kind, Part
 from lightcache.storage.testing import Fault, FlakyStorage
 from lightcache.storage.testing.conformance import make_keys
 
@@ -106,7 +106,7 @@ def test_a_figure_that_is_counted_stands_behind_what_it_counts(
         whole = board._words["halves"].store
 
         def store(value: int) -> None:
-            seen.append((value, board.read()["clients"]))
+            seen.append((value, board.load("clients")))
             whole(value)
 
         board._words["halves"].store = store  # type: ignore[method-assign]
@@ -143,7 +143,7 @@ def test_malformed_messages_are_counted_and_passed_over(cache: Cache, wait_until
         ]
         push(cache, *bad)
         wait_until(lambda: service.stats().malformed == 4, "four malformed messages")
-        push(cache, Part(Kind.CANCEL, *own, 1 << 40, 0, 1, b"").pack())  # of nothing: nothing
+        push(cache, Part(Kind.CANCEL, *own, 1 << 40).pack())  # of nothing: nothing
         assert client.prefetch(KEYS).wait(60.0).loaded == 20
         assert service.stats().malformed == 4
 
@@ -170,3 +170,40 @@ def test_a_malformed_answer_is_passed_over(cache: Cache) -> None:
         with board.find_answers(cache, client._pid, client._client) as ring:
             ring.push(b"nonsense")
         assert client.prefetch(KEYS).wait(60.0).loaded == 20
+
+
+# ---------------------------------------------------------------- what a client's task is given
+
+
+def test_the_same_request_of_two_clients_is_two(cache: Cache) -> None:
+    fill(cache, KEYS)
+    with StorageService(cache, full(cache)) as service, StorageClient(cache) as one:
+        asked, whole = [], service._tier.write
+
+        def write(keys: Any, request: Any, **how: Any) -> Any:
+            asked.append(request)
+            return whole(keys, request, **how)
+
+        service._tier.write = write  # type: ignore[method-assign]
+        with StorageClient(cache) as other:
+            for client in (one, one, other):
+                client.write(KEYS, "request 7").wait(60.0)
+            one.write(KEYS).wait(60.0)
+    assert asked[0] == asked[1] != asked[2]
+    assert asked[3] is None
+
+
+def test_a_write_that_advances_gets_its_whole_time_again(cache: Cache, wait_until: Wait) -> None:
+    fill(cache, KEYS)
+    storage = Recorder(StorageSpec.of(cache))
+    storage.gate.clear()
+    with StorageService(cache, storage), StorageClient(cache, silence=60.0) as client:
+        client.write(KEYS, timeout=600.0)
+        assert storage.arrived.acquire(timeout=60.0)
+        (task,) = client._asked.values()
+        before = task.end
+        with board.find_answers(cache, client._pid, client._client) as ring:
+            ring.push(Answer(task.number, TaskState.RUNNING, 4, {}, ()).pack())
+        wait_until(lambda: task.end is not before, "its new end")
+        assert task.end.timeout > 600.0
+        storage.gate.set()

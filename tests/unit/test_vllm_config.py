@@ -216,6 +216,37 @@ def test_pages_that_vllm_decides(
     assert says in found["notes"][0]
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"num_hidden_layers": -2},
+        {"num_hidden_layers": 10**12},
+        {"num_attention_heads": 0},
+        {"hidden_size": "x"},
+        {"hidden_size": 1},
+        {"head_dim": True},
+        {"layer_types": 5},
+        {"layer_types": [["full_attention"]], "sliding_window": -1},
+        {"kv_lora_rank": [512]},
+        {"num_kv_shared_layers": 32},
+        {"per_layer_config": {"0": 5}},
+        {"per_layer_config": {"0": {"hidden_size": -4096}}},
+    ],
+    ids=str,
+)
+def test_numbers_and_lists_that_are_none(
+    run: Run, model: Callable[..., Path], more: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = model(**{**LLAMA, **more})
+    found = json.loads(run("vllm-config", folder, "--size", "1GiB", "--json").stdout)
+    assert found["page"] is None
+    assert "usual words" in found["notes"][0]
+    given = ("create", "--model", folder, "--size", "1MiB")
+    assert "usual words" in run(*given, status=2).stderr
+    (tmp_path / "t").write_text('{"hash_ids": [1]}\n')
+    assert "usual words" in run("replay", tmp_path / "t", "--model", folder, status=2).stderr
+
+
 def test_a_window_that_is_switched_off(run: Run, model: Callable[..., Path]) -> None:
     off = {"sliding_window": 4096, "use_sliding_window": False}
     run("vllm-config", model(**LLAMA, **off), "--size", "1GiB")

@@ -299,6 +299,7 @@ def test_figures_of_ranks_are_added(connector: Any) -> None:
         ({"size": ["64GiB"]}, "size"),
         ({"weights": "x" * 48}, "weights"),
         ({"save_decode": 1}, "save_decode"),
+        ({"record": 1}, "record"),
         ({"idle_limit": 0}, "idle_limit"),
         ({"storage": 5}, "storage"),
         ({"storage": [""]}, "storage"),

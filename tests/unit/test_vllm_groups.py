@@ -15,7 +15,7 @@ import pytest
 from support.vllm_stand_in import BLOCK, Chunk, Engine, Request
 from unit.test_vllm_halves import Gate
 
-from lightcache import Cache
+from lightcache import Cache, traces
 from lightcache.connectors.vllm import scheduler, worker
 from lightcache.connectors.vllm.scheduler import open_cache
 from lightcache.errors import LightcacheError, NotReady
@@ -415,3 +415,26 @@ def test_what_was_stored_is_read_after_all_have_gone(segment_name: str, tmp_path
         assert one.scheduler.sources(request, found) == (0, 48)
         one.scheduler.finish(request)
         assert one.ask(PROMPT) == 48
+
+
+def test_requests_are_recorded_without_their_tokens(segment_name: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    with engine(segment_name, record=str(path)) as one:
+        for prompt in (PROMPT, PROMPT[:30], [*PROMPT[:30], *range(100, 130)]):
+            one.ask(prompt)
+    assert path.stat().st_mode & 0o777 == 0o600
+    trace = traces.read(path)
+    assert trace.tokens.tolist() == [50, 30, 60]
+    first, second, third = np.split(trace.blocks, trace.ends[:-1])
+    assert second.tolist() == first[: len(second)].tolist() == third[: len(second)].tolist()
+    assert not set(first[len(second) :].tolist()) & set(third[len(second) :].tolist())
+    assert len(first) == len(PROMPT) // trace.block_tokens
+
+
+def test_a_record_that_cannot_be_written_is_said_once(
+    segment_name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine(segment_name, record=str(tmp_path / "none" / "trace")) as one:
+        for prompt in (PROMPT, PROMPT[:30]):
+            one.ask(prompt)
+    assert caplog.text.count("nothing is recorded") == 1

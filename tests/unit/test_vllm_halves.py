@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from support.keys import prompt
-from support.traffic import PAGES, occupied
-from support.traffic import PROMPT as PAGES_EACH
+from support.learned_traffic import PAGES, occupied
+from support.learned_traffic import PROMPT as PAGES_EACH
 from support.vllm_stand_in import BLOCK, Engine, Request
 
 from lightcache import Cache

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.util import find_spec
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import click
 from rich.console import Console
 
 from lightcache.errors import ConfigError
-from lightcache.tools.output import BROKEN, OK, Command, check_writable, console, emit, json_option
+from lightcache.tools.output import (
+    BROKEN,
+    OK,
+    Command,
+    check_writable,
+    console,
+    emit,
+    json_option,
+    save_picture,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -57,7 +65,7 @@ def demo(ctx: click.Context, /, svg: str | None, as_json: bool, **options: Any) 
 
     Each turn of a conversation goes to another worker. Halfway, a worker is killed in the middle of
     an offload. Then everything ends and starts again with an empty cache, and conversations
-    continue with what storage has. Finally the index is checked, and some turns are computed again
+    continue with what storage has. Finally the index is checked, and turns are computed again
     from nothing. Exit status 0: all of it held.
     """
     from lightcache.tools.demo.report import Show
@@ -70,31 +78,16 @@ def demo(ctx: click.Context, /, svg: str | None, as_json: bool, **options: Any) 
         printed = Console(record=True, width=112, force_terminal=True, highlight=False)
     show = Show(printed)
     with ExitStack() as stack:
-        outcome = run(_plan(stack, **options), show)
+        outcome = run(_plan(stack, SimpleNamespace(**options)), show)
     show.end(outcome)
     if as_json:
         emit(outcome.facts())
     if svg is not None:
-        drawn = printed.export_svg(title="lightcache demo")
-        # No fonts from elsewhere: any monospaced one will do.
-        Path(svg).write_text(re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL))
+        save_picture(printed, svg, "lightcache demo")
     ctx.exit(BROKEN if outcome.problems() else OK)
 
 
-def _plan(
-    stack: ExitStack,
-    *,
-    workers: int,
-    users: int,
-    turns: int,
-    seed: int,
-    model: str | None,
-    device: str,
-    size: str,
-    storage: str | None,
-    no_restart: bool,
-    no_kill: bool,
-) -> Any:
+def _plan(stack: ExitStack, asked: SimpleNamespace) -> Any:
     """What was asked for, checked before a process is started.
 
     Args:
@@ -106,25 +99,21 @@ def _plan(
     from lightcache.tools.demo.run import Plan, run_name
 
     check_packages()
-    host_bytes = parse_size(size)
-    url = _storage(storage, host_bytes, stack)
-    directory = None if model in (None, "hybrid") else model
+    host_bytes = parse_size(asked.size)
+    url = _storage(asked.storage, host_bytes, stack)
+    hybrid = asked.model == "hybrid"
+    directory = None if hybrid else asked.model
     if directory is not None and not os.path.isfile(os.path.join(directory, "config.json")):
         raise ConfigError(
             f"--model: expected `hybrid`, or a folder with a config.json, found {directory!r}"
         )
-    spec = ModelSpec(HYBRID if model == "hybrid" else DENSE, seed, directory, device)
-    talk = Conversations(seed=seed, users=users, turns=turns)
-    config = WorkerConfig(
-        run_name("demo"),
-        spec,
-        host_bytes,
-        device_tokens=talk.longest,
-        storage=url,
-        threads=max(1, len(os.sched_getaffinity(0)) // workers),
-    )
+    spec = ModelSpec(HYBRID if hybrid else DENSE, asked.seed, directory, asked.device)
+    talk = Conversations(seed=asked.seed, users=asked.users, turns=asked.turns)
+    threads = max(1, len(os.sched_getaffinity(0)) // asked.workers)
+    config = WorkerConfig(run_name("demo"), spec, host_bytes, talk.longest, url, threads=threads)
     lasting = url is not None and not url.startswith("memory:")
-    return Plan(config, talk, workers, kill=not no_kill, restart=lasting and not no_restart)
+    restart = lasting and not asked.no_restart
+    return Plan(config, talk, asked.workers, kill=not asked.no_kill, restart=restart)
 
 
 def check_packages() -> None:
@@ -143,14 +132,12 @@ def check_packages() -> None:
 
 def _storage(storage: str | None, host_bytes: int, stack: ExitStack) -> str | None:
     """URL of the storage; by default of a disk with twice the host's memory."""
-    from lightcache.storage import schemes
+    from lightcache.storage.urls import check_url
 
     if storage == "none":
         return None
     if storage is None:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lightcache-demo-"))
         return f"disk:{folder}/pages?capacity={2 * host_bytes}"
-    if storage.partition(":")[0] not in schemes():
-        known = ", ".join(schemes())
-        raise ConfigError(f"--storage: expected `none` or a URL of {known}, found {storage!r}")
+    check_url(storage)
     return storage

@@ -75,9 +75,13 @@ class Outcome:
     compared: dict[int, tuple[bool, float]] = field(default_factory=dict)
     """Turns that were computed again: whether the answer was equal, and the largest difference
     between log-probabilities."""
-    wanted_compared: int = 0
     left: list[str] = field(default_factory=list)  # segments in shared memory after the end
     seconds: float = 0.0
+
+    @property
+    def reusing(self) -> list[Served]:
+        """The turns that reused tokens."""
+        return [served for served in (*self.turns, *self.again) if served.answer.reused]
 
     def problems(self) -> list[str]:
         """What did not hold, in one line each."""
@@ -85,7 +89,6 @@ class Outcome:
         for subject, wanted, found in (
             ("answers", self.wanted_turns, len(self.turns)),
             ("answers after the restart", self.wanted_again, len(self.again)),
-            ("turns computed again", self.wanted_compared, len(self.compared)),
         ):
             if found != wanted:
                 problems.append(f"expected {wanted} {subject}, found {found}")
@@ -103,6 +106,8 @@ class Outcome:
         first = next((served for served in self.again if served.attempts == 1), None)
         if first is not None and first is self.again[0] and first.answer.reused.get("host"):
             problems.append("the first turn after the restart found tokens in an empty cache")
+        if missing := [s.turn.number for s in self.reusing if s.turn.number not in self.compared]:
+            problems.append(f"turns {missing} were not computed again")
         for number, (equal, difference) in self.compared.items():
             if not (equal and difference <= _TOLERANCE):
                 found_tokens = "equal" if equal else "differ"
@@ -169,16 +174,6 @@ class Outcome:
             "seconds": self.seconds,
             "problems": self.problems(),
         }
-
-
-def sample(turns: Sequence[Served], count: int) -> list[Served]:
-    """Turns to compute again, of those that reused tokens: all that were asked twice, others evenly
-    spread."""
-    reusing = [served for served in turns if served.answer.reused]
-    twice = [served for served in reusing if served.attempts > 1][:count]
-    once = [served for served in reusing if served.attempts == 1]
-    rest = min(len(once), count - len(twice))
-    return twice + [once[i * len(once) // rest] for i in range(rest)]
 
 
 def milliseconds(seconds: float | None) -> str:

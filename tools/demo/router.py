@@ -16,20 +16,35 @@ from typing import Any
 
 import lightcache
 from lightcache.tools.demo.conversations import Turn
-from lightcache.tools.demo.messages import Ready, Request
+from lightcache.tools.demo.messages import Holding, Request
 
 
 @dataclass(eq=False)
-class Peer:
-    """A living worker, as the router sees it."""
+class Member:
+    """A worker process, and the turns that it has to answer."""
 
-    name: str
+    number: int
+    life: int  # dead workers of the same number before it
+    process: Any
     pipe: Connection
-    device_index: str
+    started: float = field(default_factory=time.monotonic)
+    killed_at: float | None = None
+    holding: Holding | None = None  # it waits to be killed, in the middle of an offload
+    device_index: str = ""
     running: Turn | None = None
     waiting: deque[Turn] = field(default_factory=deque)
     costs: dict[int, float] = field(default_factory=dict)
     """Of each turn that it has to answer, in tokens of prefill."""
+
+    @property
+    def name(self) -> str:
+        """Unique in a run."""
+        return f"worker-{self.number}-{self.life}"
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return f"{self.number}{chr(39) * self.life}"
 
 
 class Router:
@@ -43,20 +58,20 @@ class Router:
         """
         self._cache = cache
         self._router: Any = None
-        self._peers: dict[str, Peer] = {}
+        self._members: dict[str, Member] = {}  # those that are ready
         self._last: dict[int, str] = {}  # the worker that had the last turn of each conversation
         self._unrouted: list[Turn] = []
         self.attempts: dict[int, int] = {}  # how often each turn was given to a worker
 
     # ---- which workers there are
 
-    def join(self, name: str, pipe: Connection, ready: Ready) -> None:
+    def join(self, member: Member) -> None:
         """A worker is ready. The successor of a dead one has another name."""
-        self._peers[name] = Peer(name, pipe, ready.device_index)
+        self._members[member.name] = member
         self._look_at_devices()
         self.ask([])
 
-    def lose(self, name: str) -> int:
+    def lose(self, member: Member) -> int:
         """A worker is dead: take back what it held, and give its turns to the others.
 
         Returns:
@@ -65,18 +80,17 @@ class Router:
         """
         self._cache.reap()
         doomed = self._cache.check().doomed
-        peer = self._peers.pop(name, None)
-        if peer is not None:
+        if self._members.pop(member.name, None) is not None:
             self._look_at_devices()
-            self.ask([*([peer.running] if peer.running is not None else []), *peer.waiting])
+            self.ask([*filter(None, [member.running]), *member.waiting])
         return doomed
 
     def _look_at_devices(self) -> None:
         """Attach to the indexes of the blocks that workers have on their devices."""
         self.close()
-        if not self._peers:  # turns wait for a successor
+        if not self._members:  # turns wait for a successor
             return
-        devices = {name: peer.device_index for name, peer in self._peers.items()}
+        devices = {name: member.device_index for name, member in self._members.items()}
         policy = lightcache.RouterPolicy(page_tokens=self._cache.index.page_tokens)
         self._router = lightcache.Router(self._cache, devices, policy=policy)
 
@@ -85,23 +99,23 @@ class Router:
     def ask(self, turns: Iterable[Turn]) -> None:
         """Choose a worker for each turn; while there is none, turns wait."""
         self._unrouted += turns
-        while self._unrouted and self._peers:
+        while self._unrouted and self._members:
             turn = self._unrouted.pop(0)
-            peer = self._choose(turn)
-            peer.waiting.append(turn)
-            self._last[turn.conversation] = peer.name
+            member = self._choose(turn)
+            member.waiting.append(turn)
+            self._last[turn.conversation] = member.name
 
-    def _choose(self, turn: Turn) -> Peer:
+    def _choose(self, turn: Turn) -> Member:
         """The worker at which the turn costs least. Not the one that had the turn before, if there
         is another: the demo shows that elsewhere it is a hit as well. An engine wants the opposite,
         and leaves `among=` out."""
         last = self._last.get(turn.conversation)
-        others = [name for name in self._peers if name != last] or list(self._peers)
-        loads = {name: sum(peer.costs.values()) for name, peer in self._peers.items()}
+        others = [name for name in self._members if name != last] or list(self._members)
+        loads = {name: sum(member.costs.values()) for name, member in self._members.items()}
         choice = self._router.route(self._cache.hash_pages(turn.prompt), loads, among=others)
-        peer = self._peers[choice.worker]
-        peer.costs[turn.number] = choice.costs[peer.name] - loads[peer.name]
-        return peer
+        member = self._members[choice.worker]
+        member.costs[turn.number] = choice.costs[member.name] - loads[member.name]
+        return member
 
     def send(self, *, hold: bool = False) -> int | None:
         """Give a waiting turn to its worker, if that is idle. Returns the turn's number.
@@ -109,23 +123,22 @@ class Router:
         Args:
             hold: the worker shall stop in the middle of the turn's offload.
         """
-        for peer in self._peers.values():
-            if peer.running is None and peer.waiting:
-                turn = peer.running = peer.waiting.popleft()
+        for member in self._members.values():
+            if member.running is None and member.waiting:
+                turn = member.running = member.waiting.popleft()
                 self.attempts[turn.number] = self.attempts.get(turn.number, 0) + 1
                 sent = time.monotonic()
                 request = Request(turn.number, turn.prompt, turn.answer_tokens, sent, hold)
                 with contextlib.suppress(OSError):  # it has just died: `lose` asks again
-                    peer.pipe.send(request)
+                    member.pipe.send(request)
                 return turn.number
         return None
 
-    def answered(self, name: str) -> Turn:
+    def answered(self, member: Member) -> Turn:
         """A worker has answered its turn, and is idle."""
-        peer = self._peers[name]
-        turn, peer.running = peer.running, None
+        turn, member.running = member.running, None
         assert turn is not None
-        peer.costs.pop(turn.number)
+        member.costs.pop(turn.number)
         return turn
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
@@ -21,13 +21,12 @@ from lightcache.shm import list_segments, sweep
 from lightcache.tools.demo import messages
 from lightcache.tools.demo.conversations import Conversations, Turn
 from lightcache.tools.demo.messages import SECRET, Answer, ModelSpec, Tokens, WorkerConfig
-from lightcache.tools.demo.report import Kill, Outcome, Served, Show, sample
-from lightcache.tools.demo.router import Router
+from lightcache.tools.demo.report import Kill, Outcome, Served, Show
+from lightcache.tools.demo.router import Member, Router
 
 _SILENCE = 300.0  # seconds without a message after which a run has failed
 _LEAVE = 30.0  # seconds that a worker has to leave; it writes what is queued for storage first
 _LIVES = 5  # of one worker: one that dies more often has a reason
-_SAMPLE = 8  # turns that are computed again
 _RESUMED = 4  # conversations that continue after the restart
 # Characters of the name of the folder of temporary files: in it multiprocessing has a folder with a
 # socket, whose address has 107 characters at most.
@@ -76,8 +75,7 @@ def run(plan: Plan, show: Show) -> Outcome:
             stage.check()
         if plan.restart:
             _restart(plan, outcome, show)
-        chosen = [*sample(outcome.turns, _SAMPLE), *sample(outcome.again, _RESUMED)]
-        _recompute(plan.config.model, chosen, outcome, show)
+        _recompute(plan.config.model, outcome, show)
     outcome.seconds = time.monotonic() - began
     return outcome
 
@@ -98,9 +96,9 @@ def _restart(plan: Plan, outcome: Outcome, show: Show) -> None:
         stage.check()
 
 
-def _recompute(spec: ModelSpec, chosen: list[Served], outcome: Outcome, show: Show) -> None:
-    """Compare answers with those of a fresh process that has no cache."""
-    outcome.wanted_compared = len(chosen)
+def _recompute(spec: ModelSpec, outcome: Outcome, show: Show) -> None:
+    """Compare the answers that reused tokens with those of a fresh process that has no cache."""
+    chosen = outcome.reusing
     show.say(f"computing {len(chosen)} turns again, in a fresh process without a cache")
     process, pipe = spawn(_reference, spec)
     try:
@@ -129,28 +127,6 @@ def _terminable() -> Iterator[None]:
 
 
 # ---- Processes
-
-
-@dataclass(eq=False)
-class Member:
-    """A worker process."""
-
-    number: int
-    life: int  # dead workers of the same number before it
-    process: Any
-    pipe: Connection
-    started: float = field(default_factory=time.monotonic)
-    killed_at: float | None = None
-
-    @property
-    def name(self) -> str:
-        """Unique in a run."""
-        return f"worker-{self.number}-{self.life}"
-
-    @property
-    def label(self) -> str:
-        """For people."""
-        return f"{self.number}{chr(39) * self.life}"
 
 
 def spawn(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
@@ -273,7 +249,6 @@ class Stage:
         self._router: Any = None
         self._absent = set(range(workers))
         """Numbers of the workers that are not ready, or not again."""
-        self._holding: dict[Member, messages.Holding] = {}
 
     def __enter__(self) -> Stage:
         self._stack.enter_context(self._crew)
@@ -352,7 +327,8 @@ class Stage:
             self._cache = self._stack.enter_context(cache)
             self._router = Router(cache)
             self._stack.callback(self._router.close)
-        self._router.join(member.name, member.pipe, ready)
+        member.device_index = ready.device_index
+        self._router.join(member)
         self._absent.discard(member.number)
 
     def _on_holding(self, member: Member, holding: messages.Holding) -> None:
@@ -361,17 +337,15 @@ class Stage:
             f"{holding.number}: killing it (SIGKILL)",
             "yellow",
         )
-        self._holding[member] = holding
-        member.killed_at = time.monotonic()
+        member.holding, member.killed_at = holding, time.monotonic()
         member.process.kill()
 
     def _on_death(self, member: Member) -> None:
         assert member.killed_at is not None
         self._absent.add(member.number)
-        doomed = 0 if self._router is None else self._router.lose(member.name)
+        doomed = 0 if self._router is None else self._router.lose(member)
         seconds = time.monotonic() - member.killed_at
-        if member in self._holding:
-            held = self._holding.pop(member)
+        if (held := member.holding) is not None:
             self._outcome.kill = Kill(
                 member.label, held.number, held.copied, held.pages, doomed, seconds
             )
@@ -382,5 +356,5 @@ class Stage:
         )
 
     def _on_answer(self, member: Member, answer: Answer) -> Served:
-        turn = self._router.answered(member.name)
+        turn = self._router.answered(member)
         return Served(turn, answer, member.label, self._router.attempts[turn.number])

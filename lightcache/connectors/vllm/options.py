@@ -7,6 +7,7 @@ from typing import Literal
 
 from lightcache._arguments import count
 from lightcache.connectors.engine_options import EngineOptions, OnReset
+from lightcache.errors import ConfigError
 from lightcache.layout import Hint
 
 LoadFailure = Literal["recompute", "fail"]
@@ -31,6 +32,9 @@ class Options(EngineOptions):
     """True: pages that are not worth what would go for them are not saved, nor is what follows them
     in their prompt. For a cache whose eviction is "hz" (`lightcache create --eviction hz`) and that
     has pages of full attention; with a `storage` all are saved, as it is written from the cache."""
+    record: str | None = None
+    """A file to which each request is appended, for `lightcache replay`: when it came, its length,
+    and parts of its pages' keys. No tokens. None: nothing is recorded."""
     load_failure: LoadFailure = "recompute"
     """What vLLM does with a request whose load failed: compute it, or end it with an error. It
     takes the place of `kv_load_failure_policy`, whose default in vLLM is to end it."""
@@ -42,6 +46,9 @@ class Options(EngineOptions):
         super().__post_init__()
         self.check_flag("save_decode")
         self.check_flag("admission")
+        record: object = self.record  # of any type: an operator wrote it
+        if record is not None and not (isinstance(record, str) and record):
+            raise ConfigError(f"record: expected the path of a file, found {record!r}")
 
 
 __all__ = ["HINT", "HINTS", "LoadFailure", "OnReset", "Options"]

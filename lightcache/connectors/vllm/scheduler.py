@@ -61,6 +61,7 @@ from lightcache.namespaces import Namespace
 from lightcache.notices import Notices
 from lightcache.runs import PLAIN
 from lightcache.storage.tasks import StorageTask
+from lightcache.traces import Recorder
 
 _log = logging.getLogger("lightcache.connectors")
 MOST_JOBS = 256
@@ -237,6 +238,7 @@ class SchedulerHalf(CachePart[Opened]):
         """Whether what was stored is collected, for `take_stored`: of the group with keys of its
         own (`PLAIN`)."""
         self._stored: list[Stored] = []
+        self._recorder = None if options.record is None else Recorder(options.record)
         self._page = 0
         self._groups: tuple[BlockGroup, ...] = ()
         self._windows = self._states = self._prefixes = False
@@ -350,6 +352,8 @@ class SchedulerHalf(CachePart[Opened]):
             self._release(state)
         self._requests.clear()
         self._offering.clear()
+        if self._recorder is not None:
+            self._recorder.close()
         self._adapters.close()
         if self._link is not None:
             self._link.close(START)
@@ -418,6 +422,9 @@ class SchedulerHalf(CachePart[Opened]):
             self.figures["without_keys"] += 1
             _log.info("lightcache: a request has no keys: %s", error)
             return False
+        if self._recorder is not None and state.spec is None:
+            count = request.num_prompt_tokens
+            self._recorder.note(count, state.keys[: count // self._page], self._page)
         state.spec = spec
         return True
 

@@ -9,9 +9,8 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 from lightcache.cache import Cache
 from lightcache.errors import (
@@ -25,10 +24,9 @@ from lightcache.errors import (
 from lightcache.namespaces import Namespace
 from lightcache.shm.waiting import Condition
 from lightcache.storage.common import Clock, Deadline, log
-from lightcache.storage.jobs import LastReady
 from lightcache.storage.protocol import Keys
 from lightcache.storage.service import board
-from lightcache.storage.service.board import Board, Service, ServiceStats, stats_of, tier_stats
+from lightcache.storage.service.board import Board, Service, ServiceStats
 from lightcache.storage.service.messages import (
     MOST_KEYS,
     Answer,
@@ -38,93 +36,34 @@ from lightcache.storage.service.messages import (
     Part,
     split,
 )
-from lightcache.storage.tasks import (
-    StorageTask,
-    TaskProgress,
-    TaskState,
-    TierStats,
-)
-from lightcache.storage.tier import BaseTier, check_cache
+from lightcache.storage.tasks import StorageTask, TaskProgress, TaskState, TierStats
+from lightcache.storage.tier import BaseTier, Call, check_cache
 
 HELD = 1.0  # seconds without calls after a stopped process held the ring's lock
 SLICE = 0.05  # seconds of waiting for an answer between checks of the service
 _AT_ONCE = 64  # answers
 
 
-class Pulse:
-    """Detects a stopped service. A service that reads its messages increments a word of the board
-    four times a second; a stopped one is not asked until it increments the word again."""
-
-    def __init__(self, seconds: float, clock: Clock) -> None:
-        """
-        Args:
-            seconds: time without an increment after which the service counts as stopped.
-        """
-        self._seconds, self._clock = seconds, clock
-        self._lock = threading.Lock()
-        self._seen: tuple[int, int] | None = None
-        self._since = 0.0
-        self._silent = False
-
-    def silent(self, service: Service, beat: int) -> str:
-        """Why the service is not asked; empty: it is. Logs when it becomes silent.
-
-        Args:
-            beat: the current value of the word.
-        """
-        with self._lock:
-            now = self._clock()
-            if self._seen != (service.word, beat):
-                self._seen, self._since = (service.word, beat), now
-            was, self._silent = self._silent, now - self._since > self._seconds
-            if not self._silent:
-                return ""
-        why = (
-            f"the storage service (pid {service.pid}) has not looked at its messages for "
-            f"{self._seconds:g} s, as if it was stopped; it is asked again when it does"
-        )
-        if not was:
-            log.warning("%s", why)
-        return why
-
-
+@dataclass(eq=False)
 class ClientTask:
     """The client's side of a task: its `TaskOwner`."""
 
-    def __init__(
-        self,
-        client: StorageClient,
-        number: int,
-        progress: TaskProgress,
-        deadline: Deadline,
-        service: Service,
-        grace: float,
-    ) -> None:
-        """Pushes nothing yet.
-
-        Args:
-            grace: the sum of the service's and the client's.
-        """
-        self.number, self.progress, self.task = number, progress, StorageTask(progress)
-        self.deadline, self.service = deadline, service
-        self._client, self._grace = client, grace
-        self.end = Deadline(deadline.left + self._grace, client.clock)
-        """When the task is given up if the service has not answered."""
-        progress.owner = self
-
-    def advanced(self) -> None:
-        """The task has advanced: a write gets its whole time again, see `WriteJob`."""
-        if self.progress.kind == "write":
-            self.end = Deadline(self.deadline.timeout + self._grace, self._client.clock)
+    client: StorageClient
+    number: int
+    progress: TaskProgress
+    deadline: Deadline
+    service: Service
+    end: Deadline
+    """When the task is given up if the service has not answered."""
 
     def stop(self) -> None:
         """See `StorageTask.stop`."""
-        self._client.tell(Kind.STOP, self)
+        self.client.tell(Kind.STOP, self)
 
     def cancel(self) -> None:
         """See `StorageTask.cancel`."""
-        if not self.task.ended and not self._client.tell(Kind.CANCEL, self):
-            self._client.give_up(self, "cancelled; the storage service could not be told")
+        if not self.progress.ended and not self.client.tell(Kind.CANCEL, self):
+            self.client.give_up(self, "cancelled; the storage service could not be told")
 
     def publish(self, pages: int) -> StorageTask:
         """See `StorageTask.publish`."""
@@ -178,8 +117,8 @@ class StorageClient(BaseTier):
         check_cache(cache)
         self.cache, self.timeout, self.grace, self.clock = cache, timeout, grace, clock
         self._page_tokens = cache.index.segment.config.get("page_tokens")
-        self._pulse = Pulse(silence, clock)
-        self._missing = False  # the warning that there is no service was logged
+        self._silence = silence
+        self._warned = ""  # why the service is not asked, as it was logged
         self._pid, self._client = os.getpid(), secrets.randbits(64)
         self._numbers = itertools.count(1)
         self._held_until = 0.0  # until then no calls: another process held the ring's lock
@@ -201,46 +140,6 @@ class StorageClient(BaseTier):
             self._thread.start()
             stack.pop_all()
 
-    # ---- the calls
-
-    def _start_write(
-        self,
-        keys: Keys,
-        request: object,
-        tokens: int,
-        namespace: Namespace | None,
-        deadline: Deadline,
-    ) -> StorageTask:
-        how: dict[str, Any] = {
-            "tokens": tokens,
-            "request": None if request is None else hash(request) & 0xFFFFFFFFFFFFFFFF,
-        }
-        return self._ask(Kind.WRITE, keys, deadline, namespace, **how)
-
-    def _start_read(
-        self,
-        keys: Keys,
-        start: int,
-        hold: bool,
-        namespace: Namespace | None,
-        deadline: Deadline,
-    ) -> StorageTask:
-        if hold:
-            raise ConfigError(
-                "hold: expected False, as the storage service holds no pages for its clients; open "
-                "the storage embedded in this process, by StorageTier.open"
-            )
-        return self._ask(Kind.PREFETCH, keys, deadline, namespace, start=start)
-
-    def _start_last_ready(
-        self,
-        keys: Keys,
-        wanted: LastReady,
-        namespace: Namespace | None,
-        deadline: Deadline,
-    ) -> StorageTask:
-        return self._ask(Kind.LAST_READY, keys, deadline, namespace, **vars(wanted))
-
     # ---- asking
 
     def _deadline_of(self, timeout: float | None, namespace: Namespace | None) -> Deadline:
@@ -251,78 +150,93 @@ class StorageClient(BaseTier):
             raise ConfigError(f"namespace: expected a Namespace, found {namespace!r}")
         return Deadline(self.timeout if timeout is None else timeout, self.clock)
 
-    def _ask(
+    def _start(
         self,
-        kind: Kind,
+        call: Call,
         keys: Keys,
-        deadline: Deadline,
         namespace: Namespace | None,
-        *,
-        start: int = 0,
+        deadline: Deadline,
         **how: Any,
     ) -> StorageTask:
         """Push a task. If that is not possible, the task is FAILED."""
-        pages = len(keys) - start
-        progress = TaskProgress("write" if kind is Kind.WRITE else "read", pages, self._page_tokens)
+        if how.pop("hold", False):
+            raise ConfigError(
+                "hold: expected False, as the storage service holds no pages for its clients; open "
+                "the storage embedded in this process, by StorageTier.open"
+            )
+        if how.get("request") is not None:
+            how["request"] = hash(how["request"])
+        pages = len(keys) - how.get("start", 0)
+        progress = TaskProgress("write" if call == "write" else "read", pages, self._page_tokens)
         space = self.cache.index.default_namespace if namespace is None else namespace
-        end = self.clock() + deadline.left
-        ask = Ask(end, deadline.timeout, keys, space, start=start, **how)
+        kind, end = Kind[call.upper()], self.clock() + deadline.left
+        number = next(self._numbers)
         try:
             service = self._serving()
-            grace = self._board.grace + self.grace
-            task = ClientTask(self, next(self._numbers), progress, deadline, service, grace)
-            parts = split(kind, self._pid, self._client, task.number, _body(ask))
-        except (StorageError, Detached) as error:
-            return self._refuse(progress, str(error))
-        try:
+            if len(keys) > MOST_KEYS:
+                raise StorageError(f"{len(keys)} keys are more than one task may have, {MOST_KEYS}")
+            body = Ask(kind, end, deadline.timeout, keys, space, how).pack()
+            last = self._patient(deadline.left)
+            task = progress.owner = ClientTask(self, number, progress, deadline, service, last)
             with self._changed:
                 if self._closing:
                     raise Detached("the storage client was closed")
-                self._asked[task.number] = task
-            self._push(parts)
-        except LightcacheError as error:
+                self._asked[number] = task
+            self._push(split(kind, self._pid, self._client, number, body))
+        except BaseException as error:
+            self._forget(number)
+            if not isinstance(error, LightcacheError):
+                raise
             if isinstance(error, LockTimeout):  # of a stopped process: spare later calls the wait
                 self._held_until = time.monotonic() + HELD
-            self._forget(task)
-            return self._refuse(progress, f"the storage service cannot be asked: {error}")
-        except BaseException:
-            self._forget(task)
-            raise
+            progress.owner = None
+            progress.count(failed=pages)
+            told = isinstance(error, StorageError)
+            why = str(error) if told else f"the storage service cannot be asked: {error}"
+            self._end(progress, why)
         with self._changed:  # after the push: the listening thread does not delay it
-            self._missing = False
             self._changed.notify_all()
-        return task.task
+        return StorageTask(progress)
+
+    def _patient(self, seconds: float) -> Deadline:
+        """The end of a task's time, of `grace`, and of that of the service."""
+        return Deadline(seconds + self.grace + self._board.load("grace_us") / 1e6, self.clock)
 
     def _serving(self) -> Service:
         """The service to ask.
 
         Raises:
-            StorageError: there is none; the message says why.
+            StorageError: there is none; the message says why. Logged once.
             Detached: the board was removed.
         """
-        name = self.cache.name
-        service = self._board.service()
-        if service is None or not self._board.open_for_tasks:
+        name, service = self.cache.name, self._board.service()
+        if service is None or not self._board.load("serving"):
             why = (
                 f"no storage service serves {name!r}; `lightcache storage {name} --url ...` "
                 "starts one"
             )
-            with self._changed:
-                first, self._missing = not self._missing, True
-            if first:
-                log.warning("%s", why)
-            raise StorageError(why)
-        if reason := self._pulse.silent(service, self._board.beat):
-            raise StorageError(reason)
+        else:
+            why = self._silent(service)
+        with self._changed:
+            first, self._warned = why != self._warned, why
+        if why and first:
+            log.warning("%s", why)
         if time.monotonic() < self._held_until:
-            raise StorageError("another process holds the lock of the storage service's ring")
+            why = why or "another process holds the lock of the storage service's ring"
+        if why or service is None:
+            raise StorageError(why)
         return service
 
-    def _refuse(self, progress: TaskProgress, reason: str) -> StorageTask:
-        progress.owner = None
-        progress.count(failed=progress.pages)
-        self._end(progress, reason)
-        return StorageTask(progress)
+    def _silent(self, service: Service) -> str:
+        """Why a service counts as stopped: it has not looked at its messages for long. Empty: it
+        does not; one that closes is not judged."""
+        late = self.clock() - self._board.load("looked_us") / 1e6 > self._silence
+        if not late or not self._board.load("serving"):
+            return ""
+        return (
+            f"the storage service (pid {service.pid}) has not looked at its messages for "
+            f"{self._silence:g} s, as if it was stopped; it is asked again when it does"
+        )
 
     def _push(self, parts: list[bytes]) -> None:
         """Push parts into the service's ring.
@@ -335,20 +249,16 @@ class StorageClient(BaseTier):
         if os.getpid() != self._pid:
             raise Detached("this storage client belongs to the process that forked us; make one")
         with self._pushing:
-            if len(parts) == 1:
-                self._tasks.push(parts[0], timeout=0)
-                return
             while parts:
                 pushed = self._tasks.push_many(parts)
                 if not pushed:
                     raise WaitTimeout("its queue is full")
                 parts = parts[pushed:]
 
-    def tell(self, kind: Literal[Kind.STOP, Kind.CANCEL], task: ClientTask) -> bool:
+    def tell(self, kind: Kind, task: ClientTask) -> bool:
         """For `ClientTask`: push a message about a task; False: that failed."""
-        part = Part(kind, self._pid, self._client, task.number, 0, 1, b"")
         try:
-            self._push([part.pack()])
+            self._push([Part(kind, self._pid, self._client, task.number).pack()])
         except LightcacheError:
             return False
         return True
@@ -358,70 +268,56 @@ class StorageClient(BaseTier):
     def _listen(self) -> None:
         looked = 0.0
         while self._wait_for_work():
-            self._try(lambda: self._hear_all(self._messages()))
-            if time.monotonic() - looked >= SLICE:
-                looked = time.monotonic()
-                self._try(self._look)
-
-    def _try(self, step: Callable[[], None]) -> None:
-        """Run a step. A step that fails may fail each time: it must neither block the other step
-        nor keep a processor busy."""
-        try:
-            step()
-        except LightcacheError as error:  # the segments were removed, or are broken
-            for task in self._all_asked():
-                self.give_up(task, f"the storage service cannot be heard: {error}")
-            time.sleep(SLICE)
-        except Exception:  # our own bug: other tasks should continue
-            log.exception("the storage service could not be listened to")
-            time.sleep(SLICE)
+            try:
+                if time.monotonic() - looked >= SLICE:
+                    looked = time.monotonic()
+                    self._look()
+                self._hear(SLICE)
+            except Exception as error:  # the segments were removed or are broken, or our own bug
+                if not isinstance(error, LightcacheError):
+                    log.exception("the storage service could not be listened to")
+                for task in self._all_asked():
+                    self.give_up(task, f"the storage service cannot be heard: {error}")
+                time.sleep(SLICE)
 
     def _wait_for_work(self) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: self._asked or self._closing)
             return bool(self._asked)
 
-    def _messages(self) -> list[bytes]:
-        try:
-            return self._answers.pop_many(_AT_ONCE) or [self._answers.pop(timeout=SLICE)]
-        except (WaitTimeout, LockTimeout):
-            return []
-
-    def _hear_all(self, messages: list[bytes]) -> None:
+    def _hear(self, timeout: float) -> bool:
+        """Process some answers; wait for one. False: none came."""
+        messages: list[bytes] = []
+        with contextlib.suppress(WaitTimeout, LockTimeout):
+            messages = self._answers.pop_many(_AT_ONCE) or [self._answers.pop(timeout=timeout)]
         for message in messages:
             try:
-                self._hear(message)
-            except Exception:  # our own bug: the others answer other tasks
-                log.exception("a message of the storage service could not be used")
-
-    def _hear(self, message: bytes) -> None:
-        try:
-            answer = Answer.unpack(message)
-        except Malformed as error:
-            log.warning("a malformed answer of the storage service was ignored: %s", error)
-            return
-        with self._changed:
-            task = self._asked.get(answer.task)
-        if task is None:
-            return  # given up meanwhile
-        if answer.state in (TaskState.FINISHED, TaskState.FAILED):
-            self._forget(task)
-        elif answer.prefix > task.progress.prefix:
-            task.advanced()
-        task.progress.replace(answer.state, answer.prefix, answer.counts, answer.reasons)
+                answer = Answer.unpack(message)
+            except Malformed as error:
+                log.warning("a malformed answer of the storage service was ignored: %s", error)
+                continue
+            with self._changed:
+                task = self._asked.get(answer.task)
+            if task is None:
+                continue  # given up meanwhile
+            if answer.state in (TaskState.FINISHED, TaskState.FAILED):
+                self._forget(task.number)
+            elif answer.prefix > task.progress.prefix and task.progress.kind == "write":
+                # It gets its whole time again, see `WriteJob`.
+                task.end = self._patient(task.deadline.timeout)
+            task.progress.replace(answer.state, answer.prefix, answer.counts, answer.reasons)
+        return bool(messages)
 
     def _look(self) -> None:
         """Give up tasks whose service is gone or silent, and overdue ones."""
         every = self._all_asked()
         service = self._board.service()  # after the list: a later task may be for the next service
-        silent = ""
-        if service is not None and self._board.open_for_tasks:  # a closing one does not count
-            silent = self._pulse.silent(service, self._board.beat)
-        lost = [(task, why) for task in every if (why := self._lost(task, service) or silent)]
-        if lost:
-            # The ring may hold answers from before the service ended, or from the time in which
-            # this process was stopped.
-            self._drain()
+        lost = [(task, why) for task in every if (why := self._lost(task, service))]
+        # The ring may hold answers from before the service ended, or from the time in which this
+        # process was stopped. Bounded, as the service may keep answering.
+        for _ in range(board.ANSWERS // _AT_ONCE if lost else 0):
+            if not self._hear(0.0):
+                break
         for task, why in lost:
             self.give_up(task, why)
 
@@ -433,18 +329,7 @@ class StorageClient(BaseTier):
         if task.end.passed:
             silent = f"the storage service (pid {service.pid}) does not say how far it is"
             return f"{task.deadline.reason}; {silent}"
-        return ""
-
-    def _drain(self) -> None:
-        """Process the answers in the ring. Bounded, as the service may keep answering."""
-        for _ in range(board.ANSWERS // _AT_ONCE):
-            try:
-                messages = self._answers.pop_many(_AT_ONCE)
-            except LockTimeout:
-                return
-            self._hear_all(messages)
-            if not messages:
-                return
+        return self._silent(service)
 
     def _all_asked(self) -> list[ClientTask]:
         with self._changed:
@@ -452,12 +337,12 @@ class StorageClient(BaseTier):
 
     def give_up(self, task: ClientTask, reason: str) -> None:
         """End a task as FAILED, unless it has ended."""
-        if self._forget(task):
+        if self._forget(task.number):
             self._end(task.progress, reason)
 
-    def _forget(self, task: ClientTask) -> bool:
+    def _forget(self, number: int) -> bool:
         with self._changed:
-            known = self._asked.pop(task.number, None) is not None
+            known = self._asked.pop(number, None) is not None
             self._changed.notify_all()
             return known
 
@@ -470,16 +355,15 @@ class StorageClient(BaseTier):
 
     def service(self) -> ServiceStats:
         """Statistics of the service. Takes no lock and sends no message."""
-        return stats_of(self._board)
+        return self._board.stats()
 
     def stats(self) -> TierStats:
         """Totals of the service's tier, for all of its clients. `failed` and `tasks_failed` include
         the tasks that this client could not push or gave up."""
-        stats = tier_stats(self._board.read(), self._board.service() is not None)
+        tier = self._board.stats().tier
         with self._changed:
-            local = self._local
-            failed, tasks = stats.failed + local["failed"], local["tasks_failed"]
-            return replace(stats, failed=failed, tasks_failed=stats.tasks_failed + tasks)
+            more = {name: getattr(tier, name) + n for name, n in self._local.items()}
+        return replace(tier, **more)
 
     def take_figures(self) -> Counter[str]:
         """See `BaseTier`. Each increase of the service's totals goes to only one of its clients."""
@@ -511,14 +395,3 @@ class StorageClient(BaseTier):
 
     def __repr__(self) -> str:
         return f"<StorageClient of {self.cache.name!r}>"
-
-
-def _body(ask: Ask) -> bytes:
-    """The message's body. Raises StorageError if it is larger than the ring takes."""
-    keys = len(ask.keys)
-    if keys > MOST_KEYS:
-        raise StorageError(f"{keys} keys are more than one task may have, {MOST_KEYS}")
-    return ask.pack()
-
-
-__all__ = ["ClientTask", "Pulse", "StorageClient"]

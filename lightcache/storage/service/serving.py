@@ -6,11 +6,12 @@ import contextlib
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
-from lightcache import _arguments
 from lightcache.cache import Cache
 from lightcache.errors import Detached, LightcacheError, LockTimeout, WaitTimeout
 from lightcache.shm import SharedRing, sweep
@@ -19,30 +20,35 @@ from lightcache.shm.waiting import Event
 from lightcache.storage.common import Deadline, log
 from lightcache.storage.protocol import Storage
 from lightcache.storage.service import board
-from lightcache.storage.service.board import COUNTED, Board, Phase, ServiceStats, stats_of
+from lightcache.storage.service.board import Board, ServiceStats
 from lightcache.storage.service.messages import Answer, Ask, Kind, Malformed, Part, PartBuffer
 from lightcache.storage.tasks import COUNTS, StorageTask, TaskState
 from lightcache.storage.tier import StorageTier
 
+MOST_TASKS = 4096
+"""At a time. Further ones wait in the ring; when it is full, clients are refused."""
+MOST_UNTOLD = MOST_TASKS
+"""Refused answers to repeat, of a client. Beyond it, the one refused longest ago is forgotten: the
+client gives that task up when its time is over."""
 _IDLE = 0.05  # seconds of waiting for a message
 _PAUSE = 0.01  # seconds between checks whether more tasks may be taken
 _LOOK = 0.25  # seconds between checks of clients, unsent answers and the cache
 _SWEEP = 10.0  # seconds between sweeps of rings of unknown clients
 _BATCH = 16  # messages taken at a time, which are lost if the service is killed
 _MUTE = 1.0  # seconds without answers for a stopped client that holds its ring's lock
-_YOUNG = 0.05  # seconds in which only the end of a task is answered at once
-_UNTOLD = 1 << 14  # maximum number of answers to repeat, of all clients
 _LONGEST = 1e6  # maximum seconds of a task, as timers have a limit
 
 
 class Peer:
     """A client of the service: the ring of its answers, and the parts of its next task."""
 
-    def __init__(self, ring: SharedRing) -> None:
+    def __init__(self, ring: SharedRing, counted: Counter[str]) -> None:
         """`ring` is attached, with a slot of our own."""
-        self.parts = PartBuffer()
+        self.parts = PartBuffer(counted)
         self.there = True
         """We have not closed its ring yet."""
+        self.untold: OrderedDict[Served, None] = OrderedDict()
+        """Tasks whose state is to be told. Under the service's lock."""
         self._ring = ring
         self._lock = threading.RLock()
         self._mute_until = 0.0
@@ -58,14 +64,14 @@ class Peer:
             return False
         return any(client.alive and client.slot != own.slot for client in clients)
 
-    def tell(self, served: Served, *, settled: bool) -> bool:
+    def tell(self, served: Served) -> bool:
         """Push the state of a task, without waiting for room; False: it was not pushed. Answers are
         made and pushed one at a time, so the last one pushed is the latest."""
         with self._lock:
             if not self.there or time.monotonic() < self._mute_until:
                 return False
             try:
-                return bool(self._ring.push_many([served.answer(settled=settled)]))
+                return bool(self._ring.push_many([served.answer()]))
             except LockTimeout:
                 self._mute_until = time.monotonic() + _MUTE
             except LightcacheError as error:
@@ -76,35 +82,31 @@ class Peer:
         """Close its ring, which is removed with the last attached process."""
         with self._lock:
             self.there = False
+            self.parts.drop()
             try:
                 self._ring.close()
             except LightcacheError as error:
                 log.warning("the ring of a client could not be left: %s", error)
 
 
+@dataclass(eq=False)
 class Served:
     """A client's task, and the tier's task that runs it."""
 
-    def __init__(self, peer: Peer, client: int, number: int, task: StorageTask) -> None:
-        """Just taken."""
-        self.peer, self.task = peer, task
-        self.name = (client, number)
-        self._taken = time.monotonic()
+    peer: Peer
+    name: tuple[int, int]
+    """The numbers of the client and of its task."""
+    task: StorageTask
+    counted: bool = False
+    """The published statistics count its end. Until then the end is not reported, so that a client
+    that hears of it finds it in the statistics."""
+    refused: bool = False
+    """Its last answer was not pushed."""
 
-    @property
-    def young(self) -> bool:
-        """True if it was taken a moment ago."""
-        return time.monotonic() - self._taken < _YOUNG
-
-    def answer(self, *, settled: bool) -> bytes:
-        """The state of the task.
-
-        Args:
-            settled: the statistics count its end. Until then the end is not reported, so that a
-                client that hears of it finds it in the statistics.
-        """
+    def answer(self) -> bytes:
+        """The state of the task."""
         state = self.task.state  # before the result, which is final then
-        if self.task.ended and not settled:
+        if self.task.ended and not self.counted:
             state = TaskState.RUNNING
         result = self.task.result
         counts = {name: getattr(result, name) for name in COUNTS}
@@ -122,13 +124,11 @@ class StorageService:
     forked child.
     """
 
-    def __init__(self, cache: Cache, storage: Storage, *, most: int = 4096, **tier: Any) -> None:
+    def __init__(self, cache: Cache, storage: Storage, **tier: Any) -> None:
         """Begins to serve.
 
         Args:
             storage: a storage opened with this cache's spec, `StorageSpec.of(cache)`.
-            most: maximum number of tasks at a time; further ones wait in the ring. When the ring is
-                full, clients are refused.
             tier: arguments of `StorageTier`.
 
         Raises:
@@ -136,27 +136,24 @@ class StorageService:
             ConfigError, LayoutMismatch, PermissionDenied: as `StorageTier`.
         """
         self.cache = cache
-        self._most = _arguments.count(most, "most", 1, 1 << 24)
         self._counted: Counter[str] = Counter()
         self._ending, self._over = Event(), Event()
-        self._why = ""
+        self.why = ""
+        """Why it ended by itself; empty: it did not."""
         self._looked = self._swept = 0.0
         self._publishing = threading.Lock()
         self._last: ServiceStats | None = None
         self._closed, self._pid = False, os.getpid()
         self._peers: dict[tuple[int, int], Peer] = {}
-        self._lock = threading.RLock()  # for the next two
+        self._lock = threading.RLock()  # for the next one, and for what its clients are to be told
         self._tasks: dict[tuple[int, int], Served] = {}
-        self._untold: dict[Served, bool] = {}
-        """Tasks whose last answer is to be repeated, and whether it was counted as lost."""
         with contextlib.ExitStack() as stack:
             self._tier = StorageTier(cache, storage, **tier)
             stack.callback(self._tier.close, 0.0)
             self._board = Board.open(cache)
             stack.callback(self._board.close)
             self._board.claim()
-            stack.callback(self._board.end, Phase.NONE)
-            self._base = self._board.read()
+            stack.callback(self._board.leave)
             with contextlib.suppress(LockTimeout):  # any process that needs pages reaps too
                 cache.reap()  # the earlier service may have been killed
             self._ring = board.tasks_ring(cache)
@@ -166,7 +163,7 @@ class StorageService:
                 target=self._serve, name="lightcache-storage-service", daemon=True
             )
             # Before the thread starts, which may end at once and close the board for tasks.
-            self._board.begin(self._tier.options)
+            self._board.begin(self._tier.options.grace)
             self._thread.start()
             stack.pop_all()
 
@@ -177,27 +174,28 @@ class StorageService:
             while not self._ending.is_set():
                 self._turn(_IDLE)
         except LightcacheError as error:
-            self._why = str(error)
-            log.warning("the storage service of %r ends: %s", self.cache.name, self._why)
+            self.why = str(error)
+            log.warning("the storage service of %r ends: %s", self.cache.name, self.why)
         except Exception as error:  # our own bug
-            self._why = repr(error)
+            self.why = repr(error)
             log.exception("the storage service of %r ends", self.cache.name)
         finally:
             with contextlib.suppress(LightcacheError):
                 if not self._ending.is_set():  # it ended by itself: clients must stop asking
-                    self._board.end(Phase.CLOSING)
+                    self._board.end()
             self._over.set()
 
     def _turn(self, timeout: float) -> int:
         """Take messages out of the ring, and do what is due. Returns the number of messages."""
         messages: list[bytes] = []
-        if len(self._tasks) >= self._most:
+        if len(self._tasks) >= MOST_TASKS:
             self._counted["full"] += 1
             self._ending.wait(min(timeout, _PAUSE))
         else:
             with contextlib.suppress(WaitTimeout, LockTimeout):
                 messages = self._ring.pop_many(_BATCH) or [self._ring.pop(timeout=timeout)]
         for message in messages:
+            self._board.look()  # one of a client that was stopped while it left takes 0.2 s
             try:
                 self._take(message)
             except Malformed as error:
@@ -209,12 +207,14 @@ class StorageService:
                 log.exception("a message to the storage service could not be used")
         if time.monotonic() - self._looked >= _LOOK:
             self._look_around()
+        elif not messages:
+            self._repeat()
         return len(messages)
 
     def _look_around(self) -> None:
         self._looked = time.monotonic()
         self.cache.index.segment.check_usable()
-        self._board.count_beat()
+        self._board.look()
         self._drop_peers(alive=False)
         with self._lock:
             orphans = [served for served in self._tasks.values() if not served.peer.there]
@@ -241,50 +241,44 @@ class StorageService:
             return
         with self._lock:
             known = self._tasks.get((part.client, part.task))
-        if part.kind is Kind.STOP and known is not None:
-            known.task.stop()
-        if part.kind is Kind.CANCEL and known is not None:
-            known.task.cancel()
         if part.kind in (Kind.STOP, Kind.CANCEL):
+            if known is not None:
+                (known.task.stop if part.kind is Kind.STOP else known.task.cancel)()
             return
         body = peer.parts.add(part)
         if body is None:
             return
         if known is not None:
             raise Malformed(f"a second task of number {part.task}")
-        served = Served(peer, part.client, part.task, self._begin(part, Ask.unpack(body)))
+        task = self._begin(Ask.unpack(part.kind, body), part.client)
+        served = Served(peer, (part.client, part.task), task)
         with self._lock:
             self._tasks[served.name] = served
-        served.task.progress.watch(lambda: self._tell(served))
+        task.progress.watch(lambda: self._tell(served))
 
-    def _begin(self, part: Part, ask: Ask) -> StorageTask:
-        tier = self._tier
-        left = min(ask.end - tier.options.clock(), ask.timeout, _LONGEST)
-        how: Any = {"namespace": ask.namespace, "timeout": left}
+    def _begin(self, ask: Ask, client: int) -> StorageTask:
+        how = dict(ask.arguments)
+        left = min(ask.end - self._tier.options.clock(), ask.timeout, _LONGEST)
         try:
             if left <= 0:
                 self._counted["late"] += 1
                 raise WaitTimeout(
                     f"timed out: not done within {ask.timeout:g} s, all of it in the queue"
                 )
-            if part.kind is Kind.WRITE:
-                # The same number from two clients means different requests.
-                request = None if ask.request is None else (part.client, ask.request)
-                return tier.write(ask.keys, request, tokens=ask.tokens, **how)
-            if part.kind is Kind.PREFETCH:
-                return tier.prefetch(ask.keys, ask.start, **how)
-            how |= {"groups": ask.groups, "start": ask.start, "step": ask.step, "most": ask.most}
-            return tier.prefetch_last_ready(ask.keys, **how)
+            if how.get("request") is not None:  # that of another client is another request
+                how["request"] = (client, how["request"])
+            begin: Callable[..., StorageTask] = getattr(self._tier, ask.kind.name.lower())
+            return begin(ask.keys, namespace=ask.namespace, timeout=left, **how)
         except LightcacheError as error:
-            pages = max(0, len(ask.keys) - ask.start)
-            return tier.failed_task("write" if part.kind is Kind.WRITE else "read", pages, error)
+            kind: Literal["write", "read"] = "write" if ask.kind is Kind.WRITE else "read"
+            return self._tier.failed_task(kind, max(0, len(ask.keys) - ask.start), error)
 
     def _peer(self, pid: int, client: int) -> Peer | None:
         """The sender of a message; None: it is gone."""
         peer = self._peers.get((pid, client))
         if peer is None:
             try:
-                peer = Peer(board.find_answers(self.cache, pid, client))
+                peer = Peer(board.find_answers(self.cache, pid, client), self._counted)
             except LightcacheError:
                 return None
             if not peer.alive:
@@ -297,73 +291,75 @@ class StorageService:
         """Close the rings of clients that are gone; with `alive`, of all clients."""
         for name, peer in list(self._peers.items()):
             if alive or not peer.alive:
-                peer.close()
-                del self._peers[name]
-                self._counted["halves"] += peer.parts.dropped + peer.parts.waiting
+                with self._publishing:  # figures say all of it, or nothing
+                    del self._peers[name]
+                    peer.close()
 
     # ---- answers
 
     def _tell(self, served: Served) -> None:
-        """Push the state of a task to its client, in the thread that changed it. If the ring is
-        full, the answer is repeated while the client is there: no other answer follows the end of a
-        task, and the client would wait until the task's time is up."""
-        settled = served.task.progress.settled
-        if not settled and served.young:  # usually its end follows at once
+        """Push the end of a task to its client, in the thread that ended it. What was before is
+        told a moment later (`_repeat`), as the end usually follows."""
+        if not served.task.progress.settled:
             with self._lock:
-                self._untold.setdefault(served, False)
+                served.peer.untold[served] = None
             return
-        if settled:
-            try:
-                self._publish()
-            except Exception:  # statistics may be late; the client waits for the answer
-                log.exception("figures of the storage service could not be published")
         try:
-            told = served.peer.tell(served, settled=settled)
-        except Exception:  # our own bug: the thread has other tasks
-            log.exception("an answer of the storage service could not be made")
-            self._counted["lost"] += 1
-            told = True
+            self._publish()
+        except Exception:  # statistics may be late; the client waits for the answer
+            log.exception("statistics of the storage service could not be published")
+        served.counted = True
+        self._push(served)
+
+    def _push(self, served: Served) -> bool:
+        """Push the state of a task; False: its client takes nothing now. Then it is repeated while
+        the client is there: no other answer follows the end of a task, and the client would wait
+        until the task's time is up."""
+        peer, ours = served.peer, False
         with self._lock:
-            if settled:
+            peer.untold.pop(served, None)  # before: another thread may add it meanwhile
+        try:
+            told = peer.tell(served)
+        except Exception:  # our own bug: the thread has other tasks, and this one would fail again
+            log.exception("an answer of the storage service could not be made")
+            told, ours = False, True
+        with self._lock:
+            if served.counted:
                 self._tasks.pop(served.name, None)
-            counted = self._untold.pop(served, False)
-            if not told:
-                self._counted["lost"] += not counted
-                if served.peer.there and len(self._untold) < _UNTOLD:
-                    self._untold[served] = True
+            self._counted["lost"] += not (told or served.refused)
+            served.refused = not told
+            if peer.there and not (told or ours):
+                peer.untold[served] = None
+                while len(peer.untold) > MOST_UNTOLD:
+                    peer.untold.popitem(last=False)
+        return told or ours
 
     def _repeat(self) -> None:
-        with self._lock:
-            untold = list(self._untold)
-        for served in untold:
-            self._tell(served)
+        """Tell each client what it has not been told, until it refuses."""
+        for peer in self._peers.values():
+            with self._lock:
+                untold = list(peer.untold)
+            for served in untold:
+                if not self._push(served):
+                    break
 
     # ---- statistics
 
     def _publish(self) -> None:
-        with self._publishing:
-            counted = {name: self._counted[name] for name in COUNTED}
-            peers = list(self._peers.values())
-            counted["halves"] += sum(peer.parts.dropped for peer in peers)
-            with contextlib.suppress(Detached):
-                stats = self._tier.stats()
-                self._board.publish(stats, self._base, clients=len(peers), **counted)
+        with self._publishing, contextlib.suppress(Detached):
+            self._board.publish(self._tier.stats(), self._counted, len(self._peers))
 
     def stats(self) -> ServiceStats:
         """Statistics as its clients see them; after `close`, the last ones."""
-        try:
-            return self._last or self._figures()
-        except Detached:
-            last = self._last
-            if last is None:
-                raise
-            return last  # closed by another thread meanwhile
-
-    def _figures(self) -> ServiceStats:
         if os.getpid() != self._pid:  # before any lock, which may have been held at the fork
             raise Detached("this storage service runs in the process that forked us")
-        self._publish()
-        return stats_of(self._board)
+        try:
+            self._publish()
+            return self._board.stats()
+        except Detached:  # perhaps closed by another thread meanwhile
+            if self._last is None:
+                raise
+            return self._last
 
     # ---- closing
 
@@ -371,11 +367,6 @@ class StorageService:
         """Block until it takes no more messages, because it was closed or ended by itself, such as
         when the cache was removed (see `why`). False: `timeout` seconds have passed."""
         return self._over.wait(timeout)
-
-    @property
-    def why(self) -> str:
-        """Why it ended by itself; empty: it did not."""
-        return self._why
 
     def close(self, timeout: float = 10.0) -> bool:
         """Take no new tasks, finish queued ones, cancel those that remain, and close. May be called
@@ -396,7 +387,7 @@ class StorageService:
         if os.getpid() != self._pid:
             return True
         deadline = Deadline(timeout)
-        self._board.end(Phase.CLOSING)
+        self._board.end()
         self._ending.set()
         self._thread.join()
         if not self._closed:
@@ -410,8 +401,8 @@ class StorageService:
 
     def _take_the_rest(self, deadline: Deadline) -> None:
         """Take the messages that were in the ring when it closed. A turn may take none although
-        some are left: with `most` tasks, or while another process holds the lock."""
-        while not (self._why or deadline.passed):
+        some are left: with `MOST_TASKS`, or while another process holds the lock."""
+        while not (self.why or deadline.passed):
             if not self._turn(0.0):
                 if not len(self._ring):
                     return
@@ -423,9 +414,9 @@ class StorageService:
         self._drop_peers(alive=True)
         self._publish()  # after the peers, which count their incomplete tasks
         with contextlib.suppress(LightcacheError):  # the board was removed
-            self._last = self._last or stats_of(self._board)
+            self._last = self._last or self._board.stats()
         with self._publishing:  # no thread publishes statistics after this
-            self._board.end(Phase.NONE)
+            self._board.leave()
         self._ring.close()
         self._board.close()
         self._closed = True
@@ -443,6 +434,3 @@ class StorageService:
 
     def __repr__(self) -> str:
         return f"<StorageService of {self.cache.name!r}>"
-
-
-__all__ = ["Peer", "Served", "StorageService"]
