@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -67,7 +67,7 @@ from lightcache.shm.errors import leave
 from lightcache.shm.layout import SegmentKind
 from lightcache.shm.lifecycle import Check
 from lightcache.shm.locking import deadline_ns
-from lightcache.shm.wanted import layout_hash
+from lightcache.shm.wanted import BYTES, AllBut, layout_hash
 from lightcache.snapshot import CheckReport, GroupPages, IndexStats, NamespacePages
 
 # ---- The segment of an index.
@@ -91,6 +91,9 @@ def _reaper(segment: Segment) -> None:
     reap_unjoined(segment, int(segment.config["pages"]))
 
 
+_OWN = frozenset({"independent", "eviction"})  # items of the configuration that are its own
+
+
 @dataclass(frozen=True)
 class IndexSpec:
     """The arguments of `create` and `open`, and the segment arguments made from them."""
@@ -100,12 +103,22 @@ class IndexSpec:
     config: Mapping[str, Any] | None
     grown: int | None
     independent: bool
-    eviction: str
+    eviction: str | None
     lifetime: str | None
     idle_limit: float | None
     group: str | int | None
     initialise: Hook | None
     timeout: float | None
+
+    @property
+    def order(self) -> str:
+        """Of eviction, of a new index."""
+        return "lru" if self.eviction is None else self.eviction
+
+    def compared(self) -> AllBut:
+        """What `open` compares. Pages and order say the bytes."""
+        free = {BYTES, "eviction"} if self.eviction is None else {BYTES}
+        return AllBut(frozenset(free))
 
     def segment_arguments(self) -> dict[str, Any]:
         """Arguments for `Segment.create` and `Segment.open`.
@@ -113,8 +126,8 @@ class IndexSpec:
         Raises:
             ConfigError: pages, grown or the configuration is invalid.
         """
-        end = geometry(self.pages, self.eviction).end
-        for item in ("independent", "eviction"):
+        end = geometry(self.pages, self.order).end
+        for item in _OWN:
             if self.config and item in self.config:
                 raise ConfigError(
                     f'config: "{item}" is an item of the index itself; say {item}= instead'
@@ -122,7 +135,7 @@ class IndexSpec:
         grown = self.pages if self.grown is None else self.grown
         grown = _arguments.count(grown, "grown", 0, self.pages)
         own: dict[str, Any] = {"independent": True} if self.independent else {}
-        own |= {"eviction": self.eviction} if self.eviction != "lru" else {}
+        own["eviction"] = self.order
         return {
             "name": self.name,
             "payload_bytes": end - shm_layout.PAYLOAD_OFFSET,
@@ -139,7 +152,7 @@ class IndexSpec:
 
     def _format(self, grown: int, segment: Segment) -> None:
         quick = layout.load().quick
-        order = eviction_number(self.eviction)
+        order = eviction_number(self.order)
         code = quick.lci_format(segment.address, segment.nbytes, self.pages, grown, order)
         check(code, f"lay out an index of {self.pages} pages")
         if self.initialise is not None:
@@ -433,7 +446,7 @@ class PageIndex:
         *,
         readonly: bool = False,
         config: Mapping[str, Any] | None = None,
-        named: Collection[str] | None = None,
+        named: Container[str] | None = None,
         independent: bool | None = None,
         group: str | int | None = None,
         role: str = "",
@@ -447,7 +460,8 @@ class PageIndex:
             readonly: only `peek`, `wait`, `stats`, `clients` and `check` work. The handle takes no
                 client slot and can corrupt nothing.
             config: the configuration that the index must have, with `pages`; None: any.
-            named: the items of it that are compared; None: all.
+            named: the items of it that are compared; None: all, "independent" and "eviction" only
+                if they are among them.
             independent: what the index must have been created with; None: either.
             Otherwise as `create`.
 
@@ -457,6 +471,8 @@ class PageIndex:
             InUse: no slot is free: see `Segment.join`.
             CacheCorrupted, PermissionDenied, ConfigError.
         """
+        if named is None and config is not None:
+            named = AllBut(_OWN - config.keys())
         segment = Segment.attach(
             name,
             readonly=readonly,
@@ -486,13 +502,13 @@ class PageIndex:
         config: Mapping[str, Any] | None = None,
         grown: int | None = None,
         independent: bool = False,
-        eviction: str = "lru",
+        eviction: str | None = None,
         lifetime: str | None = None,
         idle_limit: float | None = None,
         group: str | int | None = None,
         replace: bool = False,
         check_new: Check | None = None,
-        named: Collection[str] | None = None,
+        named: Container[str] | None = None,
         role: str = "",
         device: bool = False,
         initialise: Hook | None = None,
@@ -503,6 +519,7 @@ class PageIndex:
         have all died is attached to with its content.
 
         Args:
+            eviction: None: the order of an existing index; "lru" for a new one.
             lifetime: None: keep that of an existing index; "attached" for a new one.
             idle_limit: seconds. A persistent index that was unused for this long and has no live
                 client is removed by the next `open`, `create` or `sweep` that needs its room. None:
@@ -511,8 +528,8 @@ class PageIndex:
                 be made.
             check_new: see `Segment.open`.
             named: items of the configuration that must be equal, "pages", "independent" and
-                "eviction" among them, and "bytes" for the size; None: all. The others are those of
-                a new index.
+                "eviction" among them; None: all that are given. The others are those of a new
+                index.
             Otherwise as `create`.
 
         Raises:
@@ -534,7 +551,10 @@ class PageIndex:
             timeout,
         )
         segment = Segment.open(
-            **spec.segment_arguments(), replace=replace, check_new=check_new, named=named
+            **spec.segment_arguments(),
+            replace=replace,
+            check_new=check_new,
+            named=spec.compared() if named is None else named,
         )
         return cls._joined(segment, role, device, lock_timeout, timeout)
 
@@ -1144,7 +1164,7 @@ class PageIndex:
         """
         counts = layout.IndexCounts()
         check(self.core.quick.lci_count(self.core.handle, ctypes.byref(counts)), "stats")
-        return snapshot.stats_of(counts)
+        return snapshot.stats_of(counts, self.eviction)
 
     def groups(self) -> tuple[GroupPages, ...]:
         """Pages by KV group: of each group that has a name (`kv_groups` of the cache), a page or a

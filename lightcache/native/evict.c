@@ -189,13 +189,14 @@ static uint32_t last_to_go(const candidate *chosen, uint32_t n) {
 static uint32_t choose(const lci_handle *h, lci_eviction *e, candidate *out, uint32_t want,
                        uint32_t mask, uint32_t bits, uint32_t *hand) {
     uint32_t n = 0, at = *hand, end = lc_load(&h->root->fresh);
+    bool spares = false;
     if (end > h->page_count) end = h->page_count;
     for (uint32_t i = 0; i < LCI_WINDOW && i < end; i++, at++) {
         if (at >= end) at = 0;
         if ((lc_load(&h->pages[at].word) & mask) != bits || !may_go(h, e, at)) continue;
         candidate here = candidate_of(h, at);
         if (LC_UNLIKELY(e->spared) && here.rank >= e->spared) {
-            e->outbid = true;
+            spares = true;
             continue;
         }
         if (n < want) {
@@ -206,6 +207,7 @@ static uint32_t choose(const lci_handle *h, lci_eviction *e, candidate *out, uin
         if (goes_before(&here, &out[last])) out[last] = here;
     }
     *hand = at;
+    e->outbid = spares && !n;
     return n;
 }
 
@@ -242,7 +244,6 @@ uint32_t lci_evict_namespace(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t
                              uint32_t ns) {
     candidate chosen[LCI_BATCH];
     uint32_t hand = lc_load(&h->ns[ns].hand);
-    e->outbid = false;
     if (want > LCI_BATCH) want = LCI_BATCH;
     uint32_t n = choose(h, e, chosen, want, LCI_NS_MASK, ns << LCI_NS_SHIFT, &hand);
     lc_store(&h->ns[ns].hand, hand);

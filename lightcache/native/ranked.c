@@ -144,26 +144,29 @@ static bool free_to_go(const lci_handle *h, const lci_eviction *e, uint32_t page
 #define PRICED_LISTS 16 /* that are looked at for it */
 #define PRICED_PAGES 4  /* of each of them */
 
+/* The rank of the first page of a list that could go, among those at its head; UINT32_MAX: none could.
+ * Others change the list meanwhile. */
+static uint32_t price_of_list(const lci_handle *h, const lci_eviction *e, uint32_t list) {
+    const lc_link *link = lc_link_at(&h->lists, lc_list_head(&h->lists, list));
+    for (uint32_t i = 0; link && i < PRICED_PAGES; i++) {
+        uint32_t page = lc_load(&link->next);
+        if (page >= h->page_count) break;
+        if (free_to_go(h, e, page)) return lci_rank(h, lc_load(&h->pages[page].used));
+        link = &h->pages[page].queue;
+    }
+    return UINT32_MAX;
+}
+
+/* A page may rank below its list by now: so the first lists are looked at until none can have a lower one. */
 uint32_t lci_lowest_rank(const lci_handle *h, const lci_eviction *e) {
     const lci_order *o = chosen(h);
-    uint32_t best = UINT32_MAX, lists = 0;
-    for (uint32_t w = 0; w < LCI_RANK_WORDS; w++) {
-        for (uint32_t bits = lc_load(&o->occupied[w]); bits; bits &= bits - 1) {
-            uint32_t rank = w * 32 + (uint32_t)__builtin_ctz(bits);
-            if (rank >= LCH_LISTS || 1 + rank >= best || lists++ == PRICED_LISTS) goto done;
-            const lc_link *link = lc_link_at(&h->lists, lc_list_head(&h->lists, lc_load(&o->list[rank])));
-            for (uint32_t i = 0; link && i < PRICED_PAGES; i++) {
-                uint32_t page = lc_load(&link->next), own;
-                if (page >= h->page_count) break;
-                link = &h->pages[page].queue;
-                if (!free_to_go(h, e, page)) continue;
-                own = lci_rank(h, lc_load(&h->pages[page].used));
-                best = own < best ? own : best;
-                break;
-            }
-        }
+    uint32_t best = price_of_list(h, e, LCI_FIRST_LIST), lists = 0;
+    for (uint32_t rank = 0; rank < LCH_LISTS && 1 + rank < best && lists < PRICED_LISTS; rank++) {
+        if (!(lc_load(&o->occupied[rank / 32]) >> (rank % 32) & 1)) continue;
+        uint32_t price = price_of_list(h, e, lc_load(&o->list[rank]));
+        best = price < best ? price : best;
+        lists++;
     }
-done:
     return best == UINT32_MAX ? 0 : best;
 }
 

@@ -275,7 +275,7 @@ static uint32_t take_pages(reserve *r, uint32_t absent, uint32_t *pages, uint32_
     lci_handle *h = r->h;
     uint32_t want = allowed(r, absent);
     *why = why_less(r, want, absent);
-    if (!want) return 0;
+    if (!want || (*why == LCI_WHY_WORTH && !lci_available(h))) return 0; /* and no reservation is opened */
     *why = LCI_WHY_RESERVATIONS;
     if (!r->op->gen) {
         if (!lci_open_reservation(h, &r->t, r->op->shards, r->op->ns, &r->op->rid, &r->op->gen))
@@ -392,7 +392,7 @@ static int settle_batch(reserve *r, uint32_t from, uint32_t to) {
     if (absent) {
         int rc = make_worthy_room(r, from, to, absent);
         if (rc != LCI_ROOM_MADE) return rc;
-        if (r->full) make_chain_room(r, from, to);
+        if (r->full && !r->room.eviction.outbid) make_chain_room(r, from, to);
         keep(r); /* pages freed in this step must not be used again in it */
     }
     pthread_mutex_lock(rows);

@@ -140,6 +140,91 @@ static void a_quota(void) {
     tear_down();
 }
 
+static lci_ns_ref other;
+
+static void fill_other(uint32_t number) {
+    prompt_make(&p, number, 1);
+    CHECK_EQ(prompt_reserve(&a, &p, other, 1), 1);
+    prompt_publish(&a, &p, 0);
+    prompt_unpin(&a, &p);
+}
+
+/* Some go for the quota, and the rest for the pool: that its own rank higher is no price of the others. */
+static void a_quota_is_filled_from_the_pool(void) {
+    full(100, 70);
+    CHECK_EQ(lci_namespace_open(a.h, "w", "t", 20, &other, BLOCKING), LC_OK);
+    CHECK_EQ(evict(&a, 18), 18);
+    for (uint32_t i = 0; i < 18; i++) fill_other(2000 + i);
+    for (uint32_t i = 3; i < 18; i++) {
+        prompt_make(&p, 2000 + i, 1);
+        memset(&l, 0, sizeof l);
+        CHECK_EQ(lci_match1(b.h, p.keys, 1, other, &l.head), 1);
+        CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    }
+    prompt_make(&q, 1, 5);
+    q.op = (lci_reserve_op){.shards = 1, .ns = other, .admission = 1};
+    CHECK_EQ(lci_reserve(a.h, &q.op, q.keys, 5, 0, q.page, q.status, BLOCKING), 5);
+    CHECK_EQ(lc_load(&a.h->ns[lci_ns_id(other)].pages), 20);
+    CHECK_EQ(index_counts(&a).named, 100); /* three of its own, and two others */
+    tear_down();
+}
+
+/* Nothing is held for it, and nothing was changed but advice. */
+static void a_refusal_leaves_nothing(void) {
+    full(100, 100);
+    prompt_make(&q, 1, 40);
+    collect(&a);
+    lci_counts before = index_counts(&a);
+    CHECK_EQ(admitted(&a, &q, 0, LCH_HINT_NONE), 0);
+    lci_counts after = index_counts(&a);
+    CHECK_EQ(q.op.gen, 0); /* no reservation */
+    CHECK_EQ(after.named, before.named);
+    CHECK_EQ(after.free, before.free);
+    CHECK_EQ(after.queued, before.queued);
+    client_die(&a); /* with its reservation, if it had one */
+    prompt_make(&p, 2, 3);
+    CHECK_EQ(prompt_reserve(&b, &p, NS, 1), 3);
+    index_check(&s);
+    client_forget(&a);
+    a = client_join(&s);
+    tear_down();
+}
+
+/* A key whose chain has no room, and which is not worth a page: none of the chain goes for it. */
+static void a_full_chain_loses_nothing(void) {
+    full(100, 100);
+    CHECK_EQ(evict(&a, LC_CHAIN_MAX), LC_CHAIN_MAX);
+    for (uint32_t i = 0; i < LC_CHAIN_MAX; i++) {
+        prompt_make(&p, 2000 + i, 1);
+        p.keys[0].lo = 5;
+        CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 1);
+        prompt_publish(&a, &p, 0);
+        prompt_unpin(&a, &p);
+        CHECK_EQ(match(&b, &p, &l), 1);
+        CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    }
+    prompt_make(&q, 1, 1);
+    q.keys[0].lo = 5;
+    CHECK_EQ(admitted(&a, &q, 0, LCH_HINT_NONE), 0);
+    CHECK_EQ(q.op.reason, LCI_WHY_WORTH);
+    CHECK_EQ(index_counts(&a).named, 100);
+    tear_down();
+}
+
+static void what_goes_first_is_the_price(void) {
+    lci_walk_op first = {0};
+    full(100, 100);
+    prompt_make(&p, 1050, 1);
+    prompt_make(&q, 1, 5);
+    CHECK_EQ(worth(&q, 0), 0);
+    CHECK_EQ(lci_evict_first(a.h, p.keys, 1, NS, &first, BLOCKING), LC_OK);
+    CHECK_EQ(first.pages, 1);
+    prompt_make(&q, 2, 5);
+    CHECK_EQ(worth(&q, 0), 5);
+    CHECK_EQ(admitted(&a, &q, 0, LCH_HINT_NONE), 1); /* each with its own */
+    tear_down();
+}
+
 static void pinned_pages_are_no_price(void) {
     full(60, 50);
     static lease held[10];
@@ -187,7 +272,7 @@ static void what_is_refused_at_once(void) {
     CHECK_EQ(lci_worth(r.h, q.keys, 4, 0, NS, 0, 0), LC_E_READONLY);
     client_leave(&r);
     tear_down();
-    set_up(40); /* LRU */
+    set_up_lru(40);
     prompt_fill(&a, &p, 1, 40);
     prompt_make(&q, 2, 4);
     CHECK_EQ(worth(&q, 1), 3);
@@ -201,6 +286,10 @@ const test worth_tests[] = {
     TEST(a_key_is_worth_what_is_behind_it),
     TEST(a_prompt_without_its_head_is_not_written),
     TEST(a_quota),
+    TEST(a_quota_is_filled_from_the_pool),
+    TEST(a_refusal_leaves_nothing),
+    TEST(a_full_chain_loses_nothing),
+    TEST(what_goes_first_is_the_price),
     TEST(pinned_pages_are_no_price),
     TEST(advice_of_any_bytes),
     TEST(what_is_refused_at_once),

@@ -43,6 +43,7 @@ class Request:
     num_computed_tokens: int = 0
     shared_prefix_boundary: int = 0
     kv_transfer_params: Any = None
+    session_id: str | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.all_token_ids)

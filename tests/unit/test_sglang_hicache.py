@@ -475,14 +475,11 @@ def test_the_thread_of_the_model_waits_for_no_storage(
     monkeypatch.undo()
 
 
-def test_what_is_not_worth_saving_is_not_saved(
-    made: Made, segment_name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Cache, "open", partial(Cache.open, eviction="hz"))
+def test_what_is_not_worth_saving_is_not_saved(made: Made, segment_name: str) -> None:
     pool = MHATokenToKVPoolHost("page_first")
     bytes_of_page = made(pool).usable().cache.page_bytes
     Segment.unlink(segment_name, force=True)
-    one = made(pool, size=learned_traffic.PAGES * bytes_of_page, admission=True)
+    one = made(pool, size=learned_traffic.PAGES * bytes_of_page, eviction="hz", admission=True)
     index = one.usable().cache.index
     assert index.pages == learned_traffic.PAGES
     learned_traffic.occupied(index)

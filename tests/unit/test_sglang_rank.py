@@ -629,6 +629,7 @@ class Guarded:
         ({"on_reset": "clear"}, "on_reset: expected one of"),
         ({"size": 0}, "size"),
         ({"storage": 3}, "storage: expected a URL"),
+        ({"eviction": "fifo"}, r"eviction: expected one of \('lru', 'hz'\), found 'fifo'"),
         ({"blocks_per_page": 2}, "found blocks_per_page"),
     ],
 )
@@ -637,12 +638,9 @@ def test_wrong_options(given: dict[str, object], said: str) -> None:
         Options.of(given)
 
 
-def test_what_is_not_worth_saving_is_not_saved(
-    segment_name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Cache, "open", partial(Cache.open, eviction="hz"))
+def test_what_is_not_worth_saving_is_not_saved(segment_name: str) -> None:
     page = 512
-    with Engine(segment_name, size=PAGES * page, admission=True) as engine:
+    with Engine(segment_name, size=PAGES * page, eviction="hz", admission=True) as engine:
         link = engine.ranks[0]._link
         assert link is not None
         assert link.current is not None

@@ -747,6 +747,17 @@ def test_hints_of_requests(
         assert bool(warnings_of(caplog)) is (hint is None)
 
 
+def test_a_session_continues_unless_it_says_otherwise(segment_name: str) -> None:
+    with Engine(segment_name) as engine:
+        for params, session, hint in (
+            (None, "a", Hint.CONTINUES),
+            (None, "", Hint.NONE),
+            ({"lightcache_hint": "ends"}, "a", Hint.ENDS),
+        ):
+            request = Request(PROMPT, kv_transfer_params=params, session_id=session)
+            assert engine.scheduler._state(request).hint is hint
+
+
 def test_the_ranks_are_told_the_hint(segment_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
 
@@ -762,17 +773,11 @@ def test_the_ranks_are_told_the_hint(segment_name: str, monkeypatch: pytest.Monk
         assert engine.ask(PROMPT) == 48
 
 
-@pytest.fixture
-def learns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caches have the order that is learned."""
-    monkeypatch.setattr(Cache, "open", partial(Cache.open, eviction="hz"))
-
-
-@pytest.mark.usefixtures("learns")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_is_not_worth_saving_is_not_ordered(segment_name: str, ranks: int) -> None:
     size = PAGES * 512
-    with Engine(segment_name, ranks=ranks, size=size, admission=True) as engine:
+    how: dict[str, Any] = {"eviction": "hz", "admission": True}
+    with Engine(segment_name, ranks=ranks, size=size, **how) as engine:
         opened = engine.scheduler.usable()
         assert opened is not None
         occupied(opened.cache.index)
@@ -785,16 +790,27 @@ def test_what_is_not_worth_saving_is_not_ordered(segment_name: str, ranks: int) 
         assert engine.ask(PROMPT) == 48
 
 
-@pytest.mark.usefixtures("learns")
 def test_all_is_saved_without_the_option_or_beside_a_storage(
     segment_name: str, tmp_path: Path
 ) -> None:
     storage = f"disk:{tmp_path}?capacity=1MiB"
     for options in ({}, {"admission": True, "storage": storage}):
-        with Engine(segment_name, size=PAGES * 512, **options) as engine:
+        with Engine(segment_name, size=PAGES * 512, eviction="hz", **options) as engine:
             opened = engine.scheduler.usable()
             assert opened is not None
             occupied(opened.cache.index)
             engine.ask(PROMPT)
             assert engine.scheduler.take_figures()["offered_pages"] == 6
         Segment.unlink(segment_name)
+
+
+def test_an_order_that_admission_does_nothing_with_is_said(
+    segment_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Engine(segment_name, admission=True) as engine:
+        opened = engine.scheduler.usable()
+        assert opened is not None
+        assert opened.cache.index.eviction == "lru"
+        engine.ask(PROMPT)
+        assert engine.ask(PROMPT) == 48
+    assert any('"lru", expected "hz"' in said for said in warnings_of(caplog))

@@ -69,15 +69,6 @@ class StorageOptions(EngineOptions):
 
     given_in = "hicache_storage_backend_extra_config"
 
-    admission: bool = False
-    """True: pages that are not worth what would go for them are not saved, nor is what follows them
-    in their prompt. For an engine of one rank, and a cache whose eviction is "hz" (`lightcache
-    create --eviction hz`); with a `storage` all are saved, as it is written from the cache."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_flag("admission")
-
 
 @dataclass
 class StorageFigures:

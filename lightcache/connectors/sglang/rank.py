@@ -45,6 +45,7 @@ from lightcache.engine_keys import EngineKeys
 from lightcache.errors import Abandoned, Detached, LeaseLost, LightcacheError
 from lightcache.kernels.moves import Engine
 from lightcache.kernels.pinned import PinnedPages
+from lightcache.layout import Hint
 from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
 from lightcache.page_transfers import begun_with
@@ -99,15 +100,6 @@ class Options(EngineOptions):
     configuration."""
 
     given_in = "linker_extra_config"
-
-    admission: bool = False
-    """True: pages that are not worth what would go for them are not saved, nor is what follows them
-    in their prompt. For an engine of one rank, and a cache whose eviction is "hz" (`lightcache
-    create --eviction hz`); with a `storage` all are saved, as it is written from the cache."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_flag("admission")
 
 
 @dataclass
@@ -205,6 +197,8 @@ class _Save:
     after: list[Any]
     end: float
     """When it waits for the index's lock no longer: of a queue of saves each has waited."""
+    hint: Hint = Hint.NONE
+    """Of its new pages."""
     absent: int = 0
     """Pages for which there was no room, or whose beginning has gone."""
     offloads: dict[int, Offload] = field(default_factory=dict)
@@ -686,12 +680,14 @@ class Rank(CachePart[Opened]):
         before: str | None,
         after: list[Any],
         windows: tuple[int, Slots] | None = None,
+        hint: Hint = Hint.NONE,
     ) -> None:
         """Save pages. It is reported by `completed` in its turn, whatever becomes of it: ranks that
         save the same report the same number.
 
         Args:
             windows: the number of the last pages of which SGLang has the windows, and their slots.
+            hint: what is expected of new pages.
         """
         windowed, other = (0, None) if windows is None else windows
         both = (slots,) if other is None else (slots, other)
@@ -705,6 +701,7 @@ class Rank(CachePart[Opened]):
             before,
             after,
             self._clock() + LOCK,
+            hint,
         )
         self.figures["offered_pages"] += len(hashes)
         try:
@@ -817,7 +814,7 @@ class Rank(CachePart[Opened]):
         alone = self._team is None and group.run == PLAIN and opened.tier is None
         left = max(0.05, save.end - self._clock())  # each tries: the lock may be free by now
         how: dict[str, Any] = {"namespace": space, "timeout": left, "run": group.run}
-        how["admission"] = alone and self.options.admission
+        how |= {"admission": alone and self.options.admission, "hint": save.hint}
         if group.whole:
             encoded = keys.encode([save.before, *save.hashes] if save.before else save.hashes)
             if save.before:

@@ -28,10 +28,6 @@ class Options(EngineOptions):
     prompt are not saved."""
     save_decode: bool = False
     """True: answers are saved as well, for conversations whose next prompt repeats them."""
-    admission: bool = False
-    """True: pages that are not worth what would go for them are not saved, nor is what follows them
-    in their prompt. For a cache whose eviction is "hz" (`lightcache create --eviction hz`) and that
-    has pages of full attention; with a `storage` all are saved, as it is written from the cache."""
     record: str | None = None
     """A file to which each request is appended, for `lightcache replay`: when it came, its length,
     and parts of its pages' keys. No tokens. None: nothing is recorded."""
@@ -45,7 +41,6 @@ class Options(EngineOptions):
         self.check_choice("load_failure", LoadFailure)
         super().__post_init__()
         self.check_flag("save_decode")
-        self.check_flag("admission")
         record: object = self.record  # of any type: an operator wrote it
         if record is not None and not (isinstance(record, str) and record):
             raise ConfigError(f"record: expected the path of a file, found {record!r}")

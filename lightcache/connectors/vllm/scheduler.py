@@ -387,11 +387,13 @@ class SchedulerHalf(CachePart[Opened]):
         return state
 
     def _hint(self, request: Any) -> Hint:
-        """What the request's sender expects to follow it."""
+        """What the request's sender expects to follow it. Of a session: another turn, unless it
+        says otherwise."""
+        session = getattr(request, "session_id", None)
         given = getattr(request, "kv_transfer_params", None)
         text = given.get(HINT) if isinstance(given, Mapping) else None
         if text is None:
-            return Hint.NONE
+            return Hint.CONTINUES if session else Hint.NONE
         if isinstance(text, str) and text in HINTS:
             return HINTS[text]
         known = ", ".join(HINTS)
