@@ -346,6 +346,8 @@ typedef struct lci_reserve_op {
     uint64_t later;  /* until then another rank is waited for that is making pages; 0: not yet */
     uint32_t shard;  /* of a team: ours */
     uint32_t joined; /* out: another rank has begun it */
+    uint32_t admission; /* no page goes for a new one that ranks below it: that is not made */
+    uint32_t hint;   /* of its new pages: LCH_HINT_* */
     uint32_t parked; /* 1 + parked pages that are still to be looked at, when nothing else is left; 0:
                       * not begun; for the core alone */
     lci_look_op look;
@@ -354,7 +356,8 @@ enum {
     LCI_WHY_PINNED = 1, LCI_WHY_QUOTA = 2, LCI_WHY_RESERVATIONS = 3, LCI_WHY_CHAIN = 4,
     LCI_WHY_MEMORY = 5, /* as PINNED, and more pages have no memory */
     LCI_WHY_HEAD = 6, /* the page of the key before is not there: what hung on it would be of no use */
-    LCI_WHY_TEAM = 7 /* the rank that began the reservation did not reserve them */
+    LCI_WHY_TEAM = 7, /* the rank that began the reservation did not reserve them */
+    LCI_WHY_WORTH = 8 /* they rank below every page that could go for them */
 };
 
 /* How many pages a namespace may have, and how many it was promised. */
@@ -519,11 +522,12 @@ static inline uint64_t lci_next_tick(lci_handle *h) {
 }
 
 /* The word of a page that gets this key behind `parent` (LC_NIL: none), under the lock. */
-uint64_t lci_ranked_used_by(lci_handle *h, lc_key key, uint32_t page, uint32_t parent, uint64_t tick);
+uint64_t lci_ranked_used_by(lci_handle *h, lc_key key, uint32_t page, uint32_t parent,
+                            uint32_t hint, uint64_t tick);
 static inline uint64_t lci_used_by(lci_handle *h, lc_key key, uint32_t page, uint32_t parent,
-                                   uint64_t tick) {
+                                   uint32_t hint, uint64_t tick) {
     if (LC_LIKELY(!h->ranks)) return tick << LCI_TICK_SHIFT;
-    return lci_ranked_used_by(h, key, page, parent, tick);
+    return lci_ranked_used_by(h, key, page, parent, hint, tick);
 }
 
 /* Above the highest ticket in use, which scans of tickets end at. Within the records, whatever the
@@ -596,6 +600,16 @@ bool lci_ranks_sound(const lci_handle *h);
 /* For repair, without the log: lists are empty, and the order is sound; this list is not. */
 void lci_ranks_clear(lci_handle *h);
 void lci_ranks_occupy(lci_handle *h, uint32_t list);
+/* Without the lock, advice: the rank of what goes first; 0: nothing was found that can go. */
+uint32_t lci_lowest_rank(const lci_handle *h, const struct lci_eviction *e);
+/* evict.c: the same of a namespace's pages, of those that making room for its quota looks at next. */
+uint32_t lci_lowest_of(const lci_handle *h, const struct lci_eviction *e, uint32_t ns);
+/* worth.c, without the lock: the word of the page of a key, or what is remembered of it; 0: nothing is.
+ * How many pages the namespace lacks of what it was promised, or the group. A page that is not written is
+ * remembered, with the word that it would have, which is returned. */
+uint64_t lci_word_of(const lci_handle *h, lc_key key, uint64_t tick);
+uint32_t lci_promise_left(const lci_handle *h, uint32_t ns, uint32_t group);
+uint64_t lci_pass_by(lci_handle *h, lc_key key, uint64_t before, uint32_t hint, uint64_t tick);
 /* Its pages go, and their keys are still there: remember them. */
 void lci_ranked_remember(lci_handle *h, const struct lci_eviction *e, const uint32_t *pages, uint32_t n);
 /* Ask for what is remembered of keys that are about to come, or of a page that is about to go. */
@@ -634,6 +648,8 @@ typedef struct lci_eviction {
     uint32_t asked, ahead[LCI_ASKED_FOR]; /* pages likely to be evicted next: their records were asked for */
     const lci_oldest_op *listing; /* listed pages are still counted; NULL: nothing is listed */
     uint32_t *parked; /* of the call, however often it is interrupted: see lci_reserve_op */
+    uint32_t spared; /* pages of this rank or a higher one stay; 0: of none */
+    bool outbid;     /* what could go now is spared */
 } lci_eviction;
 
 /* Is it among what its namespace was promised, or its group? Then only calls for that namespace, or that
