@@ -157,7 +157,7 @@ uint32_t lci_evict(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want) {
 /* May go now, for whom room is made, and was not used by that call. */
 static bool may_go(const lci_handle *h, const lci_eviction *e, uint32_t page) {
     const lci_page *p = &h->pages[page];
-    return lci_queueable(h, page) && !lci_not_before(h, lci_tick(p), e->since) &&
+    return lci_queueable(h, page) && !lci_used_since(h, lci_tick(p), e->since) &&
            !lci_promised(h, e, page) && !lci_pinned(h, p);
 }
 

@@ -505,10 +505,20 @@ static inline void lci_hit(const lci_handle *h, lci_page *p, uint64_t tick, lci_
     }
 }
 
-/* Is this tick at `since` or after it? Ticks that are times wrap. Numbers do not, but by damage. */
-static inline bool lci_not_before(const lci_handle *h, uint64_t tick, uint64_t since) {
+/* Is this tick ahead of the clock, which no call gave? Ticks that are times wrap: of half of all it cannot
+ * be told. Numbers do not wrap. */
+static inline bool lci_ahead(const lci_handle *h, uint64_t clock, uint64_t tick) {
+    if (LC_LIKELY(!h->ranks)) return tick > clock;
+    return ((clock - tick) & LCI_TICK_MAX) > LCI_TICK_MAX / 2;
+}
+
+/* Was a page with this tick used at `since`, when a call began, or after it? Where ticks wrap, those of
+ * the next two years are after it: no call lasts longer, and one under a clock that damage has set far
+ * ahead finds pages to evict. */
+#define LCI_CALL_TICKS (UINT64_C(1) << 44)
+static inline bool lci_used_since(const lci_handle *h, uint64_t tick, uint64_t since) {
     if (LC_LIKELY(!h->ranks)) return tick >= since;
-    return ((tick - since) & LCI_TICK_MAX) <= LCI_TICK_MAX / 2;
+    return ((tick - since) & LCI_TICK_MAX) < LCI_CALL_TICKS;
 }
 
 /* The tick of a call: the next number, or, where ages are told, the time in units of 4,096 ns unless
@@ -553,6 +563,7 @@ static inline int lci_usable(const lci_handle *h) {
 LC_API int lci_geometry_of(uint64_t pages, uint32_t eviction, lci_geometry *g);
 /* attach.c: the same of a segment of so many bytes, with the order that it says. */
 int lci_geometry_in(const uint8_t *base, uint64_t bytes, uint64_t pages, lci_geometry *g);
+bool lci_geometry_agrees(const lci_root *r, const lci_geometry *g);
 /* attach.c: a handle on memory, see there. */
 lci_handle *lci_handle_on(uint8_t *base, const lci_geometry *g, lcs_attachment *at);
 

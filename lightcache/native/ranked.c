@@ -64,7 +64,7 @@ uint32_t lci_rank(const lci_handle *h, uint64_t used) {
 }
 
 bool lci_ranked_follows(const lci_handle *h, const lci_eviction *e, uint64_t child, uint64_t parent) {
-    if (lci_not_before(h, parent >> LCI_TICK_SHIFT, e->since)) return false;
+    if (lci_used_since(h, parent >> LCI_TICK_SHIFT, e->since)) return false;
     return LC_LIKELY(parent == child) || lci_rank(h, parent) <= lci_rank(h, child);
 }
 
@@ -138,7 +138,7 @@ void lci_ranked_ask_page(const lci_handle *h, const lci_page *p) {
 /* Could it go now, for this call? */
 static bool free_to_go(const lci_handle *h, const lci_eviction *e, uint32_t page) {
     const lci_page *p = &h->pages[page];
-    return !lci_not_before(h, lci_tick(p), e->since) && !lci_promised(h, e, page) && !lci_pinned(h, p);
+    return !lci_used_since(h, lci_tick(p), e->since) && !lci_promised(h, e, page) && !lci_pinned(h, p);
 }
 
 #define PRICED_LISTS 16 /* that are looked at for it */
