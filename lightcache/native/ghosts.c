@@ -92,7 +92,9 @@ bool lch_ghost_take(lch *l, uint64_t hash, uint64_t tick, uint64_t *used) {
     return true;
 }
 
-/* How long ago the time of an entry is, the less the longer, with its place below. */
+/* How long ago the time of an entry is, the less the longer, with its place below. A free entry is of
+ * time 0; a key that has an entry already, as after a death, gets a second one: both are of little
+ * harm, and to look for them costs as much as all else here. */
 LC_INLINE uint64_t order_of(const _Atomic uint64_t *line, uint32_t i, uint64_t future) {
     return ((lc_load(&line[i]) - future) & ~(uint64_t)(LCH_GHOST_WAYS - 1)) | i;
 }
