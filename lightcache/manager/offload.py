@@ -59,6 +59,12 @@ class Offloader:
         self._probe: BlockTransfer | None = None
         """The last copy that was begun while the breaker was open."""
         retry = state.config.offload_retry
+        if state.config.admission and state.host.index.eviction != "hz":
+            _log.warning(
+                'admission: all pages are written to the host, as the eviction of %r is "%s", '
+                'expected "hz"; create the cache with eviction="hz"',
+                *(state.host.name, state.host.index.eviction),
+            )
 
         def text(row: int, why: str) -> str:
             return (

@@ -103,10 +103,11 @@ def test_without_the_option_all_is_written(world: Any) -> None:
     assert on_host(manager, NEW) == 10
 
 
-def test_with_lru_all_is_written(world: Any) -> None:
+def test_with_lru_all_is_written(world: Any, caplog: pytest.LogCaptureFixture) -> None:
     manager = world("lru")[0]
     manager.run("a", NEW)
     assert on_host(manager, NEW) == 10
+    assert ['"lru", expected "hz"' in record.message for record in caplog.records] == [True]
 
 
 def test_what_may_go_to_storage_is_written(world: Any) -> None:
