@@ -150,6 +150,7 @@ soak: install pause
 # interrupted at every place.
 crash-test: install
 	cd tests && $(bin)/python crash/run.py $(ARGS)
+	cd tests && $(bin)/python crash/run.py --builds gcc-O2 --stride 7 $(ARGS) --eviction hz
 	cd tests && $(bin)/python crash/covered.py
 	cd tests && LIGHTCACHE_STEP_BUILDS=all $(bin)/python -m pytest -q crash/test_structures.py
 	cd tests && LIGHTCACHE_LIFE_STRIDE=1 $(bin)/python -m pytest -q crash/test_life_cycle.py

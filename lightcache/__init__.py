@@ -30,6 +30,7 @@ from lightcache.errors import (
 )
 from lightcache.hashing import KeySpec, PageHasher, hash_pages, matchable_pages
 from lightcache.layer_loads import LayerLoads
+from lightcache.layout import Hint, WhyMissing
 from lightcache.leases import (
     Allocation,
     ClientId,
@@ -57,6 +58,7 @@ __all__ = [
     "Detached",
     "EngineKeys",
     "GiveBack",
+    "Hint",
     "InUse",
     "KeySpec",
     "LayerLoads",
@@ -85,6 +87,7 @@ __all__ = [
     "Ticket",
     "TransferFailed",
     "WaitTimeout",
+    "WhyMissing",
     "__version__",
     "cache_name",
     "hash_pages",

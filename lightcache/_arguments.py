@@ -15,6 +15,23 @@ import numpy as np
 import numpy.typing as npt
 
 from lightcache.errors import ConfigError
+from lightcache.layout import Hint
+
+# ---- Hints.
+
+
+def hint(value: Any) -> Hint:
+    """A hint, also given as its number.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        return Hint(value)
+    except ValueError:
+        known = ", ".join(f"Hint.{each.name}" for each in Hint)
+        raise ConfigError(f"hint: expected one of {known}, found {value!r}") from None
+
 
 # ---- Sizes as text.
 

@@ -42,6 +42,7 @@ from lightcache.kernels.host_engine import HostEngine
 from lightcache.kernels.moves import Engine
 from lightcache.kernels.pinned import HostPages
 from lightcache.kernels.planes import DevicePlanes
+from lightcache.layout import Hint
 from lightcache.leases import ClientId, Lease, LeaseBatch
 from lightcache.namespaces import NO_CHANGE, Namespace
 from lightcache.page_index import MAX_PAGES, PageIndex, format_hash
@@ -192,7 +193,7 @@ class CacheSpec:
         self.name = _name_of(name, model, fingerprint)
         family = family_name(model) if name is None and model else None
         self.independent = bool(independent)
-        self.eviction = "lru" if eviction is None else eviction
+        self.eviction = eviction
         self.source, self.secret = secret, secret.read()
         self.config: dict[str, Any] = {
             "page_bytes": self.page_bytes,
@@ -217,7 +218,7 @@ class CacheSpec:
         say the bytes."""
         self.named |= {item for item, value in given.items() if value is not None}
         if family is not None:
-            self.named -= {"pages"}
+            self.named -= {"pages", "eviction"}
 
     def _capacity(self, pages: int | None, size: int | str | None) -> int:
         if (pages is None) == (size is None):
@@ -244,7 +245,7 @@ class CacheSpec:
     def expected(self) -> dict[str, Any]:
         """The configuration of its index."""
         own: dict[str, Any] = {"independent": True} if self.independent else {}
-        own |= {"eviction": self.eviction} if self.eviction != "lru" else {}
+        own["eviction"] = self.eviction or "lru"
         return {**self.config, "pages": self.pages, **own}
 
     def initialise(self, segment: Segment) -> None:
@@ -802,8 +803,8 @@ class Cache:
         cache's, and those of `create` for a new one.
 
         Args:
-            name, model: see `create`. Under a default name `size` or `pages` is that of a new
-                cache; an existing one may have another.
+            name, model: see `create`. Under a default name `size` or `pages`, and `eviction`, are
+                those of a new cache; an existing one may have others.
             lifetime: None: keep that of an existing cache; "attached" for a new one.
             idle_limit: seconds. A persistent cache that was unused for this long and has no live
                 client is removed by the next `open`, `create` or `sweep` that needs its room. None:
@@ -863,6 +864,12 @@ class Cache:
             if index.pages != spec.pages:
                 has = index.name, index.pages
                 _log.info("%s: has %d pages, %d were asked for", *has, spec.pages)
+            if spec.eviction not in (None, index.eviction):
+                _log.warning(
+                    '%s: its order of eviction is "%s", "%s" was asked for; to change it, run '
+                    "`lightcache rm %s` when no engine uses it",
+                    *(index.name, index.eviction, spec.eviction, index.name),
+                )
             return cls._over(index, SecretSource(spec.secret), huge_pages, numa, grow)
 
         if not shared:
@@ -1184,6 +1191,8 @@ class Cache:
         join_timeout: float = 60.0,
         independent: bool | None = None,
         run: Run = PLAIN,
+        admission: bool = False,
+        hint: Hint = Hint.NONE,
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> Reservation:
@@ -1198,9 +1207,23 @@ class Cache:
             join_timeout=join_timeout,
             independent=independent,
             run=run,
+            admission=admission,
+            hint=hint,
             namespace=namespace,
             timeout=timeout,
         )
+
+    def worth(
+        self,
+        keys: Keys,
+        start: int = 0,
+        *,
+        refused: bool = False,
+        hint: Hint = Hint.NONE,
+        namespace: Namespace | None = None,
+    ) -> int:
+        """See `PageIndex.worth`."""
+        return self.index.worth(keys, start, refused=refused, hint=hint, namespace=namespace)
 
     def wait(
         self,

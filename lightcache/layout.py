@@ -69,6 +69,34 @@ class KeyStatus(IntEnum):
     NO_ROOM = 4
 
 
+class WhyMissing(IntEnum):
+    """Why a reserve made fewer pages than it was asked for."""
+
+    NONE = 0
+    PINNED = 1
+    QUOTA = 2
+    RESERVATIONS = 3
+    CHAIN = 4
+    MEMORY = 5
+    HEAD = 6
+    TEAM = 7
+    WORTH = 8
+    """With `admission`: not worth the pages that would have to go."""
+
+
+class Hint(IntEnum):
+    """What a caller expects of pages that it writes. How soon pages of each hint are used is
+    learned, so a hint needs no number, and a wrong one costs little."""
+
+    NONE = 0
+    CONTINUES = 1
+    """The request is followed by another that begins with it."""
+    TOOL_CALL = 2
+    """As CONTINUES, and soon: it waits for a tool."""
+    ENDS = 3
+    """The last turn, or one of a batch: nothing is known to follow."""
+
+
 class Cause(IntEnum):
     """Why pages were evicted."""
 
@@ -381,6 +409,8 @@ class ReserveProgress(ctypes.Structure):
         ("later", ctypes.c_uint64),
         ("shard", ctypes.c_uint32),
         ("joined", ctypes.c_uint32),
+        ("admission", ctypes.c_uint32),
+        ("hint", ctypes.c_uint32),
         ("parked", ctypes.c_uint32),
         ("look", LookProgress),
     ]
@@ -615,6 +645,7 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_use": (INT, (ADDRESS, ADDRESS)),
     "lci_split": (INT, (ADDRESS, ADDRESS, ADDRESS, U32)),
     "lci_settle": (INT, (ADDRESS, *LOCKED)),
+    "lci_worth": (INT, (ADDRESS, ADDRESS, U32, U32, U32, U32, U32)),
     "lci_unreserve": (INT, (ADDRESS, ADDRESS, ADDRESS, ADDRESS, U32)),
     "lci_publish": (INT, (ADDRESS, U32, U32, U32, ADDRESS, U32)),
     "lci_peek_ahead": (INT, (ADDRESS, ADDRESS, U32, U32)),

@@ -59,7 +59,10 @@ _UNSTORED = {
 }
 _UNWRITTEN = {
     "no_room": "no_room_pages",
-    **{cause: f"unwritten_{cause}_pages" for cause in ("failed", "stale", "refused", "disabled")},
+    **{
+        cause: f"unwritten_{cause}_pages"
+        for cause in ("not_worth", "failed", "stale", "refused", "disabled")
+    },
 }
 _TRANSFER_NS = {"load": "load_ns", "offload": "offload_ns"}
 _STORAGE_NS = {"read": "storage_read_ns", "write": "storage_write_ns"}

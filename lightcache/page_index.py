@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -31,7 +31,7 @@ from lightcache.errors import (
     OutOfPages,
     WaitTimeout,
 )
-from lightcache.layout import MAX_PAGES
+from lightcache.layout import MAX_PAGES, Hint
 from lightcache.leases import (
     BUFFERS,
     HEADER_BYTES,
@@ -67,7 +67,7 @@ from lightcache.shm.errors import leave
 from lightcache.shm.layout import SegmentKind
 from lightcache.shm.lifecycle import Check
 from lightcache.shm.locking import deadline_ns
-from lightcache.shm.wanted import layout_hash
+from lightcache.shm.wanted import BYTES, AllBut, layout_hash
 from lightcache.snapshot import CheckReport, GroupPages, IndexStats, NamespacePages
 
 # ---- The segment of an index.
@@ -91,6 +91,9 @@ def _reaper(segment: Segment) -> None:
     reap_unjoined(segment, int(segment.config["pages"]))
 
 
+_OWN = frozenset({"independent", "eviction"})  # items of the configuration that are its own
+
+
 @dataclass(frozen=True)
 class IndexSpec:
     """The arguments of `create` and `open`, and the segment arguments made from them."""
@@ -100,12 +103,22 @@ class IndexSpec:
     config: Mapping[str, Any] | None
     grown: int | None
     independent: bool
-    eviction: str
+    eviction: str | None
     lifetime: str | None
     idle_limit: float | None
     group: str | int | None
     initialise: Hook | None
     timeout: float | None
+
+    @property
+    def order(self) -> str:
+        """Of eviction, of a new index."""
+        return "lru" if self.eviction is None else self.eviction
+
+    def compared(self) -> AllBut:
+        """What `open` compares. Pages and order say the bytes."""
+        free = {BYTES, "eviction"} if self.eviction is None else {BYTES}
+        return AllBut(frozenset(free))
 
     def segment_arguments(self) -> dict[str, Any]:
         """Arguments for `Segment.create` and `Segment.open`.
@@ -113,8 +126,8 @@ class IndexSpec:
         Raises:
             ConfigError: pages, grown or the configuration is invalid.
         """
-        end = geometry(self.pages, self.eviction).end
-        for item in ("independent", "eviction"):
+        end = geometry(self.pages, self.order).end
+        for item in _OWN:
             if self.config and item in self.config:
                 raise ConfigError(
                     f'config: "{item}" is an item of the index itself; say {item}= instead'
@@ -122,7 +135,7 @@ class IndexSpec:
         grown = self.pages if self.grown is None else self.grown
         grown = _arguments.count(grown, "grown", 0, self.pages)
         own: dict[str, Any] = {"independent": True} if self.independent else {}
-        own |= {"eviction": self.eviction} if self.eviction != "lru" else {}
+        own["eviction"] = self.order
         return {
             "name": self.name,
             "payload_bytes": end - shm_layout.PAYLOAD_OFFSET,
@@ -139,7 +152,7 @@ class IndexSpec:
 
     def _format(self, grown: int, segment: Segment) -> None:
         quick = layout.load().quick
-        order = eviction_number(self.eviction)
+        order = eviction_number(self.order)
         code = quick.lci_format(segment.address, segment.nbytes, self.pages, grown, order)
         check(code, f"lay out an index of {self.pages} pages")
         if self.initialise is not None:
@@ -433,7 +446,7 @@ class PageIndex:
         *,
         readonly: bool = False,
         config: Mapping[str, Any] | None = None,
-        named: Collection[str] | None = None,
+        named: Container[str] | None = None,
         independent: bool | None = None,
         group: str | int | None = None,
         role: str = "",
@@ -447,7 +460,8 @@ class PageIndex:
             readonly: only `peek`, `wait`, `stats`, `clients` and `check` work. The handle takes no
                 client slot and can corrupt nothing.
             config: the configuration that the index must have, with `pages`; None: any.
-            named: the items of it that are compared; None: all.
+            named: the items of it that are compared; None: all, "independent" and "eviction" only
+                if they are among them.
             independent: what the index must have been created with; None: either.
             Otherwise as `create`.
 
@@ -457,6 +471,8 @@ class PageIndex:
             InUse: no slot is free: see `Segment.join`.
             CacheCorrupted, PermissionDenied, ConfigError.
         """
+        if named is None and config is not None:
+            named = AllBut(_OWN - config.keys())
         segment = Segment.attach(
             name,
             readonly=readonly,
@@ -486,13 +502,13 @@ class PageIndex:
         config: Mapping[str, Any] | None = None,
         grown: int | None = None,
         independent: bool = False,
-        eviction: str = "lru",
+        eviction: str | None = None,
         lifetime: str | None = None,
         idle_limit: float | None = None,
         group: str | int | None = None,
         replace: bool = False,
         check_new: Check | None = None,
-        named: Collection[str] | None = None,
+        named: Container[str] | None = None,
         role: str = "",
         device: bool = False,
         initialise: Hook | None = None,
@@ -503,6 +519,7 @@ class PageIndex:
         have all died is attached to with its content.
 
         Args:
+            eviction: None: the order of an existing index; "lru" for a new one.
             lifetime: None: keep that of an existing index; "attached" for a new one.
             idle_limit: seconds. A persistent index that was unused for this long and has no live
                 client is removed by the next `open`, `create` or `sweep` that needs its room. None:
@@ -511,8 +528,8 @@ class PageIndex:
                 be made.
             check_new: see `Segment.open`.
             named: items of the configuration that must be equal, "pages", "independent" and
-                "eviction" among them, and "bytes" for the size; None: all. The others are those of
-                a new index.
+                "eviction" among them; None: all that are given. The others are those of a new
+                index.
             Otherwise as `create`.
 
         Raises:
@@ -534,7 +551,10 @@ class PageIndex:
             timeout,
         )
         segment = Segment.open(
-            **spec.segment_arguments(), replace=replace, check_new=check_new, named=named
+            **spec.segment_arguments(),
+            replace=replace,
+            check_new=check_new,
+            named=spec.compared() if named is None else named,
         )
         return cls._joined(segment, role, device, lock_timeout, timeout)
 
@@ -849,6 +869,8 @@ class PageIndex:
         join_timeout: float = 60.0,
         independent: bool | None = None,
         run: Run = PLAIN,
+        admission: bool = False,
+        hint: Hint = Hint.NONE,
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> Reservation:
@@ -885,11 +907,17 @@ class PageIndex:
                 page's first part on, and `start` counts them. Independent ones are all reserved, or
                 none of them is, and only the last part of each page may be evicted before what
                 hangs on it.
+            admission: True: a page that ranks below every page that could go for it is not made:
+                it is missing, and so are all behind it (`WhyMissing.WORTH`). Pages that are free,
+                or that the namespace or group was promised, are always given, and so are those that
+                a ready page of this chain hangs on. With the order "lru" all are made. Ranks that
+                write together must agree: see `worth`.
+            hint: what is expected of the new pages.
             timeout: seconds to wait for the lock; None: the handle's `lock_timeout`.
 
         Raises:
-            ConfigError: keys, start, shards or shard out of range, or one of `team` and `shard`
-                without the other.
+            ConfigError: keys, start, shards, shard or hint out of range; one of `team` and `shard`
+                without the other; `admission` with `team` or `run`.
             Abandoned: the namespace was cleared.
             LockTimeout: names the lock's holder. Nothing is held.
             NoSpace: an index without a pool has pages without memory; call `grow`.
@@ -904,10 +932,51 @@ class PageIndex:
                 raise ConfigError("team, shard: one was given without the other; a rank needs both")
             number = _arguments.count(team, "team", 1, (1 << 64) - 1)
             rank = Team(number, shard, seconds_of(join_timeout))
-        kind = self._kind(independent)
+        if admission and (rank is not None or run is not PLAIN):
+            raise ConfigError(
+                "admission: not with `team` or `run`; ask `worth` once, and reserve what it says"
+            )
+        kind, hint = self._kind(independent), _arguments.hint(hint)
         return reservations.reserve(
-            self.core, keys, start, after, shards, rank, ref, kind, run, timeout
+            self.core, keys, start, after, shards, rank, ref, kind, run, admission, hint, timeout
         )
+
+    def worth(
+        self,
+        keys: Keys,
+        start: int = 0,
+        *,
+        refused: bool = False,
+        hint: Hint = Hint.NONE,
+        namespace: Namespace | None = None,
+    ) -> int:
+        """Return how many of `keys[start:]`, from the first on, are worth writing: what
+        `reserve(admission=True)` decides, for clients that must agree. One of them asks, and all
+        reserve the keys that it says. Compares with the one page that would go first, so it lets
+        more through than `reserve` when many pages have to go. With the order "lru": all.
+
+        Takes no lock; about 0.1 us a key. What is not worth writing is remembered, and is worth
+        more when it is asked for again, so ask once for each key.
+
+        Args:
+            refused: the key before `keys[start]` was not worth writing. So none of these is, and
+                they are only remembered.
+            hint: as for `reserve`.
+
+        Raises:
+            ConfigError: as `reserve`.
+            Abandoned: the namespace was cleared.
+            NotReady, PermissionDenied, Detached.
+        """
+        where, n = _arguments.keys(keys)
+        _arguments.count(start, "start", 0, n)
+        kind, ref = _arguments.hint(hint), self._ref(namespace)
+        worth: int = self.core.quick.lci_worth(
+            self._handle, where, n, start, ref, kind, bool(refused)
+        )
+        if worth < 0:
+            check(worth, "worth")
+        return worth
 
     def reserve_batch(
         self,
@@ -917,20 +986,23 @@ class PageIndex:
         *,
         shards: int = 1,
         independent: bool | None = None,
+        admission: bool | Sequence[bool] = False,
+        hints: Sequence[Hint] | None = None,
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> ReservationBatch:
         """`reserve` for many requests in one call of the core, with one reservation a request.
         `starts[i]` counts from the first key of request i. A key that two requests ask for is new
-        for the first and busy for the second. On an error all pages are given back.
+        for the first and busy for the second. `admission` is for all of them, or says it of each.
+        On an error all pages are given back.
 
         Raises:
-            As `reserve`; ConfigError also for offsets or starts that do not fit the keys.
+            As `reserve`; ConfigError also for offsets, starts or hints that do not fit the keys.
         """
         self.core.collect()
-        ref = self._ref(namespace)
+        ref, kind = self._ref(namespace), self._kind(independent)
         return reservations.reserve_batch(
-            self.core, keys, offsets, starts, shards, ref, self._kind(independent), timeout
+            self.core, keys, offsets, starts, shards, ref, kind, admission, hints, timeout
         )
 
     def wait(
@@ -1092,7 +1164,7 @@ class PageIndex:
         """
         counts = layout.IndexCounts()
         check(self.core.quick.lci_count(self.core.handle, ctypes.byref(counts)), "stats")
-        return snapshot.stats_of(counts)
+        return snapshot.stats_of(counts, self.eviction)
 
     def groups(self) -> tuple[GroupPages, ...]:
         """Pages by KV group: of each group that has a name (`kv_groups` of the cache), a page or a

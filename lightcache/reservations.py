@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from lightcache import _arguments, layout
 from lightcache._core import Core
 from lightcache.errors import Abandoned, ConfigError, LeaseLost, LightcacheError
-from lightcache.layout import KeyStatus
+from lightcache.layout import Hint, KeyStatus, WhyMissing
 from lightcache.leases import (
     HEADER_BYTES,
     REFUSALS,
@@ -41,16 +42,19 @@ if TYPE_CHECKING:
 
 NOT_ADOPTED = layout.NIL - 1  # the id of a shard's reservation until the core has set it
 _WHY = {
-    0: "",
-    1: "every page is pinned, kept, being written, guaranteed to others, or a prefix of such a "
-    "page",
-    2: "the namespace is at its quota",
-    3: "too many reservations are outstanding",
-    4: "too many keys share a bucket, or another namespace has this key",
-    5: "there is no memory for more pages, and each that has some is pinned, kept, being written, "
-    "guaranteed to others, or a prefix of such a page",
-    7: "the rank of the team that began this reservation did not reserve them",
-    6: "the page of the key before them is not cached, or another namespace's or group's",
+    WhyMissing.NONE: "",
+    WhyMissing.PINNED: "every page is pinned, kept, being written, guaranteed to others, or a "
+    "prefix of such a page",
+    WhyMissing.QUOTA: "the namespace is at its quota",
+    WhyMissing.RESERVATIONS: "too many reservations are outstanding",
+    WhyMissing.CHAIN: "too many keys share a bucket, or another namespace has this key",
+    WhyMissing.MEMORY: "there is no memory for more pages, and each that has some is pinned, kept, "
+    "being written, guaranteed to others, or a prefix of such a page",
+    WhyMissing.HEAD: "the page of the key before them is not cached, or another namespace's or "
+    "group's",
+    WhyMissing.TEAM: "the rank of the team that began this reservation did not reserve them",
+    WhyMissing.WORTH: "they are not worth writing: each page that could go for them is likelier to "
+    "be used",
 }
 
 
@@ -151,9 +155,16 @@ class Reservation(Releasable):
     @property
     def why(self) -> str:
         """Why there was no room; empty if there was."""
-        why = _WHY.get(self._progress.reason, "unknown")
-        kept = self._progress.kept if self._progress.reason in (1, 5) else 0
+        reason = self.why_missing
+        why = _WHY[reason]
+        pinned = reason in (WhyMissing.PINNED, WhyMissing.MEMORY)
+        kept = self._progress.kept if pinned else 0
         return f"{why} ({kept} are kept)" if kept else why
+
+    @property
+    def why_missing(self) -> WhyMissing:
+        """The same as a value to compare."""
+        return WhyMissing(self._progress.reason)
 
     @property
     def shards(self) -> int:
@@ -453,6 +464,8 @@ def reserve(
     namespace: int,
     independent: bool,
     run: Run,
+    admission: bool,
+    hint: Hint,
     timeout: float | None,
 ) -> Reservation:
     """See `PageIndex.reserve`."""
@@ -473,6 +486,8 @@ def reserve(
         group=run.group,
         whole=independent and run.group != 0,
         linked=after is not None and not independent,
+        admission=admission,
+        hint=hint,
     )
     if team is not None:
         progress.team = team.number
@@ -656,6 +671,8 @@ def reserve_batch(
     shards: int,
     namespace: int,
     independent: bool,
+    admission: bool | Sequence[bool],
+    hints: Sequence[Hint] | None,
     timeout: float | None,
 ) -> ReservationBatch:
     """See `PageIndex.reserve_batch`."""
@@ -671,6 +688,9 @@ def reserve_batch(
     progress["shards"] = shards
     progress["ns"] = namespace
     progress["run"] = independent
+    progress["admission"] = admission
+    if hints is not None:
+        progress["hint"] = hints
     batch = ReservationBatch(core, bounds, begins, page, status, records)
     arguments = (
         _arguments.address(progress),

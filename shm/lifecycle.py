@@ -255,7 +255,7 @@ def unlink(
             if not force and opened.is_occupied():
                 raise InUse(
                     f"unlink {name!r}: a client is attached ({clients.living(opened)}); let them "
-                    "close it first"
+                    "close it first, or take it from them: `lightcache rm --force`"
                 )
             if check is not None:
                 check(opened.freed_in)

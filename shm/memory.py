@@ -1,12 +1,14 @@
-"""How much shared memory can be allocated: /dev/shm and the memory limits of our cgroups.
+"""How much shared memory can be allocated: /dev/shm, the machine's memory, and the memory limits of
+our cgroups.
 
-tmpfs reports a full file system, but a cgroup does not: beyond its limit the kernel kills. So the
-limit is checked in advance; both figures are a moment old when they are used.
+tmpfs reports a full file system, but a cgroup and a machine do not: beyond their memory the kernel
+kills. So these are checked in advance; all figures are a moment old when they are used.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,21 +39,33 @@ def available(
     cgroups: Path = Path("/sys/fs/cgroup"),
     own: Path = Path("/proc/self"),
     coming: Coming = nothing,
+    meminfo: Path = Path("/proc/meminfo"),
 ) -> FreeMemory:
     """The tightest of all limits that apply to this process, with what is `coming`: for the file
     system what comes free in this folder, for the others what comes free anywhere, at most."""
+    rooms = []
     try:
         stat = os.statvfs(folder)
-        free = stat.f_bavail * stat.f_frsize + coming(folder)
-        rooms = [FreeMemory(free, f"free in {folder}")]
-        if stat.f_blocks == 0:  # mounted without a limit
-            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE") + coming(None)
-            rooms = [FreeMemory(free, "of free memory")]
+        if stat.f_blocks:  # else it is mounted without a limit
+            free = stat.f_bavail * stat.f_frsize + coming(folder)
+            rooms.append(FreeMemory(free, f"free in {folder}"))
     except OSError:
-        rooms = [FreeMemory(0, f"{folder} is missing; mount a tmpfs there")]
-    groups = cgroup_rooms(cgroups, own / "cgroup")
-    rooms += [FreeMemory(room.bytes + coming(None), room.limit) for room in groups]
+        rooms.append(FreeMemory(0, f"{folder} is missing; mount a tmpfs there"))
+    others = [machine_room(meminfo), *cgroup_rooms(cgroups, own / "cgroup")]
+    rooms += [FreeMemory(room.bytes + coming(None), room.limit) for room in others]
     return min(rooms, key=lambda room: room.bytes)
+
+
+def machine_room(meminfo: Path) -> FreeMemory:
+    """What the kernel would give without swapping: a mount may be larger than the memory."""
+    try:
+        found = re.search(r"^MemAvailable: +(\d+) kB$", meminfo.read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    if found is not None:
+        return FreeMemory(int(found[1]) << 10, "of the machine's memory available")
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+    return FreeMemory(free, "of the machine's memory free")
 
 
 def huge_available(

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Container, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -121,7 +121,7 @@ class Segment:
         payload_bytes: int | None = None,
         config: Mapping[str, Any] | None = None,
         layout_facts: str | None = None,
-        named: Collection[str] | None = None,
+        named: Container[str] | None = None,
         group: str | int | None = None,
         reaper: Hook | None = None,
         timeout: float | None = DEFAULT_TIMEOUT,
@@ -167,7 +167,7 @@ class Segment:
         group: str | int | None = None,
         replace: bool = False,
         check_new: Check | None = None,
-        named: Collection[str] | None = None,
+        named: Container[str] | None = None,
         initialise: Hook | None = None,
         reaper: Hook | None = None,
         timeout: float | None = DEFAULT_TIMEOUT,

@@ -10,7 +10,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,16 @@ _MOST_IDLE = 1 << 32
 
 
 @dataclass(frozen=True)
+class AllBut:
+    """As `named`: every item but these."""
+
+    items: frozenset[str]
+
+    def __contains__(self, item: object) -> bool:
+        return item not in self.items
+
+
+@dataclass(frozen=True)
 class SegmentSpec:
     """Arguments of create, attach and open, checked. None: any value is accepted."""
 
@@ -42,7 +52,7 @@ class SegmentSpec:
     config: str | None = None
     lifetime: Lifetime | None = None
     idle_ns: int = 0
-    named: frozenset[str] | None = None  # what is compared of configuration and size; None: all
+    named: Container[str] | None = None  # what is compared of configuration and size; None: all
 
     def names(self, item: str) -> bool:
         """Whether an item of the configuration, or `BYTES`, is compared."""
@@ -70,7 +80,7 @@ def want(
     lifetime: str | None,
     group: str | int | None,
     idle_limit: float | None = None,
-    named: Collection[str] | None = None,
+    named: Container[str] | None = None,
 ) -> SegmentSpec:
     """Check the arguments that create, attach and open share.
 
@@ -91,7 +101,7 @@ def want(
         config=None if config is None else _config_text(config),
         lifetime=None if lifetime is None else _lifetime(lifetime),
         idle_ns=0 if idle_limit is None else _idle_ns(idle_limit, lifetime),
-        named=None if named is None else frozenset(named),
+        named=named,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from lightcache.errors import ConfigError
 from lightcache.kernels import KVGroup, PageGeometry
 from lightcache.page_index import geometry
 from lightcache.shm import list_segments
+from lightcache.storage.disk.backend import parse
 from lightcache.storage.urls import check_url
 from lightcache.tools.output import BROKEN, Command, emit, json_option
 
@@ -146,7 +148,7 @@ def vllm_config(
         check_url(urls)
         extra["storage"] = urls[0] if len(urls) == 1 else urls
     options = Options.of(extra)
-    config = read_config(model)
+    model, config = find_model(model)
     page, why = None, ""
     if config is not None:
         try:
@@ -401,7 +403,8 @@ def of_page(model: str, page: Page | None, why: str) -> Iterator[str]:
     if page is None:
         yield why or (
             f"{model} is not on this machine: whether it is served, and how large a page is, is "
-            "not known here; vLLM's log says it at the start"
+            "not known here. When vLLM runs, its log says if it is not served, and `lightcache "
+            "dump` how large a page is"
         )
     else:
         each = f", in each of {page.groups} groups of layers" if page.groups > 1 else ""
@@ -426,5 +429,32 @@ def of_machine(model: str, options: Options, page: Page | None) -> Iterator[str]
     index = geometry(page.pages).end if page is not None and page.pages else 0
     if not there and (lacking := shortage(options, index)) is not None:
         yield lacking
+    for url in options.storage:
+        yield from of_disk(url)
     if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
         yield "vLLM refuses PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True with any connector"
+
+
+def of_disk(url: str) -> Iterator[str]:
+    """What a `disk:` that is to be made lacks: its files take all their space at once."""
+    scheme, _, rest = url.partition(":")
+    if scheme != "disk":
+        return
+    where, _, query = rest.partition("?")
+    folder = Path(where).absolute()
+    if any(folder.glob("lightcache-*")):  # as `DiskStorage` names the folder of a model's pages
+        return
+    wanted = parse(where, dict(part.split("=", 1) for part in query.split("&") if part))
+    if "capacity" not in wanted:
+        yield f"storage: {url}: capacity= is needed, as {folder} has no pages yet"
+        return
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    free = shutil.disk_usage(there).free
+    if wanted["capacity"] > free:
+        mounted = (
+            "" if there == folder else f" (it is not there yet: the file system is that of {there})"
+        )
+        yield (
+            f"storage: {folder} is to have {format_size(wanted['capacity'])}, found "
+            f"{format_size(free)} free{mounted}; mount the disk there, or give a smaller capacity="
+        )

@@ -17,7 +17,10 @@ TAKES = {
     "only": ("policy", "transfer", "serve", "vllm"),
     "path": ("storage", "serve"),
     "url": ("storage",),
-    **dict.fromkeys(("pages", "policies", "seeds", "calls", "eviction", "rate"), ("policy",)),
+    **dict.fromkeys(
+        ("pages", "policies", "seeds", "calls", "eviction", "rate", "admission", "wrong"),
+        ("policy",),
+    ),
     **dict.fromkeys(
         ("model", "device", "workers", "prefix_tokens", "requests", "pool", "size", "storage"),
         ("serve",),
@@ -61,6 +64,17 @@ TAKES = {
     "--rate",
     type=click.FloatRange(min=0, min_open=True),
     help="For `policy`: how much faster than its times say a trace is replayed.",
+)
+@click.option(
+    "--admission",
+    is_flag=True,
+    default=None,
+    help="For `policy`: pages that are not worth it are not written.",
+)
+@click.option(
+    "--wrong",
+    type=click.FloatRange(0, 1),
+    help="For `policy`: requests give hints, of which this share is wrong.",
 )
 @click.option("--model", help="For `serve`: small, medium, 8b, or a folder with a checkpoint.")
 @click.option("--device", help="For `serve`: cpu, cuda, or names with commas between.")

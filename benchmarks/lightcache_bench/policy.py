@@ -23,7 +23,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from lightcache.errors import ConfigError
+from lightcache.layout import Hint
 from lightcache.page_index import PageIndex
 from lightcache_bench import Row, _traces, meets
 from lightcache_bench._policies import BOUND, POLICIES
@@ -53,6 +56,11 @@ class Replay:
     rate: float = 1.0
     """How much faster than the times of the trace the index takes the requests to come. Its clock
     is made of these times, whatever the replay takes."""
+    admission: bool = False
+    """Pages that are not worth writing are not: see `PageIndex.reserve`."""
+    wrong: float | None = None
+    """Each request hints whether blocks come again that it is the first to bring; this share of
+    the hints is wrong. None: there are no hints."""
 
 
 Shares = dict[tuple[str, int], float]
@@ -69,6 +77,8 @@ def rows(
     calls: int = 0,
     eviction: str = "lru",
     rate: float = 1.0,
+    admission: bool = False,
+    wrong: float | None = None,
 ) -> Iterator[Row]:
     """See `Benchmark.rows`.
 
@@ -80,7 +90,7 @@ def rows(
         pages: sizes of caches, such as "1000,3000".
         policies: orders to compare with, by their names; None: all.
         seeds: runs through the index.
-        calls, eviction, rate: see `Replay`.
+        calls, eviction, rate, admission, wrong: see `Replay`.
 
     Raises:
         ConfigError: a name or a size that is none; a trace that cannot be read, or is empty.
@@ -90,7 +100,7 @@ def rows(
     chosen = [name for name in makers if name in only_names]  # alone before beside bursts
     compared = _names(policies, POLICIES, "policies")
     sizes = None if pages is None else _sizes(pages)
-    replay = Replay(seeds, calls, eviction, rate)
+    replay = Replay(seeds, calls, eviction, rate, admission, wrong)
     measured: dict[str, Shares] = {name: {} for name in (CORE, *compared)}
     for name in chosen:
         requests = Trace.of(name, makers[name]())
@@ -173,6 +183,8 @@ class Core:
             f"bench-policy-{os.getpid()}", pages=pages, eviction=replay.eviction, role="bench"
         )
         self._seconds, self._rate = iter(trace.seconds), replay.rate
+        self._admission = replay.admission
+        self._hints = iter(_hints(trace, replay.wrong, seed))
         self._keys = keys_of(seed, len(trace.parents))
         self._absent = keys_of(seed + (1 << 32), replay.calls)[:, None]
 
@@ -180,12 +192,13 @@ class Core:
         """Match, reserve what was not found, publish, release. Returns the blocks that hit."""
         index, keys = self._index, self._keys[list(blocks)]
         index.set_clock(1 + next(self._seconds) / self._rate)
+        hint = next(self._hints)
         for absent in self._absent:
             index.match(absent).release()
         with index.match(keys) as lease:
             hits = len(lease)
             if hits < len(keys):
-                with index.reserve(keys, hits) as made:
+                with index.reserve(keys, hits, admission=self._admission, hint=hint) as made:
                     if len(made.new):
                         made.publish()
                         self.written += len(made.new)
@@ -196,6 +209,23 @@ class Core:
 
     def __exit__(self, *exception: object) -> None:
         self._index.close()
+
+
+def _hints(trace: Trace, wrong: float | None, seed: int) -> list[Hint]:
+    """Of each request: whether any block that it is the first to bring comes again."""
+    if wrong is None:
+        return [Hint.NONE] * len(trace.requests)
+    draws = np.random.default_rng(seed).random(len(trace.requests)) < wrong
+    first: dict[int, int] = {}
+    again: set[int] = set()
+    for number, blocks in enumerate(trace.requests):
+        for block in blocks:
+            if first.setdefault(block, number) != number:
+                again.add(first[block])
+    return [
+        Hint.CONTINUES if (number in again) != draw else Hint.ENDS
+        for number, draw in enumerate(draws.tolist())
+    ]
 
 
 # ---- over several

@@ -4,6 +4,7 @@ on it, and where they continue after a reset."""
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import socket
 import time
@@ -21,6 +22,7 @@ from lightcache.errors import LeaseLost, NoSpace, NotReady
 from lightcache.kernels.moves import Engine
 from lightcache.storage.tier import StorageTier
 
+_log = logging.getLogger("lightcache.connectors")
 START = 15.0
 """Seconds that the start of an engine waits for the cache."""
 LEAVE = 15.0
@@ -59,7 +61,7 @@ def open_engine_cache(
     if stays:
         lifetime = "persistent" if options.idle_limit is None else None
     try:
-        return Cache.open(
+        cache = Cache.open(
             options.name,
             size=options.size,
             page_bytes=page_bytes,
@@ -71,6 +73,7 @@ def open_engine_cache(
             idle_limit=options.idle_limit if stays else None,
             numa=options.placement(),
             pool_path=options.pool_path,
+            eviction=options.eviction,
             role=role,
             device=device,
             shared=shared,
@@ -78,6 +81,14 @@ def open_engine_cache(
         )
     except NoSpace as error:
         raise NoSpace(f"{error}; {REMEDY}") from error
+    if options.admission and cache.index.eviction != "hz":
+        _log.warning(
+            'admission: all pages are saved, as the eviction of the cache %r is "%s", expected '
+            '"hz"; create it with `lightcache create --eviction hz`, or give the option "eviction" '
+            "for a new one",
+            *(cache.name, cache.index.eviction),
+        )
+    return cache
 
 
 def close_all(engines: list[Engine]) -> None:

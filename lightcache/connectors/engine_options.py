@@ -14,6 +14,7 @@ from lightcache.shm.names import object_name
 from lightcache.storage.urls import check_url
 
 OnReset = Literal["new", "keep"]
+Eviction = Literal["lru", "hz"]
 DAY = 24 * 3600.0
 T = TypeVar("T", bound="EngineOptions")
 
@@ -38,6 +39,14 @@ class EngineOptions:
     storage: tuple[str, ...] = ()
     """URLs of storages, the nearer first, such as "disk:/mnt/nvme/cache?capacity=1TiB"; one may be
     given as a text. What the cache evicts is read from there again."""
+    eviction: Eviction | None = None
+    """The order in which pages go from a new cache when memory is short: "lru", the least recently
+    used first, or "hz", what is least likely to be used again soon, which the cache learns. None:
+    "lru". An existing cache keeps its own; under a given `name` one that is given must be equal."""
+    admission: bool = False
+    """True: pages that are not worth what would go for them are not saved, nor is what follows them
+    in their prompt. For a cache whose eviction is "hz"; with a `storage` all are saved, as it is
+    written from the cache."""
     on_reset: OnReset = "new"
     """After the engine has dropped its own prefix cache, as a weight update does and so do sleep
     and pause: "new": pages saved before are not found by this engine. "keep": they are; for engines
@@ -64,6 +73,9 @@ class EngineOptions:
         if parse_size(self.size, "size") < 1:
             raise ConfigError(f"size: expected at least a page, found {self.size!r}")
         self.check_choice("on_reset", OnReset)
+        if self.eviction is not None:
+            self.check_choice("eviction", Eviction)
+        self.check_flag("admission")
         for name in ("name", "secret_file", "pool_path"):
             if given[name] is not None and not (isinstance(given[name], str) and given[name]):
                 raise ConfigError(f"{name}: expected text, found {given[name]!r}")
@@ -89,6 +101,15 @@ class EngineOptions:
         if self.numa is None and len(nodes_of_gpus()) > 1:
             return "interleave"
         return self.numa
+
+    def check_flag(self, name: str) -> None:
+        """Refuse a value that is neither true nor false.
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        if type(given := getattr(self, name)) is not bool:
+            raise ConfigError(f"{name}: expected true or false, found {given!r}")
 
     def check_choice(self, name: str, choices: Any) -> None:
         """Refuse a value that is none of a `Literal`.

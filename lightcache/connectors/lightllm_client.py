@@ -441,7 +441,9 @@ class Client:
 
     def _reserve(self, hash_keys: Sequence[int], pages: list[int], ready: list[bool]) -> _Write:
         keys = self._keys.encode(hash_keys)
-        new = self.cache.reserve(keys, timeout=LOCK)
+        options = self._service.options
+        admission = options.admission and not options.storage
+        new = self.cache.reserve(keys, admission=admission, timeout=LOCK)
         for position, page in zip(new.new.tolist(), new.pages.tolist(), strict=True):
             pages[position] = page
         for position, page in zip(new.present.tolist(), new.present_pages.tolist(), strict=True):

@@ -16,9 +16,10 @@ from lightcache._arguments import Keys, Pages
 from lightcache.breaker import CircuitBreaker
 from lightcache.errors import Abandoned, LeaseLost, LightcacheError, LockTimeout
 from lightcache.kernels.moves import slots_of_blocks
+from lightcache.layout import WhyMissing
 from lightcache.manager.backend import RanksLost, TransferBackend
 from lightcache.manager.limits import nothing
-from lightcache.manager.request import CacheScope, Request, WritePolicy, keys_of
+from lightcache.manager.request import CacheScope, Request, RequestOptions, WritePolicy, keys_of
 from lightcache.manager.state import ManagerState
 from lightcache.manager.transfers import BlockTransfer, OnEnd, OnResult, State
 from lightcache.notices import Notices
@@ -26,7 +27,7 @@ from lightcache.reservations import Reservation
 
 _log = logging.getLogger("lightcache.manager")
 _SEEN = 1 << 16  # pages that SELECTIVE remembers
-Unwritten = Literal["no_room", "failed", "stale", "refused", "disabled"]
+Unwritten = Literal["no_room", "not_worth", "failed", "stale", "refused", "disabled"]
 """Why pages were not written to the host; see `ManagerStats`."""
 Span = tuple[Request, int, int]
 """Pages [begin, end) of a request that are to be written, by their positions in its prompt."""
@@ -44,6 +45,8 @@ class Offloader:
     another has written meanwhile is not copied again. A copy that fails after `release` is not
     tried again. `Request.unwritten` is the mark: it is set before pages are reserved, and removed
     when all of them are there or on their way; so an interrupt in between costs a retry only.
+    Pages that are not worth writing are not tried again: the host remembers that they were offered,
+    and a later request with them counts for them.
 
     **A circuit breaker** opens when copies fail in a row: see `may_copy`.
     """
@@ -56,6 +59,12 @@ class Offloader:
         self._probe: BlockTransfer | None = None
         """The last copy that was begun while the breaker was open."""
         retry = state.config.offload_retry
+        if state.config.admission and state.host.index.eviction != "hz":
+            _log.warning(
+                'admission: all pages are written to the host, as the eviction of %r is "%s", '
+                'expected "hz"; create the cache with eviction="hz"',
+                *(state.host.name, state.host.index.eviction),
+            )
 
         def text(row: int, why: str) -> str:
             return (
@@ -87,7 +96,7 @@ class Offloader:
             return
         name = "no_room_pages" if cause == "no_room" else f"unwritten_{cause}_pages"
         self._state.counts.add(**{name: pages})
-        if cause != "disabled":  # the breaker logs that
+        if cause not in ("disabled", "not_worth"):  # the breaker logs the one, the other is meant
             self._notices.first(
                 cause,
                 "%d pages were not written to the host: %s; `%s` of the manager's stats counts such"
@@ -143,8 +152,8 @@ class Offloader:
                 self._state.host.reserve(keys, len(keys), namespace=space.host).release()
 
     def write(self, request: Request, begin: int, end: int) -> None:
-        """Begin to write these pages now, whatever the policy."""
-        self._write_spans([(request, begin, end)])
+        """Begin to write these pages now, whatever the policy and whatever they are worth."""
+        self._write_spans([(request, begin, end)], admission=False)
 
     def write_to_storage(self, ended: list[Request]) -> None:
         """Begin to write the pages of ended requests, whose copies have finished, from the host to
@@ -222,9 +231,14 @@ class Offloader:
             self._seen.popitem(last=False)
         return leading
 
-    def _write_spans(self, due: list[Span]) -> None:
+    def admits(self, options: RequestOptions) -> bool:
+        """Whether the host may find pages of such a request not worth writing."""
+        stored = self._state.storage is not None and "storage" in options.tiers
+        return self._state.config.admission and not stored
+
+    def _write_spans(self, due: list[Span], *, admission: bool = True) -> None:
         """Begin to write these spans, with one call of the core for each space. Spans of a space
-        that was cleared are left out."""
+        that was cleared are left out. `admission`: as far as they are worth it."""
         by_space: dict[CacheScope, list[Span]] = {}
         tokens, block = self._state.page_tokens, self._state.device.block_tokens
         for request, begin, end in due:
@@ -241,7 +255,7 @@ class Offloader:
                 continue
             slots = self._slots(spans)
             try:
-                parts = self._reserve(space, spans)
+                parts = self._reserve(space, spans, admission)
             except LightcacheError as error:
                 late = isinstance(error, LockTimeout)
                 self._state.counts.add(**{"errors" if late else "failed_offloads": len(spans)})
@@ -261,7 +275,7 @@ class Offloader:
         self.count_unwritten("disabled", sum(end - begin for _, begin, end in spans[allowed:]))
         return spans[:allowed]
 
-    def _reserve(self, space: CacheScope, spans: list[Span]) -> list[Reservation]:
+    def _reserve(self, space: CacheScope, spans: list[Span], admission: bool) -> list[Reservation]:
         """Reserve pages for all spans. Keys start at the root: all of them count as used."""
         state = self._state
         packed: list[bytes] = []
@@ -275,6 +289,8 @@ class Offloader:
             np.array(offsets),
             np.array(begins),
             shards=state.backend.shards,
+            admission=[admission and self.admits(request.options) for request, _, _ in spans],
+            hints=[request.options.hint for request, _, _ in spans],
             namespace=space.host,
             timeout=state.config.time_limit,
         )
@@ -284,9 +300,8 @@ class Offloader:
         request, begin, end = span
         assert request.space is not None
         tokens, block = self._state.page_tokens, self._state.device.block_tokens
-        whole = new.all_new or not (len(new.busy) or len(new.missing))
-        if not whole:
-            self.count_unwritten("no_room", len(new.missing), f"no room, {new.why}")
+        lacking = 0 if new.all_new else self.count_missing(new)
+        whole = new.all_new or not (len(new.busy) or lacking)
         if not new.all_new and not len(new.new):
             new.release()
             if whole:
@@ -303,6 +318,16 @@ class Offloader:
             request.transfers.pop()  # a finished copy delays nothing
         if whole and (copy.state is State.DONE or not copy.finished):
             request.unwritten = 0
+
+    def count_missing(self, new: Reservation) -> int:
+        """Count the pages that a reservation does not have. Returns how many of them are to be
+        tried again."""
+        missing = len(new.missing)
+        if new.why_missing in (WhyMissing.WORTH, WhyMissing.HEAD):
+            self.count_unwritten("not_worth", missing)
+            return 0
+        self.count_unwritten("no_room", missing, f"no room, {new.why}")
+        return missing
 
     def _is_stale(self, error: Exception, space: CacheScope) -> bool:
         """Whether a copy failed because its pages could not be published any more. Ranks report

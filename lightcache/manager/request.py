@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from lightcache._arguments import Keys, Pages, count, pages
+from lightcache._arguments import Keys, Pages, count, hint, pages
 from lightcache.errors import ConfigError
 from lightcache.hashing import KeySpec, PageHasher, Tokens, pack_tokens
 from lightcache.kernels.moves import slots_of_blocks
+from lightcache.layout import Hint
 from lightcache.leases import Lease
 from lightcache.manager.blocks import NO_KEYS, NONE, DeviceTier
 from lightcache.manager.stats import Counters
@@ -107,6 +108,9 @@ class RequestOptions:
     """Seconds after which its plan expires; None: `ManagerConfig.plan_ttl`."""
     output: bool = True
     """False: only the prompt is published, not the generated tokens."""
+    hint: Hint = Hint.NONE
+    """What is expected to follow this request, for its new pages on the host. What a hint is worth
+    is learned, with the host's eviction "hz"; with "lru" it says nothing."""
 
     def within(self, tiers: frozenset[str]) -> RequestOptions:
         """The same options, limited to these tiers."""
@@ -120,6 +124,7 @@ class RequestOptions:
         count(self.priority, "priority", -1, 1)
         if self.ttl is not None and not self.ttl > 0:
             raise ConfigError(f"ttl: expected seconds > 0, found {self.ttl!r}")
+        object.__setattr__(self, "hint", hint(self.hint))
 
 
 ANY = RequestOptions()
@@ -149,6 +154,11 @@ class ManagerConfig:
     """Pages of a request that are written together; the rest is written when it ends."""
     seen: int = 2
     """SELECTIVE: a page is written when it is requested for the `seen`-th time."""
+    admission: bool = False
+    """True: pages of KV that are not worth what would go for them on the host are not written there
+    (`PageIndex.reserve`), nor is what follows them in their request; with the host's eviction "hz".
+    A request that may be written to storage is written all the same: storage is written from host
+    pages, and has rules of its own."""
     plan_ttl: float = 10.0
     """Seconds that a plan pins what it found; at least half of them after each call of `plan`."""
     reserve_blocks: int = 0
@@ -179,6 +189,8 @@ class ManagerConfig:
             raise ConfigError(f"write: expected a WritePolicy, found {self.write!r}")
         count(self.write_group, "write_group", 1, 1 << 20)
         count(self.seen, "seen", 1, 1 << 10)
+        if type(self.admission) is not bool:
+            raise ConfigError(f"admission: expected True or False, found {self.admission!r}")
         count(self.reserve_blocks, "reserve_blocks", 0, 1 << 20)
         count(self.failures, "failures", 1, 1 << 20)
         count(self.window, "window", 1, 1 << 20)

@@ -58,6 +58,9 @@ class ManagerStats:
     no_room_pages: int = 0
     """Pages that were not written to the host for want of room. As in the next four counters, each
     time that it was tried; the log has the first of each cause, with its reason."""
+    unwritten_not_worth_pages: int = 0
+    """Pages that were not worth writing to the host, and those behind them:
+    `ManagerConfig.admission`. They are not tried again for their request."""
     unwritten_failed_pages: int = 0
     """Pages whose copy to the host failed."""
     unwritten_stale_pages: int = 0

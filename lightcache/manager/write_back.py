@@ -26,7 +26,7 @@ from lightcache.leases import Allocation, Lease
 from lightcache.manager.blocks import DeviceTier, ManagedBlocks, MirroredBlocks
 from lightcache.manager.limits import nothing, seconds_of
 from lightcache.manager.offload import Offloader
-from lightcache.manager.request import HELD, CacheScope, Request
+from lightcache.manager.request import HELD, CacheScope, Request, RequestOptions
 from lightcache.manager.state import ManagerState
 from lightcache.manager.transfers import BlockTransfer, State
 from lightcache.page_index import PageIndex
@@ -221,8 +221,7 @@ class _Origin:
     """Key of its last block. While the block has this key, it holds the page."""
     host_keys: Keys
     """Keys of the prompt's pages from the first to this one. Arrays of one request share memory."""
-    to_storage: bool
-    """Whether it is written to storage after the host has it."""
+    options: RequestOptions
     blocks: Pages
     offset: int
     """Token of the first block at which it begins."""
@@ -287,7 +286,7 @@ class KVWriteBack(BlockWriteBack):
                 space,
                 request.device_chain.keys[last].tobytes(),
                 keys[: page + 1],
-                "storage" in options.tiers,
+                options,
                 table[first : last + 1].copy(),
                 page * tokens % block,
                 self._lives(table[first : last + 1]),
@@ -375,6 +374,8 @@ class KVWriteBack(BlockWriteBack):
             keys,
             before,
             shards=state.backend.shards,
+            admission=self._offloader.admits(origin.options),
+            hint=origin.options.hint,
             namespace=origin.space.host,
             timeout=state.config.time_limit,
         )
@@ -383,9 +384,8 @@ class KVWriteBack(BlockWriteBack):
             self._offloader.launch(new, slots, origin.blocks, begun, origin.space)
             written.append(origin)
             return
-        if len(new.missing):
+        if self._offloader.count_missing(new):
             refused.add(key)
-        self._offloader.count_unwritten("no_room", len(new.missing), f"no room, {new.why}")
         new.release()
 
     def _slots(self, origin: _Origin, before: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -414,7 +414,7 @@ class KVWriteBack(BlockWriteBack):
         written. The host did not have these pages when their request ended."""
         last = dict[bytes, _Origin]()
         for origin in sorted(written, key=lambda each: len(each.host_keys)):
-            if origin.to_storage and self._state.weights.is_valid(origin.space):
+            if "storage" in origin.options.tiers and self._state.weights.is_valid(origin.space):
                 if len(origin.host_keys) > 1:
                     last.pop(origin.host_keys[-2].tobytes(), None)
                 last[origin.host_keys[-1].tobytes()] = origin

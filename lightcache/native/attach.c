@@ -52,14 +52,25 @@ LC_API int lci_geometry_of(uint64_t pages, uint32_t eviction, lci_geometry *g) {
     return g->advice <= LC_LOG_REACH ? LC_OK : LC_E_RANGE;
 }
 
+/* The order is what the root says. One that damage has put there is none, or the root's size is not its: then
+ * it is read as LRU's, so that `check` can say so. */
 int lci_geometry_in(const uint8_t *base, uint64_t bytes, uint64_t pages, lci_geometry *g) {
+    lci_geometry ranked;
     int rc = lci_geometry_of(pages, LCI_LRU, g);
     if (rc != LC_OK || bytes < g->end) return LC_E_RANGE;
-    uint64_t eviction = ((const lci_root *)(base + g->root))->eviction;
-    if (eviction == LCI_LRU) return LC_OK;
-    if (eviction != LCI_HZ) return LC_E_RANGE;
-    rc = lci_geometry_of(pages, LCI_HZ, g);
-    return rc == LC_OK && bytes >= g->end ? LC_OK : LC_E_RANGE;
+    const lci_root *r = (const lci_root *)(base + g->root);
+    if (r->eviction != LCI_HZ || r->index_bytes == g->end) return LC_OK;
+    rc = lci_geometry_of(pages, LCI_HZ, &ranked);
+    if (rc != LC_OK || bytes < ranked.end) return LC_E_RANGE;
+    *g = ranked;
+    return LC_OK;
+}
+
+/* Are the root's own figures these? */
+bool lci_geometry_agrees(const lci_root *r, const lci_geometry *g) {
+    return r->pages == g->pages && r->buckets == g->buckets && r->reservations == g->reservations &&
+           r->tickets == g->tickets && r->chunks == g->chunks && r->index_bytes == g->end &&
+           r->eviction == (g->ranks == g->end ? LCI_LRU : LCI_HZ);
 }
 
 /* For what is learned: the key and word of a page, if it has a key. Any number may be asked for. */
@@ -181,10 +192,7 @@ LC_API int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t gr
 LC_API lci_handle *lci_open(lcs_attachment *at, uint64_t pages) {
     lci_geometry g;
     if (lci_geometry_in(at->base, at->bytes, pages, &g) != LC_OK) return NULL;
-    const lci_root *r = (const lci_root *)(at->base + g.root);
-    if (r->pages != g.pages || r->buckets != g.buckets || r->reservations != g.reservations ||
-        r->tickets != g.tickets || r->chunks != g.chunks || r->index_bytes != g.end)
-        return NULL;
+    if (!lci_geometry_agrees((const lci_root *)(at->base + g.root), &g)) return NULL;
     return lci_handle_on(at->base, &g, at);
 }
 

@@ -246,7 +246,7 @@ static bool at_rest(checker *c) {
         uint32_t word = lc_load(&h->pages[page].word), rid = lci_res_of(word);
         uint64_t tick = lci_tick(&h->pages[page]);
         if (!(c->seen[page] & SEEN_CHAIN)) continue;
-        if (!lci_not_before(h, clock, tick))
+        if (lci_ahead(h, clock, tick))
             BROKEN(c, 43, page, 0, "page %u was used at %llu, the clock says %llu", page,
                    (unsigned long long)tick, (unsigned long long)clock);
         if (lci_state_of(word) == LCI_READY && rid && !lci_complete(&h->res[rid - 1]))
@@ -257,10 +257,7 @@ static bool at_rest(checker *c) {
 }
 
 static bool figures(checker *c) {
-    const lci_root *r = c->h->root;
-    const lci_geometry *g = &c->h->geometry;
-    if (r->pages != g->pages || r->buckets != g->buckets || r->reservations != g->reservations ||
-        r->tickets != g->tickets || r->chunks != g->chunks || r->index_bytes != g->end)
+    if (!lci_geometry_agrees(c->h->root, &c->h->geometry))
         BROKEN(c, 38, 0, 0, "the root's own figures are not those of an index of %u pages",
                c->h->page_count);
     return true;

@@ -157,7 +157,7 @@ uint32_t lci_evict(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want) {
 /* May go now, for whom room is made, and was not used by that call. */
 static bool may_go(const lci_handle *h, const lci_eviction *e, uint32_t page) {
     const lci_page *p = &h->pages[page];
-    return lci_queueable(h, page) && !lci_not_before(h, lci_tick(p), e->since) &&
+    return lci_queueable(h, page) && !lci_used_since(h, lci_tick(p), e->since) &&
            !lci_promised(h, e, page) && !lci_pinned(h, p);
 }
 
@@ -186,14 +186,19 @@ static uint32_t last_to_go(const candidate *chosen, uint32_t n) {
 
 /* The oldest evictable pages among the next LCI_WINDOW records, of those whose word has these bits
  * (`mask`): of a namespace, or of a group. */
-static uint32_t choose(const lci_handle *h, const lci_eviction *e, candidate *out, uint32_t want,
+static uint32_t choose(const lci_handle *h, lci_eviction *e, candidate *out, uint32_t want,
                        uint32_t mask, uint32_t bits, uint32_t *hand) {
     uint32_t n = 0, at = *hand, end = lc_load(&h->root->fresh);
+    bool spares = false;
     if (end > h->page_count) end = h->page_count;
     for (uint32_t i = 0; i < LCI_WINDOW && i < end; i++, at++) {
         if (at >= end) at = 0;
         if ((lc_load(&h->pages[at].word) & mask) != bits || !may_go(h, e, at)) continue;
         candidate here = candidate_of(h, at);
+        if (LC_UNLIKELY(e->spared) && here.rank >= e->spared) {
+            spares = true;
+            continue;
+        }
         if (n < want) {
             out[n++] = here;
             continue;
@@ -202,7 +207,20 @@ static uint32_t choose(const lci_handle *h, const lci_eviction *e, candidate *ou
         if (goes_before(&here, &out[last])) out[last] = here;
     }
     *hand = at;
+    e->outbid = spares && !n;
     return n;
+}
+
+uint32_t lci_lowest_of(const lci_handle *h, const lci_eviction *e, uint32_t ns) {
+    uint32_t best = UINT32_MAX, at = lc_load(&h->ns[ns].hand), end = lc_load(&h->root->fresh);
+    if (end > h->page_count) end = h->page_count;
+    for (uint32_t i = 0; i < LCI_WINDOW && i < end; i++, at++) {
+        if (at >= end) at = 0;
+        if (lci_ns_of(lc_load(&h->pages[at].word)) != ns || !may_go(h, e, at)) continue;
+        uint32_t rank = lci_rank(h, lc_load(&h->pages[at].used));
+        best = rank < best ? rank : best;
+    }
+    return best == UINT32_MAX ? 0 : best;
 }
 
 /* The oldest of what was chosen first, until as many are marked as are wanted. */

@@ -174,6 +174,8 @@ static const lc_fact facts[] = {
     LC_FACT_FIELD(lci_reserve_op, later),
     LC_FACT_FIELD(lci_reserve_op, shard),
     LC_FACT_FIELD(lci_reserve_op, joined),
+    LC_FACT_FIELD(lci_reserve_op, admission),
+    LC_FACT_FIELD(lci_reserve_op, hint),
     LC_FACT_FIELD(lci_reserve_op, parked),
     LC_FACT_FIELD(lci_reserve_op, look),
     LC_FACT_TYPE(lci_ns_limits),

@@ -92,22 +92,20 @@ bool lch_ghost_take(lch *l, uint64_t hash, uint64_t tick, uint64_t *used) {
     return true;
 }
 
-/* How long ago the time of an entry is, the less the longer, with its place below. */
-LC_INLINE uint64_t order_of(const _Atomic uint64_t *line, uint32_t i, uint64_t future,
-                            uint64_t wanted) {
-    uint64_t ghost = lc_load(&line[i]);
-    uint64_t since = ((ghost - future) & ~(uint64_t)(LCH_GHOST_WAYS - 1)) | i;
-    bool free = (ghost == 0) | ((ghost & FINGERPRINT) == wanted);
-    return free ? i : since;
+/* How long ago the time of an entry is, the less the longer, with its place below. A free entry is of
+ * time 0; a key that has an entry already, as after a death, gets a second one: both are of little
+ * harm, and to look for them costs as much as all else here. */
+LC_INLINE uint64_t order_of(const _Atomic uint64_t *line, uint32_t i, uint64_t future) {
+    return ((lc_load(&line[i]) - future) & ~(uint64_t)(LCH_GHOST_WAYS - 1)) | i;
 }
 LC_INLINE uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
 void lch_ghost_put(lch *l, uint64_t hash, uint64_t used, uint64_t tick) {
     _Atomic uint64_t *line = lch_ghost_line(l, hash);
-    uint64_t future = ((tick >> COARSE) + 1) << TIME_SHIFT, wanted = fingerprint(hash);
+    uint64_t future = ((tick >> COARSE) + 1) << TIME_SHIFT;
     uint64_t oldest = smaller(
-        smaller(order_of(line, 0, future, wanted), order_of(line, 1, future, wanted)),
-        smaller(order_of(line, 2, future, wanted), order_of(line, 3, future, wanted)));
+        smaller(order_of(line, 0, future), order_of(line, 1, future)),
+        smaller(order_of(line, 2, future), order_of(line, 3, future)));
     lc_store(&line[oldest & (LCH_GHOST_WAYS - 1)], packed(hash, used));
 }
 _Static_assert(LCH_GHOST_WAYS == 4, "unrolled above");

@@ -40,6 +40,15 @@ static uint32_t gen_after(uint64_t parent) {
     return lch_least(lch_gen_of(parent) + (lch_hits_of(parent) > 0), LCH_GEN_MAX);
 }
 
+static uint64_t first_word(uint64_t parent, uint32_t hint, uint64_t tick) {
+    return lch_word(tick, 0, gen_after(parent), 0, hint & LCH_HINT_MAX);
+}
+
+uint64_t lch_expected(const lch *l, lc_key key, uint64_t parent, uint32_t hint, uint64_t tick) {
+    uint64_t used;
+    return lch_known(l, key, tick, &used) ? lch_hit(l, used, tick) : first_word(parent, hint, tick);
+}
+
 uint64_t lch_named(lch *l, lc_key key, uint32_t page, uint64_t parent, uint32_t hint,
                    uint64_t tick) {
     uint64_t hash = lch_hash(l, key), used;
@@ -49,7 +58,7 @@ uint64_t lch_named(lch *l, lc_key key, uint32_t page, uint64_t parent, uint32_t 
     if (lch_ghost_take(l, hash, tick, &used))
         used = lch_hit(l, used, tick) | (hint & LCH_HINT_MAX);
     else
-        used = lch_word(tick, 0, gen_after(parent), 0, hint & LCH_HINT_MAX);
+        used = first_word(parent, hint, tick);
     if (lch_is_sampled(l, hash)) lch_sample_named(l, hash, page, used, tick);
     return used;
 }

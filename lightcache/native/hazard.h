@@ -118,6 +118,9 @@ void lch_place(lch *l, void *region, uint64_t pages, uint64_t secret, lch_read r
 uint64_t lch_named(lch *l, lc_key key, uint32_t page, uint64_t parent, uint32_t hint,
                    uint64_t tick);
 
+/* What lch_named would give, without naming anything. */
+uint64_t lch_expected(const lch *l, lc_key key, uint64_t parent, uint32_t hint, uint64_t tick);
+
 /* A page with this key and word goes, under the index's lock: remember it. */
 void lch_evicted(lch *l, lc_key key, uint64_t used, uint64_t tick);
 

@@ -346,6 +346,8 @@ typedef struct lci_reserve_op {
     uint64_t later;  /* until then another rank is waited for that is making pages; 0: not yet */
     uint32_t shard;  /* of a team: ours */
     uint32_t joined; /* out: another rank has begun it */
+    uint32_t admission; /* no page goes for a new one that ranks below it: that is not made */
+    uint32_t hint;   /* of its new pages: LCH_HINT_* */
     uint32_t parked; /* 1 + parked pages that are still to be looked at, when nothing else is left; 0:
                       * not begun; for the core alone */
     lci_look_op look;
@@ -354,7 +356,8 @@ enum {
     LCI_WHY_PINNED = 1, LCI_WHY_QUOTA = 2, LCI_WHY_RESERVATIONS = 3, LCI_WHY_CHAIN = 4,
     LCI_WHY_MEMORY = 5, /* as PINNED, and more pages have no memory */
     LCI_WHY_HEAD = 6, /* the page of the key before is not there: what hung on it would be of no use */
-    LCI_WHY_TEAM = 7 /* the rank that began the reservation did not reserve them */
+    LCI_WHY_TEAM = 7, /* the rank that began the reservation did not reserve them */
+    LCI_WHY_WORTH = 8 /* they rank below every page that could go for them */
 };
 
 /* How many pages a namespace may have, and how many it was promised. */
@@ -502,10 +505,20 @@ static inline void lci_hit(const lci_handle *h, lci_page *p, uint64_t tick, lci_
     }
 }
 
-/* Is this tick at `since` or after it? Ticks that are times wrap. Numbers do not, but by damage. */
-static inline bool lci_not_before(const lci_handle *h, uint64_t tick, uint64_t since) {
+/* Is this tick ahead of the clock, which no call gave? Ticks that are times wrap: of half of all it cannot
+ * be told. Numbers do not wrap. */
+static inline bool lci_ahead(const lci_handle *h, uint64_t clock, uint64_t tick) {
+    if (LC_LIKELY(!h->ranks)) return tick > clock;
+    return ((clock - tick) & LCI_TICK_MAX) > LCI_TICK_MAX / 2;
+}
+
+/* Was a page with this tick used at `since`, when a call began, or after it? Where ticks wrap, those of
+ * the next two years are after it: no call lasts longer, and one under a clock that damage has set far
+ * ahead finds pages to evict. */
+#define LCI_CALL_TICKS (UINT64_C(1) << 44)
+static inline bool lci_used_since(const lci_handle *h, uint64_t tick, uint64_t since) {
     if (LC_LIKELY(!h->ranks)) return tick >= since;
-    return ((tick - since) & LCI_TICK_MAX) <= LCI_TICK_MAX / 2;
+    return ((tick - since) & LCI_TICK_MAX) < LCI_CALL_TICKS;
 }
 
 /* The tick of a call: the next number, or, where ages are told, the time in units of 4,096 ns unless
@@ -519,11 +532,12 @@ static inline uint64_t lci_next_tick(lci_handle *h) {
 }
 
 /* The word of a page that gets this key behind `parent` (LC_NIL: none), under the lock. */
-uint64_t lci_ranked_used_by(lci_handle *h, lc_key key, uint32_t page, uint32_t parent, uint64_t tick);
+uint64_t lci_ranked_used_by(lci_handle *h, lc_key key, uint32_t page, uint32_t parent,
+                            uint32_t hint, uint64_t tick);
 static inline uint64_t lci_used_by(lci_handle *h, lc_key key, uint32_t page, uint32_t parent,
-                                   uint64_t tick) {
+                                   uint32_t hint, uint64_t tick) {
     if (LC_LIKELY(!h->ranks)) return tick << LCI_TICK_SHIFT;
-    return lci_ranked_used_by(h, key, page, parent, tick);
+    return lci_ranked_used_by(h, key, page, parent, hint, tick);
 }
 
 /* Above the highest ticket in use, which scans of tickets end at. Within the records, whatever the
@@ -549,6 +563,7 @@ static inline int lci_usable(const lci_handle *h) {
 LC_API int lci_geometry_of(uint64_t pages, uint32_t eviction, lci_geometry *g);
 /* attach.c: the same of a segment of so many bytes, with the order that it says. */
 int lci_geometry_in(const uint8_t *base, uint64_t bytes, uint64_t pages, lci_geometry *g);
+bool lci_geometry_agrees(const lci_root *r, const lci_geometry *g);
 /* attach.c: a handle on memory, see there. */
 lci_handle *lci_handle_on(uint8_t *base, const lci_geometry *g, lcs_attachment *at);
 
@@ -596,6 +611,16 @@ bool lci_ranks_sound(const lci_handle *h);
 /* For repair, without the log: lists are empty, and the order is sound; this list is not. */
 void lci_ranks_clear(lci_handle *h);
 void lci_ranks_occupy(lci_handle *h, uint32_t list);
+/* Without the lock, advice: the rank of what goes first; 0: nothing was found that can go. */
+uint32_t lci_lowest_rank(const lci_handle *h, const struct lci_eviction *e);
+/* evict.c: the same of a namespace's pages, of those that making room for its quota looks at next. */
+uint32_t lci_lowest_of(const lci_handle *h, const struct lci_eviction *e, uint32_t ns);
+/* worth.c, without the lock: the word of the page of a key, or what is remembered of it; 0: nothing is.
+ * How many pages the namespace lacks of what it was promised, or the group. A page that is not written is
+ * remembered, with the word that it would have, which is returned. */
+uint64_t lci_word_of(const lci_handle *h, lc_key key, uint64_t tick);
+uint32_t lci_promise_left(const lci_handle *h, uint32_t ns, uint32_t group);
+uint64_t lci_pass_by(lci_handle *h, lc_key key, uint64_t before, uint32_t hint, uint64_t tick);
 /* Its pages go, and their keys are still there: remember them. */
 void lci_ranked_remember(lci_handle *h, const struct lci_eviction *e, const uint32_t *pages, uint32_t n);
 /* Ask for what is remembered of keys that are about to come, or of a page that is about to go. */
@@ -634,6 +659,8 @@ typedef struct lci_eviction {
     uint32_t asked, ahead[LCI_ASKED_FOR]; /* pages likely to be evicted next: their records were asked for */
     const lci_oldest_op *listing; /* listed pages are still counted; NULL: nothing is listed */
     uint32_t *parked; /* of the call, however often it is interrupted: see lci_reserve_op */
+    uint32_t spared; /* pages of this rank or a higher one stay; 0: of none */
+    bool outbid;     /* what could go now is spared */
 } lci_eviction;
 
 /* Is it among what its namespace was promised, or its group? Then only calls for that namespace, or that

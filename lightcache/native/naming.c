@@ -144,7 +144,7 @@ static void give_name(naming *k, uint32_t page, uint32_t key, uint32_t parent) {
     lci_handle *h = k->h;
     lci_page *p = &h->pages[page];
     uint32_t word = new_word(k);
-    lc_store(&p->used, lci_used_by(h, k->keys[key], page, parent, k->op->tick));
+    lc_store(&p->used, lci_used_by(h, k->keys[key], page, parent, LCH_HINT_NONE, k->op->tick));
     lc_store(&p->children, 0);
     lc_store(&p->parent, LC_NIL);
     if (parent != LC_NIL && lci_may_hang(h, parent, word))

@@ -55,13 +55,16 @@ uint32_t lci_ranked_list(const lci_handle *h, uint64_t used) {
 }
 
 /* 0: goes before all others. */
-uint32_t lci_rank(const lci_handle *h, uint64_t used) {
-    uint32_t list = lci_ranked_list(h, used);
+static uint32_t rank_of(const lci_handle *h, uint32_t list) {
     return list == LCI_FIRST_LIST ? 0 : 1 + lc_load(&chosen(h)->rank[list]);
 }
 
+uint32_t lci_rank(const lci_handle *h, uint64_t used) {
+    return rank_of(h, lci_ranked_list(h, used));
+}
+
 bool lci_ranked_follows(const lci_handle *h, const lci_eviction *e, uint64_t child, uint64_t parent) {
-    if (lci_not_before(h, parent >> LCI_TICK_SHIFT, e->since)) return false;
+    if (lci_used_since(h, parent >> LCI_TICK_SHIFT, e->since)) return false;
     return LC_LIKELY(parent == child) || lci_rank(h, parent) <= lci_rank(h, child);
 }
 
@@ -104,9 +107,10 @@ static void move(lci_handle *h, lc_txn *t, uint32_t page, uint32_t to) {
 
 /* ------------------------------------------------------------------ what is remembered */
 
-uint64_t lci_ranked_used_by(lci_handle *h, lc_key key, uint32_t page, uint32_t parent, uint64_t tick) {
+uint64_t lci_ranked_used_by(lci_handle *h, lc_key key, uint32_t page, uint32_t parent,
+                            uint32_t hint, uint64_t tick) {
     uint64_t before = parent == LC_NIL ? 0 : lc_load(&h->pages[parent].used);
-    uint64_t used = lch_named(&h->learnt, key, page, before, LCH_HINT_NONE, tick);
+    uint64_t used = lch_named(&h->learnt, key, page, before, hint, tick);
     return tick << LCI_TICK_SHIFT | (used & LCI_HITS_MASK); /* whatever the advice says */
 }
 
@@ -134,7 +138,36 @@ void lci_ranked_ask_page(const lci_handle *h, const lci_page *p) {
 /* Could it go now, for this call? */
 static bool free_to_go(const lci_handle *h, const lci_eviction *e, uint32_t page) {
     const lci_page *p = &h->pages[page];
-    return !lci_not_before(h, lci_tick(p), e->since) && !lci_promised(h, e, page) && !lci_pinned(h, p);
+    return !lci_used_since(h, lci_tick(p), e->since) && !lci_promised(h, e, page) && !lci_pinned(h, p);
+}
+
+#define PRICED_LISTS 16 /* that are looked at for it */
+#define PRICED_PAGES 4  /* of each of them */
+
+/* The rank of the first page of a list that could go, among those at its head; UINT32_MAX: none could.
+ * Others change the list meanwhile. */
+static uint32_t price_of_list(const lci_handle *h, const lci_eviction *e, uint32_t list) {
+    const lc_link *link = lc_link_at(&h->lists, lc_list_head(&h->lists, list));
+    for (uint32_t i = 0; link && i < PRICED_PAGES; i++) {
+        uint32_t page = lc_load(&link->next);
+        if (page >= h->page_count) break;
+        if (free_to_go(h, e, page)) return lci_rank(h, lc_load(&h->pages[page].used));
+        link = &h->pages[page].queue;
+    }
+    return UINT32_MAX;
+}
+
+/* A page may rank below its list by now: so the first lists are looked at until none can have a lower one. */
+uint32_t lci_lowest_rank(const lci_handle *h, const lci_eviction *e) {
+    const lci_order *o = chosen(h);
+    uint32_t best = price_of_list(h, e, LCI_FIRST_LIST), lists = 0;
+    for (uint32_t rank = 0; rank < LCH_LISTS && 1 + rank < best && lists < PRICED_LISTS; rank++) {
+        if (!(lc_load(&o->occupied[rank / 32]) >> (rank % 32) & 1)) continue;
+        uint32_t price = price_of_list(h, e, lc_load(&o->list[rank]));
+        best = price < best ? price : best;
+        lists++;
+    }
+    return best == UINT32_MAX ? 0 : best;
 }
 
 /* Look at so many parked pages, the first ones first: back to their lists, or behind the others. */
@@ -218,6 +251,10 @@ uint32_t lci_ranked_pop(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *ste
             if (t->error) break;
             if (seek(h, t, e, steps)) continue;
             e->exhausted = true;
+            return LC_NIL;
+        }
+        if (LC_UNLIKELY(e->spared) && rank_of(h, list) >= e->spared) {
+            e->outbid = true;
             return LC_NIL;
         }
         --*steps;

@@ -55,7 +55,7 @@ static void settle_page(const builder *b, uint32_t page) {
     uint64_t clock = lc_load(&h->root->clock) & LCI_TICK_MAX;
     uint32_t named = LCI_INDEPENDENT | LCI_GROUP_MASK;
     uint32_t stray = named_word(word) ? LCI_KEPT : LCI_KEPT | named; /* not READY's */
-    if (!lci_not_before(h, clock, lci_tick(p))) /* its hits stay */
+    if (lci_ahead(h, clock, lci_tick(p))) /* its hits stay */
         lc_store(&p->used, clock << LCI_TICK_SHIFT | (lc_load(&p->used) & LCI_HITS_MASK));
     if (state == LCI_EVICTING) lc_store(&p->word, word = LCI_READY | (word & LCI_KIND));
     else if (state != LCI_READY && word & stray) lc_store(&p->word, word &= ~stray);

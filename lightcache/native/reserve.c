@@ -15,6 +15,8 @@ typedef struct reserve {
     uint64_t tick;
     uint32_t kept, kept_gen; /* `made` and `gen` as of the last safe point */
     bool full; /* of the batch at hand: the chain of an absent key had no room */
+    bool weighs; /* as `op->admission`, where pages are ranked */
+    uint32_t continued; /* one past the last key whose page was there when the call began */
     uint32_t head[LCI_BATCH]; /* what the buckets of its keys led to before its first page was made */
 } reserve;
 
@@ -105,7 +107,7 @@ static void make_page(reserve *r, uint32_t i, uint32_t page, uint32_t parent, bo
         t->error = LC_E_CORRUPT;
         return;
     }
-    lc_store(&p->used, lci_used_by(h, r->keys[r->start + i], page, parent, r->tick));
+    lc_store(&p->used, lci_used_by(h, r->keys[r->start + i], page, parent, r->op->hint, r->tick));
     lc_store(&p->children, 0);
     lc_store(&p->queue.prev, i >= LCI_HINT ? (uint32_t)r->page[i - LCI_HINT] : LC_NIL);
     uint32_t word = new_word(r, i);
@@ -166,13 +168,86 @@ static uint32_t classify(reserve *r, uint32_t from, uint32_t to, bool *full) {
     return absent;
 }
 
+/* How many of the absent keys the quota lets in. */
+static uint32_t allowed(const reserve *r, uint32_t absent) {
+    const lci_namespace *ns = &r->h->ns[lci_ns_id(r->op->ns)];
+    uint32_t quota = lc_load(&ns->quota), used = lc_load(&ns->pages);
+    if (!quota || used + absent <= quota) return absent;
+    return used < quota ? quota - used : 0;
+}
+
 /* Room for the absent keys of a batch: in the namespace, then in the pool. */
 static int make_room(reserve *r, uint32_t want) {
+    r->room.eviction.outbid = false;
     int rc = lci_make_quota_room(r->h, &r->t, &r->room, lci_ns_id(r->op->ns), want);
-    if (rc == LCI_ROOM_MADE) rc = lci_make_room(r->h, &r->t, &r->room, want);
+    bool outbid = r->room.eviction.outbid;
+    if (rc == LCI_ROOM_MADE)
+        rc = lci_make_room(r->h, &r->t, &r->room, outbid ? allowed(r, want) : want);
     if (rc == LC_E_GROW) r->op->wanted = r->room.wanted;
     return rc;
 }
+
+/* ------------------------------------------------------------------ what is worth writing */
+
+/* The word of the page before the i-th key from `start` on; 0: there is none, or nothing is known. */
+static uint64_t word_before(const reserve *r, uint32_t i) {
+    uint32_t at = r->start + i;
+    return at ? lci_word_of(r->h, r->keys[at - 1], r->tick) : 0;
+}
+
+#define PRICELESS UINT32_MAX
+
+/* The rank that each absent key's page would have, or that of the best one behind it in the batch: it
+ * is found with this one alone. What was promised is not weighed, nor what a page hangs on that is
+ * there. */
+static void weigh(const reserve *r, uint32_t from, uint32_t to, uint32_t *worth) {
+    const lci_handle *h = r->h;
+    uint32_t n = 0, owed = lci_promise_left(h, lci_ns_id(r->op->ns), r->op->group);
+    uint64_t before = word_before(r, from);
+    for (uint32_t i = from; i < to; i++) {
+        if (r->status[i] == LCI_UNKNOWN) {
+            before = lch_expected(&h->learnt, r->keys[r->start + i], before, r->op->hint, r->tick);
+            worth[n] = n < owed || i < r->continued ? PRICELESS : lci_rank(h, before);
+            n++;
+        } else if (r->page[i] >= 0) {
+            before = lc_load(&h->pages[r->page[i]].used);
+        }
+    }
+    for (; n > 1; n--)
+        if (worth[n - 1] > worth[n - 2]) worth[n - 2] = worth[n - 1];
+}
+
+/* Room for the absent keys of a batch, as far as each is worth the page that goes for it: worth falls
+ * from key to key, and what is given up for them rises. */
+static int make_worthy_room(reserve *r, uint32_t from, uint32_t to, uint32_t absent) {
+    uint32_t worth[LCI_BATCH];
+    if (LC_LIKELY(!r->weighs)) return make_room(r, absent);
+    weigh(r, from, to, worth);
+    int rc = LCI_ROOM_MADE;
+    for (uint32_t i = 0, end; i < absent && rc == LCI_ROOM_MADE; i = end) {
+        for (end = i + 1; end < absent && worth[end] == worth[i];) end++;
+        r->room.eviction.spared = worth[i] + 1; /* 0 of what is not weighed */
+        rc = make_room(r, end);
+        if (r->room.eviction.outbid) break;
+    }
+    return rc;
+}
+
+/* Pages that were not worth writing are remembered like those that went: should they be asked for
+ * again, they are worth more. Without the lock: all of it is advice. */
+static void pass_by(const reserve *r) {
+    uint32_t rest = r->n - r->start, i = 0;
+    while (i < rest && r->status[i] != LCI_NO_ROOM) i++;
+    uint64_t word = word_before(r, i);
+    for (; i < rest; i++) {
+        lc_key key = r->keys[r->start + i];
+        if (i + 8 < rest) lch_prefetch(&r->h->learnt, r->keys[r->start + i + 8]);
+        if (r->status[i] != LCI_NO_ROOM) continue;
+        word = lci_pass_by(r->h, key, word, r->op->hint, r->tick);
+    }
+}
+
+/* ------------------------------------------------------------------ taking pages */
 
 /* No more pages: what is lacking from key i on stays so. Where nothing is, there is nothing to stop. */
 static void stop(reserve *r, uint32_t i, uint32_t why) {
@@ -189,20 +264,18 @@ static void stop(reserve *r, uint32_t i, uint32_t why) {
     r->op->kept = lc_load(&r->h->root->kept);
 }
 
-/* How many of the absent keys the quota lets in. */
-static uint32_t allowed(const reserve *r, uint32_t absent) {
-    const lci_namespace *ns = &r->h->ns[lci_ns_id(r->op->ns)];
-    uint32_t quota = lc_load(&ns->quota), used = lc_load(&ns->pages);
-    if (!quota || used + absent <= quota) return absent;
-    return used < quota ? quota - used : 0;
+/* Why so many of the absent keys get no page, if nothing else stands in the way. */
+static uint32_t why_less(const reserve *r, uint32_t want, uint32_t absent) {
+    if (r->room.eviction.outbid) return LCI_WHY_WORTH;
+    return want < absent ? LCI_WHY_QUOTA : LCI_WHY_PINNED;
 }
 
 /* Pages for the absent keys of a batch. Fewer than asked for: `*why` says why. */
 static uint32_t take_pages(reserve *r, uint32_t absent, uint32_t *pages, uint32_t *why) {
     lci_handle *h = r->h;
     uint32_t want = allowed(r, absent);
-    *why = want < absent ? LCI_WHY_QUOTA : LCI_WHY_PINNED;
-    if (!want) return 0;
+    *why = why_less(r, want, absent);
+    if (!want || (*why == LCI_WHY_WORTH && !lci_available(h))) return 0; /* and no reservation is opened */
     *why = LCI_WHY_RESERVATIONS;
     if (!r->op->gen) {
         if (!lci_open_reservation(h, &r->t, r->op->shards, r->op->ns, &r->op->rid, &r->op->gen))
@@ -210,7 +283,7 @@ static uint32_t take_pages(reserve *r, uint32_t absent, uint32_t *pages, uint32_
         if (r->op->team) lci_open_shards(h, r->op);
     }
     uint32_t room = lci_list_room(h, &h->res[r->op->rid].pages);
-    if (room >= want) *why = want < absent ? LCI_WHY_QUOTA : LCI_WHY_PINNED;
+    if (room >= want) *why = why_less(r, want, absent);
     return lci_take_free(h, &r->t, pages, room < want ? room : want);
 }
 
@@ -235,7 +308,8 @@ static uint32_t parent_of(const reserve *r, uint32_t i) {
 /* Must the first page hang on one that is not there? Asked again after room was made, which spares this
  * call's chain but for a tick that was lost to a race. */
 static bool headless(const reserve *r) {
-    if (!r->op->linked) return false;
+    bool useless = r->weighs && r->start && !r->op->run;
+    if (!r->op->linked && !useless) return false;
     uint32_t parent = parent_of(r, 0);
     return parent == LC_NIL || !lci_may_hang(r->h, parent, new_word(r, 0));
 }
@@ -316,9 +390,9 @@ static int settle_batch(reserve *r, uint32_t from, uint32_t to) {
     pthread_mutex_unlock(rows);
     if (r->t.error) return r->t.error;
     if (absent) {
-        int rc = make_room(r, absent);
+        int rc = make_worthy_room(r, from, to, absent);
         if (rc != LCI_ROOM_MADE) return rc;
-        if (r->full) make_chain_room(r, from, to);
+        if (r->full && !r->room.eviction.outbid) make_chain_room(r, from, to);
         keep(r); /* pages freed in this step must not be used again in it */
     }
     pthread_mutex_lock(rows);
@@ -451,7 +525,7 @@ static int reserve_all(reserve *r, int wait, uint64_t deadline) {
             return LC_E_BUSY;
         int made = locked_part(r, wait, deadline);
         pthread_mutex_unlock(&h->at->door);
-        bool less = r->op->stopped != 0;
+        bool less = r->op->stopped && r->op->reason != LCI_WHY_WORTH;
         if (made < 0 || LC_LIKELY(!less && !r->op->look.due)) return made;
         int found = lci_look(h, &r->op->look, less, wait, deadline);
         if (found < 0) return found;
@@ -501,14 +575,19 @@ LC_API int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, ui
     r.room.look = &op->look;
     r.room.doomed = &op->doomed;
     r.room.no_memory = op->no_memory != 0;
+    r.weighs = op->admission && !op->whole && h->ranks;
     if (!op->pinned) {
         touch_chain(&r);
         rc = pin_present(&r);
         if (rc != LC_OK) return rc;
         op->pinned = 1;
     }
+    for (uint32_t i = r.weighs ? n - start : 0; i && !r.continued; i--)
+        if (status[i - 1] == LCI_PRESENT) r.continued = i;
     rc = reserve_all(&r, wait, deadline);
-    if (rc > 0) lci_learn_if_due(h, r.tick, wait, deadline);
+    bool passed = op->reason == LCI_WHY_WORTH || op->reason == LCI_WHY_HEAD;
+    if (rc >= 0 && r.weighs && op->stopped && passed) pass_by(&r);
+    if (rc > 0 || r.weighs) lci_learn_if_due(h, r.tick, wait, deadline);
     if (LC_UNLIKELY(rc > 0 && op->whole && op->stopped)) rc = give_back(&r, wait, deadline);
     if (LC_UNLIKELY(rc > 0 && op->team && !op->joined)) {
         int listed = lci_list_whole(h, op, wait, deadline);

@@ -49,6 +49,7 @@ int lci_make_quota_room(lci_handle *h, lc_txn *t, lci_room *room, uint32_t id, u
         }
         if (lci_evict_namespace(h, t, &room->eviction, over, id))
             room->looked = room->looked_before = 0;
+        else if (room->eviction.outbid) break;
         else room->looked += LCI_WINDOW;
         lci_step(t);
         if (t->error) return t->error;
@@ -75,6 +76,7 @@ int lci_make_room(lci_handle *h, lc_txn *t, lci_room *room, uint32_t want) {
     if (lci_available(h) < want) lci_look_if_due(h, room->look);
     for (uint32_t steps = 0; lci_available(h) < want && !room->eviction.exhausted; steps++) {
         if (t->error) return t->error;
+        if (room->eviction.outbid) break;
         if (steps == 8) return LCI_ROOM_AGAIN;
         lci_evict(h, t, &room->eviction, want - lci_available(h));
         lci_step(t);

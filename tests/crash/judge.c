@@ -262,7 +262,8 @@ void judge_end(judge *j) {
         taken += !stays;
         if (stays && n->missed) FOUND(j, "page %u was missed and stays", n->page);
     }
-    if (taken != j->scene->taken) FOUND(j, "%d pages were taken, not %d", taken, j->scene->taken);
+    int expected = j->real->reader.h->ranks && j->scene->taken_ranked ? j->scene->taken_ranked : j->scene->taken;
+    if (taken != expected) FOUND(j, "%d pages were taken, not %d", taken, expected);
     count_new(j, j->real);
     if (!j->new_ready[made]) FOUND(j, "%d new pages were never ready", made);
     for (int i = 1; i < 4 * MAX_KEYS; i++)

@@ -3,6 +3,7 @@
 
     python run.py                       all scenes, all builds, every change looked at
     python run.py --builds gcc-O2 --stride 5 reserve publish
+    python run.py --eviction hz         in indexes with that order of eviction
     python run.py --builds clang-O2,clang-lto --make FOLDER      for a machine without clang, there
     python run.py --victims FOLDER                               run as well
     python run.py --list
@@ -68,6 +69,7 @@ class Effort:
     kills: int = 12
     seconds: int = 6
     dumps: int = 25
+    eviction: str = "lru"
 
 
 @dataclasses.dataclass
@@ -154,6 +156,7 @@ def run_scene(
         command = [stepper, Path(memory) / "segment", scene, victim, dumps, *figures]
         done = subprocess.run(
             [str(word) for word in command],
+            env=os.environ | {"LIGHTCACHE_TEST_EVICTION": effort.eviction},
             capture_output=True,
             text=True,
             timeout=timeout,
@@ -268,6 +271,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=usual.kills, help="real deaths a scene")
     parser.add_argument("--seconds", type=int, default=usual.seconds, help="second victims a scene")
     parser.add_argument("--dumps", type=int, default=usual.dumps, help="dump every n-th look")
+    parser.add_argument("--eviction", choices=("lru", "hz"), default=usual.eviction)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="workers")
     parser.add_argument("--make", type=Path, help="only compile victims, into this folder")
     parser.add_argument("--victims", type=Path, help="a folder of such victims, to be run as well")
@@ -283,7 +287,7 @@ def main() -> int:
     chosen = pick(list(here), [name for name in given.builds.split(",") if name], "build")
     if given.make:
         return make_victims([here[name] for name in chosen], given.make)
-    effort = Effort(given.stride, given.kills, given.seconds, given.dumps)
+    effort = Effort(given.stride, given.kills, given.seconds, given.dumps, given.eviction)
     elsewhere = sorted(given.victims.iterdir()) if given.victims else []
     return run_all(names, [here[name] for name in chosen], effort, given.jobs, elsewhere)
 

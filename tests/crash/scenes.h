@@ -20,6 +20,7 @@ typedef struct scene {
     void (*act)(actor *v);       /* victim: the operation, watched */
     bool (*meanwhile)(stage *s); /* stepper: after each change until true; what races with it */
     int taken;                   /* pages, ready before, that the operation takes away */
+    int taken_ranked;            /* the same where lists are ranked; 0: as many */
     int made;                    /* pages that it makes ready, all at once */
     int made_before;             /* of these, a first part that becomes ready before the others */
     bool unjoined;               /* the victim has no slot before it acts */

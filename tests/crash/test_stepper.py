@@ -19,6 +19,7 @@ from support.packages import need
 
 STRIDE = int(os.environ.get("LIGHTCACHE_STEP_STRIDE", "11"))
 EFFORT = run.Effort(stride=STRIDE, kills=2, seconds=1, dumps=7)
+RANKED = run.Effort(stride=5 * STRIDE, kills=1, seconds=0, dumps=7, eviction="hz")
 SCENES = run.scenes()
 BUILDS = ("gcc-O2", "gcc-lto", "clang-O3")  # a build takes as long as ten scenes
 
@@ -53,3 +54,14 @@ def test_death_after_every_instruction(
     assert outcome.wrong == []
     assert outcome.counts["looked"] > 1
     assert outcome.counts["dumps"] > 0
+
+
+# Each fifteenth; `make crash-test` goes through all.
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("scene", SCENES[:: len(SCENES) // 20])
+def test_where_lists_are_ranked(scene: str, builds: list[run.Build], built_once: BuiltOnce) -> None:
+    stepper = built_once("stepper", run.make_stepper) / "stepper"
+    victim = built_once(builds[0].name, lambda folder: run.make_victim(folder, builds[0]))
+    outcome = run.run_scene(stepper, victim / builds[0].name, scene, RANKED, 110)
+    assert outcome.status == 0, outcome.text
+    assert outcome.wrong == []

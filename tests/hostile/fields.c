@@ -128,6 +128,7 @@ static void page_fields(table *t, const lci_geometry *g) {
     add(t, "row", PROTOCOL, g->rows, 2, LCS_SLOTS * g->row_stride, 2);
     add(t, "row0", DERIVED, g->rows, 2, g->pages, 2);
     if (g->end == g->ranks) return;
+    ONE(lci_root, eviction, DERIVED, g->root, 1);
     add(t, "ranks.chosen", DERIVED, g->ranks, 4, 1, 4);
     add(t, "ranks.order", DERIVED, g->ranks + offsetof(lci_ranks, order), 4, sizeof(lci_order) / 2, 4);
     add(t, "advice", ADVICE, g->advice, 8, (g->end - g->advice) / 8, 8);

@@ -105,10 +105,12 @@ class Sums:
                 self.findings.append(line)  # a sanitizer's report, a message of the C library
 
 
-def run(program: Path, arguments: list[str]) -> tuple[int, str]:
-    """One process of the harness: its exit status and what it printed."""
+def run(program: Path, arguments: list[str], eviction: str = "") -> tuple[int, str]:
+    """One process of the harness: its exit status and what it printed. `eviction`: of its indexes,
+    instead of LIGHTCACHE_TEST_EVICTION."""
     done = subprocess.run(
         [str(program), *arguments],
+        env=os.environ | ({"LIGHTCACHE_TEST_EVICTION": eviction} if eviction else {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

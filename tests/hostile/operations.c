@@ -220,12 +220,15 @@ static int begin_reserve(call *c, reserving *v, uint32_t shards) {
     v->status = room(v->n - v->start);
     v->op = (lci_reserve_op){.shards = shards, .ns = some_namespace(c)};
     v->op.run = some_kind(c);
+    v->op.admission = v->n % 2;
+    v->op.hint = v->n;
     if (v->n % 3 == 2) { /* without a draw, as above */
         v->op.run *= 3;
         v->op.group = v->n % LCI_NUMBERS;
         v->op.whole = v->op.run;
     }
-    int rc = 0;
+    int rc = sane(lci_worth(w->h, v->keys, v->n, v->start, v->op.ns, v->n, v->n % 5 == 4), "worth");
+    at_most(rc, v->n - v->start, "more pages are worth writing than there are");
     for (int i = 0; i < 3; i++) {
         rc = sane(lci_reserve(w->h, &v->op, v->keys, v->n, v->start, v->page, v->status, c->wait,
                               c->deadline),

@@ -29,10 +29,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("hostile")
 
 
+@pytest.mark.parametrize("eviction", ["lru", "hz"])
 @pytest.mark.parametrize("sanitize", [False, True], ids=["plain", "sanitized"])
-def test_what_found_something_once(folder: Path, sanitize: bool) -> None:
+def test_what_found_something_once(folder: Path, sanitize: bool, eviction: str) -> None:
     program = fuzz.build(folder, sanitize=sanitize)
-    _, text = fuzz.run(program, ["corpus", str(fuzz.HERE / "corpus.txt")])
+    _, text = fuzz.run(program, ["corpus", str(fuzz.HERE / "corpus.txt")], eviction)
     sums = fuzz.Sums()
     sums.add(text)
     assert sums.findings == []
@@ -52,3 +53,11 @@ def test_damage_of_every_kind(folder: Path, sanitize: bool) -> None:
         assert all(numbers[0] for numbers in sums.fields.values())
         cases_of_heads, _, _, named, *_ = sums.fields["heads.link"]
         assert cases_of_heads == named
+
+
+def test_damage_where_lists_are_ranked(folder: Path) -> None:
+    sums = fuzz.Sums()
+    _, text = fuzz.run(fuzz.build(folder), ["seeds", str(FIRST), str(CASES // 5)], "hz")
+    sums.add(text)
+    assert sums.findings == []
+    assert sums.totals["cases"] == CASES // 5

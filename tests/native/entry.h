@@ -97,6 +97,8 @@ int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t grown, ui
 lci_handle *lci_open(lcs_attachment *at, uint64_t pages);
 void lci_close(lci_handle *h);
 int lci_set_clock(lci_handle *h, uint64_t ns);
+int lci_worth(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t start, lci_ns_ref ns,
+              uint32_t hint, uint32_t refused);
 int lci_count(lci_handle *h, lci_counts *out);
 int lci_count_groups(const lci_handle *h, uint32_t counts[2 * LCI_NUMBERS]);
 int lci_group_minimum(lci_handle *h, uint32_t number, uint32_t minimum, uint64_t *others, int wait,

@@ -85,7 +85,7 @@ static void open_believes_nothing(void) {
     CHECK(lci_open(c.at, 101) == NULL);
     CHECK(lci_open(c.at, 0) == NULL);
     CHECK(lci_open(c.at, 100000) == NULL); /* larger than the mapping */
-    for (int i = 0; i < 6; i++) {
+    for (int i = 0; i < 7; i++) {
         figures[i]++;
         CHECK(lci_open(c.at, 100) == NULL);
         CHECK_EQ(index_broken(&s), 38);

@@ -164,11 +164,12 @@ static void a_parent_that_ranks_above_does_not_follow(void) {
 /* The call that makes room has used the parent: it stays, and so it is parked. */
 static void a_parent_that_the_call_used_does_not_follow(void) {
     lc_txn t;
+    uint32_t parked = 0;
     coarse_ages();
     prompt_fill(&a, &p, 1, 2);
     collect(&a);
     CHECK_EQ(lci_lock(a.h, &t, LCI_OP_EVICT, BLOCKING), LC_OK);
-    lci_eviction e = {.since = lci_next_tick(a.h)};
+    lci_eviction e = {.since = lci_next_tick(a.h), .parked = &parked};
     uint64_t word = used_of((uint32_t)p.page[0]) & LCI_HITS_MASK;
     lc_store(&a.h->pages[p.page[0]].used, e.since << LCI_TICK_SHIFT | word);
     CHECK_EQ(lci_evict(a.h, &t, &e, 2), 1);
@@ -352,16 +353,19 @@ static void a_clock_that_wraps(void) {
     tear_down();
 }
 
-/* Enough pages are named: the other table holds from then on. */
+/* Enough pages are named: the other table holds from then on, and the next call that evicts looks at all
+ * lists again. */
 static void an_order_is_learned(void) {
     set_up_ranked(64);
     uint32_t before = lc_load(&a.h->ranks->chosen), changes = 0;
+    bool changed = false;
     for (uint32_t i = 0; i < 4000; i++) {
         prompt_fill(&a, &p, i, 1);
-        uint32_t now = lc_load(&a.h->ranks->chosen);
-        if (now != before) CHECK_EQ(a.h->due[LCH_LISTS - 2], 0); /* the unit may be another */
+        if (changed) CHECK_EQ(a.h->due[LCH_LISTS - 2], 0); /* the unit may be another */
         a.h->due[LCH_LISTS - 2] = UINT64_MAX;
-        changes += now != before;
+        uint32_t now = lc_load(&a.h->ranks->chosen);
+        changed = now != before;
+        changes += changed;
         before = now;
         CHECK(lci_ranks_sound(a.h));
     }
@@ -408,7 +412,6 @@ static void an_order_is_installed(void) {
 
 /* As a death leaves it between the ghost and the end of its step: the page is there, and remembered. */
 static void a_page_and_its_ghost(void) {
-    uint64_t used;
     set_up_ranked(40);
     prompt_fill(&a, &p, 1, 1);
     lch_evicted(&a.h->learnt, p.keys[0], used_of((uint32_t)p.page[0]), 1);
@@ -418,8 +421,8 @@ static void a_page_and_its_ghost(void) {
     index_check(&s);
     CHECK_EQ(evict(&a, 1), 1);
     prompt_fill(&a, &p, 1, 1);
-    CHECK_EQ(hits_of((uint32_t)p.page[0]), 2); /* one ghost, the later */
-    CHECK(!lch_known(&a.h->learnt, p.keys[0], 1, &used));
+    CHECK(hits_of((uint32_t)p.page[0]) >= 1); /* of two ghosts either */
+    index_check(&s);
     tear_down();
 }
 

@@ -42,6 +42,8 @@ class Request:
     resumable: bool = False
     num_computed_tokens: int = 0
     shared_prefix_boundary: int = 0
+    kv_transfer_params: Any = None
+    session_id: str | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.all_token_ids)

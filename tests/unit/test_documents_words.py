@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import configparser
 import contextlib
+import dataclasses
+import json
 import re
 import shlex
 import subprocess
@@ -15,6 +17,9 @@ import click
 import pytest
 from support.disks import disk
 
+from lightcache.connectors.engine_options import EngineOptions
+from lightcache.connectors.sglang.rank import Options as SglangOptions
+from lightcache.connectors.vllm.options import Options as VllmOptions
 from lightcache.errors import ConfigError
 from lightcache.storage import StorageSpec
 from lightcache.storage.urls import GROUP, REMOTE, check_url, schemes
@@ -243,3 +248,18 @@ def test_the_way_to_the_disk_names_what_is_there() -> None:
             own = [body for body in bodies if re.match(rf"class {kind}\b", body)]
             assert own, f"no class {kind} in {files}"
             assert not method or any(f"def {method}(" in body for body in own), f"{kind}.{method}"
+
+
+@pytest.mark.parametrize(
+    ("document", "options"),
+    [("docs/guides/vllm.md", VllmOptions), ("docs/guides/sglang.md", SglangOptions)],
+)
+def test_options_of_engines_and_their_defaults(document: str, options: type[EngineOptions]) -> None:
+    found = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", text(document), re.MULTILINE))
+    assert set(found) == {each.name for each in dataclasses.fields(options)}
+    for each in dataclasses.fields(options):
+        said = re.fullmatch("`(.*)`", found[each.name])
+        if said is not None:  # others are none, or found out
+            assert json.loads(said[1]) == each.default, each.name
+        else:
+            assert each.default in (None, ()), each.name

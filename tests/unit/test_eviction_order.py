@@ -36,9 +36,42 @@ def test_it_is_kept_in_the_segment(segment_name: str, eviction: str) -> None:
         with PageIndex.attach(segment_name) as attached:
             assert attached.eviction == eviction
             assert EVICTIONS[int(IndexView(attached).root().eviction)] == eviction
+        assert made.stats().eviction == eviction
         other = EVICTIONS[1 - EVICTIONS.index(eviction)]
-        with pytest.raises(LayoutMismatch, match="eviction"):
+        with pytest.raises(LayoutMismatch) as refused:
             PageIndex.open(segment_name, pages=8, eviction=other)
+        assert f'eviction: expected "{other}", found "{eviction}"; use what it was' in str(
+            refused.value
+        )
+
+
+@ORDERS
+def test_who_says_none_takes_what_is_there(segment_name: str, eviction: str) -> None:
+    config = {"model": "m"}
+    with PageIndex.create(segment_name, pages=8, eviction=eviction, config=config):
+        with PageIndex.open(segment_name, pages=8, config=config) as opened:
+            assert opened.eviction == eviction
+        with PageIndex.attach(segment_name, config={"pages": 8, **config}) as attached:
+            assert attached.eviction == eviction
+        for wrong in ({}, {"model": "n"}, {**config, "more": 1}):
+            with pytest.raises(LayoutMismatch, match="m"):
+                PageIndex.open(segment_name, pages=8, config=wrong)
+        with pytest.raises(LayoutMismatch, match="pages: expected 9, found 8; use"):
+            PageIndex.open(segment_name, pages=9, config=config)
+    with PageIndex.open(f"{segment_name}-new", pages=8) as new:
+        assert new.eviction == "lru"
+
+
+def test_of_a_default_name_an_existing_cache_keeps_its_order(
+    segment_name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As it keeps its size."""
+    own = {"page_bytes": 4096, "fingerprint": "f", "secret_file": tmp_path / "secret"}
+    with Cache.open(model=segment_name, pages=4, **own) as made:
+        with Cache.open(model=segment_name, pages=4, eviction="hz", **own) as opened:
+            assert opened.index.eviction == "lru"
+        assert '"hz" was asked for' in caplog.text
+        assert f"lightcache rm {made.name}" in caplog.text
 
 
 def test_a_cache_takes_what_is_there(segment_name: str, tmp_path: Path) -> None:

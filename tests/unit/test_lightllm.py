@@ -199,6 +199,33 @@ def test_recycled(start: Callable[..., Any]) -> None:
     assert sum(worker.allocate_pages(prompt)[1]) == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ({}, False),
+        ({"admission": True}, True),
+        ({"admission": True, "storage": ("memory:",)}, False),
+    ],
+)
+def test_what_is_not_worth_saving_is_refused_if_it_is_asked_for(
+    start: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    asked: bool,
+) -> None:
+    worker, told = start("worker", eviction="hz", **options), []
+    assert worker.cache.index.eviction == "hz"
+    reserve = Cache.reserve
+
+    def noted(cache: Cache, *arguments: Any, **how: Any) -> Any:
+        told.append(how["admission"])
+        return reserve(cache, *arguments, **how)
+
+    monkeypatch.setattr(Cache, "reserve", noted)
+    worker.recycle_pages(worker.allocate_pages(hashes("prompt", 4))[0])
+    assert told == [asked]
+
+
 def test_a_holder_of_the_lock_stops_no_model(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -253,7 +253,7 @@ def test_persistent_stays_until_unlinked(segment_name: str) -> None:
 def test_unlink_retires(segment_name: str) -> None:
     user = Segment.create(segment_name, 1)
     user.join("user")
-    refused(InUse, "user", Segment.unlink, segment_name)
+    refused(InUse, r"user.*rm --force", Segment.unlink, segment_name)
     assert not user.retired
     assert Segment.unlink(segment_name, force=True)
     assert user.retired

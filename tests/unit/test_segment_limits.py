@@ -164,10 +164,34 @@ def test_memory_limits_of_cgroups(
     after = memory.available(SHM, groups, own, coming.__getitem__)
     assert (after.bytes, after.limit) == (tight.bytes + 50, tight.limit)
     plain, later = (
-        memory.available(SHM, tmp_path / "none", own, coming)
+        memory.available(SHM, tmp_path / "none", own, coming, meminfo(tmp_path, 1 << 60))
         for coming in (memory.nothing, lambda folder: 0 if folder is None else 1 << 50)
     )
     assert later.bytes - plain.bytes > 1 << 49
+
+
+def meminfo(folder: Path, available: int) -> Path:
+    """The kernel's file, of a machine with so many bytes available."""
+    file = folder / "meminfo"
+    file.write_text(f"MemTotal: 9 kB\nMemFree: 9 kB\nMemAvailable:   {available >> 10} kB\n")
+    return file
+
+
+def test_a_mount_larger_than_the_machines_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Docker's --shm-size may be, and the kernel kills when it fills."""
+    stat = SimpleNamespace(f_blocks=1 << 40, f_bavail=1 << 40, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda _: stat)
+    own = tmp_path / "self"
+    room = memory.available(SHM, tmp_path, own, meminfo=meminfo(tmp_path, 3 << 30))
+    assert (room.bytes, room.limit) == (3 << 30, "of the machine's memory available")
+    later = memory.available(
+        SHM, tmp_path, own, lambda folder: 5 if folder is None else 0, meminfo(tmp_path, 3 << 30)
+    )
+    assert later.bytes == (3 << 30) + 5
+    without = memory.available(SHM, tmp_path, own, meminfo=tmp_path / "missing")
+    assert 0 < without.bytes < 1 << 50
 
 
 def test_system_refusals_are_typed(segment_name: str, monkeypatch: pytest.MonkeyPatch) -> None:

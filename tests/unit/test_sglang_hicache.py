@@ -16,6 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import learned_traffic
+from support.keys import prompt
+from support.refusals import refused
 from support.sglang_stand_in import hashes_of
 
 from lightcache import Cache
@@ -470,3 +473,19 @@ def test_the_thread_of_the_model_waits_for_no_storage(
         assert hicache_thread.submit(one.batch_exists, HASHES[:4]).result() == 0
     assert waits == [importlib.import_module(type(one).__module__).READ]
     monkeypatch.undo()
+
+
+def test_what_is_not_worth_saving_is_not_saved(made: Made, segment_name: str) -> None:
+    pool = MHATokenToKVPoolHost("page_first")
+    bytes_of_page = made(pool).usable().cache.page_bytes
+    Segment.unlink(segment_name, force=True)
+    one = made(pool, size=learned_traffic.PAGES * bytes_of_page, eviction="hz", admission=True)
+    index = one.usable().cache.index
+    assert index.pages == learned_traffic.PAGES
+    learned_traffic.occupied(index)
+    pool.compute(FIRST)
+    assert one.batch_set_v1(HASHES, indices(FIRST)) == [False] * 10
+    index.drop(prompt(0, learned_traffic.PROMPT)[4:])
+    others = [f"{number:064x}" for number in range(10)]
+    assert one.batch_set_v1(others, indices(FIRST))[:6] == [True] * 6  # as many are free
+    refused(ConfigError, "where several ranks save", made, pool, 0, 2, admission=True)

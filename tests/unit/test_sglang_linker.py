@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 from support.sglang_stand_in import hashes_of
 
+from lightcache import Cache
 from lightcache.connectors.engine_cache import open_engine_cache
 from lightcache.connectors.sglang.pools import check_served, describe
 from lightcache.errors import ConfigError, LightcacheError
+from lightcache.layout import Hint
 from lightcache.shm import Segment
 
 torch = pytest.importorskip("torch")
@@ -172,6 +174,25 @@ def pops(one: Any) -> bool:
     while not one.num_completed_offloads():
         pass
     return bool(one.pop_completed_offload())
+
+
+@pytest.mark.parametrize(
+    ("session", "hint"), [("a", Hint.CONTINUES), ("", Hint.NONE), (None, Hint.NONE)]
+)
+def test_a_session_is_a_hint(
+    made: Any, monkeypatch: pytest.MonkeyPatch, session: Any, hint: Hint
+) -> None:
+    one, hints = made(MHATokenToKVPool()), []
+    reserve = Cache.reserve
+
+    def noted(cache: Cache, *arguments: Any, **how: Any) -> Any:
+        hints.append(how["hint"])
+        return reserve(cache, *arguments, **how)
+
+    monkeypatch.setattr(Cache, "reserve", noted)
+    assert one.offload(transfer(HASHES, FIRST), session_id=session)
+    assert pops(one)
+    assert hints == [hint]
 
 
 @pytest.mark.parametrize("kind", [MHATokenToKVPool, MLATokenToKVPool])

@@ -16,6 +16,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.keys import prompt
+from support.learned_traffic import PAGES, occupied
+from support.learned_traffic import PROMPT as PAGES_EACH
+from support.refusals import refused
 from support.sglang_stand_in import PAGE, Engine, hashes_of
 
 from lightcache import Cache, LayerLoads, OffloadQueue
@@ -625,9 +629,38 @@ class Guarded:
         ({"on_reset": "clear"}, "on_reset: expected one of"),
         ({"size": 0}, "size"),
         ({"storage": 3}, "storage: expected a URL"),
+        ({"eviction": "fifo"}, r"eviction: expected one of \('lru', 'hz'\), found 'fifo'"),
         ({"blocks_per_page": 2}, "found blocks_per_page"),
     ],
 )
 def test_wrong_options(given: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Options.of(given)
+
+
+def test_what_is_not_worth_saving_is_not_saved(segment_name: str) -> None:
+    page = 512
+    with Engine(segment_name, size=PAGES * page, eviction="hz", admission=True) as engine:
+        link = engine.ranks[0]._link
+        assert link is not None
+        assert link.current is not None
+        cache = link.current.cache
+        assert cache.index.pages == PAGES
+        occupied(cache.index)
+        engine.offload(PROMPT)
+        assert engine.saved() == [False]
+        assert engine.lookup("a", HASHES) == 0
+        cache.index.drop(prompt(0, PAGES_EACH))  # there is room for ten pages of twelve
+        other = [7, *PROMPT]
+        engine.offload(other)
+        assert engine.saved() == [False]
+        assert engine.lookup("b", hashes_of(other)) == PAGES_EACH
+
+
+def test_several_ranks_would_differ_on_what_is_worth_saving(
+    segment_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Engine(segment_name, ranks=2, admission=True) as engine:
+        assert not any(rank.serves for rank in engine.ranks)
+    assert "admission: expected false where several ranks save" in caplog.text
+    refused(ConfigError, "admission: expected true or false", Options.of, {"admission": 1})

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,6 +141,21 @@ def test_models_with_states_need_prefix_caching(
     assert "--enable-prefix-caching" not in plain.stdout + plain.stderr
 
 
+def test_a_path_is_a_models_folder_or_its_config(
+    run: Run, model: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = model(**LLAMA)
+    given, itself = (
+        run("vllm-config", path, "--size", "1GiB").stdout
+        for path in (folder / "config.json", folder)
+    )
+    assert given == itself
+    for path in (tmp_path / "absent", "./absent", tmp_path / "absent" / "config.json"):
+        found = run("vllm-config", path, status=2)
+        assert f"{path}: expected a model's folder or its config.json, found" in found.stderr
+        assert found.stdout == ""
+
+
 GEMMA = {  # 10 layers with full attention, 52 with windows: 6 groups of 8 or 9
     **LLAMA,
     "num_hidden_layers": 62,
@@ -261,6 +278,28 @@ def test_what_does_not_fit(run: Run, model: Callable[..., Path]) -> None:
     ).stderr  # fmt: skip
     result = run("vllm-config", model(**LLAMA), "--pool-path", "/no/such/folder", status=1)
     assert "the folder /no/such/folder is not there" in result.stderr
+
+
+def test_a_disk_without_room(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3 << 30))
+
+    def said(url: str, status: int = 0) -> list[str]:
+        options = ("--size", "1GiB", "--storage", "memory:", "--storage", url)
+        problems: list[str] = json.loads(
+            run("vllm-config", "org/name", *options, "--json", status=status).stdout
+        )["problems"]
+        return problems
+
+    absent = tmp_path / "mount" / "cache"
+    (found,) = said(f"disk:{absent}?capacity=1TiB", 1)
+    assert f"{absent} is to have 1.0 TiB, found 3.0 GiB free" in found
+    assert f"not there yet: the file system is that of {tmp_path}" in found
+    (found,) = said(f"disk:{tmp_path}?capacity=1TiB", 1)
+    assert "not there yet" not in found
+    assert "capacity= is needed" in said(f"disk:{absent}", 1)[0]
+    assert said(f"disk:{absent}?capacity=2GiB") == []
+    (absent / "lightcache-0123").mkdir(parents=True)  # it has its files, and its capacity
+    assert said(f"disk:{absent}?capacity=1TiB") == said(f"disk:{absent}") == []
 
 
 def test_a_cache_that_is_there_needs_no_room(

@@ -13,6 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.keys import prompt
+from support.learned_traffic import PAGES, occupied
+from support.learned_traffic import PROMPT as PAGES_EACH
 from support.vllm_stand_in import BLOCK, Engine, Request
 
 from lightcache import Cache
@@ -20,6 +23,7 @@ from lightcache.connectors import engine_cache, link
 from lightcache.connectors.vllm import prompts, scheduler, worker
 from lightcache.connectors.vllm.scheduler import launch_of, open_cache, team_of
 from lightcache.errors import LightcacheError, NotReady
+from lightcache.layout import Hint
 from lightcache.shm import Segment
 from lightcache.storage.tier import StorageTier
 from lightcache.tools.maintenance import _switch
@@ -715,3 +719,98 @@ def test_names_of_a_launch() -> None:
     assert launch_of("a_dp0") == launch_of("a_dp3") == launch_of("a")
     assert launch_of("a") != launch_of("b")
     assert team_of("a_dp0") != team_of("a_dp1")
+
+
+# ---- What is worth saving
+
+
+@pytest.mark.parametrize(
+    ("params", "hint"),
+    [
+        (None, Hint.NONE),
+        ({"do_remote_prefill": False}, Hint.NONE),
+        ({"lightcache_hint": "ends"}, Hint.ENDS),
+        ({"lightcache_hint": "tool_call"}, Hint.TOOL_CALL),
+        ({"lightcache_hint": "continues"}, Hint.CONTINUES),
+        ({"lightcache_hint": "none"}, None),
+        ({"lightcache_hint": 3}, None),
+        ({"lightcache_hint": ["ends"]}, None),
+        ("ends", Hint.NONE),
+    ],
+)
+def test_hints_of_requests(
+    segment_name: str, caplog: pytest.LogCaptureFixture, params: Any, hint: Hint | None
+) -> None:
+    with Engine(segment_name) as engine:
+        request = Request(PROMPT, kv_transfer_params=params)
+        assert engine.scheduler._state(request).hint is (hint or Hint.NONE)
+        assert bool(warnings_of(caplog)) is (hint is None)
+
+
+def test_a_session_continues_unless_it_says_otherwise(segment_name: str) -> None:
+    with Engine(segment_name) as engine:
+        for params, session, hint in (
+            (None, "a", Hint.CONTINUES),
+            (None, "", Hint.NONE),
+            ({"lightcache_hint": "ends"}, "a", Hint.ENDS),
+        ):
+            request = Request(PROMPT, kv_transfer_params=params, session_id=session)
+            assert engine.scheduler._state(request).hint is hint
+
+
+def test_the_ranks_are_told_the_hint(segment_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+
+    def reserve(cache: Cache, *args: Any, usual: Any = Cache.reserve, **how: Any) -> Any:
+        told.append(how["hint"])
+        return usual(cache, *args, **how)
+
+    monkeypatch.setattr(Cache, "reserve", reserve)
+    with Engine(segment_name, ranks=2) as engine:
+        engine.ask(PROMPT, kv_transfer_params={"lightcache_hint": "ends"})
+        engine.ask([7, *PROMPT])
+        assert told == [Hint.ENDS] * 2 + [Hint.NONE] * 2
+        assert engine.ask(PROMPT) == 48
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_not_worth_saving_is_not_ordered(segment_name: str, ranks: int) -> None:
+    size = PAGES * 512
+    how: dict[str, Any] = {"eviction": "hz", "admission": True}
+    with Engine(segment_name, ranks=ranks, size=size, **how) as engine:
+        opened = engine.scheduler.usable()
+        assert opened is not None
+        occupied(opened.cache.index)
+        engine.ask([7, *PROMPT])
+        engine.ask([8, *PROMPT])
+        figures = engine.scheduler.take_figures()
+        assert (figures["offered_pages"], figures["not_worth_pages"]) == (0, 12)
+        opened.cache.index.drop(prompt(0, PAGES_EACH))
+        engine.ask(PROMPT)
+        assert engine.ask(PROMPT) == 48
+
+
+def test_all_is_saved_without_the_option_or_beside_a_storage(
+    segment_name: str, tmp_path: Path
+) -> None:
+    storage = f"disk:{tmp_path}?capacity=1MiB"
+    for options in ({}, {"admission": True, "storage": storage}):
+        with Engine(segment_name, size=PAGES * 512, eviction="hz", **options) as engine:
+            opened = engine.scheduler.usable()
+            assert opened is not None
+            occupied(opened.cache.index)
+            engine.ask(PROMPT)
+            assert engine.scheduler.take_figures()["offered_pages"] == 6
+        Segment.unlink(segment_name)
+
+
+def test_an_order_that_admission_does_nothing_with_is_said(
+    segment_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Engine(segment_name, admission=True) as engine:
+        opened = engine.scheduler.usable()
+        assert opened is not None
+        assert opened.cache.index.eviction == "lru"
+        engine.ask(PROMPT)
+        assert engine.ask(PROMPT) == 48
+    assert any('"lru", expected "hz"' in said for said in warnings_of(caplog))

@@ -104,6 +104,8 @@ class LightcacheStorage(CachePart[Opened], interface.HiCacheStorage):
                 f"{given.get('interface_v1')!r}: without it SGLang copies each page twice"
             )
         self.options = StorageOptions.of({k: given[k] for k in given if k not in OTHERS})
+        if self.options.admission and int(storage_config.tp_size) > 1:
+            raise ConfigError("admission: expected false where several ranks save, found true")
         self.config = storage_config
         self.place = int(storage_config.tp_rank), int(storage_config.tp_size)
         self.launch = LAUNCH
@@ -270,7 +272,10 @@ class LightcacheStorage(CachePart[Opened], interface.HiCacheStorage):
         space, encoded, after = self._encoded(opened, keys, extra_info)
         slots = self._slots(host_indices, len(keys))
         begun = monotonic()
-        held = opened.cache.reserve(encoded, after=after, namespace=space, timeout=LOCK)
+        admission = self.options.admission and opened.tier is None
+        held = opened.cache.reserve(
+            encoded, after=after, admission=admission, namespace=space, timeout=LOCK
+        )
         missing = set(held.missing)
         saved = [place not in missing for place in range(len(keys))]
         self.figures["absent_pages"] += len(missing)

@@ -20,6 +20,7 @@ from lightcache.connectors.sglang.pools import Format, check_served, describe
 from lightcache.connectors.sglang.rank import SLOW, Options, Rank, launch_of
 from lightcache.connectors.sglang.tree import tell_linkers
 from lightcache.errors import ConfigError, NotInstalled
+from lightcache.layout import Hint
 
 try:
     from sglang.srt.mem_cache.hicache_storage import PoolName
@@ -234,10 +235,14 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
         """See SGLang. The same on all ranks, which count their saves in common: True, unless there
         is nothing to save, or the only rank does not use the cache. One of several that does not
         use it cannot know whether the others do, so its saves have their turns, and fail in them.
+
+        Args:
+            session_id: of the session that the pages are of: it goes on, which is a hint.
         """
         before, self.before = self.before, None
         if self._rank.serves:
-            return self._offload(transfers, before)
+            hint = Hint.CONTINUES if session_id else Hint.NONE
+            return self._offload(transfers, before, hint)
         passed = self._ranks > 1 and self._is_save(transfers)
         self._passed += passed
         return passed
@@ -247,7 +252,7 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
         return bool(_keys(transfers))
 
     @guarded(lambda: True)
-    def _offload(self, transfers: list[Any], before: str | None) -> bool:
+    def _offload(self, transfers: list[Any], before: str | None, hint: Hint) -> bool:
         hashes: list[str] = []
         events: list[Any] = []
         try:
@@ -264,7 +269,8 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
             )
         except Exception as error:  # it has its turn, and fails in it
             slots, more = (0, partial(_fail, error)), []
-        self._rank.offload(hashes, slots[1], before, events, *more)
+        windows = more[0] if more else None
+        self._rank.offload(hashes, slots[1], before, events, windows, hint)
         return True
 
     def _events(self) -> list[Any]:

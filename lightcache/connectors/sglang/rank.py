@@ -45,9 +45,11 @@ from lightcache.engine_keys import EngineKeys
 from lightcache.errors import Abandoned, Detached, LeaseLost, LightcacheError
 from lightcache.kernels.moves import Engine
 from lightcache.kernels.pinned import PinnedPages
+from lightcache.layout import Hint
 from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
 from lightcache.page_transfers import begun_with
+from lightcache.runs import PLAIN
 from lightcache.storage.tasks import StorageTask
 from lightcache.storage.tier import StorageTier
 
@@ -195,6 +197,8 @@ class _Save:
     after: list[Any]
     end: float
     """When it waits for the index's lock no longer: of a queue of saves each has waited."""
+    hint: Hint = Hint.NONE
+    """Of its new pages."""
     absent: int = 0
     """Pages for which there was no room, or whose beginning has gone."""
     offloads: dict[int, Offload] = field(default_factory=dict)
@@ -277,6 +281,9 @@ class Rank(CachePart[Opened]):
         Args:
             team: what the ranks of this engine write together by; None: there is one.
         """
+        if self.options.admission and team is not None:
+            self.refuse("admission: expected false where several ranks save, found true")
+            return
         self._format, self._team = form, team
         self.serves = True
         self._keep_saving()
@@ -673,12 +680,14 @@ class Rank(CachePart[Opened]):
         before: str | None,
         after: list[Any],
         windows: tuple[int, Slots] | None = None,
+        hint: Hint = Hint.NONE,
     ) -> None:
         """Save pages. It is reported by `completed` in its turn, whatever becomes of it: ranks that
         save the same report the same number.
 
         Args:
             windows: the number of the last pages of which SGLang has the windows, and their slots.
+            hint: what is expected of new pages.
         """
         windowed, other = (0, None) if windows is None else windows
         both = (slots,) if other is None else (slots, other)
@@ -692,6 +701,7 @@ class Rank(CachePart[Opened]):
             before,
             after,
             self._clock() + LOCK,
+            hint,
         )
         self.figures["offered_pages"] += len(hashes)
         try:
@@ -801,8 +811,10 @@ class Rank(CachePart[Opened]):
             raise _Settled  # without the pages of the first pool a window is of no use
         group = of.pools[pool].group
         space, keys = opened.space(save.weights)
+        alone = self._team is None and group.run == PLAIN and opened.tier is None
         left = max(0.05, save.end - self._clock())  # each tries: the lock may be free by now
         how: dict[str, Any] = {"namespace": space, "timeout": left, "run": group.run}
+        how |= {"admission": alone and self.options.admission, "hint": save.hint}
         if group.whole:
             encoded = keys.encode([save.before, *save.hashes] if save.before else save.hashes)
             if save.before:

@@ -37,6 +37,7 @@ FIGURES = (
     "saved_bytes",
     "offered_pages",
     "absent_pages",
+    "not_worth_pages",
     "given_up_saves",
     "lost_saves",
     "failed_loads",

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from lightcache.connectors.page_groups import PageGroup
 from lightcache.kernels.groups import Rule
+from lightcache.layout import Hint
 from lightcache.runs import PLAIN
 
 
@@ -104,6 +105,8 @@ class SaveOrder(NamedTuple):
     `root`."""
     root: bool
     blocks: tuple[int, ...]
+    hint: Hint = Hint.NONE
+    """Of new pages."""
 
 
 @dataclass

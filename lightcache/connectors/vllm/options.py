@@ -8,8 +8,12 @@ from typing import Literal
 from lightcache._arguments import count
 from lightcache.connectors.engine_options import EngineOptions, OnReset
 from lightcache.errors import ConfigError
+from lightcache.layout import Hint
 
 LoadFailure = Literal["recompute", "fail"]
+HINT = "lightcache_hint"
+"""What a request may have in its `kv_transfer_params`: one of HINTS."""
+HINTS = {hint.name.lower(): hint for hint in (Hint.CONTINUES, Hint.TOOL_CALL, Hint.ENDS)}
 
 
 @dataclass(frozen=True)
@@ -36,11 +40,10 @@ class Options(EngineOptions):
             count(self.blocks_per_page, "blocks_per_page", 1, 1 << 16)
         self.check_choice("load_failure", LoadFailure)
         super().__post_init__()
+        self.check_flag("save_decode")
         record: object = self.record  # of any type: an operator wrote it
         if record is not None and not (isinstance(record, str) and record):
             raise ConfigError(f"record: expected the path of a file, found {record!r}")
-        if type(self.save_decode) is not bool:
-            raise ConfigError(f"save_decode: expected true or false, found {self.save_decode!r}")
 
 
-__all__ = ["LoadFailure", "OnReset", "Options"]
+__all__ = ["HINT", "HINTS", "LoadFailure", "OnReset", "Options"]

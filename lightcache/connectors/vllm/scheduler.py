@@ -46,7 +46,7 @@ from lightcache.connectors.vllm.messages import (
     Report,
     SaveOrder,
 )
-from lightcache.connectors.vllm.options import Options
+from lightcache.connectors.vllm.options import HINT, HINTS, Options
 from lightcache.connectors.vllm.prompts import Adapters, keys_of, prompt_of
 from lightcache.errors import (
     ConfigError,
@@ -55,8 +55,10 @@ from lightcache.errors import (
     OutOfPages,
 )
 from lightcache.hashing import KeySpec, PageHasher
+from lightcache.layout import Hint
 from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
+from lightcache.notices import Notices
 from lightcache.runs import PLAIN
 from lightcache.storage.tasks import StorageTask
 from lightcache.traces import Recorder
@@ -168,6 +170,9 @@ class _Request:
     """A load of it has failed, or it cannot be keyed: it is offered nothing."""
     stale: bool = False
     """It has KV of weights before a reset: it saves nothing."""
+    hint: Hint = Hint.NONE
+    worthless: float = math.inf
+    """The page from which on its pages are not worth saving."""
     jobs: set[int] = field(default_factory=set)
     ended: bool = False
     kept: bool = False
@@ -244,6 +249,7 @@ class SchedulerHalf(CachePart[Opened]):
         self._segments: dict[int, str] = {}
         self._agreed = ""
         """The segment that all ranks have open; empty: they differ."""
+        self._notices = Notices(_log)
         self._adapters = Adapters()
         self._requests: dict[str, _Request] = {}
         self._jobs: dict[int, _Job] = {}
@@ -376,9 +382,23 @@ class SchedulerHalf(CachePart[Opened]):
         state = self._requests.get(request.request_id)
         if state is None:
             barred = bool(getattr(request, "resumable", False))
-            state = _Request(request, self._clock(), barred=barred)
+            state = _Request(request, self._clock(), barred=barred, hint=self._hint(request))
             self._requests[request.request_id] = self._offering[request.request_id] = state
         return state
+
+    def _hint(self, request: Any) -> Hint:
+        """What the request's sender expects to follow it. Of a session: another turn, unless it
+        says otherwise."""
+        session = getattr(request, "session_id", None)
+        given = getattr(request, "kv_transfer_params", None)
+        text = given.get(HINT) if isinstance(given, Mapping) else None
+        if text is None:
+            return Hint.CONTINUES if session else Hint.NONE
+        if isinstance(text, str) and text in HINTS:
+            return HINTS[text]
+        known = ", ".join(HINTS)
+        self._notices.first(HINT, "%s: expected one of %s, found %r", HINT, known, text)
+        return Hint.NONE
 
     def _keyed(self, state: _Request, opened: Opened) -> bool:
         """Whether the request has keys now."""
@@ -688,9 +708,28 @@ class SchedulerHalf(CachePart[Opened]):
             self._extend(state)
         begin, state.offered = state.offered, upto
         fresh, state.fresh = state.fresh, True
+        upto = self._worth(opened, state, begin, upto)
         for number, group in enumerate(self._groups):
-            if not group.state:
+            if begin < upto and not group.state:
                 self._save(orders, opened, state, number, begin, upto, fresh, blocks_of)
+
+    def _worth(self, opened: Opened, state: _Request, begin: int, upto: int) -> int:
+        """The end of those of the pages [begin, upto) that are worth saving. It is decided here,
+        for all ranks: each reserves what the order says."""
+        weighs = any(group.whole and group.run == PLAIN for group in self._groups)
+        if not self.options.admission or not weighs or opened.tier is not None:
+            return upto
+        end = begin + opened.cache.worth(
+            state.keys[:upto],
+            begin,
+            refused=begin >= state.worthless,
+            hint=state.hint,
+            namespace=opened.space,
+        )
+        if end < upto:
+            state.worthless = min(state.worthless, end)
+            self.figures["not_worth_pages"] += upto - end
+        return end
 
     def _offer_states(self, orders: Orders, opened: Opened, told: Any) -> None:
         """vLLM tells in which blocks the step leaves states that later requests may begin with, and
@@ -710,8 +749,8 @@ class SchedulerHalf(CachePart[Opened]):
                     continue
                 if pages > len(state.keys):
                     self._extend(state)
-                if not 0 < pages <= len(state.keys):
-                    continue  # of the answer
+                if not 0 < pages <= len(state.keys) or pages > state.worthless:
+                    continue  # of the answer, or behind pages that are not saved
                 key = group.run.keys(state.keys[pages - 1 : pages])
                 there = opened.cache.index.peek(key, namespace=opened.space)
                 if not there and key.tobytes() not in self._writing:
@@ -790,6 +829,7 @@ class SchedulerHalf(CachePart[Opened]):
                 data,
                 root,
                 blocks,
+                state.hint,
             )
         )
 

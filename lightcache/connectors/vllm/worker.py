@@ -350,7 +350,7 @@ class WorkerHalf(CachePart[Opened]):
         group = of.place.groups[order.group]
         keys = np.frombuffer(order.keys, np.uint64).reshape(-1, 2)
         how: dict[str, Any] = {"namespace": opened.space(order.weights), "timeout": LOCK}
-        how |= {"run": group.run, "independent": not group.whole}
+        how |= {"run": group.run, "independent": not group.whole, "hint": order.hint}
         if not order.root:
             keys, how["after"] = keys[1:], keys[:1]
         if of.ranks > 1:

@@ -144,10 +144,10 @@ static void dead_with_much(stage *s, uint32_t flags, uint32_t portions) {
     static run more;
     two_runs(s);
     actor *o = stage_other(s, flags);
+    hold_match(o, &o->held, 1, 16, SCENE_NS);
     run_reserve(o, &o->writing, 2, 12, 1, SCENE_NS);
     run_reserve(o, &more, 4, 12, 1, SCENE_NS);
     allocate(o, 16);
-    hold_match(o, &o->held, 1, 16, SCENE_NS);
     stage_die(s, o);
     for (uint32_t i = 0; i < portions; i++) look_once(&s->survivor);
     lcs_client *c = lcs_client_of(s->survivor.at, s->notes->other[0]);

@@ -62,15 +62,16 @@ SCENE(parts_abandon, .pages = 48, .set = three_states, .prepare = reserve_fourth
 static void evict_seven(actor *v) { NEED(deed_evict(v, 7) == 7); }
 SCENE(parts_evict, .pages = 48, .set = three_states, .act = evict_seven, .taken = 7)
 
-static void first_second(actor *v) {
+static void goes_first(actor *v, uint32_t number) {
     lci_walk_op walk = {0};
     lc_key keys[MAX_KEYS];
-    state_keys(keys, 1, 1);
+    state_keys(keys, number, 1);
     int rc;
     do rc = lci_evict_first(v->h, keys, PARTS, SCENE_NS, &walk, LC_BLOCK, FOREVER);
     while (rc == LC_E_INTR);
     NEED(rc == LC_OK && walk.pages == PARTS);
 }
+static void first_second(actor *v) { goes_first(v, 1); }
 SCENE(parts_evict_first, .pages = 48, .set = three_states, .act = first_second)
 
 static void one_other(stage *s) {
@@ -83,6 +84,7 @@ SCENE(parts_evict_raced, .pages = 48, .set = one_other, .act = evict_seven, .mea
 /* What is left of a state is written again: the parts that are there stay. */
 static void first_cut(stage *s) {
     three_states(s);
+    goes_first(&s->survivor, 0);
     NEED(deed_evict(&s->survivor, 2) == 2);
 }
 static void reserve_rest(actor *v) {
