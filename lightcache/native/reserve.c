@@ -653,6 +653,8 @@ LC_API int lci_evict_pages(lci_handle *h, uint32_t want, uint32_t *freed, int wa
         rc = lci_look(h, &look, false, wait, deadline);
         if (rc < 0) return rc;
     }
+    /* Of this call: it comes back early only if it has waited long for the lock, and what it parked is in
+     * the index. Called again, with a new tick, it looks at all of it anew, as LRU does. */
     uint32_t parked = 0;
     lci_eviction e = {.since = lci_next_tick(h), .parked = &parked};
     while (*freed < want && !e.exhausted) {

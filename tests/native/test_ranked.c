@@ -508,6 +508,35 @@ static void a_damaged_order_is_found_and_mended(void) {
     tear_down();
 }
 
+/* However many pages have aged, or cannot go: a step moves so many as to be short, and its log has room. */
+static void a_step_is_bounded(void) {
+    uint32_t parked = 0, most = 0, freed = 0, steps = 0;
+    lc_txn t;
+    set_up_ranked(3000);
+    lc_store(&a.h->learnt.root->unit, 10);
+    for (uint32_t i = 0; i < 3000; i++) {
+        lci_set_clock(a.h, (UINT64_C(1) + i / 100) << 24);
+        prompt_fill(&a, &p, i, 1);
+        if (i % 2) CHECK_EQ(lci_pin_one(b.h, (uint32_t)p.page[0]), LC_OK);
+    }
+    collect(&a);
+    lci_set_clock(a.h, UINT64_C(60) << 24);
+    lci_eviction e = {.since = lci_next_tick(a.h), .parked = &parked};
+    CHECK_EQ(lci_lock(a.h, &t, LCI_OP_EVICT, BLOCKING), LC_OK);
+    for (; !e.exhausted; steps++) {
+        freed += lci_evict(a.h, &t, &e, 32);
+        CHECK_EQ(t.error, LC_OK);
+        if (t.count > most) most = t.count;
+        lci_step(&t);
+    }
+    CHECK_EQ(lci_unlock(a.h, &t), LC_OK);
+    CHECK_EQ(freed, 1500);
+    CHECK(most <= LCS_LOG_ENTRIES / 2);
+    CHECK(steps <= 200);
+    index_check(&s);
+    tear_down();
+}
+
 const test ranked_tests[] = {
     TEST(oldest_is_what_goes),
     TEST(lists_go_by_rank),
@@ -524,6 +553,7 @@ const test ranked_tests[] = {
     TEST(giving_up_a_child_is_no_use_of_its_parent),
     TEST(first_goes_first),
     TEST(pages_age),
+    TEST(a_step_is_bounded),
     TEST(a_page_is_found_when_it_is_due),
     TEST(a_clock_that_wraps),
     TEST(an_order_is_learned),

@@ -41,11 +41,3 @@ static void most_hit(stage *s) {
 }
 static void refused_from_nine(actor *v) { reserve_worthy(v, 9); }
 SCENE(reserve_worthy, .pages = 48, .ranked = true, .set = most_hit, .act = refused_from_nine, .taken = 9)
-
-/* Asked for by one for all ranks. */
-static void ask(actor *v) {
-    lc_key keys[20];
-    run_keys(keys, 7, 20);
-    NEED(lci_worth(v->h, keys, 20, 0, SCENE_NS, LCH_HINT_ENDS, 0) == 0);
-}
-SCENE(worth, .pages = 48, .ranked = true, .set = all_hit, .act = ask)
