@@ -431,6 +431,7 @@ def forked(work: Callable[[int], Any]) -> tuple[int, int]:
     process = os.fork()
     if process == 0:
         status = 1
+        signal.alarm(300)  # it ends, whatever it waits for
         try:
             os.close(reading)
             work(writing)
@@ -452,7 +453,7 @@ def answer(process: int, reading: int) -> Any:
 
 
 def main() -> None:
-    name, folder = sys.argv[1], tempfile.mkdtemp(dir=".")
+    name, folder = sys.argv[1], tempfile.mkdtemp(dir=os.getcwd())
     server = published()
     extra = {"name": name, "size": "4MiB", "secret_file": f"{folder}/secret"}
     two = {**extra, "name": f"{name}-2"}
