@@ -155,6 +155,7 @@ class Finder:
                 wanted = pages - self.first(group, pages)
                 if group is not self._first:
                     self._plan(request, group, keys, pages)  # of this position, not a deeper one
+                wanted *= group.run.parts
                 leases.append(self.cache.take(_name(request, group), pages=wanted))
                 if len(leases[-1]) < wanted:
                     raise LeaseLost(
