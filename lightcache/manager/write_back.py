@@ -380,7 +380,7 @@ class KVWriteBack(BlockWriteBack):
         )
         if len(new.new):
             slots = self._slots(origin, before)
-            self._offloader.launch(new, slots, origin.blocks, begun, origin.space)
+            self._offloader.begin_kv(new, slots, origin.blocks, begun, origin.space)
             written.append(origin)
             return
         if len(new.missing):
