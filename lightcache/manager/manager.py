@@ -640,7 +640,7 @@ class KVCacheManager:
         ended = [running[each] for each in dict.fromkeys(requests) if each in running]
         for each in ended:
             self.lookup.computed(each)
-            each.publish = publish
+            each.aborted = not publish
         together(
             partial(self._frees.extend, ended),
             partial(deque, map(running.pop, [each.id for each in ended]), 0),

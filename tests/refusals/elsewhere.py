@@ -41,8 +41,8 @@ ELSEWHERE = {
         "weights_that_change_behind_a_connector_publish_nothing": ["changed the weights"],
     },
     "unit/test_device_names.py": {"the_engine_of_a_cache": ["made a transfer engine for a GPU"]},
-    "unit/test_engine_conformance.py": {"conformance": ["used a transfer engine after"]},
-    "unit/test_engine_failures.py": {
+    "unit/test_transfer_engine_conformance.py": {"conformance": ["used a transfer engine after"]},
+    "unit/test_transfer_engine_failures.py": {
         "bad_options": ["gave an unknown `mode`"],
         "a_captured_current_stream_is_refused": ["began a transfer while"],
     },
