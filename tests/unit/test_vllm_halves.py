@@ -609,8 +609,7 @@ class Hanging:
 @pytest.fixture
 def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
     storage = Hanging()
-    stand_in = SimpleNamespace(open=storage.open, close=lambda tier: tier.close())
-    monkeypatch.setattr(engine_cache, "StorageTier", stand_in)
+    monkeypatch.setattr(engine_cache, "open_tier", storage.open)
     monkeypatch.setattr(scheduler, "STORAGE", 0.0)
     monkeypatch.setattr(link, "LATE", 0.01)
     start = link.Link.start
