@@ -18,7 +18,7 @@ import pytest
 
 from lightcache import Cache, LockTimeout
 from lightcache.shm import layout
-from lightcache.storage import Storage, StorageTier
+from lightcache.storage import MemoryStorage, Storage, StorageSpec, StorageTier
 from lightcache.storage.service import StorageClient, StorageService, board
 
 LIMIT = 60.0
@@ -48,6 +48,17 @@ class ServedTier(StorageClient):
         """The client first: what it waits for, the service does."""
         super().close(timeout)
         return self.serving.close(timeout)
+
+
+@contextlib.contextmanager
+def serving(name: str) -> Iterator[StorageService]:
+    """A service of this process, with a storage in memory."""
+    with (
+        Cache.attach(name, role="storage") as cache,
+        MemoryStorage(StorageSpec.of(cache)) as storage,
+        StorageService(cache, storage) as service,
+    ):
+        yield service
 
 
 KINDS: dict[str, Callable[..., Any]] = {"tier": StorageTier, "service": ServedTier}

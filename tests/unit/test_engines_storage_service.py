@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.refusals import refused
-from support.serving import Served
+from support.serving import Served, serving
 from support.sglang_stand_in import Engine as SglangEngine
 from support.sglang_stand_in import hashes_of
 from support.storing import make_cache
@@ -26,8 +26,8 @@ from lightcache.connectors.vllm.scheduler import open_cache
 from lightcache.errors import ConfigError, LightcacheError
 from lightcache.manager.state import storage_of
 from lightcache.shm import Segment, sweep
-from lightcache.storage import MemoryStorage, StorageSpec, open_storage
-from lightcache.storage.service import StorageClient, StorageService
+from lightcache.storage import open_storage
+from lightcache.storage.service import StorageClient
 from lightcache.storage.service.board import service_stats
 
 PROMPT = list(range(3, 53))  # 6 pages of 8 tokens, and 2 tokens
@@ -49,17 +49,6 @@ def engines_apart(monkeypatch: pytest.MonkeyPatch, segment_name: str) -> Iterato
     with contextlib.suppress(LightcacheError):
         Segment.unlink(segment_name)
     sweep(prefix=f"{segment_name}.storage-")  # of services that were killed
-
-
-@contextlib.contextmanager
-def serving(name: str) -> Iterator[StorageService]:
-    """A service of this process, with a storage in memory."""
-    with Cache.attach(name, role="storage") as cache:
-        with (
-            MemoryStorage(StorageSpec.of(cache)) as storage,
-            StorageService(cache, storage) as service,
-        ):
-            yield service
 
 
 def stored(name: str) -> int:
