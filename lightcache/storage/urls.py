@@ -269,10 +269,11 @@ def _check_stack_url(rest: str, imports: bool) -> None:
 
 
 def _open_service(rest: str, spec: StorageSpec) -> Storage:
+    found = repr(SERVICE + rest) if rest else "it beside another, or where a storage is opened"
     raise ConfigError(
         f"storage: expected {SERVICE!r} alone, as the only storage of an engine or a manager, "
-        f"found {SERVICE + rest!r} with more, or elsewhere; it is the storage service of the "
-        "cache, which has the URLs: `lightcache storage NAME --url URL`, twice for two storages"
+        f"found {found}; it is the storage service of the cache, which has the URLs: `lightcache "
+        "storage NAME --url URL`, with a second --url for a second storage"
     )
 
 

@@ -54,6 +54,8 @@ def prompts(seed: int, count: int) -> list[list[int]]:
 
 MANY = prompts(1, 80)
 ONE = prompts(2, 1)
+LENGTH = 1024  # of the engine: a prompt and its answer
+EDGES = [[7], (prompts(10, 1)[0] * 4)[: LENGTH - 1]]
 
 
 class Engines:
@@ -66,6 +68,7 @@ class Engines:
         plain = self.start("null")  # alone, as it makes the model
         self.plain: Answer = plain("ask", prompts=MANY)
         self.one: Answer = plain("ask", prompts=ONE)
+        self.edges: Answer = plain("ask", prompts=EDGES)
         self.adapted = {name: plain("ask", prompts=ONE, adapter=name)["answers"] for name in "ab"}
         plain.end()
         self.first, self.second = (self._start(self._how) for _ in "12")
@@ -92,6 +95,19 @@ def test_all_is_found_and_equal_after_a_reset_and_by_another_process(engines: En
         assert answer["answers"] == engines.plain["answers"]
     assert min(sum(again["cached"]), sum(second["cached"])) > 0.93 * total
     assert sum(engines.plain["cached"]) < 0.9 * total
+    assert engines.first("errors") == engines.second("errors") == 0
+    check_clean()
+
+
+def test_one_token_and_the_longest(engines: Engines) -> None:
+    first = engines.first("ask", prompts=EDGES)
+    engines.first("idle")
+    again, second = (each("ask", prompts=EDGES) for each in (engines.first, engines.second))
+    assert [len(answer) for answer in engines.edges["answers"]] == [8, 1]
+    for answer in (first, again, second):
+        assert answer["answers"] == engines.edges["answers"]
+    assert first["cached"] == [0, 0]
+    assert again["cached"] == second["cached"] == [0, LENGTH - 32]
     assert engines.first("errors") == engines.second("errors") == 0
     check_clean()
 
