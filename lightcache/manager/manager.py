@@ -117,7 +117,8 @@ class KVCacheManager:
             costs: `lightcache.costs.Costs`: decides whether few pages are worth loading; None:
                 always load.
             storage: a `StorageTier` or `StorageClient` of the same cache; or a URL, or several, as
-                "disk:/mnt/nvme/cache?capacity=1TiB", opened here and closed by `close`; None: none.
+                "disk:/mnt/nvme/cache?capacity=1TiB", opened here and closed by `close`, or
+                "service:", the storage service of the host cache; None: none.
             weights: version of the weights that are being served.
             counters: the node's counters, to which ours are added; None: they stay our own.
 

@@ -46,6 +46,9 @@ ELSEWHERE = {
         "bad_options": ["gave an unknown `mode`"],
         "a_captured_current_stream_is_refused": ["began a transfer while"],
     },
+    "unit/test_engines_storage_service.py": {
+        "the_option": ['gave "service:" with', "gave `prefill_tokens_per_s` beside"]
+    },
     "unit/test_errors_tell.py": {
         "not_installed_is_an_import_error_as_well": ["called what needs a package"]
     },

@@ -591,6 +591,23 @@ def test_what_two_threads_lose_is_closed_once() -> None:
     assert closed == [side]
 
 
+def test_the_first_use_is_not_said_to_be_one_again(caplog: pytest.LogCaptureFixture) -> None:
+    voice = Voice("test")
+    for when in ("now", "again", "again"):
+        voice.trouble("open", OSError("not there"))
+        voice.well()
+        voice.well()
+        assert len(caplog.records) == 2
+        assert caplog.records[1].message == f"test: the cache is used {when}"
+        caplog.clear()
+    quiet = Voice("test")
+    quiet.well()
+    assert not caplog.records
+    quiet.trouble("load", OSError("lost"))
+    quiet.well()
+    assert caplog.records[-1].message == "test: the cache is used again"
+
+
 class Guarded:
     """As the linker's methods are."""
 

@@ -51,7 +51,7 @@ from lightcache.namespaces import Namespace
 from lightcache.page_transfers import begun_with
 from lightcache.runs import PLAIN
 from lightcache.storage.tasks import StorageTask
-from lightcache.storage.tier import StorageTier
+from lightcache.storage.tier import BaseTier
 
 _log = logging.getLogger("lightcache.connectors")
 ENGINE = "sglang"
@@ -350,12 +350,11 @@ class Rank(CachePart[Opened]):
             raise
         return opened
 
-    def _storage(self, cache: Cache) -> Link[StorageTier] | None:
+    def _storage(self, cache: Cache) -> Link[BaseTier] | None:
         """Of one rank: pages of a storage are those of all ranks."""
         if not self.options.storage or self.rank:
             return None
-        who, speed = f"lightcache, rank {self.rank}", self.options.prefill_tokens_per_s
-        storage = storage_link(cache, self.options, who, speed)
+        storage = storage_link(cache, self.options, f"lightcache, rank {self.rank}")
         storage.start(START)
         return storage
 
