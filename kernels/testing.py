@@ -6,7 +6,7 @@
 
 Each check has the factory, here `my_rig`, make an engine and both of its memories for a `Setup`. It
 closes the engine, and raises AssertionError with a text. `Rig` says what the factory returns;
-`tests/unit/test_engine_conformance.py` has one for `HostEngine`, of a dozen lines.
+`tests/unit/test_transfer_engine_conformance.py` has one for `HostEngine`, of a dozen lines.
 
 Four things the suite cannot do, so an engine needs tests of its own for them: copies that fail,
 interrupts, the streams of a device (`streams`, `wait_on`), and a rank's share of a page.

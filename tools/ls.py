@@ -22,6 +22,7 @@ from lightcache.tools.output import (
     age,
     cell,
     console,
+    counted,
     emit,
     json_option,
     namespace_table,
@@ -48,7 +49,7 @@ def ls(as_json: bool) -> None:
     else:
         console().print(_table(segments))
         if spaces := [row for entry in segments for row in _spaces(entry)]:
-            console().print(namespace_table(f"{len(spaces)} namespaces", "name", spaces))
+            console().print(namespace_table(counted(len(spaces), "namespace"), "name", spaces))
 
 
 def describe(info: SegmentInfo) -> dict[str, Any]:
@@ -149,7 +150,7 @@ def _table(rows: list[dict[str, Any]]) -> Any:
         **dict.fromkeys(("disabled", "being created", "another user's"), "yellow"),
     }
     return table(
-        f"{len(rows)} segments in {names.FOLDER}",
+        f"{counted(len(rows), 'segment')} in {names.FOLDER}",
         (
             *("name", "owner", "holds", "state", "pages", "size", "pool", "in memory", "clients"),
             *("life", "age"),

@@ -23,7 +23,7 @@ from lightcache.shm.segment import free_dead_slots
 from lightcache.shm.sweep import Leftover, leftovers, sweep_dependent
 from lightcache.shm.sweep import sweep as sweep_all
 from lightcache.tools.image import group_option_help, guest, name_argument, unknown
-from lightcache.tools.output import FAILED, Command, emit, fail, json_option, printable
+from lightcache.tools.output import FAILED, Command, counted, emit, fail, json_option, printable
 
 group_option = click.option("--group", help=group_option_help)
 
@@ -191,7 +191,7 @@ def sweep(ctx: click.Context, prefix: str | None, yes: bool, as_json: bool) -> N
         )
         return
     if agreed or not unneeded:
-        click.echo(f"{len(removed)} objects removed")
+        click.echo(f"{counted(len(removed), 'object')} removed")
     for leftover in unneeded:
         if agreed and leftover.object_name not in removed:
             click.echo(

@@ -249,6 +249,11 @@ def age(seconds: float | None) -> str:
     return f"{seconds / 86400:.1f} d"
 
 
+def counted(number: int, what: str) -> str:
+    """So many of it: "1 segment", "2 segments"."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
 def percent(part: int, whole: int) -> str:
     """A share for people; "-" if the whole is 0."""
     return f"{100 * part / whole:.1f} %" if whole else "-"

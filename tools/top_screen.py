@@ -16,7 +16,7 @@ from lightcache._arguments import format_size
 from lightcache.shm.clients import ClientInfo
 from lightcache.tools import facts, hints
 from lightcache.tools.facts import Facts, state_of
-from lightcache.tools.output import age, printable
+from lightcache.tools.output import age, counted, printable
 from lightcache.tools.readings import (
     TIERS,
     Change,
@@ -562,7 +562,7 @@ def _cache(history: History, look: Look, width: int, height: int) -> list[Text]:
     warnings = _warnings(history, [reading.name], width, max(3, height // 4))
     rows: list[Row] = [*clients] if look.table == "clients" else [*reservations]
     columns = CLIENTS if look.table == "clients" else RESERVATIONS
-    other = f"{len(clients)} clients, {len(reservations)} reservations"
+    other = f"{counted(len(clients), 'client')}, {counted(len(reservations), 'reservation')}"
     lines.append(Text(f"{look.table} (tab: {other})", style="dim"))
     room = max(1, height - len(lines) - len(warnings) - 5)
     rows = _sorted(rows, columns, look, look.table)

@@ -24,7 +24,6 @@ from lightcache.kernels import KVGroup, PageGeometry
 from lightcache.page_index import geometry
 from lightcache.shm import list_segments
 from lightcache.storage.disk.backend import parse
-from lightcache.storage.urls import check_url
 from lightcache.tools.output import BROKEN, Command, emit, json_option
 
 CONNECTOR = {
@@ -145,7 +144,6 @@ def vllm_config(
         extra["numa"] = int(extra["numa"])
     if "storage" in extra:
         urls = list(extra["storage"])
-        check_url(urls)
         extra["storage"] = urls[0] if len(urls) == 1 else urls
     options = Options.of(extra)
     model, config = find_model(model)

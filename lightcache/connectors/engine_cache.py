@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -20,7 +21,8 @@ from lightcache.connectors.engine_options import EngineOptions
 from lightcache.connectors.link import Link, Voice
 from lightcache.errors import LeaseLost, NoSpace, NotReady
 from lightcache.kernels.moves import Engine
-from lightcache.storage.tier import StorageTier
+from lightcache.storage.opening import open_tier
+from lightcache.storage.tier import BaseTier
 
 _log = logging.getLogger("lightcache.connectors")
 START = 15.0
@@ -97,13 +99,12 @@ def close_all(engines: list[Engine]) -> None:
         engine.close()
 
 
-def storage_link(
-    cache: Cache, options: EngineOptions, who: str, prefill_tokens_per_s: float | None = None
-) -> Link[StorageTier]:
+def storage_link(cache: Cache, options: EngineOptions, who: str) -> Link[BaseTier]:
     """The way to the storage that the options name. It is not begun."""
     voice = Voice(who, what="the storage", then="it is not used")
-    how = {"prefill_tokens_per_s": prefill_tokens_per_s}
-    return Link(voice, partial(StorageTier.open, cache, options.storage, **how), StorageTier.close)
+    speed = None if options.measures_speed else options.prefill_tokens_per_s
+    opens = partial(open_tier, cache, options.storage, prefill_tokens_per_s=speed)
+    return Link(voice, opens, methodcaller("close"))
 
 
 @dataclass
@@ -111,10 +112,10 @@ class CacheAndStorage:
     """What a part of a connector that uses the storage has open."""
 
     cache: Cache
-    storage: Link[StorageTier] | None
+    storage: Link[BaseTier] | None
 
     @property
-    def tier(self) -> StorageTier | None:
+    def tier(self) -> BaseTier | None:
         """The storage; None: there is none, or none yet: it is still opened, or tried again."""
         return None if self.storage is None else self.storage.current
 

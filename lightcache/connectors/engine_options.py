@@ -11,7 +11,7 @@ from lightcache.errors import ConfigError
 from lightcache.namespaces import NAME_BYTES
 from lightcache.pool import Numa, check_numa, nodes_of_gpus
 from lightcache.shm.names import object_name
-from lightcache.storage.urls import check_url
+from lightcache.storage.urls import SERVICE, check_url, is_service
 
 OnReset = Literal["new", "keep"]
 Eviction = Literal["lru", "hz"]
@@ -27,6 +27,8 @@ class EngineOptions:
     """What the engine calls the mapping, for errors."""
     elsewhere: ClassVar[frozenset[str]] = frozenset()
     """Options that the engine says by arguments of its own; here they are refused."""
+    measures_speed: ClassVar[bool] = False
+    """Whether the connector measures the prefill speed, and gives up reading by itself."""
 
     size: int | str = "8GiB"
     """Memory for pages: bytes, or with a unit. An existing cache with a default name keeps its own;
@@ -38,7 +40,8 @@ class EngineOptions:
     """Version of the weights, at most 47 bytes: pages of another one are not found."""
     storage: tuple[str, ...] = ()
     """URLs of storages, the nearer first, such as "disk:/mnt/nvme/cache?capacity=1TiB"; one may be
-    given as a text. What the cache evicts is read from there again."""
+    given as a text. What the cache evicts is read from there again. "service:": the storage service
+    of the cache (`lightcache storage`) reads and writes for all engines."""
     eviction: Eviction | None = None
     """The order in which pages go from a new cache when memory is short: "lru", the least recently
     used first, or "hz", what is least likely to be used again soon, which the cache learns. None:
@@ -90,11 +93,21 @@ class EngineOptions:
                 raise ConfigError(f"{name}: expected a number above 0, found {given[name]!r}")
         if not all(isinstance(url, str) and url for url in given["storage"]):
             raise ConfigError(f"storage: expected URLs, found {self.storage!r}")
-        if self.storage:
-            check_url(self.storage if len(self.storage) > 1 else self.storage[0])
+        if is_service(self.storage):
+            self._check_service()
+        elif self.storage:
+            check_url(self.storage)
         if self.name is not None:
             object_name(self.name)
         check_numa(self.numa)
+
+    def _check_service(self) -> None:
+        if self.prefill_tokens_per_s is not None and not self.measures_speed:
+            raise ConfigError(
+                f"prefill_tokens_per_s: expected none with the storage {SERVICE!r}, found "
+                f"{self.prefill_tokens_per_s!r}; the service decides for all of its engines: "
+                "`lightcache storage NAME --url URL --prefill-tokens-per-s N`"
+            )
 
     def placement(self) -> Numa:
         """`numa`, or its default on this machine."""

@@ -32,7 +32,7 @@ from lightcache.errors import ConfigError, LockTimeout, WaitTimeout
 from lightcache.leases import Lease
 from lightcache.shm import SharedCounters, SharedRing
 from lightcache.shm.locking import Hurried
-from lightcache.storage import StorageTier
+from lightcache.storage.tier import BaseTier
 
 if TYPE_CHECKING:
     from lightcache.hashing import Keys
@@ -250,7 +250,7 @@ class Client:
         self._updates = SharedCounters.open(service.object_name("updates"), names=["begun"])
         self._used = True
         options = service.options
-        self._storage = storage_link(self.cache, options, "LightLLM", options.prefill_tokens_per_s)
+        self._storage = storage_link(self.cache, options, "LightLLM")
         self._storage_begun = not options.storage
         self._once = threading.Lock()  # for what happens once, though threads share this
         self._writing: defaultdict[tuple[int, ...], deque[_Write]] = defaultdict(deque)
@@ -500,7 +500,7 @@ class Client:
 
     # ---- all
 
-    def _tier(self, timeout: float = 0.0) -> StorageTier | None:
+    def _tier(self, timeout: float = 0.0) -> BaseTier | None:
         """The storage; None: there is none, or it is not open yet. The first call of a process that
         reads or writes begins to open it: of a service's ranks one writes."""
         with self._once:

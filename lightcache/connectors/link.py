@@ -42,6 +42,7 @@ class Voice:
         self._who, self.what, self._then = who, what, then
         self._said: set[str] = set()
         self._kept: dict[str, str] | None = {} if keeps else None
+        self._helped = False
         self.count = 0
         """Of errors, said or not."""
 
@@ -71,10 +72,12 @@ class Voice:
             self._say(kind, text)
 
     def well(self) -> None:
-        """It helps again."""
+        """It helps, for the first time or again."""
         if self._said:
             self._said.clear()
-            _log.warning("%s: %s is used again", self._who, self.what)
+            when = "again" if self._helped else "now"
+            _log.warning("%s: %s is used %s", self._who, self.what, when)
+        self._helped = True
 
 
 class Link(Generic[T]):

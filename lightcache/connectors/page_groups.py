@@ -16,7 +16,7 @@ from lightcache.namespaces import Namespace
 from lightcache.plans import TIMEOUT
 from lightcache.runs import PLAIN, Run
 from lightcache.storage.tasks import StorageTask
-from lightcache.storage.tier import StorageTier
+from lightcache.storage.tier import BaseTier
 
 ATTEMPTS = 8
 """Times that a position is looked for while others evict its pages."""
@@ -155,6 +155,7 @@ class Finder:
                 wanted = pages - self.first(group, pages)
                 if group is not self._first:
                     self._plan(request, group, keys, pages)  # of this position, not a deeper one
+                wanted *= group.run.parts
                 leases.append(self.cache.take(_name(request, group), pages=wanted))
                 if len(leases[-1]) < wanted:
                     raise LeaseLost(
@@ -170,14 +171,14 @@ class Finder:
 
     # ---- a storage
 
-    def read(self, tier: StorageTier, keys: Keys, found: int) -> StorageTask:
+    def read(self, tier: BaseTier, keys: Keys, found: int) -> StorageTask:
         """Begin to read what a position after this one needs."""
         if self._set is None:
             return tier.prefetch(keys, found, namespace=self.space)
         kinds = [(group.rule, group.run) for group in self.groups]
         return tier.prefetch_last_ready(keys, groups=kinds, start=found, namespace=self.space)
 
-    def write(self, tier: StorageTier, keys: Keys, request: Hashable) -> None:
+    def write(self, tier: BaseTier, keys: Keys, request: Hashable) -> None:
         """Store what the position after these keys needs."""
         for group in self.groups:
             needed = keys[self.first(group, len(keys)) :]

@@ -62,7 +62,7 @@ class PendingFrees:
                 return
             for request in self._waiting:
                 for transfer in request.transfers:
-                    if transfer is request.loading or not request.publish:
+                    if transfer is request.loading or request.aborted:
                         transfer.cancel()
                 request.let_go_of_host()
             if any(not transfer.finished for request in ended for transfer in request.transfers):

@@ -117,7 +117,8 @@ class KVCacheManager:
             costs: `lightcache.costs.Costs`: decides whether few pages are worth loading; None:
                 always load.
             storage: a `StorageTier` or `StorageClient` of the same cache; or a URL, or several, as
-                "disk:/mnt/nvme/cache?capacity=1TiB", opened here and closed by `close`; None: none.
+                "disk:/mnt/nvme/cache?capacity=1TiB", opened here and closed by `close`, or
+                "service:", the storage service of the host cache; None: none.
             weights: version of the weights that are being served.
             counters: the node's counters, to which ours are added; None: they stay our own.
 
@@ -640,7 +641,7 @@ class KVCacheManager:
         ended = [running[each] for each in dict.fromkeys(requests) if each in running]
         for each in ended:
             self.lookup.computed(each)
-            each.publish = publish
+            each.aborted = not publish
         together(
             partial(self._frees.extend, ended),
             partial(deque, map(running.pop, [each.id for each in ended]), 0),

@@ -124,7 +124,7 @@ class Offloader:
                 continue
             prompt_ends = request.total >= prompt and request.written < prompt // tokens
             if full - request.written >= group or prompt_ends or urgent:
-                due += self._span(request, full)
+                due += self._claim_span(request, full)
         self._write_spans(due)
 
     def write_rest(self, ended: list[Request]) -> None:
@@ -135,11 +135,11 @@ class Offloader:
         back = self._state.config.write is WritePolicy.BACK
         for request in ended:
             full = request.publishable() // self._state.page_tokens
-            stored = self._for_storage(request, full)
+            stored = self._claim_for_storage(request, full)
             if stored:
                 due += stored
             elif request.unwritten or (full > request.written and not back):
-                due += self._span(request, min(full, request.unwritten) if back else full)
+                due += self._claim_span(request, min(full, request.unwritten) if back else full)
             elif request.space is not None and request.options.read and (full or request.written):
                 packed = request.host_chain.packed(0, max(full, request.written))
                 used.setdefault(request.space, []).extend(packed)
@@ -174,7 +174,7 @@ class Offloader:
         if storage is None or space is None or not options.write or "storage" not in options.tiers:
             return
         pages = request.publishable() // self._state.page_tokens
-        if pages and request.publish and self._state.weights.is_valid(space):
+        if pages and not request.aborted and self._state.weights.is_valid(space):
             keys = request.host_chain.keys[:pages]
             if request.stored_with is not None:
                 keys = request.stored_with(keys, space)
@@ -182,9 +182,10 @@ class Offloader:
                 task = storage.write(keys, request.id, tokens=request.total, namespace=space.host)
                 self._state.tasks.add(task)
 
-    def _for_storage(self, request: Request, full: int) -> list[Span]:
-        """Pages of an ending request that are for storage and not on the host yet. They are written
-        to the host whatever the policy, since storage is written from there."""
+    def _claim_for_storage(self, request: Request, full: int) -> list[Span]:
+        """Pages of an ending request that are for storage and not on the host yet; `written` is
+        past them from now on. They are written to the host whatever the policy, since storage is
+        written from there."""
         options, begin, space = request.options, request.written, request.space
         if self._state.storage is None or space is None or not options.write:
             return []
@@ -198,9 +199,9 @@ class Offloader:
             begin = self._state.host.peek(request.host_chain.keys[:full], namespace=space.host)
         return [(request, begin, full)] if full > begin else []
 
-    def _span(self, request: Request, full: int) -> list[Span]:
+    def _claim_span(self, request: Request, full: int) -> list[Span]:
         """The span of a request's next pages to write, up to `full`, and of those that were not
-        written before; empty if there is none."""
+        written before; empty if there is none. `written` is past them from now on."""
         options, space = request.options, request.space
         if not options.write or "host" not in options.tiers or options.priority < 0:
             return []
@@ -264,7 +265,7 @@ class Offloader:
                 )
                 continue
             for span, part, part_slots in zip(spans, parts, slots, strict=True):
-                self._launch_span(span, part, part_slots)
+                self._begin_span(span, part, part_slots)
 
     def _without_disabled(self, spans: list[Span]) -> list[Span]:
         """The spans that may be copied now: all of them, the first one to see whether copies
@@ -296,7 +297,7 @@ class Offloader:
         )
         return batch.split()
 
-    def _launch_span(self, span: Span, new: Reservation, slots: npt.NDArray[np.int64]) -> None:
+    def _begin_span(self, span: Span, new: Reservation, slots: npt.NDArray[np.int64]) -> None:
         request, begin, end = span
         assert request.space is not None
         tokens, block = self._state.page_tokens, self._state.device.block_tokens
@@ -313,7 +314,7 @@ class Offloader:
                 request.unwritten = max(request.unwritten, end)
 
         touched = request.table[begin * tokens // block : -(-end * tokens // block)]
-        copy = self.launch(new, slots, touched, request.transfers, request.space, on_end)
+        copy = self.begin_kv(new, slots, touched, request.transfers, request.space, on_end)
         if copy.finished:
             request.transfers.pop()  # a finished copy delays nothing
         if whole and (copy.state is State.DONE or not copy.finished):
@@ -360,7 +361,7 @@ class Offloader:
             offset += len(own) * block
         return parts
 
-    def launch(
+    def begin_kv(
         self,
         new: Reservation,
         slots: npt.NDArray[np.int64],
@@ -413,7 +414,7 @@ class Offloader:
         """Begin a copy to the host, of KV or of a window. The breaker counts it.
 
         Args:
-            slots, space: as for `launch`.
+            slots, space: as for `begin_kv`.
             on_failure: called with why it failed, and whether its pages had become stale.
             blocks, on_result, of, on_end: see `TransferTracker.begin`.
         """

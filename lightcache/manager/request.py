@@ -397,9 +397,8 @@ class Request:
     """`load` was called."""
     counted: Counters = field(default_factory=Counters)
     """What it added to the manager's counters."""
-    publish: bool = True
-    """Whether, when it ends, its queued copies to the host are made and its pages are written to
-    storage: not if it was aborted."""
+    aborted: bool = False
+    """It ended without its queued copies to the host, and its pages are not written to storage."""
     owed: Owed | None = None
     """Blocks that the last commit exchanged in its table."""
     sound: Callable[[], bool] | None = None

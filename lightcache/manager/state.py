@@ -196,13 +196,11 @@ def storage_of(host: Cache, storage: BaseTier | str | Sequence[str] | None) -> B
     """
     if storage is None:
         return None
-    from lightcache.storage.tier import (
-        BaseTier,  # not needed without a storage
-        StorageTier,
-    )
+    from lightcache.storage.opening import open_tier  # not needed without a storage
+    from lightcache.storage.tier import BaseTier
 
     if isinstance(storage, (str, list, tuple)):
-        return StorageTier.open(host, storage)
+        return open_tier(host, storage)
     tier: Any = storage
     if not isinstance(tier, BaseTier):
         raise ConfigError(

@@ -381,7 +381,7 @@ class KVWriteBack(BlockWriteBack):
         )
         if len(new.new):
             slots = self._slots(origin, before)
-            self._offloader.launch(new, slots, origin.blocks, begun, origin.space)
+            self._offloader.begin_kv(new, slots, origin.blocks, begun, origin.space)
             written.append(origin)
             return
         if self._offloader.count_missing(new):

@@ -68,7 +68,7 @@ LC_API int lci_publish(lci_handle *h, uint32_t rid, uint32_t gen, uint32_t shard
     } while (!atomic_compare_exchange_strong_explicit(
         &r->shard[shard], &word, word | LCI_SHARD_DONE, memory_order_seq_cst,
         memory_order_acquire)); /* order: shard-done */
-    LC_PAUSE(LC_AT_SHARD_CLEARED);
+    LC_PAUSE(LC_AT_SHARD_DONE);
     /* Two last publishers may both find all done, never neither: hence sequential consistency. */
     atomic_thread_fence(memory_order_seq_cst); /* order: shard-fence */
     if (!lci_complete(r)) return lc_load_acquire(&r->gen) == gen ? 0 : outcome(h, pages, n);

@@ -717,7 +717,7 @@ class JobExecutor(Executor):
             target=self._watch, name="lightcache-storage-watch", daemon=True
         )
 
-    def start(self) -> None:
+    def start_watching(self) -> None:
         """Start the watching thread. The other threads start when there is work."""
         self._watcher.start()
 
@@ -1053,31 +1053,14 @@ class JobExecutor(Executor):
             Stopped: the call returned late, or the task was cancelled meanwhile.
             StorageError: the call was not made (no time, disabled), or it raised.
         """
-        left = self._seconds
-        if job is not None:
-            left = min(job.deadline.left, left)
-            if left <= 0.0:
-                raise StorageError(job.deadline.reason)
-            if self.breaker.shut:
-                raise StorageError(self.breaker.reason)
+        left = self._seconds if job is None else self._seconds_for(job)
         began, error = self._clock(), ""
         whole = began if left >= self._seconds / 2 else None  # None: it had too little time
+        late = partial(self._call_hangs, job, what, left, whole)
         result: R | None = None
-
-        def hangs() -> None:
-            reason = f"timed out: not done within {left:g} s; the storage's {what} hangs"
-            self.add(timeouts=1)
-            self._fail(reason, whole)
-            if job is not None:
-                self._abandon(job.abandon_call)
-                if job.held:
-                    self._hold(job)
-                self._end_task(job, reason, failed=True)
-                job.progress.settle()
-
         try:
             result, error = self.call_here(
-                partial(run, left), began + left + self.options.grace, what, hangs
+                partial(run, left), began + left + self.options.grace, what, late
             )
         except Late:
             raise Stopped from None
@@ -1092,6 +1075,32 @@ class JobExecutor(Executor):
         if result is None:
             raise StorageError(error)
         return result
+
+    def _seconds_for(self, job: Job) -> float:
+        """The seconds that a call for this job may take.
+
+        Raises:
+            StorageError: its time is up, or the breaker is open.
+        """
+        left = min(job.deadline.left, self._seconds)
+        if left <= 0.0:
+            raise StorageError(job.deadline.reason)
+        if self.breaker.shut:
+            raise StorageError(self.breaker.reason)
+        return left
+
+    def _call_hangs(self, job: Job | None, what: str, left: float, since: float | None) -> None:
+        """A call was found late: tell the breaker, and end its task, whose pages stay with the
+        call. In the thread that found it."""
+        reason = f"timed out: not done within {left:g} s; the storage's {what} hangs"
+        self.add(timeouts=1)
+        self._fail(reason, since)
+        if job is not None:
+            self._abandon(job.abandon_call)
+            if job.held:
+                self._hold(job)
+            self._end_task(job, reason, failed=True)
+            job.progress.settle()
 
     def _fail(self, error: str, since: float | None = None) -> None:
         """Tell the breaker of a failure, and wake the watching thread, which probes."""

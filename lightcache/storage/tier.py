@@ -55,8 +55,8 @@ class BaseTier(ABC):
     """Moves pages between a cache's pool and a storage, in the background. It never fails a
     request. Close it before the cache.
 
-    The public calls check their arguments, once. A subclass implements `_deadline_of` and `_start`,
-    which they lead to.
+    The calls that make tasks check their arguments, once. A subclass implements `_deadline_of` and
+    `_start`, which they lead to, and `stats`, `take_figures` and `close`.
     """
 
     cache: Cache
@@ -434,7 +434,7 @@ class StorageTier(BaseTier):
         """Whether closing the tier closes the storage."""
         self._owning = threading.Lock()
         self._executor = JobExecutor(cache, storage, breaker, self.options, costs)
-        self._executor.start()
+        self._executor.start_watching()
 
     @classmethod
     def open(cls, cache: Cache, url: str | Sequence[str], **how: Any) -> StorageTier:

@@ -40,6 +40,10 @@ REMOTE = {
 options)`, which checks a URL without connecting, and `open_url(scheme, where, options, spec)`,
 which imports the store's client, or says what to install. A row here is a row of `_BUILT_IN`."""
 
+SERVICE = "service:"
+"""In the place of a URL: the storage service of a cache. It is not opened here, but by `open_tier`.
+"""
+
 Opener = Callable[[str, StorageSpec], Storage]
 """Opens the part of a URL after "scheme:", for a spec. Raises ConfigError or StorageError."""
 
@@ -91,6 +95,11 @@ def check_url(url: str | Sequence[str]) -> None:
         _check_stack(url)
     else:
         _check(url, imports=True)
+
+
+def is_service(url: str | Sequence[str]) -> bool:
+    """Whether it is "service:", or a list of that alone."""
+    return _alone(url) == SERVICE
 
 
 def _check(url: object, *, imports: bool) -> None:
@@ -259,6 +268,19 @@ def _check_stack_url(rest: str, imports: bool) -> None:
         _check_stack(rest.split("|"))
 
 
+def _open_service(rest: str, spec: StorageSpec) -> Storage:
+    found = repr(SERVICE + rest) if rest else "it beside another, or where a storage is opened"
+    raise ConfigError(
+        f"storage: expected {SERVICE!r} alone, as the only storage of an engine or a manager, "
+        f"found {found}; it is the storage service of the cache, which has the URLs: `lightcache "
+        "storage NAME --url URL`, with a second --url for a second storage"
+    )
+
+
+def _check_service(rest: str, imports: bool) -> None:
+    _open_service(rest, StorageSpec(1))
+
+
 def _open_memory(rest: str, spec: StorageSpec) -> Storage:
     where, _, query = rest.partition("?")
     if where:
@@ -350,10 +372,21 @@ _BUILT_IN: dict[str, _Scheme] = {
     "memory": _Scheme(_open_memory, _check_memory),
     "disk": _Scheme(_open_disk, _check_disk),
     "flaky": _Scheme(_open_flaky, _check_flaky),
+    "service": _Scheme(_open_service, _check_service),
     "stack": _Scheme(_open_stack, _check_stack_url),
     **{scheme: _remote_scheme(scheme) for scheme in REMOTE},
 }
 _lock = threading.Lock()
 _openers: dict[str, Opener] = {scheme: built_in.open for scheme, built_in in _BUILT_IN.items()}
 
-__all__ = ["GROUP", "REMOTE", "Opener", "check_url", "open_storage", "register", "schemes"]
+__all__ = [
+    "GROUP",
+    "REMOTE",
+    "SERVICE",
+    "Opener",
+    "check_url",
+    "is_service",
+    "open_storage",
+    "register",
+    "schemes",
+]

@@ -22,7 +22,7 @@
 #define LC_INLINE static inline __attribute__((always_inline)) /* where a call costs more than it does */
 #define LC_UNLIKELY(x) __builtin_expect(!!(x), 0)
 
-/* Results. Zero and above are counts; below are errors, which shm/_native.py turns into typed
+/* Results. Zero and above are counts; below are errors, which shm/codes.py turns into typed
  * exceptions. Keep both lists the same: tests/unit/test_native.py compares them. */
 enum lc_error {
     LC_OK = 0,
@@ -90,7 +90,7 @@ enum lc_pause_point {
     LC_AT_KEY_ODD = 6,       /* generation odd, key not yet written */
     LC_AT_KEY_WRITTEN = 7,   /* key written, generation still odd */
     LC_AT_LINKED = 8,        /* linked at the head of its chain */
-    LC_AT_SHARD_CLEARED = 9, /* last shard's bit cleared, no page READY yet */
+    LC_AT_SHARD_DONE = 9,    /* last shard's word DONE, no page READY yet */
     LC_AT_PAGE_READY = 10,   /* some pages READY, not all */
     LC_AT_WALK_HEAD = 11,    /* a reader has loaded a chain's head */
     LC_AT_WALK_NEXT = 12, /* a reader has read a record, and not yet its generation again */

@@ -69,8 +69,9 @@ def environment(engine: str, home: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def in_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., str]:
-    """`in_engine(program, argument...)`: what a file of this folder prints there."""
+def in_engine(request: pytest.FixtureRequest, tmp_path: Path, home: Path) -> Callable[..., str]:
+    """`in_engine(program, argument...)`: what a file of this folder prints there. What engines have
+    compiled is in their home."""
     engine = request.path.stem.removeprefix("test_")
     if os.environ.get("LIGHTCACHE_ENGINE") != engine:
         pytest.skip(f"runs in an environment of its own: .ci/engines {engine}")
@@ -79,7 +80,7 @@ def in_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., s
         process = subprocess.Popen(
             command(program, *arguments),
             cwd=tmp_path,
-            env=environment(engine, tmp_path),
+            env=environment(engine, home),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

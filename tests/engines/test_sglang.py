@@ -258,3 +258,36 @@ def test_two_ranks_and_a_plan_that_one_of_them_loses(engines: Engines) -> None:
     assert two("ask_each", prompts=new) == wanted
     two.end()
     check_clean()
+
+
+def test_states_over_its_own_pools_and_tree(in_engine: Callable[..., str], caches: None) -> None:
+    """Without a model. Each pair is what the device had of a prompt and what was loaded, in tokens;
+    -1: the load has failed. The program compares bytes."""
+    seen = json.loads(in_engine("sglang_states.py", f"{NAME}-states").partition("SEEN ")[2])
+    assert seen["addresses"] == {
+        "latents": {"KV": [True, True], "MAMBA": [True, True]},
+        "windows": {"KV": [True, True], "SWA": [True, True], "MAMBA": [True, True]},
+        "keys and values": "The direct external linker supports FULL + MAMBA models only with a "
+        "plain MLA pool, without DCP or packed draft KV.",
+    }
+    assert seen["alone"] == {
+        "first": [0, 0],
+        "again": [96, 0],
+        "offered": [["KV", "MAMBA"]],
+        "other engine": [0, 96],
+        "no state at its end": [0, 0],
+        "offered at a branch": [],  # SGLang has marked the node as stored
+        "on the device": [64, 0],
+        "forgotten": [0, 144],
+        "aborted": [144, -1, False],
+        "lost": [0, -1],
+        "after it": [0, 144],
+        "flushed": [[0, 0], [144, 0]],
+        "the other after that": [0, 144],
+        "errors": [0, 1],
+    }
+    ranks = {"first": [0, 0], "again": [0, 96], "one has lost it": [0, -1], "after it": [0, 144]}
+    assert seen["two ranks"] == [{**ranks, "errors": [rank]} for rank in range(2)]
+    assert seen["after a kill"] == {"no state": [0, 0], "saved again": [0, 96], "errors": [0]}
+    for name in ("", "-2", "-3"):
+        sharing.check_clean(f"{NAME}-states{name}")

@@ -16,9 +16,11 @@ from click.testing import CliRunner
 from engines import contracts, sharing
 from engines.sharing import NAME, until
 from engines.tiny_models import STATE_BLOCK
+from support.serving import Served
 
 from lightcache import Cache
-from lightcache.shm import Segment
+from lightcache.shm import Segment, sweep
+from lightcache.storage.service.board import service_stats
 from lightcache.tools.maintenance import _switch
 from lightcache.tools.vllm_config import vllm_config
 
@@ -54,6 +56,9 @@ def prompts(seed: int, count: int) -> list[list[int]]:
 
 MANY = prompts(1, 80)
 ONE = prompts(2, 1)
+LENGTH = 1024  # of the engine: a prompt and its answer
+CHANCE = random.Random(10)
+EDGES = [[CHANCE.randrange(500) for _ in range(count)] for count in (1, LENGTH - 8, LENGTH - 1)]
 
 
 class Engines:
@@ -66,6 +71,7 @@ class Engines:
         plain = self.start("null")  # alone, as it makes the model
         self.plain: Answer = plain("ask", prompts=MANY)
         self.one: Answer = plain("ask", prompts=ONE)
+        self.edges: Answer = plain("ask", prompts=EDGES)
         self.adapted = {name: plain("ask", prompts=ONE, adapter=name)["answers"] for name in "ab"}
         plain.end()
         self.first, self.second = (self._start(self._how) for _ in "12")
@@ -92,6 +98,19 @@ def test_all_is_found_and_equal_after_a_reset_and_by_another_process(engines: En
         assert answer["answers"] == engines.plain["answers"]
     assert min(sum(again["cached"]), sum(second["cached"])) > 0.93 * total
     assert sum(engines.plain["cached"]) < 0.9 * total
+    assert engines.first("errors") == engines.second("errors") == 0
+    check_clean()
+
+
+def test_one_token_and_the_longest(engines: Engines) -> None:
+    first = engines.first("ask", prompts=EDGES)
+    engines.first("idle")
+    again, second = (each("ask", prompts=EDGES) for each in (engines.first, engines.second))
+    assert [len(answer) for answer in engines.edges["answers"]] == [8, 8, 1]
+    for answer in (first, again, second):
+        assert answer["answers"] == engines.edges["answers"]
+    assert first["cached"] == [0, 0, 0]
+    assert again["cached"] == second["cached"] == [0, LENGTH - 32, LENGTH - 32]
     assert engines.first("errors") == engines.second("errors") == 0
     check_clean()
 
@@ -271,6 +290,42 @@ def test_what_is_stored_outlives_all(engines: Engines) -> None:
     assert answer["answers"] == engines.plain["answers"][:10]
     assert min(answer["cached"]) > 0
     engines.first.end()
+
+
+@by_hand
+def test_the_storage_service_outlives_engines(
+    engines: Engines, served: Callable[..., Served], tmp_path: Path
+) -> None:
+    """Killed in between, and asked once without it."""
+    name, disk = f"{NAME}-service", f"disk:{tmp_path}?capacity=256MiB"
+    how = {"name": name, "size": "64MiB", "blocks_per_page": 1, "storage": "service:"}
+    some, wanted = MANY[:5], engines.plain["answers"][:5]
+
+    def asked(engine: Any) -> int:
+        answer = engine("ask", prompts=some)
+        assert answer["answers"] == wanted
+        engine("idle")
+        return int(min(answer["cached"]))
+
+    engine = engines.start(json.dumps(how))
+    asked(engine)
+    first = served(name, "--url", disk)
+    asked(engine)  # as it is used again
+    until(lambda: service_stats(name).tier.stored)
+    assert first.end()[0] == 0
+    assert asked(engine) > 0
+    engine.end()
+    Segment.unlink(name)
+    engine = engines.start(json.dumps(how))
+    second = served(name, "--url", disk)
+    assert asked(engine) > 0
+    second.process.kill()
+    assert asked(engine) > 0
+    assert served(name, "--url", disk).end()[0] == 0  # which also removes the disk's index
+    engine.end()
+    sharing.check_clean(name)
+    Segment.unlink(name)
+    sweep(prefix=f"{name}.storage-")
 
 
 def test_one_rank_reads_what_two_have_written(engines: Engines) -> None:

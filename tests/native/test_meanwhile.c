@@ -94,7 +94,7 @@ static void a_publisher_is_told_that_others_ended_it(void) {
         set_up(64);
         prompt_make(&p, 1, 5);
         CHECK_EQ(prompt_reserve(&a, &p, NS, shards), 5);
-        play(LC_AT_SHARD_CLEARED, abandon_it);
+        play(LC_AT_SHARD_DONE, abandon_it);
         int told = lci_publish(a.h, p.op.rid, p.op.gen, 0, p.fresh, 5);
         check_played();
         CHECK_EQ(told, shards == 1 ? 1 : LC_E_STALE);

@@ -119,7 +119,7 @@ static void race_of_two_last_publishers(void) {
     set_up(64);
     prompt_make(&fresh, 3, 5);
     CHECK_EQ(prompt_reserve(&a, &fresh, NS, 2), 5);
-    play(LC_AT_SHARD_CLEARED, publish_second);
+    play(LC_AT_SHARD_DONE, publish_second);
     CHECK_EQ(lci_publish(a.h, fresh.op.rid, fresh.op.gen, 0, fresh.fresh, fresh.made), 1);
     check_played();
     CHECK_EQ(peek(&b, &fresh), 5);
@@ -137,7 +137,7 @@ static void race_of_a_publisher_and_the_collector(void) {
     set_up(64);
     prompt_make(&fresh, 3, 5);
     CHECK_EQ(prompt_reserve(&a, &fresh, NS, 2), 5);
-    play(LC_AT_SHARD_CLEARED, publish_second_and_collect);
+    play(LC_AT_SHARD_DONE, publish_second_and_collect);
     CHECK_EQ(lci_publish(a.h, fresh.op.rid, fresh.op.gen, 0, fresh.fresh, fresh.made), 1);
     check_played();
     CHECK_EQ(peek(&b, &fresh), 5);

@@ -55,7 +55,7 @@ ELSEWHERE = {
     ],
     "A14": [
         "unit/test_host_engine.py::test_every_byte_both_ways",
-        "unit/test_engine_conformance.py::test_conformance",
+        "unit/test_transfer_engine_conformance.py::test_conformance",
     ],
     "B7": ["unit/test_rank_coordinator.py::test_one_rank_fails_to_write"],
     "C2": [

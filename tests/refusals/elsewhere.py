@@ -41,10 +41,13 @@ ELSEWHERE = {
         "weights_that_change_behind_a_connector_publish_nothing": ["changed the weights"],
     },
     "unit/test_device_names.py": {"the_engine_of_a_cache": ["made a transfer engine for a GPU"]},
-    "unit/test_engine_conformance.py": {"conformance": ["used a transfer engine after"]},
-    "unit/test_engine_failures.py": {
+    "unit/test_transfer_engine_conformance.py": {"conformance": ["used a transfer engine after"]},
+    "unit/test_transfer_engine_failures.py": {
         "bad_options": ["gave an unknown `mode`"],
         "a_captured_current_stream_is_refused": ["began a transfer while"],
+    },
+    "unit/test_engines_storage_service.py": {
+        "the_option": ['gave "service:" with', "gave `prefill_tokens_per_s` beside"]
     },
     "unit/test_errors_tell.py": {
         "not_installed_is_an_import_error_as_well": ["called what needs a package"]

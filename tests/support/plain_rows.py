@@ -1,6 +1,6 @@
 """What the row-copy kernel does (kernels/row_copy.py), in numpy: a hundredth of the time that
 Triton's interpreter takes. For tests of all but the kernel: test_transfer_engine.py,
-test_pages_in_parts.py and test_engine_layouts.py interpret the kernel itself."""
+test_pages_in_parts.py and test_transfer_engine_layouts.py interpret the kernel itself."""
 
 from __future__ import annotations
 

@@ -1,9 +1,14 @@
 """Storage services of tests: one beside its client in one process, so that whatever is true of a
-`StorageTier` can be asked of both."""
+`StorageTier` can be asked of both; and the command."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +18,10 @@ import pytest
 
 from lightcache import Cache, LockTimeout
 from lightcache.shm import layout
-from lightcache.storage import Storage, StorageTier
+from lightcache.storage import MemoryStorage, Storage, StorageSpec, StorageTier
 from lightcache.storage.service import StorageClient, StorageService, board
+
+LIMIT = 60.0
 
 
 class ServedTier(StorageClient):
@@ -41,6 +48,17 @@ class ServedTier(StorageClient):
         """The client first: what it waits for, the service does."""
         super().close(timeout)
         return self.serving.close(timeout)
+
+
+@contextlib.contextmanager
+def serving(name: str) -> Iterator[StorageService]:
+    """A service of this process, with a storage in memory."""
+    with (
+        Cache.attach(name, role="storage") as cache,
+        MemoryStorage(StorageSpec.of(cache)) as storage,
+        StorageService(cache, storage) as service,
+    ):
+        yield service
 
 
 KINDS: dict[str, Callable[..., Any]] = {"tier": StorageTier, "service": ServedTier}
@@ -104,3 +122,42 @@ def held_lock(cache: Cache, client: StorageClient) -> Iterator[None]:
             yield
         finally:
             lock.word = 0
+
+
+class Served:
+    """A `lightcache storage` that runs."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "from lightcache.tools.cli import main; main()", "storage"]
+            + [str(each) for each in arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        assert self.process.stdout
+        ready, _, _ = select.select([self.process.stdout], [], [], LIMIT)
+        assert ready
+        self.begun = self.process.stdout.readline()
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str, str]:
+        """Signal it; status, the rest of what it said, and its errors."""
+        self.process.send_signal(number)
+        out, errors = self.process.communicate(timeout=LIMIT)
+        return self.process.returncode, out, errors
+
+
+@pytest.fixture
+def served() -> Iterator[Callable[..., Served]]:
+    """Starts them, and kills what is left."""
+    made: list[Served] = []
+
+    def start(*arguments: object) -> Served:
+        made.append(Served(*arguments))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.process.kill()
+        each.process.communicate(timeout=LIMIT)

@@ -207,7 +207,7 @@ def test_lines_fit(document: str) -> None:
 
 
 PATHS = {
-    "docs/design/manager.md": ("**The walk of a `plan`**", "**The device index**"),
+    "docs/design/manager.md": ("## The walk of a `plan`", "## What the parts do"),
 }
 _PLACE = re.compile(r"`(_?[A-Z]\w*)(?:\.(\w+))?`[^`.;]{0,3}\(?(?:in )?`([\w/]+\.py)`")
 

@@ -1,5 +1,5 @@
 """The host engine: every byte against a plain loop, and what it promises beyond the conformance
-suite (test_engine_conformance.py)."""
+suite (test_transfer_engine_conformance.py)."""
 
 from __future__ import annotations
 

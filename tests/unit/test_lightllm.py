@@ -26,6 +26,7 @@ from click.testing import CliRunner
 from support import lightllm_stand_in
 from support.lightllm_calls import SCENES, Manager, Worker, hashes
 from support.scripts import with_support
+from support.serving import serving
 
 from lightcache import Cache
 from lightcache.connectors import lightllm, lightllm_client
@@ -451,6 +452,24 @@ def test_a_disk_of_ours(start: Callable[..., Any], tmp_path: Path) -> None:
     assert len(pages) == 10
     worker.deref_pages(pages)
     assert manager.collect() == (0, 0)
+
+
+def test_the_storage_service(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a disk of ours, by the service of the cache."""
+    monkeypatch.setattr(lightllm_client, "READ_LIMIT", 60.0)  # other work may hold it up
+    how = {"storage": ("service:",)}
+    manager, worker = start("manager", **how), start("worker", **how)
+    manager.collect()
+    prompt = hashes("prompt", 10)
+    worker._tier(60.0)
+    with serving(worker.cache.name):
+        Worker(worker).finish(prompt)
+        worker._storage.close(60.0)  # waits for the writes
+        worker.cache.index.evict(PAGES)
+        pages = manager.query_pages(prompt)
+        assert len(pages) == 10
+        worker.deref_pages(pages)
+        assert manager.collect() == (0, 0)
 
 
 def test_a_storage_that_does_not_open(

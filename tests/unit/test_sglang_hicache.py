@@ -19,6 +19,7 @@ import pytest
 from support import learned_traffic
 from support.keys import prompt
 from support.refusals import refused
+from support.serving import serving
 from support.sglang_stand_in import hashes_of
 
 from lightcache import Cache
@@ -311,6 +312,27 @@ def test_a_flush_that_takes_long_is_said_and_counted(
     pool.clear()
     assert one.figures["slow_calls"] == 1
     assert "HiCache of rank 0: clear took" in caplog.text
+
+
+def test_the_storage_service_is_asked_by_a_lookup(
+    made: Made,
+    hicache: Any,
+    segment_name: str,
+    wait_until: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hicache, "READ", 60.0)  # other work may hold it up
+    pool = MHATokenToKVPoolHost()
+    one = made(pool, storage="service:")
+    values = pool.compute(FIRST)
+    with serving(segment_name) as service, Cache.attach(segment_name) as cache:
+        assert all(one.batch_set_v1(HASHES, indices(FIRST)))
+        wait_until(lambda: service.stats().tier.stored == 10, "the pages")
+        cache.evict(cache.pages)
+        with ThreadPoolExecutor(1) as hicache_thread:  # that which made it would not wait
+            assert hicache_thread.submit(one.batch_exists, HASHES).result() == 10
+        assert all(one.batch_get_v1(HASHES, indices(SECOND)))
+    np.testing.assert_array_equal(pool.tokens(SECOND), values)
 
 
 @pytest.mark.slow

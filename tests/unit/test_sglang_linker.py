@@ -36,6 +36,7 @@ class Component(Enum):
 class PoolName(str, Enum):
     KV = "kv"
     SWA = "swa"
+    MAMBA = "mamba"
 
 
 class Wrapper:
@@ -119,6 +120,36 @@ class SWAKVPool:
             del planes[1:]
         self.full_layer_nums, self.swa_layer_nums = 1, 2
         self.layers_mapping = {0: (0, True), 1: (0, False), 2: (1, True)}
+
+
+class HybridLinearKVPool:
+    """SGLang's: layers 1 and 2 have attention, 0 and 2 states."""
+
+    def __init__(self, inner: type = MHATokenToKVPool) -> None:
+        self.dtype, self.full_kv_pool = torch.float32, inner()
+        self.full_attention_layer_id_mapping = {1: 0, 2: 1}
+
+
+class MambaPool:
+    """SGLang's, of two layers."""
+
+    def __init__(self, width: int = 32) -> None:
+        self.mamba_cache = SimpleNamespace(
+            temporal=torch.zeros((2, 8, 2, width, 3)), conv=[torch.zeros((2, 8, 12, 3))]
+        )
+        self._slot_siblings = ()
+
+
+class HybridReqToTokenPool:
+    """SGLang's."""
+
+    def __init__(self, **more: Any) -> None:
+        self.mamba_pool, self.mamba_map = MambaPool(), {0: 0, 2: 1}
+        self.mamba_ckpt_pool, self.counter = None, None
+        vars(self).update(more)
+
+    def register_layer_transfer_counter(self, counter: Any) -> None:
+        self.counter = counter
 
 
 def parameters(pool: Any, **more: Any) -> Any:
@@ -278,6 +309,77 @@ def test_a_pool_of_windows_is_saved_and_loaded_beside_the_other(
     assert one.rank.voice.count == 0
     assert one.load("r", load)  # without the slots of a window
     assert one.finish_layer_wise_loading(one.start_layer_wise_loading()) is False
+
+
+@pytest.mark.parametrize("inner", [MHATokenToKVPool, MLATokenToKVPool])
+def test_a_pool_of_states_is_saved_and_loaded_beside_that_of_kv(
+    made: Any, monkeypatch: pytest.MonkeyPatch, inner: type
+) -> None:
+    pool, requests = HybridLinearKVPool(inner), HybridReqToTokenPool()
+    one = made(pool, (Component.FULL, Component.MAMBA), req_to_token_pool=requests)
+    assert [name.name for name in one.pools] == ["KV", "MAMBA"]
+    assert requests.counter is one.layer_done_counter
+    state = requests.mamba_pool.mamba_cache
+    for tensor in (state.temporal, *state.conv):
+        tensor[:, 3] = torch.rand(tensor[:, 3].shape)
+    one.before = ""
+    four = transfer(HASHES[:4], FIRST[: 4 * PAGE])
+    assert one.offload([*four, *transfer(HASHES[3:4], [3], PoolName.MAMBA)])
+    one.before = HASHES[3]
+    assert one.offload(transfer(HASHES[4:], FIRST[4 * PAGE :]))  # its state has gone
+    assert [pops(one), pops(one)] == [True, True]
+    one.before = ""
+    asked = [*transfer(HASHES), *transfer(HASHES[-1:], name=PoolName.MAMBA)]
+    assert one.lookup("r", asked) == [4]
+    load = transfer(HASHES[:4], SECOND[: 4 * PAGE])
+    assert one.load("r", [*load, *transfer(HASHES[3:4], [5], PoolName.MAMBA)])
+    index = one.start_layer_wise_loading()
+    counter = one.layer_done_counter
+    counter.set_consumer(index)
+    assert counter.num_layers == 4
+    for layer in range(counter.num_layers):
+        counter.wait_until(layer)
+    waited: list[tuple[int, int]] = []
+    for number, loads in enumerate(one.rank._started[index].loads):
+        wait = functools.partial(lambda number, layer: waited.append((number, layer)), number)
+        monkeypatch.setattr(loads, "wait", wait)
+    for layer in range(counter.num_layers):
+        counter.wait_until(layer)
+    assert waited == [(1, 0), (0, 0), (0, 1), (1, 1), (0, -1), (1, -1)]
+    assert one.finish_layer_wise_loading(index)
+    for tensor in (state.temporal, *state.conv):
+        assert torch.equal(tensor[:, 5], tensor[:, 3])
+        assert tensor[:, 5].any()
+        assert not tensor[:, 4].any()
+    assert one.rank.voice.count == 0
+    assert one.load("r", load)  # without the slot of a state
+    assert one.finish_layer_wise_loading(one.start_layer_wise_loading()) is False
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"mamba_pool": SimpleNamespace()}, "found SimpleNamespace of HybridReqToTokenPool"),
+        ({"mamba_ckpt_pool": 1}, "found checkpoints of 8 bits"),
+        ({"mamba_map": {0: 0}}, "expected states of 1 layers, found"),
+        ({"mamba_pool": MambaPool(0)}, ""),  # of convolutions alone: these are served
+    ],
+)
+def test_states_that_are_refused(change: dict[str, Any], said: str) -> None:
+    pool, requests = HybridLinearKVPool(), HybridReqToTokenPool(**change)
+    model = SimpleNamespace(get_total_num_kv_heads=lambda: 2, hf_config=None, dtype="float32")
+    with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
+        given = parameters(pool, req_to_token_pool=requests)
+        check_served(pool, given, [Component.FULL, Component.MAMBA])
+        describe(server_arguments(), model, pool, PAGE, (0, 1), "0.5.23", None, requests)
+    requests = HybridReqToTokenPool()
+    requests.mamba_pool._slot_siblings = [1]
+    with pytest.raises(ConfigError, match="found others beside it"):
+        check_served(
+            pool,
+            parameters(pool, req_to_token_pool=requests),
+            [Component.FULL, Component.MAMBA],
+        )
 
 
 @pytest.mark.parametrize(
@@ -515,8 +617,12 @@ def test_what_is_not_served_runs_without_the_cache(made: Any) -> None:
 @pytest.mark.parametrize(
     ("more", "components", "said"),
     [
-        ({}, "FULL SWA", "expected a pool of SWAKVPool for a model with windows, found MHA"),
-        ({}, "FULL MAMBA", "and windows at most, found FULL, MAMBA"),
+        ({}, "FULL SWA", "expected a pool of SWAKVPool for a model with FULL, SWA, found MHA"),
+        (
+            {},
+            "FULL MAMBA",
+            "expected a pool of HybridLinearKVPool for a model with FULL, MAMBA",
+        ),
         ({"pp_size": 2}, "FULL", "expected pp_size 1, found 2"),
         ({"attn_cp_size": 2}, "FULL", "expected attn_cp_size 1, found 2"),
         ({"is_eagle": True}, "FULL", "speculative"),
@@ -550,6 +656,32 @@ def described(place: tuple[int, int] = (0, 1), release: str = "0.5.23", **more: 
     model = SimpleNamespace(get_total_num_kv_heads=lambda: 2, hf_config=None, dtype="float32")
     pool = MHATokenToKVPool(2 // place[1])
     return describe(server_arguments(**more), model, pool, PAGE, place, release)
+
+
+def test_what_makes_states_differ() -> None:
+    model = SimpleNamespace(get_total_num_kv_heads=lambda: 2, hf_config=None, dtype="float32")
+
+    def fingerprint(
+        place: tuple[int, int] = (0, 1), width: int = 32, half: bool = False, **more: Any
+    ) -> str:
+        pool, requests = HybridLinearKVPool(), HybridReqToTokenPool(mamba_pool=MambaPool(width))
+        pool.full_kv_pool = MHATokenToKVPool(2 // place[1])
+        if half:
+            cache = requests.mamba_pool.mamba_cache
+            cache.temporal = cache.temporal.to(torch.bfloat16)
+        arguments = server_arguments(**more)
+        return describe(arguments, model, pool, PAGE, place, "0.5.23", None, requests).fingerprint
+
+    assert fingerprint((0, 2)) == fingerprint((1, 2))
+    others = [
+        fingerprint(),
+        fingerprint((0, 2)),  # what ranks have is opaque
+        fingerprint(width=16),
+        fingerprint(half=True),
+        fingerprint(width=16, half=False, linear_attn_backend="triton"),
+        fingerprint(mamba_backend="flashinfer"),
+    ]
+    assert len(set(others)) == len(others)
 
 
 def test_what_makes_pages_differ(tmp_path: Path) -> None:

@@ -9,8 +9,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,31 +18,20 @@ from support.keys import prompt
 from support.learned_traffic import PAGES, occupied
 from support.learned_traffic import PROMPT as PAGES_EACH
 from support.refusals import refused
-from support.sglang_stand_in import PAGE, Engine, hashes_of
+from support.sglang_stand_in import PAGE, Engine, engines_apart, hashes_of, pins  # noqa: F401
 
 from lightcache import Cache, LayerLoads, OffloadQueue
 from lightcache.connectors import engine_cache
-from lightcache.connectors.engine_cache import open_engine_cache
 from lightcache.connectors.link import Link, Voice, guarded
 from lightcache.connectors.sglang import rank as module
 from lightcache.connectors.sglang.rank import ROOT, Neighbours, Options, Rank
-from lightcache.errors import ConfigError, LightcacheError, NotReady
+from lightcache.errors import ConfigError, NotReady
 from lightcache.shm import Segment
 from lightcache.tools.maintenance import _switch
 
 pytestmark = pytest.mark.usefixtures("engines_apart")
 PROMPT = list(range(3, 53))  # 50 tokens: 12 pages, and 2 tokens
 HASHES = hashes_of(PROMPT)
-
-
-@pytest.fixture
-def engines_apart(monkeypatch: pytest.MonkeyPatch, segment_name: str) -> Iterator[None]:
-    """Ranks are processes of their own: here each is a client. Caches outlive them."""
-    apart = partial(open_engine_cache, shared=False)
-    monkeypatch.setattr(module, "open_engine_cache", apart)
-    yield
-    with contextlib.suppress(LightcacheError):
-        Segment.unlink(segment_name)
 
 
 class Gate:
@@ -55,13 +42,6 @@ class Gate:
 
     def wait(self) -> None:
         self.open.wait()
-
-
-def pins(name: str) -> int:
-    with Cache.attach(name) as cache:
-        report = cache.check()
-        report.raise_if_broken()
-        return int(report.pins)
 
 
 @pytest.mark.parametrize("latent", [False, True])
@@ -609,6 +589,23 @@ def test_what_two_threads_lose_is_closed_once() -> None:
     losing = False
     link.close(0.0)
     assert closed == [side]
+
+
+def test_the_first_use_is_not_said_to_be_one_again(caplog: pytest.LogCaptureFixture) -> None:
+    voice = Voice("test")
+    for when in ("now", "again", "again"):
+        voice.trouble("open", OSError("not there"))
+        voice.well()
+        voice.well()
+        assert len(caplog.records) == 2
+        assert caplog.records[1].message == f"test: the cache is used {when}"
+        caplog.clear()
+    quiet = Voice("test")
+    quiet.well()
+    assert not caplog.records
+    quiet.trouble("load", OSError("lost"))
+    quiet.well()
+    assert caplog.records[-1].message == "test: the cache is used again"
 
 
 class Guarded:

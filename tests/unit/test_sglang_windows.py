@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from functools import partial
-
 import pytest
-from support.sglang_stand_in import Engine, hashes_of
+from support.sglang_stand_in import Engine, engines_apart, hashes_of, pins  # noqa: F401
 
 from lightcache import Cache
-from lightcache.connectors.engine_cache import open_engine_cache
 from lightcache.connectors.sglang import rank as module
-from lightcache.errors import LightcacheError
-from lightcache.shm import Segment
 
 pytestmark = pytest.mark.usefixtures("engines_apart")
 PROMPT = list(range(3, 53))  # 50 tokens: 12 pages, and 2 tokens
 HASHES = hashes_of(PROMPT)
 WINDOW = 3  # pages
-
-
-@pytest.fixture
-def engines_apart(monkeypatch: pytest.MonkeyPatch, segment_name: str) -> Iterator[None]:
-    """Ranks are processes of their own: here each is a client. Caches outlive them."""
-    apart = partial(open_engine_cache, shared=False)
-    monkeypatch.setattr(module, "open_engine_cache", apart)
-    yield
-    with contextlib.suppress(LightcacheError):
-        Segment.unlink(segment_name)
-
-
-def pins(name: str) -> int:
-    with Cache.attach(name) as cache:
-        report = cache.check()
-        report.raise_if_broken()
-        return int(report.pins)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

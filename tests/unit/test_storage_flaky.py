@@ -305,7 +305,7 @@ def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
         return [point for point in points if name in (None, point.name)]
 
     monkeypatch.setattr(urls, "entry_points", found)
-    ours = ("disk", "flaky", "memory", "stack", *urls.REMOTE)
+    ours = ("disk", "flaky", "memory", "service", "stack", *urls.REMOTE)
     assert schemes() == sorted(("broken", "theirs", *ours))
     with open_storage("theirs:?pages=3", spec=SPEC) as storage:
         assert storage.capacity == 3  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.refusals import refused
-from support.serving import held_lock, ours, push, silent
+from support.serving import failing, held_lock, ours, push, silent
 from support.storing import KEYS, Recorder, fill, full
 
 from lightcache import Cache, ConfigError, Detached
@@ -63,7 +63,7 @@ def test_closing_waits_for_a_word_that_is_being_said(cache: Cache, wait_until: W
             return whole(messages)
 
         ring.push_many = push  # type: ignore[method-assign]
-        saying = threading.Thread(target=task.stop)
+        saying = threading.Thread(target=client.tell, args=(Kind.STOP, task.progress.owner))
         saying.start()
         assert inside.wait(60.0)
         closed: list[bool] = []
@@ -74,6 +74,14 @@ def test_closing_waits_for_a_word_that_is_being_said(cache: Cache, wait_until: W
         saying.join(60.0)
         closing.join(60.0)
         assert closed == [True]
+
+
+def test_stopping_what_has_ended_says_nothing(cache: Cache) -> None:
+    with StorageService(cache, full(cache)), StorageClient(cache) as client:
+        task = client.prefetch(KEYS)
+        done = task.wait(60.0)
+        client._tasks.push_many = failing(AssertionError("a message"))  # type: ignore[method-assign]
+        assert task.stop() == done
 
 
 def test_closing_the_service_finishes_what_is_queued(cache: Cache) -> None:

@@ -134,7 +134,7 @@ def test_ls_shows_namespaces(run: Run, segment_name: str) -> None:
         return entry["namespaces"]
 
     def rows() -> list[str]:
-        _, _, text = run("ls").stdout.partition("namespaces")
+        _, _, text = run("ls").stdout.partition("namespace")
         return [line for line in text.splitlines() if segment_name in line]
 
     how = {"page_bytes": 4096, "fingerprint": "f", "secret": b"s" * 16}

@@ -21,7 +21,7 @@ from support.storing import make_cache
 
 from lightcache.shm import Segment, names, read_segment, sweep
 from lightcache.tools import cli, maintenance
-from lightcache.tools.output import lines, table
+from lightcache.tools.output import counted, lines, table
 
 LIGHTCACHE = Path(sys.executable).with_name("lightcache")
 NAMES = ["llama-3-8b.storage-e2093b81d9ee4067-tasks", "disk-fe00-216928"]
@@ -59,6 +59,12 @@ def printed(width: int, *what: Any) -> list[str]:
     for each in what:
         console.print(each)
     return [line.rstrip() for line in file.getvalue().splitlines()]
+
+
+def test_one_is_not_several() -> None:
+    assert [counted(n, "page") for n in (0, 1, 2, 1000)] == [
+        *("0 pages", "1 page", "2 pages", "1,000 pages")
+    ]
 
 
 @pytest.mark.parametrize("width", [55, 60, 80, 90, 100, 132, 200])
@@ -101,7 +107,7 @@ def test_sweep_keeps_to_a_prefix(segment_name: str, script: Any) -> None:
     first, last = swept.output.splitlines()
     assert first.startswith(f"/lightcache.{mine} (")
     assert first.endswith("would use it, warm")
-    assert last == "1 objects removed"
+    assert last == "1 object removed"
     assert read_segment(other) is not None
     assert CliRunner().invoke(cli.group, ["sweep", "--prefix", ""]).exit_code == 2
     assert sweep(prefix=segment_name) == [f"/lightcache.{other}"]
@@ -177,7 +183,7 @@ def test_sweep_removes_what_it_listed_alone(left: str, monkeypatch: pytest.Monke
     swept = CliRunner().invoke(cli.group, ["sweep", "--prefix", left])
     opened.pop().close()
     assert f"left /lightcache.{left}-a: it is used now" in swept.stdout
-    assert "1 objects removed" in swept.stdout
+    assert "1 object removed" in swept.stdout
     assert late.exists()
     late.unlink()
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,45 +24,6 @@ from lightcache.storage.service.board import ServiceStats
 from lightcache.tools import cli
 
 LIMIT = 60.0
-
-
-class Served:
-    """A `lightcache storage` that runs."""
-
-    def __init__(self, *arguments: object) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", "from lightcache.tools.cli import main; main()", "storage"]
-            + [str(each) for each in arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )
-        assert self.process.stdout
-        ready, _, _ = select.select([self.process.stdout], [], [], LIMIT)
-        assert ready
-        self.begun = self.process.stdout.readline()
-
-    def end(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str, str]:
-        """Signal it; status, the rest of what it said, and its errors."""
-        self.process.send_signal(number)
-        out, errors = self.process.communicate(timeout=LIMIT)
-        return self.process.returncode, out, errors
-
-
-@pytest.fixture
-def served() -> Iterator[Callable[..., Served]]:
-    """Starts them, and kills what is left."""
-    made: list[Served] = []
-
-    def start(*arguments: object) -> Served:
-        made.append(Served(*arguments))
-        return made[-1]
-
-    yield start
-    for each in made:
-        each.process.kill()
-        each.process.communicate(timeout=LIMIT)
 
 
 def run(*arguments: object) -> Any:

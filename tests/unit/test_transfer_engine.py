@@ -1,5 +1,5 @@
 """The device engine, its kernel interpreted too, against pages packed the slow way, and what it
-promises beyond the conformance suite (test_engine_conformance.py)."""
+promises beyond the conformance suite (test_transfer_engine_conformance.py)."""
 
 import os
 

@@ -581,7 +581,7 @@ def test_a_storage_that_cannot_be_opened_leaves_the_cache(
         assert (engine.ask(PROMPT), engine.ask(PROMPT)) == (0, 48)
         assert caplog.text.count("open the storage: ") == 1
         blocked.unlink()
-        wait_until(lambda: "the storage is used again" in caplog.text, "the storage")
+        wait_until(lambda: "the storage is used now" in caplog.text, "the storage")
         assert engine.scheduler._link.current.tier is not None
 
 
@@ -609,8 +609,7 @@ class Hanging:
 @pytest.fixture
 def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
     storage = Hanging()
-    stand_in = SimpleNamespace(open=storage.open, close=lambda tier: tier.close())
-    monkeypatch.setattr(engine_cache, "StorageTier", stand_in)
+    monkeypatch.setattr(engine_cache, "open_tier", storage.open)
     monkeypatch.setattr(scheduler, "STORAGE", 0.0)
     monkeypatch.setattr(link, "LATE", 0.01)
     start = link.Link.start
@@ -640,7 +639,7 @@ def test_the_cache_is_used_while_its_storage_opens(
         assert sorted(hanging.waits)[0] == scheduler.STORAGE
         hanging.there.set()
         wait_until(lambda: opened.tier is not None, "the storage")
-        wait_until(lambda: "the storage is used again" in caplog.text, "a word of it")
+        wait_until(lambda: "the storage is used now" in caplog.text, "a word of it")
         assert engine.ask(PROMPT) == 48
     assert hanging.closed.is_set()
     texts = warnings_of(caplog)

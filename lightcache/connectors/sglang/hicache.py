@@ -40,7 +40,7 @@ from lightcache.errors import ConfigError, NotInstalled, WaitTimeout
 from lightcache.hashing import Keys
 from lightcache.namespaces import Namespace
 from lightcache.page_transfers import begun_with
-from lightcache.storage.tier import StorageTier
+from lightcache.storage.tier import BaseTier
 
 try:
     from sglang.srt.mem_cache import hicache_storage as interface
@@ -161,12 +161,11 @@ class LightcacheStorage(CachePart[Opened], interface.HiCacheStorage):
             raise
         return opened
 
-    def _storage(self, cache: Cache) -> Link[StorageTier] | None:
+    def _storage(self, cache: Cache) -> Link[BaseTier] | None:
         """Of each rank: the pages are its own."""
         if not self.options.storage:
             return None
-        speed = self.options.prefill_tokens_per_s
-        storage = storage_link(cache, self.options, self._name, speed)
+        storage = storage_link(cache, self.options, self._name)
         storage.start(START)
         return storage
 

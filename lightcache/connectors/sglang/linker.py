@@ -17,7 +17,7 @@ from lightcache.connectors.engine_cache import host_name
 from lightcache.connectors.link import guarded
 from lightcache.connectors.sglang.figures import Meter
 from lightcache.connectors.sglang.pools import Format, check_served, describe
-from lightcache.connectors.sglang.rank import SLOW, Options, Rank, launch_of
+from lightcache.connectors.sglang.rank import ABSENT, SLOW, Options, Rank, launch_of
 from lightcache.connectors.sglang.tree import tell_linkers
 from lightcache.errors import ConfigError, NotInstalled
 from lightcache.layout import Hint
@@ -174,8 +174,11 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
             model = import_module("sglang.srt.runtime_context").process_model_config()
             release = str(import_module("sglang.version").__version__)
             window = getattr(params, "swa_retain_window", None)
-            form = describe(server, model, pool, params.page_size, place, release, window)
-            self.pools = dict.fromkeys(_names(len(form.pools)), pool)
+            states = params.req_to_token_pool if _has_states(components) else None
+            form = describe(server, model, pool, params.page_size, place, release, window, states)
+            self.pools = {PoolName[each.name]: pool for each in form.pools}
+            if states is not None:  # SGLang does it for pools of KV alone
+                states.register_layer_transfer_counter(self.layer_done_counter)
         except Exception as error:
             why = why or (str(error) if isinstance(error, ConfigError) else repr(error))
         # Each rank gets here, so that none waits for another: either all use the cache or none. If
@@ -260,17 +263,11 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
             if not hashes:
                 return False
             events = self._events()
-            of = {each.name: each for each in transfers if each.name in self.pools}
-            # The first event says that the numbers of the slots are there.
-            slots, *more = (
-                (len(each.keys), partial(_slots, each.device_indices, *events[:1]))
-                for name in self.pools
-                if (each := of.get(name)) is not None
-            )
+            of = {each.name: each for each in transfers}
+            slots, *more = (_saved(of.get(name), events) for name in self.pools)
         except Exception as error:  # it has its turn, and fails in it
             slots, more = (0, partial(_fail, error)), []
-        windows = more[0] if more else None
-        self._rank.offload(hashes, slots[1], before, events, windows, hint)
+        self._rank.offload(hashes, slots[1], before, events, *more, hint=hint)
         return True
 
     def _events(self) -> list[Any]:
@@ -309,9 +306,8 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
         self._rank.close()
 
 
-def _names(pools: int) -> list[Any]:
-    """SGLang's, of the pools of a format."""
-    return [PoolName.KV] if pools == 1 else [PoolName.KV, PoolName.SWA]
+def _has_states(components: Any) -> bool:
+    return any(getattr(each, "name", None) == "MAMBA" for each in components)
 
 
 def _keys(transfers: list[Any]) -> list[str]:
@@ -322,6 +318,14 @@ def _slots(indices: Any, ready: Any = None) -> Any:
     if ready is not None:
         ready.synchronize()
     return indices.detach().cpu().numpy().astype(np.int64)
+
+
+def _saved(transfer: Any, events: list[Any]) -> tuple[int, Any]:
+    """Pages of a pool that SGLang has of a node, and their slots: the first event says that their
+    numbers are there."""
+    if transfer is None:
+        return ABSENT
+    return len(transfer.keys), partial(_slots, transfer.device_indices, *events[:1])
 
 
 def _fail(error: Exception) -> Any:

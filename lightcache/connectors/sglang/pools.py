@@ -3,6 +3,7 @@ to others. It reads SGLang's objects and imports nothing of SGLang."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from lightcache.connectors.model_facts import (
 from lightcache.connectors.page_groups import PageGroup
 from lightcache.errors import ConfigError
 from lightcache.groups import Rule
-from lightcache.kernels import DevicePlanes, KVGroup, PageGeometry, Shard, layouts
+from lightcache.kernels import DevicePlanes, KVGroup, PageGeometry, Plane, Shard, join, layouts
 from lightcache.runs import PLAIN, Run
 
 GROUP = "kv"
@@ -28,6 +29,23 @@ FULL = PageGroup("full", Rule.prefix(), PLAIN)
 _POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
 _WINDOWS = "SWAKVPool"
 """Of two pools: one of full attention, one of windows, each with slots of its own."""
+_HYBRID = "HybridLinearKVPool"
+"""Of the layers with full attention, beside layers with recurrent states."""
+_KINDS = {
+    ("FULL",): None,
+    ("FULL", "SWA"): _WINDOWS,
+    ("FULL", "MAMBA"): _HYBRID,
+    ("FULL", "MAMBA", "SWA"): _WINDOWS,
+}
+"""The pool that has others inside, for the parts of SGLang's tree; None: there is none."""
+_STATE = "state"
+_STATE_KERNELS = (
+    "mamba_backend",
+    "linear_attn_backend",
+    "linear_attn_prefill_backend",
+    "linear_attn_decode_backend",
+)
+"""SGLang's arguments that choose what computes states."""
 _HOST_POOLS = tuple(f"{name}Host" for name in _POOLS)
 HOST_AXES = {
     "layer_first": "lthc",
@@ -49,6 +67,8 @@ class PoolFormat:
     layers: Mapping[int, int] = field(default_factory=dict)
     """Where in the pool a layer of the model is; empty: there is one pool, which has all in their
     order."""
+    name: str = "KV"
+    """SGLang's, of the pool: KV, SWA or MAMBA."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +79,7 @@ class Format:
     fingerprint: str
     page_tokens: int
     pools: tuple[PoolFormat, ...]
-    """The first has full attention; a second one windows."""
+    """The first has full attention; then windows, then states, of models that have them."""
 
     @property
     def geometry(self) -> PageGeometry:
@@ -86,15 +106,15 @@ class Format:
         """Of all pools."""
         return tuple(pool.group for pool in self.pools)
 
-    def place(self, layer: int) -> tuple[int | None, int]:
-        """Which pool has a layer of the model, and where; None and -1, which no layer of a pool
-        is: not known."""
-        for number, pool in enumerate(self.pools):
-            if not pool.layers:
-                return number, layer
-            if layer in pool.layers:
-                return number, pool.layers[layer]
-        return None, -1
+    def places(self, layer: int) -> dict[int, int]:
+        """The pools that have a layer of the model, and where: several, where a layer has attention
+        and a state. In each -1, which no layer of a pool is, if the layer is not known."""
+        found = {
+            number: pool.layers.get(layer, -1) if pool.layers else layer
+            for number, pool in enumerate(self.pools)
+        }
+        own = {number: place for number, place in found.items() if place >= 0}
+        return own or found
 
     @property
     def layers(self) -> int:
@@ -109,22 +129,24 @@ def check_served(pool: Any, params: Any, components: Iterable[Any]) -> None:
     Raises:
         ConfigError: says what.
     """
-    kinds = sorted(getattr(component, "name", str(component)) for component in components)
-    if kinds not in (["FULL"], ["FULL", "SWA"]):
+    kinds = tuple(sorted(getattr(component, "name", str(component)) for component in components))
+    if kinds not in _KINDS:
         raise ConfigError(
-            f"expected a model with full attention, and windows at most, found {', '.join(kinds)}: "
-            "recurrent states and others are not served yet"
+            "expected a model with full attention, and windows and recurrent states at most, found "
+            f"{', '.join(kinds)}: others are not served yet"
         )
-    if kinds == ["FULL"]:
-        _check_pool(pool, _POOLS)
-    else:
-        if type(pool).__name__ != _WINDOWS:
-            raise ConfigError(
-                f"expected a pool of {_WINDOWS} for a model with windows, found "
-                f"{type(pool).__name__}: compressed and unified ones are not served yet"
-            )
-        for part in (pool.full_kv_pool, pool.swa_kv_pool):
-            _check_pool(part, _POOLS[:1])
+    outer = _KINDS[kinds]
+    if outer is not None and type(pool).__name__ != outer:
+        raise ConfigError(
+            f"expected a pool of {outer} for a model with {', '.join(kinds)}, found "
+            f"{type(pool).__name__}: compressed and unified ones are not served yet"
+        )
+    windows = "SWA" in kinds
+    _check_pool(pool.full_kv_pool if outer else pool, _POOLS[:1] if windows else _POOLS)
+    if windows:
+        _check_pool(pool.swa_kv_pool, _POOLS[:1])
+    if "MAMBA" in kinds:
+        _check_states(params.req_to_token_pool)
     for name in ("pp_size", "attn_cp_size"):
         if getattr(params, name, 1) > 1:
             raise ConfigError(f"expected {name} 1, found {getattr(params, name)}: not served yet")
@@ -132,6 +154,27 @@ def check_served(pool: Any, params: Any, components: Iterable[Any]) -> None:
     if getattr(params, "is_eagle", False) or any(getattr(params, name, ()) for name in drafts):
         raise ConfigError(
             "expected no speculative decoding with a draft's own KV, found one: not served yet"
+        )
+
+
+def _check_states(requests: Any) -> None:
+    """What else a state consists of than the tensors of `MambaPool`, or where its slots are others
+    than the tree's: what SGLang's own description of pools refuses as well
+    (`linker_pool_assembler._mamba_device_pool_entry`)."""
+    kinds = type(requests).__name__, type(requests.mamba_pool).__name__
+    if kinds != ("HybridReqToTokenPool", "MambaPool"):
+        raise ConfigError(
+            "expected states in a MambaPool of a HybridReqToTokenPool, found "
+            f"{kinds[1]} of {kinds[0]}: unified memory and others are not served yet"
+        )
+    if getattr(requests, "mamba_ckpt_pool", None) is not None:
+        raise ConfigError(
+            "expected states as the model has them, found checkpoints of 8 bits: not served yet"
+        )
+    if len(getattr(requests.mamba_pool, "_slot_siblings", ())):
+        raise ConfigError(
+            "expected states in one pool, found others beside it (short convolutions, n-grams): "
+            "not served yet"
         )
 
 
@@ -156,6 +199,7 @@ def describe(
     place: tuple[int, int],
     release: str,
     window: int | None = None,
+    states: Any = None,
 ) -> Format:
     """The format of this rank's pages, from the tensors that SGLang has allocated.
 
@@ -165,36 +209,51 @@ def describe(
         place: the rank and the number of ranks.
         release: of SGLang.
         window: tokens that SGLang keeps of a window, of a model with a pool of them.
+        states: its `HybridReqToTokenPool`, of a model with recurrent states.
 
     Raises:
         ConfigError: tensors that are not served.
     """
-    heads = int(model.get_total_num_kv_heads())
-    if type(pool).__name__ != _WINDOWS:
-        parts = [_Part(FULL, pool, heads, page_tokens, place)]
-    else:
-        if not window or min(pool.full_layer_nums, pool.swa_layer_nums) < 1:
-            raise ConfigError(
-                "expected layers with full attention and layers with a window, found "
-                f"{pool.full_layer_nums} and {pool.swa_layer_nums} of {window} tokens"
-            )
-        # SGLang loads so many whole pages, whatever part of the first one the window has.
-        pages = -(-window // page_tokens)
-        group = PageGroup(f"window{window}", Rule.window(pages * page_tokens), Run(1))
-        other = heads
-        if getattr(model, "is_hybrid_swa_compress", False):
-            other = int(model.get_swa_num_kv_heads(1))
-        full, short = (
-            {layer: at for layer, (at, windowed) in pool.layers_mapping.items() if windowed == kind}
-            for kind in (False, True)
-        )
-        parts = [
-            _Part(FULL, pool.full_kv_pool, heads, page_tokens, place, full),
-            _Part(group, pool.swa_kv_pool, other, page_tokens, place, short),
-        ]
+    parts = _attention(model, pool, page_tokens, place, window)
     # With two pools a page of the cache is as large as the larger of the two kinds.
-    size = max(PageGeometry([part.kind]).page_bytes for part in parts) if len(parts) > 1 else None
-    return _format(server, model, pool, release, tuple(part.format(size) for part in parts))
+    size = max(PageGeometry([part.kind]).page_bytes for part in parts)
+    pools = [part.format(size if len(parts) > 1 else None) for part in parts]
+    more = []
+    if states is not None:
+        pools.append(_state_format(states, size, place, len(pools)))
+        more = _state_facts(server, states, pools[0])
+    return _format(server, model, pool, release, tuple(pools), *more)
+
+
+def _attention(
+    model: Any, pool: Any, page_tokens: int, place: tuple[int, int], window: int | None
+) -> list[_Part]:
+    """Of the layers with KV: one pool of them, or two."""
+    heads, kind = int(model.get_total_num_kv_heads()), type(pool).__name__
+    if kind == _HYBRID:
+        layers = dict(pool.full_attention_layer_id_mapping)
+        return [_Part(FULL, pool.full_kv_pool, heads, page_tokens, place, layers)]
+    if kind != _WINDOWS:
+        return [_Part(FULL, pool, heads, page_tokens, place)]
+    if not window or min(pool.full_layer_nums, pool.swa_layer_nums) < 1:
+        raise ConfigError(
+            "expected layers with full attention and layers with a window, found "
+            f"{pool.full_layer_nums} and {pool.swa_layer_nums} of {window} tokens"
+        )
+    # SGLang loads so many whole pages, whatever part of the first one the window has.
+    pages = -(-window // page_tokens)
+    group = PageGroup(f"window{window}", Rule.window(pages * page_tokens), Run(1))
+    other = heads
+    if getattr(model, "is_hybrid_swa_compress", False):
+        other = int(model.get_swa_num_kv_heads(1))
+    full, short = (
+        {layer: at for layer, (at, windowed) in pool.layers_mapping.items() if windowed == kept}
+        for kept in (False, True)
+    )
+    return [
+        _Part(FULL, pool.full_kv_pool, heads, page_tokens, place, full),
+        _Part(group, pool.swa_kv_pool, other, page_tokens, place, short, "SWA"),
+    ]
 
 
 class _Part:
@@ -208,8 +267,9 @@ class _Part:
         page_tokens: int,
         place: tuple[int, int],
         layers: Mapping[int, int] | None = None,
+        name: str = "KV",
     ) -> None:
-        self.group, self._place, self._layers = group, place, layers or {}
+        self.group, self._place, self._layers, self._name = group, place, layers or {}, name
         latent = type(pool).__name__.startswith("MLA")
         self._keys: list[Any] = list(pool.kv_buffer if latent else pool.k_buffer)
         self._values: list[Any] = [] if latent else list(pool.v_buffer)
@@ -233,7 +293,58 @@ class _Part:
         geometry = PageGeometry([self.kind], part_bytes=page_bytes)
         shard = Shard(geometry, *self._place)
         planes = layouts.sglang(shard, GROUP, self._keys, self._values or None)
-        return PoolFormat(self.group, geometry, shard, planes, self._layers)
+        return PoolFormat(self.group, geometry, shard, planes, self._layers, self._name)
+
+
+def _state_format(states: Any, page_bytes: int, place: tuple[int, int], number: int) -> PoolFormat:
+    """Of states: a page is one, in as many pages of the cache as it needs. What a rank has of it is
+    opaque: another number of ranks divides a convolution otherwise.
+
+    Args:
+        number: of the group in the cache.
+    """
+    (rank, ranks), tensors = place, _state_tensors(states)
+    planes = [
+        Plane(name, math.prod(tensor.shape[2:]) * tensor.element_size(), ranks)
+        for name, tensor in tensors.items()
+    ]
+    layers = len(states.mamba_map)
+    kind = KVGroup.state(_STATE, layers=layers, parts=planes, head_groups=ranks)
+    geometry = PageGeometry([kind], part_bytes=page_bytes)
+    shard = Shard(geometry, rank, ranks)
+    views = [
+        layouts.plane(shard, _STATE, name, list(tensor), axes="t" + "c" * (tensor.dim() - 2))
+        for name, tensor in tensors.items()
+    ]
+    group = PageGroup(_STATE, kind.rule, Run(number, geometry.parts))
+    return PoolFormat(group, geometry, shard, join(*views), dict(states.mamba_map), "MAMBA")
+
+
+def _state_tensors(states: Any) -> dict[str, Any]:
+    """Of all layers, `[layers, slots, ...]`, by name. Models of convolutions alone have an empty
+    recurrent part."""
+    cache = states.mamba_pool.mamba_cache
+    named = [("temporal", cache.temporal)]
+    named += [(f"conv{number}", tensor) for number, tensor in enumerate(cache.conv)]
+    found = {name: tensor for name, tensor in named if tensor.numel()}
+    layers = {len(tensor) for tensor in found.values()}
+    if layers != {len(states.mamba_map)}:
+        raise ConfigError(
+            f"expected states of {len(states.mamba_map)} layers, found {sorted(layers) or 'none'}"
+        )
+    return found
+
+
+def _state_facts(server: Any, states: Any, kv: PoolFormat) -> list[str]:
+    """What decides the bytes of a state. Nothing measures where a kernel puts what: SGLang's
+    release, its kernels and the device stand for it."""
+    described = [
+        (name, tuple(tensor.shape[2:]), str(tensor.dtype).removeprefix("torch."))
+        for name, tensor in _state_tensors(states).items()
+    ]
+    kernels = [str(getattr(server, name, None)) for name in _STATE_KERNELS]
+    facts = [described, kernels, kv.planes.device.partition(":")[0]]
+    return [f"state={digest(facts)}", f"ranks={kv.shard.ranks}"]
 
 
 def _kv_group(
@@ -261,7 +372,12 @@ def _kv_group(
 
 
 def _format(
-    server: Any, model: Any, pool: Any, release: str, pools: tuple[PoolFormat, ...]
+    server: Any,
+    model: Any,
+    pool: Any,
+    release: str,
+    pools: tuple[PoolFormat, ...],
+    *more: str,
 ) -> Format:
     page_tokens = pools[0].geometry.page_tokens
     facts = [*_facts(server, model, pool, release), f"page={page_tokens}"]
@@ -269,6 +385,7 @@ def _format(
         facts.append(each.geometry.fingerprint())
         if each.layers:
             facts.append(f"layers={digest(sorted(each.layers.items()))}")
+    facts += more
     return Format(name_of(str(server.model_path)), " ".join(facts), page_tokens, pools)
 
 

@@ -51,7 +51,7 @@ from lightcache.namespaces import Namespace
 from lightcache.page_transfers import begun_with
 from lightcache.runs import PLAIN
 from lightcache.storage.tasks import StorageTask
-from lightcache.storage.tier import StorageTier
+from lightcache.storage.tier import BaseTier
 
 _log = logging.getLogger("lightcache.connectors")
 ENGINE = "sglang"
@@ -86,6 +86,10 @@ ROOT = ""
 """In place of the hash before a piece: it begins the prompt."""
 Slots = Callable[[], npt.NDArray[np.int64]]
 """Returns the token slots of pages; may wait for a device."""
+
+
+ABSENT: tuple[int, Slots] = (0, lambda: np.empty(0, np.int64))
+"""Of a pool of which SGLang has no page of a node."""
 
 
 def launch_of(drawn: int) -> str:
@@ -189,10 +193,9 @@ class _Save:
     queue: OffloadQueue
     weights: str
     hashes: list[str]
-    slots: tuple[Slots, ...]
-    """Of each pool; of that of windows only what SGLang still has, which may be nothing."""
-    windowed: int
-    """Last pages of which it has the windows."""
+    pools: tuple[tuple[int, Slots], ...]
+    """Of each pool the number of last pages that SGLang still has of it, and their slots: of a
+    window some or none, of states one or none."""
     before: str | None
     after: list[Any]
     end: float
@@ -347,12 +350,11 @@ class Rank(CachePart[Opened]):
             raise
         return opened
 
-    def _storage(self, cache: Cache) -> Link[StorageTier] | None:
+    def _storage(self, cache: Cache) -> Link[BaseTier] | None:
         """Of one rank: pages of a storage are those of all ranks."""
         if not self.options.storage or self.rank:
             return None
-        who, speed = f"lightcache, rank {self.rank}", self.options.prefill_tokens_per_s
-        storage = storage_link(cache, self.options, who, speed)
+        storage = storage_link(cache, self.options, f"lightcache, rank {self.rank}")
         storage.start(START)
         return storage
 
@@ -368,7 +370,8 @@ class Rank(CachePart[Opened]):
 
     def lookup(self, request: str, hashes: list[str], before: str | None) -> int:
         """Pages of this prefix of the hashes that are in memory; they are pinned for `load`. Of a
-        model with windows: the deepest prefix with the window that ends there.
+        model with windows or states: the deepest prefix with the window and the state that end
+        there.
 
         Args:
             before: the hash before them; `ROOT`: there is none; None: it is not known.
@@ -403,8 +406,8 @@ class Rank(CachePart[Opened]):
         return found
 
     def lengths(self, found: int) -> range:
-        """Of what a lookup has found, the prefixes for which all is pinned: with windows only the
-        found one, if a window does not begin at the first page."""
+        """Of what a lookup has found, the prefixes for which all is pinned: only the found one with
+        states, and with windows if the window does not begin at the first page."""
         of = self._format
         first = 1
         if of is not None and any(each.rule.first(found, of.page_tokens) for each in of.groups):
@@ -472,7 +475,7 @@ class Rank(CachePart[Opened]):
 
     @property
     def window(self) -> int:
-        """Pages that a position needs of the windows; 0: there is no pool of them."""
+        """The most pages that a position needs of a pool other than the first; 0: there is none."""
         of = self._format
         if of is None:
             return 0
@@ -500,8 +503,9 @@ class Rank(CachePart[Opened]):
             for key in keys.encode(list(used))[:, None]:
                 match(key).release()
             for group in opened.groups[1:]:
+                most = group.rule.most(opened.page_tokens)
                 for last in used.values():
-                    match(group.run.keys(keys.encode(last))).release()
+                    match(group.run.keys(keys.encode(last[-most:]))).release()
 
     # ---- loads
 
@@ -510,7 +514,7 @@ class Rank(CachePart[Opened]):
         they have gone nevertheless, that batch fails: nothing else may differ between ranks.
 
         Args:
-            slots: of each pool; of that of windows those of the last pages.
+            slots: of each pool: of windows those of the last pages, of states the one.
         """
         self.cancel_load(request)
         queued = self._queued[request] = _Queued(None, [], slots)
@@ -621,10 +625,10 @@ class Rank(CachePart[Opened]):
         batch, of = self._started.get(number), self._format
         if batch is None or of is None:
             return
-        pool, layer = of.place(layer)
-        for each, loads in enumerate(batch.loads):
-            if pool in (None, each):
-                loads.wait(layer)
+        places = of.places(layer)
+        for pool, loads in enumerate(batch.loads):
+            if pool in places:
+                loads.wait(places[pool])
 
     def finish(self, number: int) -> bool:
         """Wait for a batch; whether all of it was loaded. None of its copies writes any more."""
@@ -679,25 +683,24 @@ class Rank(CachePart[Opened]):
         slots: Slots,
         before: str | None,
         after: list[Any],
-        windows: tuple[int, Slots] | None = None,
+        *others: tuple[int, Slots],
         hint: Hint = Hint.NONE,
     ) -> None:
         """Save pages. It is reported by `completed` in its turn, whatever becomes of it: ranks that
         save the same report the same number.
 
         Args:
-            windows: the number of the last pages of which SGLang has the windows, and their slots.
+            others: of each other pool the number of the last pages that SGLang has of it, and their
+                slots; `ABSENT`: it has none.
             hint: what is expected of new pages.
         """
-        windowed, other = (0, None) if windows is None else windows
-        both = (slots,) if other is None else (slots, other)
+        others += (ABSENT,) * (self._parts - 1 - len(others))
         save = _Save(
             None,
             self._offloads,
             self._weights,
             hashes,
-            both,
-            windowed,
+            ((len(hashes), slots), *others),
             before,
             after,
             self._clock() + LOCK,
@@ -807,8 +810,9 @@ class Rank(CachePart[Opened]):
         opened, of = save.opened, self._format
         if opened is None or of is None:
             raise LeaseLost("the cache is not open")
-        if pool and (save.absent or not save.windowed):
-            raise _Settled  # without the pages of the first pool a window is of no use
+        count, slots = save.pools[pool]
+        if pool and (save.absent or not count):
+            raise _Settled  # without the pages of the first pool the others are of no use
         group = of.pools[pool].group
         space, keys = opened.space(save.weights)
         alone = self._team is None and group.run == PLAIN and opened.tier is None
@@ -820,12 +824,12 @@ class Rank(CachePart[Opened]):
             if save.before:
                 encoded, how["after"] = encoded[1:], encoded[:1]
         else:
-            encoded = group.run.keys(keys.encode(save.hashes[-save.windowed :]))
+            encoded = group.run.keys(keys.encode(save.hashes[-count:]))
             how["independent"] = True
         if self._team is not None:
             how |= {"shards": of.shard.ranks, "shard": of.shard.rank, "team": self._team}
             how["join_timeout"] = JOIN
-        slots = save.slots[pool]()
+        numbers = slots()
         held = opened.cache.reserve(encoded, **how)
         save.absent += len(held.missing)
         try:
@@ -834,7 +838,7 @@ class Rank(CachePart[Opened]):
             if save.queue is not self._offloads:
                 raise LeaseLost("SGLang has dropped its tree since")
             writer = opened.writers[pool]
-            offload = Offload(writer, held, slots, positions=held.new, after=save.after)
+            offload = Offload(writer, held, numbers, positions=held.new, after=save.after)
         except BaseException:
             if begun_with(held) is None:
                 (held.abandon if len(held.new) else held.release)()
@@ -908,4 +912,4 @@ def _fail(error: Exception) -> Any:
     raise error
 
 
-__all__ = ["ROOT", "Neighbours", "Opened", "Options", "Rank", "launch_of"]
+__all__ = ["ABSENT", "ROOT", "Neighbours", "Opened", "Options", "Rank", "launch_of"]

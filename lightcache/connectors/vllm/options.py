@@ -21,6 +21,7 @@ class Options(EngineOptions):
     """Each has a default, so `{}` is a configuration."""
 
     given_in = "kv_connector_extra_config"
+    measures_speed = True
 
     blocks_per_page: int | None = None
     """Blocks of vLLM in a page. None: the least power of two with which a page of all ranks has 1

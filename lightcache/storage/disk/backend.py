@@ -169,7 +169,7 @@ class _PageWrite:
             self.error = str(error)
 
 
-class _Batch:
+class _WriteCall:
     """The keys of a call, and their statuses."""
 
     def __init__(
@@ -223,82 +223,82 @@ class Writer:
         deadline: Deadline,
     ) -> tuple[WriteResult, bool]:
         """See `Storage.write`. Also returns whether the time was up."""
-        batch, probing = _Batch(keys, names, views, parent), False
+        call, probing = _WriteCall(keys, names, views, parent), False
         try:
-            while batch.rest:
+            while call.rest:
                 shut = self.health.shut
                 if shut:
                     tried = probing and self.health.state == "half-open"
                     probing = tried or self.health.probe()
                 if deadline.passed:
-                    batch.set(FAILED, reason=deadline.reason)
-                    batch.late = True
+                    call.set(FAILED, reason=deadline.reason)
+                    call.late = True
                 elif shut and not probing:
-                    batch.set(REFUSED, reason=self.health.reason)
+                    call.set(REFUSED, reason=self.health.reason)
                 elif wrong := self._folder.refresh():
-                    batch.set(REFUSED, reason=self._report_failure(wrong))
+                    call.set(REFUSED, reason=self._report_failure(wrong))
                 else:
                     try:
-                        self._write_new(batch, deadline)
+                        self._write_new(call, deadline)
                     except Abandoned:  # cleared by another process: repeat in the new epoch
                         continue
                     except (ConfigError, Detached):
                         raise
                     except LightcacheError as error:  # pages of earlier turns stay stored
-                        if not batch.done:
+                        if not call.done:
                             raise
-                        batch.set(FAILED, reason=f"disk: {error}")
+                        call.set(FAILED, reason=f"disk: {error}")
         finally:
             if probing:
                 self.health.leave()  # a probe with nothing to write has no outcome
-        return WriteResult(cast(Any, tuple(batch.statuses)), batch.reason), batch.late
+        return WriteResult(cast(Any, tuple(call.statuses)), call.reason), call.late
 
     def _report_failure(self, why: str) -> str:
         """Report a failed write to the breaker; returns the reason."""
         self.health.failure(why)
         return self.health.reason
 
-    def _write_new(self, batch: _Batch, deadline: Deadline) -> None:
+    def _write_new(self, call: _WriteCall, deadline: Deadline) -> None:
         """Write the new pages, and wait for those that others are writing."""
-        start = batch.start
+        start = call.start
         index = self._folder.index
-        with index.reserve(batch.chain, start, timeout=deadline.left) as reservation:
+        with index.reserve(call.chain, start, timeout=deadline.left) as reservation:
             if reservation.all_new:
-                self._fill_slots(batch, range(len(batch.names)), reservation, deadline)
+                self._fill_slots(call, range(len(call.names)), reservation, deadline)
                 return
-            batch.set(PRESENT, (reservation.present - start).tolist())
+            call.set(PRESENT, (reservation.present - start).tolist())
             missing = (reservation.missing - start).tolist()
             if missing and not index.reap():  # dead processes may hold slots: then try again
-                batch.set(REFUSED, missing, f"refused: no slot could be had: {reservation.why}")
+                call.set(REFUSED, missing, f"refused: no slot could be had: {reservation.why}")
             busy = reservation.busy
             ours = (reservation.new - start).tolist()
             if ours:
-                self._fill_slots(batch, ours, reservation, deadline)
+                self._fill_slots(call, ours, reservation, deadline)
         if len(busy):
             with contextlib.suppress(WaitTimeout):  # the next turn reports that the time is up
-                index.wait(np.ascontiguousarray(batch.chain[busy]), timeout=deadline.left)
+                index.wait(np.ascontiguousarray(call.chain[busy]), timeout=deadline.left)
 
     def _fill_slots(
-        self, batch: _Batch, ours: Sequence[int], reservation: Reservation, deadline: Deadline
+        self, call: _WriteCall, ours: Sequence[int], reservation: Reservation, deadline: Deadline
     ) -> None:
         now, work = time.time_ns(), []
         for at, slot in zip(ours, reservation.pages.tolist(), strict=True):
-            parent = batch.names[at - 1] if at else batch.before
-            name, view = batch.names[at], batch.views[at]
+            parent = call.names[at - 1] if at else call.before
+            name, view = call.names[at], call.views[at]
             work.append(_PageWrite(self._folder, slot, name, parent, view, now + at))
         self._executor.run(work, WRITE, deadline)
         error, done = "", True
         for page in work:
             error, done = error or page.error, done and page.done
         if error:
-            batch.set(FAILED, ours, self._report_failure(error))
+            call.set(FAILED, ours, self._report_failure(error))
         elif not done:
-            batch.set(FAILED, ours, deadline.reason)
-            batch.late = True
+            call.set(FAILED, ours, deadline.reason)
+            call.late = True
         else:
             reservation.publish()
             self.health.success()
-            batch.set(STORED, ours)
+            call.set(STORED, ours)
 
 
 # ---- Reading pages from slots

@@ -58,7 +58,8 @@ class ClientTask:
 
     def stop(self) -> None:
         """See `StorageTask.stop`."""
-        self.client.tell(Kind.STOP, self)
+        if not self.progress.ended:
+            self.client.tell(Kind.STOP, self)
 
     def cancel(self) -> None:
         """See `StorageTask.cancel`."""

@@ -150,7 +150,7 @@ SCENE(abandon_published, .pages = 48, .set = owner_gave_shard, .prepare = give_l
 /* Pages become ready while they are cleared: their publisher had passed its last check before. */
 static void publisher_stands(stage *s) {
     actor *o = writer(s, 1);
-    stop_at(o, LC_AT_SHARD_CLEARED, act_publish);
+    stop_at(o, LC_AT_SHARD_DONE, act_publish);
     s->notes->ns = SCENE_NS;
 }
 static bool page_ready(stage *s) {

@@ -70,7 +70,7 @@ static void die_at(stage *s, int point, void (*before)(actor *), void (*call)(ac
     stage_die(s, o);
 }
 static void dead_matching(stage *s) { die_at(s, LC_AT_PIN_COUNTED, NULL, match); }
-static void dead_published(stage *s) { die_at(s, LC_AT_SHARD_CLEARED, reserve, act_publish); }
+static void dead_published(stage *s) { die_at(s, LC_AT_SHARD_DONE, reserve, act_publish); }
 static void dead_publishing(stage *s) { die_at(s, LC_AT_PAGE_READY, reserve, act_publish); }
 static void dead_reserving(stage *s) { die_at(s, LC_AT_LINKED, NULL, reserve); }
 /* With all of a step in the log. */
