@@ -184,7 +184,7 @@ class Case:
         for against, host_room in divided.items():
             theirs = hit_tokens(self._visits, self._grid, room, host_room, chunk=self._chunk)
             ratio = ours / theirs if theirs else math.inf
-            target = ">= 0.95" if host_room is divided["the best division"] else ">= 1"
+            target = ">= 0.98" if host_room is divided["the best division"] else ">= 1"
             yield Row(
                 f"{self._name}: hit tokens, device of {device} GiB, one pool of {host} on the host",
                 {"parts": pool.parts, "theirs": round(self._share(theirs), 2)},

@@ -43,7 +43,8 @@ static void prefetch_ancestor(const lci_handle *h, lci_eviction *e, const lci_pa
     lc_prefetch_write((const void *)lci_pin(h, h->at->slot, far));
 }
 
-/* A client pinned it while we marked it: as it was before, and used just now. */
+/* A client pinned it while we marked it: as it was before, and used just now, so that no call meets it
+ * twice. Of pages that are discarded the word says whether they were used since they were listed. */
 static void unmark(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page) {
     lci_page *p = &h->pages[page];
     uint32_t parent = lci_parent(h, p);
@@ -51,7 +52,7 @@ static void unmark(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page) {
     lc_txn_set(t, &p->word, LCI_READY | kind);
     lci_count_named(h, t, kind, 1);
     if (parent != LC_NIL) lci_child_comes(h, t, parent);
-    if (!h->ranks) lci_touch(p, e->since, 0);
+    if (!h->ranks || e->cause != LCI_DISCARDED) lci_touch(p, e->since, 0);
     if (lci_covered(p)) return;
     if (h->ranks) lci_queue_defer(h, t, e, page);
     else lci_queue_add(h, t, page);

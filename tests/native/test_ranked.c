@@ -410,6 +410,21 @@ static void an_order_is_installed(void) {
     tear_down();
 }
 
+/* Damage: a page that is its own parent comes back each time it is marked, and no call goes on for ever. */
+static void a_page_that_is_its_own_parent(void) {
+    set_up_ranked(40);
+    prompt_fill(&a, &p, 1, 1);
+    prompt_fill(&a, &q, 2, 1);
+    collect(&a);
+    lci_page *own = &a.h->pages[p.page[0]];
+    lc_store(&own->parent, (uint32_t)p.page[0]);
+    lc_store(&own->parent_gen, lc_load(&own->gen));
+    CHECK_EQ(evict(&a, 2), 1);
+    CHECK_EQ(peek(&b, &q), 0);
+    CHECK_EQ(lci_repair(a.h, BLOCKING), LC_OK);
+    tear_down();
+}
+
 /* As a death leaves it between the ghost and the end of its step: the page is there, and remembered. */
 static void a_page_and_its_ghost(void) {
     set_up_ranked(40);
@@ -558,6 +573,7 @@ const test ranked_tests[] = {
     TEST(a_clock_that_wraps),
     TEST(an_order_is_learned),
     TEST(an_order_is_installed),
+    TEST(a_page_that_is_its_own_parent),
     TEST(a_page_and_its_ghost),
     TEST(learning_does_not_wait_for_the_lock),
     TEST(another_unit_is_noticed),
