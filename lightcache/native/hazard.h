@@ -113,15 +113,16 @@ uint64_t lch_bytes(uint64_t pages);
 void lch_place(lch *l, void *region, uint64_t pages, uint64_t secret, lch_read read,
                const void *context);
 
-/* The word of a page that gets this key, under the index's lock. A key that is remembered has come
- * back: that counts as a hit. `parent`: the word of the page before; 0: none, or unknown. */
+/* The word of a page that gets this key, or would (`page` is LC_NIL); with or without the index's lock. A
+ * key that is remembered has come back: that counts as a hit. `parent`: the word of the page before; 0:
+ * none, or unknown. */
 uint64_t lch_named(lch *l, lc_key key, uint32_t page, uint64_t parent, uint32_t hint,
                    uint64_t tick);
 
 /* What lch_named would give, without naming anything. */
 uint64_t lch_expected(const lch *l, lc_key key, uint64_t parent, uint32_t hint, uint64_t tick);
 
-/* A page with this key and word goes, under the index's lock: remember it. */
+/* A page with this key and word goes, or was not written: remember it. With or without the lock. */
 void lch_evicted(lch *l, lc_key key, uint64_t used, uint64_t tick);
 
 #define LCH_CLAIM_TICKS 250000 /* after which a process that was to recompute is taken for dead */
