@@ -151,8 +151,10 @@ class Model:
     def last_ready(self, keys: Sequence[Pair], space: CacheScope) -> int:
         return max((i for i, key in enumerate(keys, 1) if self.ready(key, space)), default=0)
 
-    def writes_any(self, keys: Iterable[Pair]) -> bool:
-        return any(k in self.by_key and self.by_key[k].state == "writing" for k in keys)
+    def writes_any(self, keys: Iterable[Pair], space: CacheScope | None = None) -> bool:
+        """Is one of them being written, in this namespace (None: in any)?"""
+        pages = [self.by_key[k] for k in keys if k in self.by_key]
+        return any(p.state == "writing" and (space is None or p.space is space) for p in pages)
 
     def space_pages(self, space: CacheScope) -> int:
         return sum(p.space is space for p in self.named())

@@ -220,7 +220,7 @@ class WritingRules(MachineBase):
         for kind_of in ("new", "present", "pages", "present_pages"):
             assert getattr(got, kind_of).tolist() == getattr(first.real, kind_of).tolist()
         rest = sorted({*first.real.busy.tolist(), *first.real.missing.tolist()})
-        busy = [i for i in rest if self.model.writes_any(keys[i : i + 1])]
+        busy = [i for i in rest if self.model.writes_any(keys[i : i + 1], client.default)]
         assert got.busy.tolist() == busy  # those after the first missing one as well
         assert got.missing.tolist() == [i for i in rest if i not in busy]
         present = set(got.present_pages.tolist())
