@@ -23,7 +23,11 @@ LEVELS = 8
 DIGITS = 64
 EVICTIONS = ("lru", "hz")  # orders of eviction, by their numbers in the segment
 AGES = 14  # of pages, classes of each of which a list of the ranked queue holds one
-RANKED = 54 * AGES  # lists that an order of eviction ranks
+TURNS = 6  # classes: uses of the page, and of the prefix before it,
+GAPS = 9  # by the time between the last two, or what the caller expects
+RANKED = TURNS * GAPS * AGES  # lists that an order of eviction ranks
+SPANS = 20  # of time, in `ToldRecord`
+SIZES = 6  # of caches, in `ToldRecord`
 FIRST_LIST = RANKED
 PARKED_LIST = RANKED + 1
 DOOMED_LIST = RANKED + 2
@@ -297,6 +301,44 @@ class RootRecord(ctypes.Structure):
         ("pad3", ctypes.c_uint8 * 60),
         ("completed", ctypes.c_uint64 * 16),
         ("group", GroupCountRecord * NUMBERS),
+        ("evicted", ctypes.c_uint64 * len(Cause)),
+        ("pad5", ctypes.c_uint8 * 16),
+    ]
+
+
+class ToldRecord(ctypes.Structure):
+    """What was counted of the keys in the sample, for operators."""
+
+    _fields_ = [
+        ("named", ctypes.c_uint64),
+        ("returned", ctypes.c_uint64 * (SIZES + 1)),
+        ("hits", ctypes.c_uint64 * (TURNS * GAPS)),
+        ("idle_at_hit", ctypes.c_uint64 * SPANS),
+        ("idle_at_eviction", ctypes.c_uint64 * SPANS),
+        ("age_at_eviction", ctypes.c_uint64 * SPANS),
+    ]
+
+
+class LearntRecord(ctypes.Structure):
+    """The advice of an index with eviction "hz", up to its ghosts."""
+
+    _fields_ = [
+        ("unit", ctypes.c_uint32),
+        ("computed", ctypes.c_uint32),
+        ("pad0", ctypes.c_uint8 * 56),
+        ("named", ctypes.c_uint64),
+        ("computed_named", ctypes.c_uint64),
+        ("computed_tick", ctypes.c_uint64),
+        ("claimed", ctypes.c_uint64),
+        ("paced_named", ctypes.c_uint64),
+        ("paced_ticks", ctypes.c_uint64),
+        ("pad1", ctypes.c_uint8 * 16),
+        ("hits", ctypes.c_uint32 * RANKED),
+        ("losses", ctypes.c_uint32 * RANKED),
+        ("pad2", ctypes.c_uint8 * (64 - RANKED * 8 % 64)),
+        ("told", ToldRecord),
+        ("size", ctypes.c_uint8 * RANKED),
+        ("pad3", ctypes.c_uint8 * (64 - (ctypes.sizeof(ToldRecord) + RANKED) % 64)),
     ]
 
 
@@ -567,6 +609,8 @@ STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
     "lci_namespace": NamespaceRecord,
     "lci_group_count": GroupCountRecord,
     "lci_root": RootRecord,
+    "lch_told": ToldRecord,
+    "lch_root": LearntRecord,
     "lci_order": OrderRecord,
     "lci_ranks": RanksRecord,
     "lci_geometry": Geometry,
@@ -594,6 +638,10 @@ CONSTANTS: Mapping[str, int] = {
     "LCI_PARKED_LIST": PARKED_LIST,
     "LCH_LISTS": RANKED,
     "LCH_AGES": AGES,
+    "LCH_TURNS": TURNS,
+    "LCH_GAPS": GAPS,
+    "LCH_SPANS": SPANS,
+    "LCH_SIZES": SIZES,
     "LCI_CAUSES": len(Cause),
     "LCI_GROUPS": GROUPS,
     "LCI_NUMBERS": NUMBERS,

@@ -13,12 +13,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, LightcacheError, NotInstalled
+from lightcache.evictions import BOUNDS, SIZES, Evictions
 from lightcache.groups import Rule
 from lightcache.manager.blocks import DeviceTier
 from lightcache.manager.stats import ManagerStats
@@ -29,7 +31,11 @@ from lightcache.shm.layout import LOCK_OFFSET, LockRecord
 from lightcache.snapshot import GroupPages, IndexStats, NamespacePages
 
 try:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+    )
     from prometheus_client.metrics_core import Metric
     from prometheus_client.registry import Collector
 except ImportError as error:
@@ -90,7 +96,10 @@ _TIER_LABELLED = frozenset(
 )
 
 _OWN = frozenset(
-    ("cache", "tier", "state", "role", "direction", "part", "cause", "group", "weights", "tenant")
+    (
+        *("cache", "tier", "state", "role", "direction", "part", "cause", "group", "weights"),
+        *("tenant", "size", "turns", "gap", "le"),
+    )
 )
 
 _HELP = {
@@ -149,6 +158,7 @@ class _Reading:
     """Those in use: 256 at most."""
     groups: tuple[GroupPages, ...]
     """Empty: the index has no names of groups, and so one group."""
+    evictions: Evictions
 
 
 class Totals(Protocol):
@@ -181,6 +191,17 @@ class _Labelled(Collector):
         metric = CounterMetricFamily(f"lightcache_{name}", text, labels=[*self._labels, *labels])
         for more, value in values.items():
             metric.add_metric([*self._labels.values(), *more], value)
+        return metric
+
+    def _histogram(
+        self, name: str, text: str, values: Mapping[_K, Sequence[int]], *labels: str
+    ) -> Metric:
+        """Counts within each of `BOUNDS`, and above; no sum is known."""
+        metric = HistogramMetricFamily(f"lightcache_{name}", text, labels=[*self._labels, *labels])
+        ends = (*map(str, BOUNDS), "+Inf")
+        for more, counts in values.items():
+            buckets = list(zip(ends, map(float, accumulate(counts)), strict=True))
+            metric.add_metric([*self._labels.values(), *more], buckets, None)
         return metric
 
 
@@ -227,6 +248,7 @@ class CacheMetrics(_Labelled):
             yield from self._pages(tiers)
             yield from self._locks(tiers)
             yield self._clients(tiers)
+            yield from self._evictions(tiers)
         if (host := read["host"]) is not None:
             yield from self._namespaces(host.namespaces)
             if host.groups:
@@ -324,6 +346,45 @@ class CacheMetrics(_Labelled):
         yield self._gauge(
             "lock_hold_max_seconds", "Longest time that the lock was held.", longest, "tier"
         )
+
+    def _evictions(self, tiers: Mapping[str, _Reading]) -> Iterator[Metric]:
+        gone = {
+            (tier, cause.name.lower()): float(pages)
+            for tier, reading in tiers.items()
+            for cause, pages in reading.evictions.pages.items()
+        }
+        text = "Pages that went from an index, by cause, whichever process made them go."
+        yield self._counter("evicted_pages", text, gone, "tier", "cause")
+        samples = {
+            tier: reading.evictions.sample
+            for tier, reading in tiers.items()
+            if reading.evictions.sample is not None
+        }
+        if not samples:
+            return
+        for name, field, text in (
+            ("eviction_idle_seconds", "idle_at_eviction_s", "Evicted pages by time unused."),
+            ("eviction_age_seconds", "age_at_eviction_s", "Evicted pages by age."),
+            ("hit_idle_seconds", "idle_at_hit_s", "Hits by the time since the use before."),
+        ):
+            spans = {(tier,): getattr(sample, field) for tier, sample in samples.items()}
+            yield self._histogram(name, text, spans, "tier")
+        hits = {
+            (tier, *of): float(n)
+            for tier, sample in samples.items()
+            for of, n in sample.hits.items()
+        }
+        text = "Hits of pages in the sample, by class."
+        yield self._counter("sampled_hits", text, hits, "tier", "turns", "gap")
+        named = {(tier,): float(sample.named) for tier, sample in samples.items()}
+        yield self._counter("sampled_named_pages", "New pages in the sample.", named, "tier")
+        returned = {
+            (tier, f"{size:g}"): float(sample.returned[size])
+            for tier, sample in samples.items()
+            for size in SIZES
+        }
+        text = "Of these, hits of a cache of so many times the pages."
+        yield self._counter("sampled_returned_pages", text, returned, "tier", "size")
 
     # ---- the managers' counters
 
@@ -520,7 +581,8 @@ def _read(index: PageIndex) -> _Reading | None:
         groups = index.groups() if names_of(index.segment.config) else ()
         every = index.namespace_counts()
         spaces = tuple(each for each in every if each.state == "normal")
-        return _Reading(index.stats(), lock, tuple(index.clients()), spaces, groups)
+        clients = tuple(index.clients())
+        return _Reading(index.stats(), lock, clients, spaces, groups, index.evictions())
     return None
 
 

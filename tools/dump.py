@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from lightcache._arguments import format_size
+from lightcache.evictions import quantile
 from lightcache.shm import names
 from lightcache.shm.clients import quarantine_end
 from lightcache.shm.layout import SLOTS
@@ -162,6 +163,50 @@ def _group(group: Facts) -> str:
         least = f"{group['minimum_pages']:,} pages" if least is None else format_size(least)
         shown.append(f"at least {least}")
     return f"{group['name']} {group['pages']:,}" + (f" ({', '.join(shown)})" if shown else "")
+
+
+def _evictions(facts: Facts) -> RenderableType:
+    gone = ", ".join(f"{cause} {pages:,}" for cause, pages in facts["pages"].items() if pages)
+    pairs: list[tuple[str, object]] = [("pages by cause", gone or "none")]
+    sample = facts["sample"]
+    if sample is not None:
+        pairs += [
+            ("unused for", _spans(sample["idle_at_eviction_s"])),
+            ("after", _spans(sample["age_at_eviction_s"])),
+            ("hits after", _spans(sample["idle_at_hit_s"])),
+            ("hits by turns", _by_turns(sample["hits"])),
+            ("hit ratio", _curve(sample)),
+        ]
+    return lines("evictions", pairs)
+
+
+def _spans(counts: list[int]) -> str | None:
+    """When half of what was counted had happened, and nine tenths of it."""
+    half, most = quantile(counts, 0.5), quantile(counts, 0.9)
+    return None if half is None else f"half {_within(half)}, nine in ten {_within(most)}"
+
+
+def _within(seconds: float | None) -> str:
+    return "more than 3 days" if seconds in (None, float("inf")) else f"within {age(seconds)}"
+
+
+def _by_turns(hits: list[Facts]) -> str | None:
+    total: dict[str, int] = {}
+    for each in hits:
+        total[each["turns"]] = total.get(each["turns"], 0) + each["hits"]
+    every = sum(total.values())
+    return ", ".join(f"{turns}: {percent(n, every)}" for turns, n in total.items()) or None
+
+
+def _curve(sample: Facts) -> str | None:
+    """The hit ratio of the clients, and what it would be in larger caches."""
+    now = sample["hit_ratio"]
+    if now is None:
+        return None
+    larger = ", ".join(
+        f"{100 * each['hit_ratio']:.1f} % with {each['size']:g}" for each in sample["returned"]
+    )
+    return f"{100 * now:.1f} %; {larger} times the pages"
 
 
 def _lock(facts: Facts) -> RenderableType:
@@ -363,6 +408,7 @@ def _hints(out: Console, not_working: list[str], notes: list[str]) -> None:
 _VIEWS: dict[str, Callable[[Any], RenderableType]] = {
     "content": _content,
     "totals": _totals,
+    "evictions": _evictions,
     "lock": _lock,
     "clients": _clients,
     "reservations": _reservations,
@@ -377,6 +423,7 @@ _VIEWS: dict[str, Callable[[Any], RenderableType]] = {
 
 SECTIONS: dict[str, Callable[[Image], object]] = {
     "totals": facts.totals,
+    "evictions": facts.evictions,
     "lock": facts.lock,
     "clients": facts.clients,
     "reservations": facts.reservations,
@@ -389,6 +436,9 @@ SECTIONS: dict[str, Callable[[Image], object]] = {
 @name_argument()
 @click.option("--clients", is_flag=True, help="Who is attached, with pins and hit rates.")
 @click.option("--lock", is_flag=True, help="Who holds the lock, and what was counted around it.")
+@click.option(
+    "--evictions", is_flag=True, help="Which pages went, and what more memory would give."
+)
 @click.option("--reservations", is_flag=True, help="Pages being written, and who owes them.")
 @click.option("--tickets", is_flag=True, help="Pins on their way from one client to others.")
 @click.option("--namespaces", is_flag=True, help="Weights versions and tenants.")

@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lightcache import evictions as index_evictions
 from lightcache import layout, snapshot
 from lightcache import pool as pool_file
+from lightcache.evictions import BOUNDS, SIZES, Sample
 from lightcache.layout import PageState
 from lightcache.pool import PoolObject
 from lightcache.shm import layout as shm_layout
@@ -226,8 +228,7 @@ def totals(image: Image) -> Facts:
     late, pinned = _ticket_pins(image), rows(image)
     doomed = np.flatnonzero(records(image)["word"][:used] & layout.STATE_MASK == PageState.DOOMED)
     counts = pinned[:, doomed].sum(axis=0, dtype=np.int64) - late[doomed]
-    hits = sum(client.hit_pages for client in image.clients)
-    missed = sum(client.missed_pages for client in image.clients)
+    hits, missed = _looked_up(image)
     return {
         "pages": image.pages,
         "grown": root.grown,
@@ -249,6 +250,46 @@ def totals(image: Image) -> Facts:
         "missed_pages": missed,
         "repairing": bool(root.repairing),
     }
+
+
+def evictions(image: Image) -> Facts:
+    """Which pages went, and why; `sample` is None where the order is "lru"."""
+    found = index_evictions.read(image.data.ctypes.data, image.place)
+    return {
+        "pages": {cause.name.lower(): pages for cause, pages in found.pages.items()},
+        "sample": None if found.sample is None else _sample(found.sample, _hit_ratio(image)),
+    }
+
+
+def _sample(sample: Sample, now: float | None) -> Facts:
+    return {
+        "hit_ratio": now,
+        "named": sample.named,
+        "hits": [{"turns": t, "gap": gap, "hits": n} for (t, gap), n in sample.hits.items()],
+        "returned": [
+            {
+                "size": size,
+                "pages": sample.returned[size],
+                "hit_ratio": None if now is None else sample.hit_ratio(now, size),
+            }
+            for size in SIZES
+        ],
+        "bounds_s": list(BOUNDS),
+        "idle_at_hit_s": list(sample.idle_at_hit_s),
+        "idle_at_eviction_s": list(sample.idle_at_eviction_s),
+        "age_at_eviction_s": list(sample.age_at_eviction_s),
+    }
+
+
+def _looked_up(image: Image) -> tuple[int, int]:
+    """Pages that the clients with a slot found, and that they did not."""
+    hits = sum(client.hit_pages for client in image.clients)
+    return hits, sum(client.missed_pages for client in image.clients)
+
+
+def _hit_ratio(image: Image) -> float | None:
+    hits, missed = _looked_up(image)
+    return hits / (hits + missed) if hits + missed else None
 
 
 def _group(image: Image, group: GroupPages) -> Facts:

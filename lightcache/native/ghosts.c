@@ -125,6 +125,7 @@ static void look_at(lch *l, lch_sampled *s, uint64_t now_used) {
     if (hits == before && (hits < LCH_HITS_MAX || age == 0)) return;
     uint32_t uses = hits > before ? hits - before : 1;
     lch_note(l, used, age / uses, uses);
+    lch_tell_hits(l, used, age / uses, uses);
     lc_store(&s->used, now_used);
 }
 
@@ -158,20 +159,23 @@ static lch_sampled *oldest_sampled(const lch *l, uint64_t hash, uint64_t tick) {
 
 void lch_sample_named(lch *l, uint64_t hash, uint32_t page, uint64_t used, uint64_t tick) {
     lch_sampled *s = find_sampled(l, hash);
-    if (s) {
+    bool known = s != NULL;
+    if (known) {
         lch_note(l, lc_load(&s->used), lch_age(lc_load(&s->used), tick), 1);
     } else {
         s = oldest_sampled(l, hash, tick);
         inspect(l, s);
         if (lc_load(&s->used)) lc_raise(&l->root->losses[lch_list(l, lc_load(&s->used), tick)], 1);
     }
+    lch_tell_named(l, s, known, tick);
     lc_store(&s->name, name_of(hash, page));
     lc_store(&s->used, used);
 }
 
-void lch_sample_evicted(lch *l, uint64_t hash, uint64_t used) {
+void lch_sample_evicted(lch *l, uint64_t hash, uint64_t used, uint64_t tick) {
     lch_sampled *s = find_sampled(l, hash);
     if (!s) return;
     look_at(l, s, used);
+    lch_tell_evicted(l, s, used, tick);
     lc_store(&s->name, name_of(hash, LC_NIL));
 }

@@ -15,7 +15,7 @@
 
 uint64_t lch_bytes(uint64_t pages) {
     return sizeof(lch_root) + lch_ghost_lines(pages) * LCH_GHOST_WAYS * sizeof(uint64_t) +
-           lch_sample_lines(pages) * LCH_SAMPLE_WAYS * sizeof(lch_sampled);
+           lch_sample_lines(pages) * LCH_SAMPLE_WAYS * (sizeof(lch_sampled) + sizeof(uint32_t));
 }
 
 void lch_place(lch *l, void *region, uint64_t pages, uint64_t secret, lch_read read,
@@ -27,6 +27,7 @@ void lch_place(lch *l, void *region, uint64_t pages, uint64_t secret, lch_read r
     l->period = pages > SMALL ? 2 * (uint32_t)pages : SMALL_PERIOD;
     l->ghosts = (_Atomic uint64_t *)(l->root + 1);
     l->sample = (lch_sampled *)(l->ghosts + (uint64_t)l->ghost_lines * LCH_GHOST_WAYS);
+    l->since = (_Atomic uint32_t *)(l->sample + (uint64_t)l->sample_lines * LCH_SAMPLE_WAYS);
 }
 
 /* ------------------------------------------------------------------ as pages come and go */
@@ -66,7 +67,7 @@ uint64_t lch_named(lch *l, lc_key key, uint32_t page, uint64_t parent, uint32_t 
 void lch_evicted(lch *l, lc_key key, uint64_t used, uint64_t tick) {
     uint64_t hash = lch_hash(l, key);
     lch_ghost_put(l, hash, used, tick);
-    if (lch_is_sampled(l, hash)) lch_sample_evicted(l, hash, used);
+    if (lch_is_sampled(l, hash)) lch_sample_evicted(l, hash, used, tick);
 }
 
 bool lch_due(lch *l, uint64_t tick) {
@@ -258,6 +259,7 @@ void lch_recompute(lch *l, uint64_t tick, uint16_t order[LCH_LISTS]) {
     count_alive(l, tick, &c);
     learn(&c, worth);
     sort(worth, order);
+    lch_tell_sizes(l, tick, order, c.alive);
     lc_store(&root->computed_named, named);
     lc_store(&root->computed_tick, tick);
     lc_store(&root->computed, lc_load(&root->computed) + 1);

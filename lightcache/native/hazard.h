@@ -68,6 +68,21 @@ typedef struct lch_sampled {
     _Atomic uint64_t used; /* the page's word when it was last looked at; 0: empty */
 } lch_sampled;
 
+/* Counts for operators since the index was made, of the keys that are sampled. They only rise. Stored to as
+ * the sample is: what two processes count at once may count as one. */
+#define LCH_TICK_NS 4096 /* of the index's ticks */
+#define LCH_SPANS 20 /* below a second, then each twice the one before; the last has all above */
+#define LCH_SIZES 6 /* of caches: 9, 10, 12, 16, 24 and 40 eighths of the pages */
+typedef struct lch_told {
+    _Atomic uint64_t named; /* pages */
+    /* Of these, that had gone, by the least of the sizes that would have kept them; the last: by none. */
+    _Atomic uint64_t returned[LCH_SIZES + 1];
+    _Atomic uint64_t hits[LCH_CLASSES]; /* by the class that the page was of before */
+    _Atomic uint64_t idle_at_hit[LCH_SPANS]; /* by the time since the use before */
+    _Atomic uint64_t idle_at_eviction[LCH_SPANS]; /* pages that went, by the time since their last use, */
+    _Atomic uint64_t age_at_eviction[LCH_SPANS];  /* and since they were named */
+} lch_told;
+
 typedef struct lch_root {
     /* Read by every hit, stored to by a recomputation at most. */
     _Atomic uint32_t unit;     /* of ages: 2 to this power, in ticks */
@@ -83,6 +98,9 @@ typedef struct lch_root {
     _Atomic uint32_t hits[LCH_LISTS];   /* uses seen, by the list that the page was in before */
     _Atomic uint32_t losses[LCH_LISTS]; /* pages lost sight of, by the list they were in */
     uint8_t pad2[64 - LCH_LISTS * 8 % 64];
+    lch_told told;
+    _Atomic uint8_t size[LCH_LISTS]; /* the least that keeps pages of a list now; LCH_SIZES: none does */
+    uint8_t pad3[64 - (sizeof(lch_told) + LCH_LISTS) % 64];
 } lch_root;
 _Static_assert(offsetof(lch_root, named) % 64 == 0, "hot words on their own line");
 _Static_assert(offsetof(lch_root, hits) % 64 == 0, "counts begin a line");
@@ -95,6 +113,9 @@ typedef struct lch { /* process-local */
     lch_root *root;
     _Atomic uint64_t *ghosts;
     lch_sampled *sample;
+    /* For each entry of the sample: of a page that is there, when it was named, in 2^LCH_SINCE_SHIFT ticks;
+     * of one that went, the largest `size` of its lists since then. */
+    _Atomic uint32_t *since;
     lch_read read;
     const void *context;
     uint64_t secret;
@@ -105,7 +126,7 @@ typedef struct lch { /* process-local */
 
 /* ------------------------------------------------------------------ hazard.c */
 
-/* Bytes of the region: 128 for a page, 512 KiB at least; and 134 KiB, or 518 up to 8,192 pages. */
+/* Bytes of the region: 128 for a page, 512 KiB at least; and 168 KiB, or 648 up to 8,192 pages. */
 uint64_t lch_bytes(uint64_t pages);
 
 /* A handle on a region, which begins a line. The secret selects what is sampled, and where it
@@ -135,7 +156,7 @@ bool lch_due(lch *l, uint64_t tick);
  * of old age. */
 void lch_recompute(lch *l, uint64_t tick, uint16_t order[LCH_LISTS]);
 
-/* For ghosts.c: a page of this list was used after all. */
+/* For ghosts.c: a page of this class was used after all, so many ticks after it was last looked at. */
 void lch_note(lch *l, uint64_t used, uint64_t age, uint32_t uses);
 
 LC_INLINE uint32_t lch_unit(const lch *l) {
@@ -216,9 +237,24 @@ void lch_ghost_put(lch *l, uint64_t hash, uint64_t used, uint64_t tick);
 
 /* A page that is sampled was named, or goes. */
 void lch_sample_named(lch *l, uint64_t hash, uint32_t page, uint64_t used, uint64_t tick);
-void lch_sample_evicted(lch *l, uint64_t hash, uint64_t used);
+void lch_sample_evicted(lch *l, uint64_t hash, uint64_t used, uint64_t tick);
 
 /* Look at every page of the sample that is still there, and count its uses since. */
 void lch_inspect(lch *l);
+
+/* ------------------------------------------------------------------ told.c: what operators are told */
+
+#define LCH_SINCE_SHIFT 16 /* 0.27 s */
+
+/* A page of the sample was hit, so many times, the time between two of them being `age`. */
+void lch_tell_hits(lch *l, uint64_t used, uint64_t age, uint32_t uses);
+
+/* A sampled page gets its key again; or goes. `s`: its entry, as it was before. */
+void lch_tell_named(lch *l, const lch_sampled *s, bool known, uint64_t tick);
+void lch_tell_evicted(lch *l, const lch_sampled *s, uint64_t used, uint64_t tick);
+
+/* A recomputation gave this order; `alive`: entries of the sample by list. */
+void lch_tell_sizes(lch *l, uint64_t tick, const uint16_t order[LCH_LISTS],
+                    const uint32_t alive[LCH_LISTS]);
 
 #endif

@@ -141,6 +141,12 @@ typedef struct lci_group_count { /* of all namespaces together */
 /* In which order pages go: decided when the index is made. */
 enum lci_eviction_order { LCI_LRU = 0, LCI_HZ = 1 };
 
+/* Why a page was evicted. CLEARED: its namespace was, and we came by to take its name. */
+enum {
+    LCI_ASKED = 0, LCI_FOR_ROOM = 1, LCI_FOR_QUOTA = 2, LCI_DROPPED = 3, LCI_DISCARDED = 4,
+    LCI_CLEARED = 5, LCI_CAUSES = 6
+};
+
 /* The low bits of `used`: with LRU the hits, saturating; else see hazard.h. */
 #define LCI_TICK_SHIFT 16
 #define LCI_TICK_MAX (UINT64_MAX >> LCI_TICK_SHIFT)
@@ -211,6 +217,8 @@ typedef struct lci_root {
     uint8_t pad3[60];
     _Atomic uint64_t completed[16]; /* bit r: all shards of reservation r published, to collect */
     lci_group_count group[LCI_NUMBERS]; /* changed under the lock, through the log */
+    _Atomic uint64_t evicted[LCI_CAUSES]; /* pages, by cause; stored under the lock, without the log */
+    uint8_t pad5[16];
 } lci_root;
 _Static_assert(offsetof(lci_root, clock) % 64 == 0, "hot words on their own lines");
 
@@ -223,12 +231,6 @@ typedef struct lci_geometry {
     uint64_t advice; /* what eviction learns: nothing that the log may name, or check, lies from here on */
     uint64_t end;
 } lci_geometry;
-
-/* Why a page was evicted. CLEARED: its namespace was, and we came by to take its name. */
-enum {
-    LCI_ASKED = 0, LCI_FOR_ROOM = 1, LCI_FOR_QUOTA = 2, LCI_DROPPED = 3, LCI_DISCARDED = 4,
-    LCI_CLEARED = 5, LCI_CAUSES = 6
-};
 
 typedef struct lci_handle {
     lcs_attachment *at;
@@ -712,8 +714,10 @@ static inline bool lci_follows(const lci_handle *h, const lci_eviction *e, uint3
     return other >> LCI_TICK_SHIFT <= used >> LCI_TICK_SHIFT;
 }
 uint32_t lci_evict_settle(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *marked, uint32_t n);
-/* Count pages that went, in this process alone: advice, and lost with it. */
+/* Count pages that went, under the lock: of all processes, where a step that is undone after a death is
+ * counted as if it had happened, and of this one, lost with it. Advice. */
 static inline void lci_count_evicted(lci_handle *h, uint32_t cause, uint32_t pages) {
+    lc_raise(&h->root->evicted[cause], pages);
     atomic_fetch_add_explicit(&h->evicted[cause], pages, memory_order_relaxed);
 }
 #define LCI_BATCH 32

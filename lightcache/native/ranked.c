@@ -33,7 +33,7 @@ uint64_t lci_tick_by_time(lci_handle *h) {
     }
     do {
         tick = last + 1;
-        if (tick < ns >> 12) tick = ns >> 12;
+        if (tick < ns / LCH_TICK_NS) tick = ns / LCH_TICK_NS;
     } while (!atomic_compare_exchange_weak_explicit(&h->root->clock, &last, tick,
                                                     memory_order_relaxed, memory_order_relaxed));
     return tick & LCI_TICK_MAX;

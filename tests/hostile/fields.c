@@ -101,6 +101,7 @@ static void root_fields(table *t, uint64_t at) {
     ONE(lci_root, clock, ADVICE, at, 1);
     ONE(lci_root, event, PROTOCOL, at, 1);
     ARRAY(lci_root, completed, PROTOCOL, at, 16);
+    ARRAY(lci_root, evicted, ADVICE, at, LCI_CAUSES);
     for (uint32_t i = 0; i < 3; i++) {
         ONE(lci_root, group[i].pages, DERIVED, at, 1);
         ONE(lci_root, group[i].minimum, TRUTH, at, 1);

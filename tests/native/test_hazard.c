@@ -384,6 +384,97 @@ static void damage_is_forgotten(void) {
     end(c);
 }
 
+/* ------------------------------------------------------------------ what operators are told */
+
+#define SECONDS(n) ((uint64_t)(n)*UINT64_C(1000000000) / LCH_TICK_NS)
+
+static uint64_t total(const _Atomic uint64_t *count, uint32_t n) {
+    uint64_t all = 0;
+    for (uint32_t i = 0; i < n; i++) all += lc_load(&count[i]);
+    return all;
+}
+
+static void what_goes_is_told_with_its_age_and_idle_time(void) {
+    cache *c = new_cache(false);
+    lch_told *told = &c->l.root->told;
+    lch_named(&c->l, key_of(1), 0, 0, 0, SECONDS(100));
+    lch_evicted(&c->l, key_of(1), lch_word(SECONDS(195), 1, 0, 1, 0), SECONDS(200));
+    CHECK_EQ(lc_load(&told->idle_at_eviction[3]), 1); /* 4 to 8 s */
+    CHECK_EQ(lc_load(&told->age_at_eviction[7]), 1);  /* 64 to 128 s */
+    CHECK_EQ(lc_load(&told->idle_at_hit[7]), 1);      /* the hit, at 195 */
+    CHECK_EQ(lc_load(&told->hits[0]), 1);             /* of a page never hit */
+    lch_named(&c->l, key_of(2), 1, 0, 0, SECONDS(300)); /* evict_first: no time of use */
+    lch_evicted(&c->l, key_of(2), lch_word(0, 0, 0, 0, 0), SECONDS(300));
+    CHECK_EQ(total(told->idle_at_eviction, LCH_SPANS), 1);
+    CHECK_EQ(lc_load(&told->age_at_eviction[0]), 1);
+    lch_named(&c->l, key_of(3), 2, 0, 0, LCH_TICK_MAX); /* the clock wraps */
+    lch_evicted(&c->l, key_of(3), lch_word(LCH_TICK_MAX, 0, 0, 0, 0), SECONDS(300));
+    CHECK_EQ(lc_load(&told->idle_at_eviction[9]), 1);
+    CHECK_EQ(lc_load(&told->age_at_eviction[9]), 1);
+    lch_named(&c->l, key_of(4), 3, 0, 0, 1); /* longer than the last span begins */
+    lch_evicted(&c->l, key_of(4), lch_word(1, 0, 0, 0, 0), LCH_TICK_MAX / 2);
+    CHECK_EQ(lc_load(&told->idle_at_eviction[LCH_SPANS - 1]), 1);
+    lch_named(&c->l, key_of(5), 4, 0, 0, SECONDS(400)); /* the call that evicts began before */
+    lch_evicted(&c->l, key_of(5), lch_word(SECONDS(400), 0, 0, 0, 0), SECONDS(300));
+    CHECK_EQ(lc_load(&told->idle_at_eviction[0]), 1);
+    CHECK_EQ(lc_load(&told->age_at_eviction[0]), 2);
+    CHECK_EQ(total(told->age_at_eviction, LCH_SPANS), 5);
+    end(c);
+}
+
+static void what_was_not_worth_it_had_no_age(void) {
+    cache *c = new_cache(false);
+    lch_told *told = &c->l.root->told;
+    uint64_t used = lch_named(&c->l, key_of(1), LC_NIL, 0, 0, SECONDS(1));
+    lch_evicted(&c->l, key_of(1), used, SECONDS(1));
+    CHECK_EQ(total(told->age_at_eviction, LCH_SPANS) + total(told->idle_at_eviction, LCH_SPANS), 0);
+    lch_named(&c->l, key_of(1), 0, 0, 0, SECONDS(2)); /* but it comes back */
+    CHECK_EQ(total(told->returned, LCH_SIZES + 1), 1);
+    CHECK_EQ(lc_load(&told->named), 2);
+    end(c);
+}
+
+/* 400 pages are there. The list of each turn has 200 pages, from the highest rank down: a quarter of the
+ * cache lies above the middle of the first, three quarters above that of the second, then 10 eighths. */
+static void a_page_that_comes_back_needs_the_largest_size_since(void) {
+    static const uint32_t least[LCH_TURNS] = {0, 0, 2, 3, 4, 4};
+    uint16_t order[LCH_LISTS];
+    uint32_t alive[LCH_LISTS] = {0};
+    for (uint32_t i = 0; i < LCH_LISTS; i++) order[i] = (uint16_t)(LCH_LISTS - 1 - i);
+    for (uint32_t turns = 0; turns < LCH_TURNS; turns++) alive[turns * LCH_GAPS * LCH_AGES] = 200;
+    for (uint32_t turns = 0; turns < LCH_TURNS; turns++) {
+        cache *c = new_cache(false);
+        lch_told *told = &c->l.root->told;
+        uint64_t used = lch_word(MANY, turns ? 1 << (turns - 1) : 0, 0, 0, 0);
+        _Atomic uint8_t *size = &c->l.root->size[lch_list(&c->l, used, MANY)];
+        for (uint32_t i = 0; i <= 400; i++) lch_named(&c->l, key_of(i), i, 0, 0, MANY);
+        lch_evicted(&c->l, key_of(400), used, MANY);
+        lch_tell_sizes(&c->l, MANY, order, alive);
+        CHECK_EQ(lc_load(size), least[turns]);
+        lc_store(size, 0); /* its list ranks higher by now: it would have gone all the same */
+        lch_named(&c->l, key_of(400), 400, 0, 0, MANY);
+        CHECK_EQ(lc_load(&told->returned[least[turns]]), 1);
+        lch_named(&c->l, key_of(400), 400, 0, 0, MANY); /* it was there */
+        CHECK_EQ(total(told->returned, LCH_SIZES + 1), 1);
+        lch_evicted(&c->l, key_of(400), used, MANY);
+        lc_store(size, UINT8_MAX); /* lower since, or damage */
+        lch_named(&c->l, key_of(400), 400, 0, 0, MANY);
+        CHECK_EQ(lc_load(&told->returned[LCH_SIZES]), 1);
+        end(c);
+    }
+}
+
+/* 800 pages in turn through 500 need 1.6 times the pages. */
+static void the_size_that_a_loop_needs_is_told(void) {
+    cache *c = new_cache(true);
+    lch_told *told = &c->l.root->told;
+    for (uint64_t i = 0; i < 800 * 10; i++) use(c, i % 800, 5000);
+    uint64_t all = total(told->returned, LCH_SIZES + 1), below = total(told->returned, 4);
+    CHECK(all > 1000 && below > all * 9 / 10);
+    CHECK(total(told->returned, 2) < all / 2);
+    end(c);
+}
+
 const test hazard_tests[] = {
     TEST(a_loop_is_learned),
     TEST(favourites_are_learned_and_forgotten),
@@ -405,5 +496,9 @@ const test hazard_tests[] = {
     TEST(what_knows_nothing_evicts_the_oldest),
     TEST(random_bytes_do_no_harm),
     TEST(damage_is_forgotten),
+    TEST(what_goes_is_told_with_its_age_and_idle_time),
+    TEST(what_was_not_worth_it_had_no_age),
+    TEST(a_page_that_comes_back_needs_the_largest_size_since),
+    TEST(the_size_that_a_loop_needs_is_told),
     END_OF_TESTS,
 };

@@ -96,6 +96,8 @@ static void reserve_evicts_the_oldest(void) {
     CHECK_EQ(peek(&a, &p), 30); /* from its end */
     index_check(&s);
     CHECK_EQ(lcs_client_of(a.at, a.slot)->evicted_pages, 30);
+    for (uint32_t cause = 0; cause < LCI_CAUSES; cause++)
+        CHECK_EQ(lc_load(&a.h->root->evicted[cause]), cause == LCI_FOR_ROOM ? 30 : 0);
     prompt_make(&q, 2, 40);
     CHECK_EQ(peek(&a, &q), 40);
     tear_down();

@@ -15,6 +15,7 @@ from lightcache import Cache, ConfigError, PageIndex
 from lightcache.groups import Rule
 from lightcache.hybrid import Checkpoints, CheckpointStats, WindowStats
 from lightcache.hybrid.windows import GroupHits
+from lightcache.layout import Cause
 from lightcache.manager.blocks import DeviceTier
 from lightcache.manager.stats import ManagerStats, NodeCounters
 from lightcache.metrics import (
@@ -278,6 +279,37 @@ def test_evictions_by_tier_and_cause(cache):
             assert values("evictions_total", tier=tier, cause=cause) == (1 << number) + 1
         served = [labels for name, labels in values.samples if name == "lightcache_evictions_total"]
         assert len(served) == len(each)
+
+
+def test_pages_that_went_from_an_index(segment_name):
+    how = {"pages": PAGES, "page_bytes": PAGE_BYTES, "fingerprint": "f", "secret": b"s" * 16}
+    with Cache.create(segment_name, **how, eviction="hz") as cache:
+        cache.pool.prefault()
+        index = cache.index
+        for turn in range(4):  # 12 pages in turn through 8
+            for name in range(12):
+                index.set_clock(1 + 12 * turn + name)
+                if not index.peek(keys(name)):
+                    publish(index, name)
+        index.evict(PAGES)
+        values, told = Values(registered(cache), cache), index.evictions()
+        room = values("evicted_pages_total", tier="host", cause="room")
+        assert room == told.pages[Cause.ROOM] > 4
+        assert values("evicted_pages_total", tier="host", cause="asked") == PAGES
+        for name in ("eviction_idle_seconds", "eviction_age_seconds"):
+            spans = [values(f"{name}_bucket", tier="host", le=le) for le in ("1.0", "32.0", "+Inf")]
+            assert spans[0] < spans[1] <= spans[2] == room + PAGES
+        sample = told.sample
+        assert values("sampled_named_pages_total", tier="host") == sample.named
+        twice = values("sampled_returned_pages_total", tier="host", size="2")
+        assert twice == sample.returned[2.0] > 0
+
+
+def test_a_cache_with_lru_has_no_figures_of_a_sample(cache):
+    values = Values(registered(cache), cache)
+    assert values("evicted_pages_total", tier="host", cause="room") == 0
+    assert "sampled" not in values.text
+    assert "eviction_idle" not in values.text
 
 
 def test_every_figure_is_served(cache):

@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from support.keys import keys
 
 from lightcache import Cache, PageIndex, layout, runs, snapshot
+from lightcache.layout import Cause
 from lightcache.manager.stats import NodeCounters
 from lightcache.page_index import geometry
 from lightcache.shm import Segment, names
@@ -123,6 +125,31 @@ def test_dump_of_a_quiet_cache(run: Run, made: str) -> None:
     shown = run("dump", made).stdout
     for word in ("ready", "accounting", "holds", "none", "clients", "namespaces"):
         assert word in shown
+
+
+@pytest.mark.parametrize("eviction", ["lru", "hz"])
+def test_dump_of_evictions(run: Run, segment_name: str, eviction: str) -> None:
+    with PageIndex.create(segment_name, pages=8, eviction=eviction) as index:
+        for turn in range(20):  # 12 pages in turn through 8
+            for name in range(12):
+                index.set_clock(1 + 0.1 * (12 * turn + name))
+                with index.match(keys(name)) as found:
+                    if not len(found):
+                        with index.reserve(keys(name)) as new:
+                            new.publish()
+        told, found_pages = index.evictions(), load(run, segment_name, "--evictions")["evictions"]
+        assert found_pages["pages"] == {c.name.lower(): n for c, n in told.pages.items()}
+        shown = run("dump", segment_name, "--evictions").stdout
+        assert f"room {told.pages[Cause.ROOM]:,}" in shown
+        if eviction == "lru":
+            assert found_pages["sample"] is None
+            return
+        sample = found_pages["sample"]
+        assert sample["hit_ratio"] == pytest.approx(1 - sample["named"] / 240)
+        ratios = [each["hit_ratio"] for each in sample["returned"]]
+        assert sample["hit_ratio"] <= ratios[0] <= ratios[-1] == pytest.approx(1 - 12 / 240)
+        assert "unused for" in shown
+        assert f"{100 * ratios[3]:.1f} % with 2" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize("kv_groups", [None, ("kv", "states", "window8")])
