@@ -220,8 +220,11 @@ LC_INLINE lch_sampled *lch_sample_line(const lch *l, uint64_t hash) {
 LC_INLINE void lch_prefetch(const lch *l, lc_key key) {
     uint64_t hash = lch_hash(l, key);
     lc_prefetch_write((const void *)lch_ghost_line(l, hash));
-    if (LC_UNLIKELY(lch_is_sampled(l, hash)))
-        lc_prefetch_write((const void *)lch_sample_line(l, hash));
+    if (LC_UNLIKELY(lch_is_sampled(l, hash))) {
+        const lch_sampled *line = lch_sample_line(l, hash);
+        lc_prefetch_write((const void *)line);
+        lc_prefetch_write((const void *)&l->since[line - l->sample]);
+    }
 }
 
 uint32_t lch_ghost_lines(uint64_t pages);
