@@ -254,6 +254,30 @@ def test_an_interrupt_ends_and_removes_everything(
     assert list(tmp_path.glob("lightcache-demo-*")) == []
 
 
+# The signal comes when a new process is asked for and what it shall run has not been sent.
+_HALF = """
+import os, signal, sys
+from multiprocessing import reduction
+from lightcache.tools.demo import run
+
+def half(*arguments, before=reduction.sendfds):
+    os.kill(os.getpid(), signal.SIGTERM)
+    before(*arguments)
+
+run._IMPORTED = ()
+reduction.sendfds = half
+with run._terminable():
+    run.spawn(print)
+"""
+
+
+def test_a_signal_in_the_middle_of_a_start_waits() -> None:
+    command = [sys.executable, "-c", _HALF]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 143, process.stderr
+    assert process.stderr == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -131,7 +131,8 @@ def _terminable() -> Iterator[None]:
 
 def spawn(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
     """Start a process with a pipe as its last argument. It shall leave when the pipe is closed, as
-    it is when this process dies. Ctrl-C does not reach it: this process handles that.
+    it is when this process dies. Ctrl-C does not reach it: this process handles that. A signal that
+    comes meanwhile waits: one between the two halves of a start would leave a traceback behind.
 
     It is forked from a process that has imported its modules once for all, and has done nothing
     else: it holds no cache, and has not looked at a GPU. So the environment of all workers is that
@@ -142,12 +143,18 @@ def spawn(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connection
     context: Any = multiprocessing.get_context(method)
     context.set_forkserver_preload(list(_IMPORTED))
     ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
-    resource_tracker.ensure_running()  # its start would unblock SIGINT in the block
-    with _blocked(signal.SIGINT):
+    process = context.Process(target=_begin, args=(target, *arguments, theirs), daemon=True)
+    resource_tracker.ensure_running()  # its start would unblock both in the block
+    with _blocked(signal.SIGINT, signal.SIGTERM):
         process.start()
     theirs.close()  # so that the end of the process is the end of the pipe
     return process, ours
+
+
+def _begin(target: Callable[..., None], *arguments: Any) -> None:
+    """In the new process, where both signals are blocked as they were in its parent."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
+    target(*arguments)
 
 
 @contextlib.contextmanager
@@ -184,8 +191,9 @@ class Crew:
 
     def start(self, number: int, life: int = 0) -> Member:
         """Start a worker."""
-        spawned = spawn(self._target, self._config, f"worker-{number}-{life}")
-        self.members.append(Member(number, life, *spawned))
+        with _blocked(signal.SIGINT, signal.SIGTERM):  # one that was started is a member
+            spawned = spawn(self._target, self._config, f"worker-{number}-{life}")
+            self.members.append(Member(number, life, *spawned))
         return self.members[-1]
 
     def messages(self) -> Iterator[tuple[Member, Any]]:
