@@ -42,7 +42,7 @@ from lightcache.kernels.host_engine import HostEngine
 from lightcache.kernels.moves import Engine
 from lightcache.kernels.pinned import HostPages
 from lightcache.kernels.planes import DevicePlanes
-from lightcache.layout import Hint
+from lightcache.layout import Hint, default_eviction
 from lightcache.leases import ClientId, Lease, LeaseBatch
 from lightcache.namespaces import NO_CHANGE, Namespace
 from lightcache.page_index import MAX_PAGES, PageIndex, format_hash
@@ -236,7 +236,7 @@ class CacheSpec:
         return {
             "pages": self.pages,
             "independent": self.independent,
-            "eviction": self.eviction,
+            "eviction": self.order,
             "config": self.config,
             "grown": self.first,
             "initialise": self.initialise,
@@ -245,8 +245,15 @@ class CacheSpec:
     def expected(self) -> dict[str, Any]:
         """The configuration of its index."""
         own: dict[str, Any] = {"independent": True} if self.independent else {}
-        own["eviction"] = self.eviction or "lru"
-        return {**self.config, "pages": self.pages, **own}
+        return {**self.config, "pages": self.pages, **own, "eviction": self.order}
+
+    @property
+    def order(self) -> str:
+        """Of eviction, of a new cache."""
+        if self.eviction is not None:
+            return self.eviction
+        groups = len(self.config.get(NAMES_ITEM, ()))
+        return default_eviction(independent=self.independent, groups=groups)
 
     def initialise(self, segment: Segment) -> None:
         """Make the pool, unless its minimums cannot be: then no cache is made.
@@ -597,7 +604,7 @@ class Cache:
         numa: Numa = None,
         pool_path: str | os.PathLike[str] | None = None,
         independent: bool = False,
-        eviction: str = "lru",
+        eviction: str | None = None,
         kv_groups: Sequence[str] | None = None,
         grow: bool = True,
         lock_timeout: float = 10.0,
@@ -629,7 +636,8 @@ class Cache:
                 same folder there.
             independent: for pages that are useful without their prefix, such as checkpoints of
                 recurrent state; see `PageIndex.create`.
-            eviction: "lru", or "hz" (learned): see `PageIndex.create`.
+            eviction: "hz" (learned), or "lru": see `PageIndex.create`. None: "lru" if `independent`
+                or with several `kv_groups`, else "hz".
             kv_groups: names of the KV groups that share the cache, such as ("kv", "states"), for
                 `dump` and metrics: the i-th is that of `Run(group=i)`. None: it has one group, or
                 they are shown by number.

@@ -22,6 +22,7 @@ NAMESPACES = 256
 LEVELS = 8
 DIGITS = 64
 EVICTIONS = ("lru", "hz")  # orders of eviction, by their numbers in the segment
+
 AGES = 14  # of pages, classes of each of which a list of the ranked queue holds one
 TURNS = 6  # classes: uses of the page, and of the prefix before it,
 GAPS = 9  # by the time between the last two, or what the caller expects
@@ -39,6 +40,12 @@ UNCOUNTED = NIL  # capacity of a lease before a match that does not count
 CHAIN_MAX = 32
 MAX_PAGES = 40_000_000
 """Limit of the undo log's addresses: an index of 8 GiB."""
+
+
+def default_eviction(*, independent: bool, groups: int = 0) -> str:
+    """The order of a new index whose creator names none. "hz" learns what comes back; it tears
+    apart what is of use together alone, such as KV and the state behind it: that has "lru"."""
+    return "lru" if independent or groups > 1 else "hz"
 
 
 class PageState(IntEnum):

@@ -296,8 +296,10 @@ class CacheMetrics(_Labelled):
         ):
             values = {(tier,): float(getattr(totals, field)) for tier, totals in stats.items()}
             yield self._gauge(name, text, values, "tier")
-        clocks = {(tier,): float(totals.clock) for tier, totals in stats.items()}
-        yield self._counter("uses", "Matches and reservations.", clocks, "tier")
+        counts = {tier: totals for tier, totals in stats.items() if totals.eviction == "lru"}
+        if counts:  # with "hz" the clock is a time
+            clocks = {(tier,): float(totals.clock) for tier, totals in counts.items()}
+            yield self._counter("uses", "Matches and reservations.", clocks, "tier")
         size = {(): float(self._cache.page_bytes)}
         yield self._gauge("page_bytes", "Bytes of a page of the host.", size)
 

@@ -114,7 +114,9 @@ class IndexSpec:
     @property
     def order(self) -> str:
         """Of eviction, of a new index."""
-        return "lru" if self.eviction is None else self.eviction
+        if self.eviction is not None:
+            return self.eviction
+        return layout.default_eviction(independent=self.independent)
 
     def compared(self) -> AllBut:
         """What `open` compares. Pages and order say the bytes."""
@@ -378,7 +380,7 @@ class PageIndex:
         config: Mapping[str, Any] | None = None,
         grown: int | None = None,
         independent: bool = False,
-        eviction: str = "lru",
+        eviction: str | None = None,
         lifetime: str = "attached",
         idle_limit: float | None = None,
         group: str | int | None = None,
@@ -401,10 +403,11 @@ class PageIndex:
                 True: a page may be evicted while it has children, least recently used first; the
                 children then have no parent. For pages that are useful without their prefix, such
                 as checkpoints of recurrent state. False: a page is evicted after its children.
-            eviction: "lru": the least recently used page goes first; "hz": the page that is least
-                likely to be used again soon, which the index learns from how pages are used. That
-                takes 128 bytes a page and up to 0.7 MiB more, at least 1.2 MB. Kept in the
-                segment: attaching takes what is there.
+            eviction: "hz": the page that is least likely to be used again soon goes first, which
+                the index learns from how pages are used. That takes 128 bytes a page and up to
+                0.7 MiB more, at least 1.2 MB. "lru": the least recently used page goes first.
+                None: "hz", or "lru" if `independent`. Kept in the segment: attaching takes what is
+                there.
             lifetime: "attached" (removed when the last client closes it or exits; if all clients
                 were killed it stays, warm) or "persistent" (stays until it is removed).
             idle_limit: seconds. A persistent index that was unused for this long and has no live
@@ -520,7 +523,7 @@ class PageIndex:
         have all died is attached to with its content.
 
         Args:
-            eviction: None: the order of an existing index; "lru" for a new one.
+            eviction: None: the order of an existing index; as `create` for a new one.
             lifetime: None: keep that of an existing index; "attached" for a new one.
             idle_limit: seconds. A persistent index that was unused for this long and has no live
                 client is removed by the next `open`, `create` or `sweep` that needs its room. None:

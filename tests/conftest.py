@@ -250,10 +250,12 @@ def built_once(tmp_path_factory: pytest.TempPathFactory) -> BuiltOnce:
 
 @pytest.fixture
 def index(request: pytest.FixtureRequest, segment_name: str) -> Iterator[Any]:
-    """Of PAGES pages, as the test's module says, or 16; it is sound in the end."""
+    """Of PAGES pages, as the test's module says, or 16, in its order EVICTION, or the default; it
+    is sound in the end."""
     from lightcache import PageIndex
 
-    with PageIndex.create(segment_name, pages=getattr(request.module, "PAGES", 16)) as made:
+    pages, order = (getattr(request.module, name, None) for name in ("PAGES", "EVICTION"))
+    with PageIndex.create(segment_name, pages=pages or 16, eviction=order) as made:
         yield made
         report = made.check()
         assert report.clean, report.message

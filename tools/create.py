@@ -56,9 +56,8 @@ _NOTES = ("_name_or_path", "transformers_version")
 @click.option(
     "--eviction",
     type=click.Choice(EVICTIONS),
-    default="lru",
-    show_default=True,
-    help="What goes first: the page unused for longest, or the one least likely to be used (hz).",
+    help="What goes first: the page least likely to be used soon (hz, the default, unless the "
+    "cache is independent or has several groups), or the one unused for longest (lru).",
 )
 @click.option("--kv-groups", help='Names of the KV groups that share it, such as "kv,states".')
 @click.option(

@@ -528,7 +528,7 @@ def next_evicted(image: Image, most: int) -> Iterator[facts.Facts]:
             "tenant": space.get("tenant", ""),
             "group": groups.get(group, str(group)),
             "unused_calls": max(0, image.root.clock - (int(used[page]) >> 16)),
-            "hits": (int(used[page]) & 0xFFFF) >> (9 if ranked else 0),
+            "hits": facts.hits_of(image, int(used[page])),
         }
 
 

@@ -75,7 +75,7 @@ def _opened(stack: ExitStack, grid: Grid, device: Room, host: Room | Pool | None
     slots = create_slots(f"{name}.slots", device.states + _BESIDE)
     stack.callback(slots.close)
     blocks = ManagedBlocks(
-        f"{name}.device", block_tokens=grid.block_tokens, blocks=device.pages + 1
+        f"{name}.device", block_tokens=grid.block_tokens, blocks=device.pages + 1, eviction="lru"
     )
     stack.callback(blocks.close)
     backend = NullBackend()
@@ -107,6 +107,7 @@ def _cache(name: str, pages: int, page_tokens: int, *, independent: bool) -> Cac
         secret=b"a secret of benchmarks",
         role="bench",
         independent=independent,
+        eviction="lru",
     )
 
 

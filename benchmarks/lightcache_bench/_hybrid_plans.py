@@ -61,11 +61,14 @@ class World:
                     secret=SECRET,
                     role="bench",
                     independent=what == "states",
+                    eviction="lru",
                 )
             )
             for what, count, tokens in (("kv", pages + 64, page_tokens), ("states", 64, 1))
         ]
-        device = ManagedBlocks(f"{name}.device", block_tokens=page_tokens, blocks=pages + 64)
+        device = ManagedBlocks(
+            f"{name}.device", block_tokens=page_tokens, blocks=pages + 64, eviction="lru"
+        )
         stack.callback(device.close)
         config = ManagerConfig(min_load_tokens=0, plan_ttl=1e6)
         self.dense = KVCacheManager(caches[0], device, NullBackend(), config=config)

@@ -72,7 +72,7 @@ def _hybrid(copier: Any) -> Iterator[HybridManager]:
                 name, pages=64, page_bytes=64, page_tokens=BLOCK, fingerprint="none", secret=SECRET
             )
         )
-        device = ManagedBlocks(f"{name}-blocks", block_tokens=BLOCK, blocks=blocks)
+        device = ManagedBlocks(f"{name}-blocks", block_tokens=BLOCK, blocks=blocks, eviction="lru")
         stack.callback(device.close)
         manager = KVCacheManager(cache, device, NullBackend())
         stack.callback(manager.close)

@@ -46,6 +46,7 @@ class DeviceTier:
         *,
         block_tokens: int,
         blocks: int | None = None,
+        eviction: str | None = None,
         role: str = "scheduler",
         lock_timeout: float = 1.0,
     ) -> None:
@@ -55,10 +56,11 @@ class DeviceTier:
             name: name of the index in shared memory; one for each data-parallel rank.
             block_tokens: tokens of a device block.
             blocks: number of device blocks; None: given later, by `set_blocks`.
+            eviction: the order in which blocks go; None: see `PageIndex.create`.
             role: role of this process.
             lock_timeout: seconds; besides this process only tools take this lock.
         """
-        self.name = name
+        self.name, self._order = name, eviction
         self.block_tokens = _arguments.count(block_tokens, "block_tokens", 1, 1 << 20)
         self._role, self._lock_timeout = role, lock_timeout
         self._evicted: Counter[str] = Counter()
@@ -90,6 +92,7 @@ class DeviceTier:
             role=self._role,
             config={"block_tokens": self.block_tokens},
             independent=self.independent,
+            eviction=self._order,
             lock_timeout=self._lock_timeout,
         )
         self._began()

@@ -80,7 +80,8 @@ class EngineKV:
         return max(plane.block_units for plane in self.planes.planes.values())
 
     def manager(self, index: str, *, block_tokens: int | None = None, **how: Any) -> KVCacheManager:
-        """A manager of all blocks of these tensors. `close` closes it, if it is still open.
+        """A manager of all blocks of these tensors, which go in the cache's order of eviction.
+        `close` closes it, if it is still open.
 
         Args:
             index: name of the index of this device's blocks, one for each engine or data-parallel
@@ -100,7 +101,8 @@ class EngineKV:
         )
         if "counters" not in how:
             how["counters"] = self._node_counters()
-        device = ManagedBlocks(index, block_tokens=size, blocks=self.slots // size)
+        blocks, order = self.slots // size, self.cache.index.eviction
+        device = ManagedBlocks(index, block_tokens=size, blocks=blocks, eviction=order)
         try:
             manager = KVCacheManager(self.cache, device, self.backend, **how)
         except BaseException:

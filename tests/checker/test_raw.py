@@ -26,7 +26,7 @@ def keys(seed: int, n: int) -> Any:
 @pytest.fixture
 def rich(segment_name: str) -> Iterator[Any]:
     """A copy of an index in which there is some of everything."""
-    with PageIndex.create(segment_name, pages=PAGES) as index:
+    with PageIndex.create(segment_name, pages=PAGES, eviction="lru") as index:
         for seed in (1, 2):
             with index.reserve(keys(seed, 6)) as got:
                 got.publish()
@@ -298,7 +298,7 @@ def test_undoing_agrees(rich: Any) -> None:
 @pytest.mark.slow
 def test_a_million_pages(segment_name: str) -> None:
     """Large indexes are checked too, in seconds."""
-    with PageIndex.create(segment_name, pages=1_000_000) as index:
+    with PageIndex.create(segment_name, pages=1_000_000, eviction="lru") as index:
         for seed in range(4):
             with index.reserve(keys_far(seed, 25_000)) as got:
                 got.publish()

@@ -35,7 +35,9 @@ class ClientRules(MachineBase):
     def begin(self, configuration: tuple[int, int | None]) -> None:
         pages, self.bucket = configuration
         self.model = Model(pages)
-        index = PageIndex.create(self.name, pages=pages, independent=bool(self.independent))
+        index = PageIndex.create(
+            self.name, pages=pages, independent=bool(self.independent), eviction="lru"
+        )
         self.view = IndexView(index)
         self.clients = [Client(index, index.client_id.slot, self.model.spaces[0])]
 

@@ -176,7 +176,7 @@ def test_b10_waiting_while_paused_says_so(worlds: Any) -> None:
 
 
 def test_b11_eviction_from_the_leaves_in_order_of_use(worlds: Any) -> None:
-    world = worlds(blocks=12)
+    world = worlds(blocks=12, eviction="lru")
     for request, seed in (("a", 0), ("b", 1), ("c", 2)):
         world.run(request, tokens(17, seed))
     world.run("a2", tokens(17))  # used again

@@ -48,6 +48,7 @@ class World:
         costs: Any = None,
         storage: Any = None,
         weights: str = "",
+        eviction: str | None = None,
         **config: Any,
     ) -> None:
         """Opens everything; `close` closes it.
@@ -55,13 +56,14 @@ class World:
         Args:
             blocks: of the device; None: said later.
             cache: the host's; None: one of its own.
+            eviction: the order of the device's index.
             config: of the manager.
         """
         self.own = cache is None
         self.cache = cache or open_cache(name, pages, page)
         self.store = StampedDevice(blocks or 0, block)
         kind = ManagedBlocks if owned else MirroredBlocks
-        self.device = kind(f"{name}.device", block_tokens=block, blocks=blocks)
+        self.device = kind(f"{name}.device", block_tokens=block, blocks=blocks, eviction=eviction)
         self.backend = StampedBackend(self.cache, self.store)
         try:
             self.manager = KVCacheManager(

@@ -59,7 +59,7 @@ def test_who_says_none_takes_what_is_there(segment_name: str, eviction: str) -> 
         with pytest.raises(LayoutMismatch, match="pages: expected 9, found 8; use"):
             PageIndex.open(segment_name, pages=9, config=config)
     with PageIndex.open(f"{segment_name}-new", pages=8) as new:
-        assert new.eviction == "lru"
+        assert new.eviction == "hz"
 
 
 def test_of_a_default_name_an_existing_cache_keeps_its_order(
@@ -68,9 +68,9 @@ def test_of_a_default_name_an_existing_cache_keeps_its_order(
     """As it keeps its size."""
     own = {"page_bytes": 4096, "fingerprint": "f", "secret_file": tmp_path / "secret"}
     with Cache.open(model=segment_name, pages=4, **own) as made:
-        with Cache.open(model=segment_name, pages=4, eviction="hz", **own) as opened:
-            assert opened.index.eviction == "lru"
-        assert '"hz" was asked for' in caplog.text
+        with Cache.open(model=segment_name, pages=4, eviction="lru", **own) as opened:
+            assert opened.index.eviction == "hz"
+        assert '"lru" was asked for' in caplog.text
         assert f"lightcache rm {made.name}" in caplog.text
 
 

@@ -170,7 +170,7 @@ class Room:
             patch.setattr(f"lightcache.{module}.CHUNK_BYTES", PAGE)
 
     def available(self, **_: Any) -> memory.FreeMemory:
-        """Pools alone are counted; indexes are small."""
+        """Pools alone are counted; indexes are small with "lru"."""
         return memory.FreeMemory(self.pages * PAGE - self.used() + (1 << 20), "free in a test")
 
     def used(self) -> int:
@@ -201,7 +201,7 @@ class Family:
         self.model = model
 
     def open(self, fingerprint: str, pages: int = 64, **more: Any) -> Cache:
-        how = {"fingerprint": fingerprint, "pages": pages, "grow": False}
+        how = {"fingerprint": fingerprint, "pages": pages, "grow": False, "eviction": "lru"}
         return Cache.open(**FORM, model=self.model, **how, **more)
 
     def name(self, fingerprint: str) -> str:
@@ -225,6 +225,7 @@ def test_unused_ones_give_way_when_room_is_needed(family: Family, room: Room) ->
     room.pages = 300
     stranger = Family(f"{family.model.partition('@')[0]}-x")
     mine = {**FORM, "pages": 64, "fingerprint": "f", "grow": False, "model": family.model}
+    mine["eviction"] = "lru"
     named = f"{stranger.model}-mine"
     full(family.open("older")).close()
     full(family.open("old")).close()

@@ -187,7 +187,7 @@ def test_the_index_says_only_what_its_calls_do_by_default(segment_name: str) -> 
 def test_both_kinds_in_one_index(segment_name: str) -> None:
     """A prefix goes from its end; what is independent goes by its last use, and holds back no page
     of a prefix that it comes behind."""
-    with PageIndex.create(segment_name, pages=PAGES) as index:
+    with PageIndex.create(segment_name, pages=PAGES, eviction="lru") as index:
         path = prompt(1, 6)
         with index.reserve(path[:3]) as new:
             new.publish()

@@ -15,6 +15,7 @@ from support.refusals import refused
 from support.scripts import with_support
 
 from lightcache import ConfigError, Detached, LeaseLost, NoSpace, PageIndex
+from lightcache.layout import EVICTIONS
 
 Script = Callable[..., Any]
 
@@ -71,7 +72,7 @@ def test_a_shortened_lease_keeps_its_first_pages(index: PageIndex) -> None:
     refused(LeaseLost, "released before", lease.shorten, 0)
 
 
-def test_uncounted_lookups_pin_and_age_as_others(index: PageIndex) -> None:
+def test_uncounted_lookups_are_no_hits(index: PageIndex) -> None:
     have = fill(index, 1, 4)
     space = np.concatenate([have, prompt(2, 2)])
     bounds = np.array([0, 4, 6])
@@ -83,10 +84,18 @@ def test_uncounted_lookups_pin_and_age_as_others(index: PageIndex) -> None:
     index.match_many(space, bounds).release()
     (client,) = index.clients()
     assert (client.lookups, client.hit_pages, client.missed_pages) == (6, 8, 2)
-    older = fill(index, 3, 4)
-    index.match(have, count=False).release()
-    index.evict(4)
-    assert (index.peek(have), index.peek(older)) == (4, 0)
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_uncounted_lookups_age_as_others_with_lru(segment_name: str, eviction: str) -> None:
+    """With "hz" they do once they are said to be uses."""
+    with PageIndex.create(segment_name, pages=16, eviction=eviction) as index:
+        have, later = fill(index, 1, 4), fill(index, 3, 4)
+        with index.match(have, count=False) as lease:
+            if eviction == "hz":
+                lease.count_use()
+        index.evict(4)
+        assert (index.peek(have), index.peek(later)) == (4, 0)
 
 
 def test_what_is_detached_is_unpinned_by_its_pages(index: PageIndex) -> None:

@@ -97,7 +97,8 @@ def start(segment_name: str, tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
 @pytest.mark.parametrize("scene", SCENES)
 def test_as_theirs(scene: str, start: Callable[..., Any]) -> None:
-    manager, worker, router = (start(kind) for kind in ("manager", "worker", "router"))
+    kinds = ("manager", "worker", "router")
+    manager, worker, router = (start(kind, eviction="lru") for kind in kinds)
     manager.collect()  # finds the others
     answers = SCENES[scene](Manager(manager), Worker(worker), Worker(router), PAGES)
     assert answers == THEIRS[scene]

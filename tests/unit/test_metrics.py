@@ -33,7 +33,7 @@ PAGES, PAGE_BYTES = 8, 4096
 @pytest.fixture
 def cache(segment_name):
     how = {"pages": PAGES, "page_bytes": PAGE_BYTES, "fingerprint": "f", "secret": b"s" * 16}
-    with Cache.create(segment_name, **how, role="engine") as made:
+    with Cache.create(segment_name, **how, role="engine", eviction="lru") as made:
         made.pool.prefault()
         yield made
 

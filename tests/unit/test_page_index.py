@@ -72,12 +72,13 @@ def test_an_index_that_says_two_sizes(segment_name: str) -> None:
 # ---------------------------------------------------------------- eviction
 
 
-def test_reserving_evicts_the_least_recently_used(index: PageIndex) -> None:
-    chains = [fill(index, name, 4) for name in range(4)]
-    index.match(chains[0]).release()
-    with index.reserve(prompt(9, 5)) as new:
-        assert len(new.new) == 5
-        assert [index.peek(c) for c in chains] == [4, 0, 3, 4]
+def test_reserving_evicts_the_least_recently_used(segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=16, eviction="lru") as index:
+        chains = [fill(index, name, 4) for name in range(4)]
+        index.match(chains[0]).release()
+        with index.reserve(prompt(9, 5)) as new:
+            assert len(new.new) == 5
+            assert [index.peek(c) for c in chains] == [4, 0, 3, 4]
 
 
 # ---------------------------------------------------------------- check and repair

@@ -20,7 +20,7 @@ PAGES = 64
 
 @pytest.fixture
 def index(segment_name: str) -> Iterator[PageIndex]:
-    with PageIndex.create(segment_name, pages=PAGES) as made:
+    with PageIndex.create(segment_name, pages=PAGES, eviction="lru") as made:
         yield made
 
 

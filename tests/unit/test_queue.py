@@ -12,6 +12,7 @@ from lightcache import PageIndex
 from lightcache.layout import RootRecord
 
 PAGES = 24
+EVICTION = "lru"
 
 
 def put(index: PageIndex, name: int) -> None:

@@ -72,7 +72,7 @@ def test_one_pass_is_what_the_index_serves(pages: int, tmp_path: Path, segment_n
     trace = random_trace(tmp_path, pages)
     keys = np.random.default_rng(pages).integers(0, 2**64, (trace.distinct, 2), dtype=np.uint64)
     found = []
-    with PageIndex.create(segment_name, pages=pages, role="test") as index:
+    with PageIndex.create(segment_name, pages=pages, eviction="lru", role="test") as index:
         begins = (trace.ends - trace.lengths).tolist()
         for begin, end, most in zip(begins, trace.ends, trace.matchable.tolist(), strict=True):
             path = keys[trace.blocks[begin:end]]

@@ -77,7 +77,7 @@ def make(name: str, **how: Any) -> Cache:
 
 @pytest.fixture
 def cache(segment_name: str) -> Iterator[Cache]:
-    with make(segment_name, role="engine 1") as made:
+    with make(segment_name, role="engine 1", eviction="lru") as made:
         yield made
 
 

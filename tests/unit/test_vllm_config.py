@@ -308,7 +308,8 @@ def test_a_cache_that_is_there_needs_no_room(
     name = cache_name(segment_name, "of another layout")
     monkeypatch.setattr(memory, "available", lambda: FreeMemory(1 << 20, "left"))
     assert run("vllm-config", segment_name, "--size", "1GiB", status=1)
-    with Cache.create(name, pages=4, page_bytes=4096, fingerprint="f", grow=False):
+    how = {"pages": 4, "page_bytes": 4096, "fingerprint": "f", "grow": False, "eviction": "lru"}
+    with Cache.create(name, **how):
         run("vllm-config", segment_name, "--size", "1GiB")
     assert not Segment.unlink(name)
 

@@ -806,7 +806,7 @@ def test_all_is_saved_without_the_option_or_beside_a_storage(
 def test_an_order_that_admission_does_nothing_with_is_said(
     segment_name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Engine(segment_name, admission=True) as engine:
+    with Engine(segment_name, admission=True, eviction="lru") as engine:
         opened = engine.scheduler.usable()
         assert opened is not None
         assert opened.cache.index.eviction == "lru"

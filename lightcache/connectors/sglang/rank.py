@@ -499,13 +499,13 @@ class Rank(CachePart[Opened]):
             if (opened := self.usable()) is None:
                 return
             space, keys = opened.space(self._weights)
-            match = partial(opened.cache.index.match, count=False, namespace=space)
-            for key in keys.encode(list(used))[:, None]:
-                match(key).release()
+            touched = list(keys.encode(list(used))[:, None])
             for group in opened.groups[1:]:
                 most = group.rule.most(opened.page_tokens)
-                for last in used.values():
-                    match(group.run.keys(keys.encode(last[-most:]))).release()
+                touched += [group.run.keys(keys.encode(last[-most:])) for last in used.values()]
+            for each in touched:
+                with opened.cache.index.match(each, count=False, namespace=space) as lease:
+                    lease.count_use()
 
     # ---- loads
 
@@ -554,6 +554,7 @@ class Rank(CachePart[Opened]):
         for group in opened.groups:
             wanted = group.run.keys(encoded[finder.first(group, pages) :])
             leases.append(opened.cache.index.match(wanted, count=False, namespace=space))
+            leases[-1].count_use()
             if (found := len(leases[-1])) < len(wanted):
                 self._give_back(leases)
                 raise LeaseLost(

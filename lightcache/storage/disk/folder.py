@@ -351,6 +351,7 @@ class Folder:
             pages=self.header.slots,
             config=_config(self.header),
             lifetime=lifetime,
+            eviction="lru",  # what goes on disk is written behind what a host has learned
             role="disk",
         )
         try:
