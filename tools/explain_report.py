@@ -312,7 +312,9 @@ def _last_use(pages: list[Facts]) -> str | None:
         low, high = age(min(seconds)), age(max(seconds))
         return f"{low} ago" if low == high else f"{low} to {high} ago"
     calls = [page["unused_calls"] for page in pages if page["unused_calls"] is not None]
-    return f"{counted(max(calls), 'call')} ago" if calls else None
+    if not calls:
+        return None
+    return f"{counted(max(calls), 'call')} ago" if max(calls) else "in the last call"
 
 
 def _elsewhere(told: Facts) -> RenderableType:
