@@ -222,6 +222,26 @@ def test_another_namespace(cache: Cache, ask: Ask) -> None:
     assert any("was cleared, as after a change of weights" in each for each in told["advice"])
 
 
+def test_a_namespace_that_is_being_cleared(
+    cache: Cache, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages are still there, and no lookup finds them, asked for or not."""
+    space = cache.namespace("step-2")
+    put(cache, prompt(1), namespace=space)
+    listed = explain.facts.namespaces
+
+    def clearing(image: Any) -> list[dict[str, Any]]:
+        return [{**each, **({"state": "clearing"} if each["weights"] else {})}
+                for each in listed(image)]  # fmt: skip
+
+    monkeypatch.setattr(explain.facts, "namespaces", clearing)
+    told = ask(prompt(1), "--weights", "step-2")
+    assert (told["hit_tokens"], states(told)) == (0, ["ready"] * 6)
+    assert "is there, but its namespace is not open" in told["verdict"]
+    assert ask(prompt(1))["elsewhere"] == []
+    assert ask(prompt(1), "--weights", "step-2", "--salt", "s")["elsewhere"] == []
+
+
 def test_a_page_in_another_namespace_than_its_key_says(cache: Cache, ask: Ask) -> None:
     space = cache.namespace("step-2")
     with cache.reserve(cache.hash_pages(prompt(1)), namespace=space) as new:
@@ -229,6 +249,7 @@ def test_a_page_in_another_namespace_than_its_key_says(cache: Cache, ask: Ask) -
     told = ask(prompt(1))
     assert (told["hit_tokens"], states(told)[0]) == (0, "other namespace")
     assert "in another namespace than its key says" in told["verdict"]
+    assert ask(prompt(1), "--weights", "step-2")["elsewhere"] == []
 
 
 def test_another_fingerprint(cache: Cache, segment_name: str, ask: Ask) -> None:
@@ -452,6 +473,8 @@ def test_against_a_trace(cache: Cache, ask: Ask, tmp_path: Path) -> None:
     for keys in (cache.hash_pages(prompt(7)), cache.hash_pages(prompt(1)[:50]), salted):
         recorder.note(len(keys) * TOKENS + 2, keys, TOKENS)
     recorder.close()
+    first = json.loads(path.read_text().splitlines()[0])["hash_ids"][0]
+    assert first == int(cache.hash_pages(prompt(7))[0, 0]) % 2**53
     against = ask(prompt(1), "--against", path)["against"]
     assert (against["request"], against["same_pages"], against["requests"]) == (2, 3, 3)
     told = ask(prompt(1), "--salt", "s", "--against", path)
