@@ -10,8 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
+
 from lightcache import layout
+from lightcache._arguments import Keys
 from lightcache.layout import Cause
+from lightcache.shm.layout import SegmentHeader
 
 SIZES = (1.125, 1.25, 1.5, 2.0, 3.0, 5.0)
 """Times its pages that a cache would have: those for which `Sample.returned` is counted."""
@@ -107,4 +112,52 @@ def read(address: int, place: layout.Geometry) -> Evictions:
     return evictions_of(root, layout.LearntRecord.from_buffer_copy(learnt))
 
 
-__all__ = ["BOUNDS", "EXPECTED", "GAPS", "SIZES", "TURNS", "Evictions", "Sample"]
+# ---- Ghosts: what is remembered of pages that went. lightcache/native/ghosts.c writes them.
+
+TICK_NS = 4096
+"""Of an index's ticks, with eviction "hz"."""
+TICK_MAX = (1 << 48) - 1
+_GHOSTS, _LEAST, _WAYS = 16, 65536, 4
+"""Ghosts a page, at least so many, and how many a line has."""
+_NAME, _TIME, _COARSE, _FACTOR = 0x7FFFF, 28, 6, 0x9E3779B97F4A7C15
+"""Bits of a ghost that name its key, below its time, which is in 2^6 ticks."""
+
+
+def ghosts_of(
+    copy: npt.NDArray[np.uint8], place: layout.Geometry, keys: Keys, tick: int
+) -> npt.NDArray[np.float64]:
+    """What an index with eviction "hz" remembers of keys that have no page: seconds since the last
+    use, NaN where it remembers nothing. When the page went is not remembered: it was after that
+    use. A key that was refused as not worth a page is remembered as if it had gone at once. A ghost
+    has 19 bits of its key: of 130,000 keys that were never there, one is taken for known.
+
+    Args:
+        copy: of the segment, or of a part of it that has all of `place`.
+        tick: now.
+    """
+    found = np.full(len(keys), np.nan)
+    if place.advice == place.end or not len(keys):
+        return found
+    start = int(place.advice) + ctypes.sizeof(layout.LearntRecord)
+    count = max(_GHOSTS * int(place.pages), _LEAST)
+    lines = copy[start : start + 8 * count].view(np.uint64).reshape(-1, _WAYS)
+    secret = np.uint64(int.from_bytes(copy[_UUID : _UUID + 8].tobytes(), "little"))
+    hashed = ((keys[:, 0] ^ secret) * np.uint64(_FACTOR)) ^ keys[:, 1]  # modulo 2^64
+    at = (hashed >> np.uint64(32)) * np.uint64(len(lines)) >> np.uint64(32)
+    name = np.maximum(hashed & np.uint64(_NAME), np.uint64(1))
+    line = lines[at.astype(np.int64)]
+    same = line & np.uint64(_NAME) == name[:, None]
+    which = same.argmax(axis=1)
+    then = line[np.arange(len(keys)), which] >> np.uint64(_TIME)
+    most = (1 << 64 - _TIME) - 1
+    age = (np.uint64(tick >> _COARSE) - then) & np.uint64(most)
+    age[age > most // 2] = 0  # as of a tick in the future
+    known = same.any(axis=1)
+    found[known] = age[known] * (TICK_NS * (1 << _COARSE) / 1e9)
+    return found
+
+
+_UUID = SegmentHeader.uuid.offset
+
+__all__ = ["BOUNDS", "EXPECTED", "GAPS", "SIZES", "TICK_MAX", "TICK_NS", "TURNS", "Evictions",
+           "Sample", "ghosts_of"]  # fmt: skip

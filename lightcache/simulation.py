@@ -8,12 +8,14 @@ gives, for every block of every request, the smallest cache in which it hits: 1 
 that the node used since.
 
 *An order of eviction is added* in `ORDERS`. One that is no stack algorithm is simulated, size by
-size.
+size: "hz" by the index itself, with its clock set to the times of the trace.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from lightcache._arguments import Keys
+from lightcache.page_index import PageIndex
 from lightcache.router import mixed
 from lightcache.traces import Ints, Trace
 
@@ -38,11 +42,15 @@ _SEED = 1
 class NodeCache(Protocol):
     """The cache of a node."""
 
-    def use(self, blocks: Sequence[int]) -> list[int]:
-        """A request's blocks, from the root on, become cached. Returns those that are evicted."""
+    def use(self, blocks: Sequence[int], seconds: float) -> list[int]:
+        """A request's blocks, from the root on, become cached, so long after the first request.
+        Returns those that are evicted."""
 
-    def __contains__(self, block: int) -> bool:
-        """Whether it is cached."""
+    def cached(self, blocks: Sequence[int]) -> int:
+        """How many of a request's blocks are cached, from the root on."""
+
+    def close(self) -> None:
+        """Give up what it holds."""
 
 
 class LRU:
@@ -52,7 +60,7 @@ class LRU:
         self._pages = pages
         self._used: OrderedDict[int, None] = OrderedDict()
 
-    def use(self, blocks: Sequence[int]) -> list[int]:
+    def use(self, blocks: Sequence[int], seconds: float) -> list[int]:
         """See `NodeCache`."""
         used = self._used
         for block in reversed(blocks):
@@ -60,8 +68,61 @@ class LRU:
             used.move_to_end(block)
         return [used.popitem(last=False)[0] for _ in range(len(used) - self._pages)]
 
-    def __contains__(self, block: int) -> bool:
-        return block in self._used
+    def cached(self, blocks: Sequence[int]) -> int:
+        """See `NodeCache`."""
+        return sum(1 for _ in itertools.takewhile(self._used.__contains__, blocks))
+
+    def close(self) -> None:
+        """See `NodeCache`."""
+
+
+class HZ:
+    """The order "hz", by an index in shared memory: 330 bytes a page, and 1.3 MB at least. A
+    request matches its blocks, then reserves and publishes what it did not find, as an engine does.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, pages: int) -> None:
+        """Raises: NoSpace: shared memory has no room for the index."""
+        name = f"replay-{os.getpid()}-{next(self._numbers)}"
+        self._index = PageIndex.create(name, pages=pages, eviction="hz", role="replay")
+        self._block_of: dict[int, int] = {}
+        """By page."""
+
+    def use(self, blocks: Sequence[int], seconds: float) -> list[int]:
+        """See `NodeCache`."""
+        keys, gone = _keys(blocks), []
+        self._index.set_clock(1 + seconds)
+        with self._index.match(keys) as lease:
+            if len(lease) < len(keys):
+                with self._index.reserve(keys, len(lease)) as new:
+                    new.publish()
+                    gone += [blocks[at] for at in new.missing.tolist()]  # never came to be
+                    for page, at in zip(new.pages.tolist(), new.new.tolist(), strict=True):
+                        if page in self._block_of:  # it went to make room for this one
+                            gone.append(self._block_of[page])
+                        self._block_of[page] = blocks[at]
+        return gone
+
+    def cached(self, blocks: Sequence[int]) -> int:
+        """See `NodeCache`."""
+        return self._index.peek(_keys(blocks))
+
+    def close(self) -> None:
+        """See `NodeCache`."""
+        self._index.close()
+
+
+def _keys(blocks: Sequence[int]) -> Keys:
+    """Keys that look random: both words of a block's number, mixed as by SplitMix64."""
+    x = (2 * np.array(blocks, np.uint64)[:, None] + np.arange(1, 3, dtype=np.uint64)) * _STEP
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.ascontiguousarray(x ^ (x >> np.uint64(31)))
+
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
@@ -74,7 +135,7 @@ class Order:
     """Whether `pages_needed` tells what it serves."""
 
 
-ORDERS = {"lru": Order(LRU, stack=True)}
+ORDERS = {"lru": Order(LRU, stack=True), "hz": Order(HZ)}
 
 
 # ---- one pass for all sizes
@@ -144,16 +205,28 @@ def hits_of(trace: Trace, there: NDArray[np.bool_]) -> Ints:
 
 
 def simulated(trace: Trace, nodes: Ints, order: Order, pages: int) -> Ints:
-    """`cached_of`, one request after the other; for any order."""
+    """`cached_of`, one request after the other; for any order.
+
+    Raises:
+        What the order's cache raises.
+    """
     caches: dict[int, NodeCache] = {}
     cached = np.zeros(len(trace), np.int64)
-    for number, (path, node) in enumerate(zip(_paths(trace), nodes.tolist(), strict=True)):
-        if node not in caches:
-            caches[node] = order.cache(pages)
-        cache = caches[node]
-        cached[number] = sum(1 for _ in itertools.takewhile(cache.__contains__, path))
-        cache.use(path)
+    requests = zip(_paths(trace), nodes.tolist(), _since(trace), strict=True)
+    with contextlib.ExitStack() as stack:
+        for number, (path, node, seconds) in enumerate(requests):
+            if node not in caches:
+                caches[node] = order.cache(pages)
+                stack.callback(caches[node].close)
+            cached[number] = caches[node].cached(path)
+            caches[node].use(path, seconds)
     return cached
+
+
+def _since(trace: Trace) -> list[float]:
+    """Seconds of each request after the first."""
+    seconds: list[float] = (trace.seconds - trace.seconds[0]).tolist()
+    return seconds
 
 
 def _paths(trace: Trace) -> list[list[int]]:
@@ -187,10 +260,23 @@ def by_load(trace: Trace, nodes: int, tokens_per_s: float) -> Ints:
 
 def by_prefix(trace: Trace, nodes: int, tokens_per_s: float, order: Order, pages: int) -> Ints:
     """The node with the least cost, as `lightcache.Router` has it: tokens to compute, a tenth of
-    those to load, and the tokens that wait there. Depends on what the caches hold."""
+    those to load, and the tokens that wait there. Depends on what the caches hold.
+
+    Raises:
+        What the order's cache raises.
+    """
+    with contextlib.ExitStack() as stack:
+        caches: list[NodeCache] = []
+        for _ in range(nodes):
+            caches.append(order.cache(pages))
+            stack.callback(caches[-1].close)
+        return _by_prefix(trace, tokens_per_s, caches)
+
+
+def _by_prefix(trace: Trace, tokens_per_s: float, caches: Sequence[NodeCache]) -> Ints:
+    nodes, since = len(caches), _since(trace)
     found = np.zeros(len(trace), np.int64)
     waiting, last = np.zeros(nodes), 0.0
-    caches = [order.cache(pages) for _ in range(nodes)]
     holders: list[set[int]] = [set() for _ in range(trace.distinct)]
     times, lengths = trace.seconds.tolist(), trace.tokens.tolist()
     for number, (path, most) in enumerate(
@@ -207,7 +293,7 @@ def by_prefix(trace: Trace, nodes: int, tokens_per_s: float, order: Order, pages
         node = _least(waiting - (1 - HOST_WEIGHT) * cached, path[0] if path else number)
         found[number] = node
         waiting[node] += lengths[number] - cached[node]
-        gone = caches[node].use(path)
+        gone = caches[node].use(path, since[number])
         for block in path:
             holders[block].add(node)
         for block in gone:
@@ -222,6 +308,7 @@ def _least(costs: NDArray[np.float64], key: int) -> int:
 
 
 __all__ = [
+    "HZ",
     "LRU",
     "NEVER",
     "ORDERS",

@@ -80,7 +80,7 @@ def read(path: Path, block_tokens: int | None = None) -> Trace:
         ConfigError: it cannot be read, is empty, cut, or of another form; the message names the
             line.
     """
-    found = sorted(_lines(path, block_tokens), key=lambda line: line[0])
+    found = sorted(lines(path, block_tokens), key=lambda line: line[0])
     if not found:
         raise ConfigError(f"{path}: expected a trace, found an empty file; record it again")
     sizes = {size for _, _, size, _ in found}
@@ -109,8 +109,14 @@ def read(path: Path, block_tokens: int | None = None) -> Trace:
     )
 
 
-def _lines(path: Path, block_tokens: int | None) -> Iterator[tuple[float, int, int, list[int]]]:
-    """Seconds, tokens, tokens of a block, and ids."""
+def lines(
+    path: Path, block_tokens: int | None = None
+) -> Iterator[tuple[float, int, int, list[int]]]:
+    """The requests of a file as they stand there: seconds, tokens, tokens of a block, and ids.
+
+    Raises:
+        ConfigError: as `read`, but for an empty file.
+    """
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
@@ -169,6 +175,12 @@ def _request(
     return at / 1000, tokens, size, ids
 
 
+def ids_of(keys: Keys) -> list[int]:
+    """The `hash_ids` that a `Recorder` writes of these keys: 53 bits of each, which JSON holds."""
+    ids: list[int] = (keys[:, 0] & _ID).tolist()
+    return ids
+
+
 class Recorder:
     """Appends a line for each request to a file, which is made with mode 0600. Processes may share
     a file: a line is one write. What cannot be written is said once, and nothing is tried again.
@@ -181,15 +193,15 @@ class Recorder:
         self._failed = False
 
     def note(self, tokens: int, keys: Keys, page_tokens: int) -> None:
-        """A request came: the tokens of its prompt, and the keys of all of its full pages. Of each
-        key 53 bits are written: ids that JSON holds. They tell nothing of tokens to a reader who
-        has not the secret. Never raises."""
+        """A request came: the tokens of its prompt, and the keys of all of its full pages. What is
+        written of keys (`ids_of`) tells nothing of tokens to a reader who has not the secret. Never
+        raises."""
         if self._failed:
             return
         line = {
             "timestamp": int(time.time() * 1000),
             "input_length": tokens,
-            "hash_ids": (keys[:, 0] & _ID).tolist(),
+            "hash_ids": ids_of(keys),
             "block_tokens": page_tokens,
         }
         try:
@@ -228,4 +240,4 @@ def _open_to_append(path: str | Path) -> tuple[int, bytes]:
 
 _ID = np.uint64((1 << 53) - 1)
 
-__all__ = ["BLOCK_TOKENS", "Recorder", "Trace", "read"]
+__all__ = ["BLOCK_TOKENS", "Recorder", "Trace", "ids_of", "lines", "read"]

@@ -13,6 +13,7 @@ COMMANDS = {
     "ls": ("ls", "List all segments of this machine."),
     "top": ("top", "Watch the caches: hits, room, transfers, clients, warnings."),
     "dump": ("dump", "Show the content of a cache, without touching it."),
+    "explain": ("explain", "Say why a prompt hits a cache, or does not."),
     "check": ("check", "Derive every invariant of a cache again, from a copy."),
     "create": ("create", "Create a cache and give it its memory."),
     "rm": ("maintenance", "Remove a cache, its pool and its counters."),

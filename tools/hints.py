@@ -4,13 +4,19 @@ cause and the remedy. `dump` prints them."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from lightcache.errors import LightcacheError
 from lightcache.shm import clients, names
 from lightcache.shm import layout as shm_layout
-from lightcache.storage.service.board import LAYOUT, board_name, stats_in, words_in
+from lightcache.storage.service.board import (
+    LAYOUT,
+    ServiceStats,
+    board_name,
+    stats_in,
+    words_in,
+)
 from lightcache.tools import facts
 from lightcache.tools.image import Copy, Image, read_any
 
@@ -259,14 +265,34 @@ def _managers(seen: SeenCache) -> Iterator[Hint]:
                 yield Hint(f"so far {sums[name]:,} {pages}{text}")
 
 
+@dataclass(frozen=True)
+class SeenBoard:
+    """The board of a cache's storage service and its clients, as copied."""
+
+    copy: Copy
+    words: Mapping[str, int]
+    stats: ServiceStats
+
+
+def board_of(name: str, uuid: str) -> SeenBoard:
+    """Copy the board of a cache.
+
+    Raises:
+        As `read_any`; NotReady: it has neither a service nor a client of one.
+    """
+    copy = read_any(board_name(name, uuid), layout_facts=LAYOUT)
+    words = words_in(copy.data.data[shm_layout.PAYLOAD_OFFSET :])
+    service = words["service"]
+    alive = any(one.alive and one.slot | one.epoch << 8 == service for one in copy.clients)
+    return SeenBoard(copy, words, stats_in(words, alive))
+
+
 def _storage(seen: SeenCache) -> Iterator[Hint]:
     """The storage service of this cache: its own report, and whether it exists."""
     with contextlib.suppress(LightcacheError, OSError, ValueError):
-        found = read_any(board_name(seen.name, seen.image.info.uuid), layout_facts=LAYOUT)
-        words = words_in(found.data.data[shm_layout.PAYLOAD_OFFSET :])
-        service, pid = words["service"], words["pid"]
-        alive = any(one.alive and one.slot | one.epoch << 8 == service for one in found.clients)
-        board = stats_in(words, alive)
+        seen_board = board_of(seen.name, seen.image.info.uuid)
+        found, board = seen_board.copy, seen_board.stats
+        service, pid = seen_board.words["service"], seen_board.words["pid"]
         start = f"`lightcache storage {seen.name} --url ...` starts one"
         if not board.serving and service:  # it did not end in order
             yield Hint(f"storage is not used: its service (pid {pid}) is gone; {start}", stops=True)

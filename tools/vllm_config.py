@@ -16,6 +16,7 @@ import click
 
 from lightcache._arguments import format_size, parse_size
 from lightcache.cache import cache_name
+from lightcache.connectors.model_facts import name_of
 from lightcache.connectors.vllm.model import blocks_per_page
 from lightcache.connectors.vllm.options import Options
 from lightcache.connectors.vllm.room import shortage
@@ -24,6 +25,7 @@ from lightcache.kernels import KVGroup, PageGeometry
 from lightcache.page_index import geometry
 from lightcache.shm import list_segments
 from lightcache.storage.disk.backend import parse
+from lightcache.storage.urls import is_service
 from lightcache.tools.output import BROKEN, Command, emit, json_option
 
 CONNECTOR = {
@@ -157,6 +159,7 @@ def vllm_config(
     problems = [*of_model(config), *of_machine(model, options, page)]
     value = {**CONNECTOR, "kv_connector_extra_config": extra}
     line = f"vllm serve {shlex.quote(model)} --kv-transfer-config {shlex.quote(json.dumps(value))}"
+    second = service_line(model, options)
     notes = [*of_page(model, page, why), REFUSED, NOT_SERVED]
     if config is not None and has_states(config):
         line += " --enable-prefix-caching"
@@ -165,6 +168,7 @@ def vllm_config(
         emit(
             {
                 "line": line,
+                "storage_line": second,
                 "kv_transfer_config": value,
                 "page": None if page is None else asdict(page),
                 "problems": problems,
@@ -173,12 +177,25 @@ def vllm_config(
         )
     else:
         click.echo(line)
+        if second is not None:
+            click.echo(f"and, once an engine has made the cache: {second}", err=True)
         for problem in problems:
             click.echo(f"does not work: {problem}", err=True)
         for note in notes:
             click.echo(f"note: {note}", err=True)
     if problems:
         ctx.exit(BROKEN)
+
+
+def service_line(model: str, options: Options) -> str | None:
+    """What starts the storage service that engines with the storage "service:" ask; None: they have
+    their own, or none. The URL is an example."""
+    if not is_service(options.storage):
+        return None
+    return (
+        f"lightcache storage {shlex.quote(name_of(model))} "
+        "--url 'disk:/mnt/nvme/cache?capacity=1TiB'"
+    )
 
 
 # ---- the model

@@ -17,6 +17,7 @@ import pytest
 from click.testing import Result
 
 from lightcache import ConfigError, PageIndex, traces
+from lightcache.shm import list_segments
 from lightcache.simulation import (
     ORDERS,
     by_chance,
@@ -111,6 +112,52 @@ def test_an_order_that_is_no_stack_algorithm_is_simulated(
     assert [dataclasses.replace(row, policy="lru") for row in slow] == fast
 
 
+@pytest.mark.parametrize("pages", [1, 5, 20])
+def test_hz_is_the_index_with_the_clock_of_the_trace(pages: int, tmp_path: Path) -> None:
+    """What went and what stays is known of each block; a block is there with all before it."""
+    trace, cache = random_trace(tmp_path, pages), ORDERS["hz"].cache(pages)
+    held: set[int] = set()
+    found, gone_again = 0, 0
+    for end, length, at in zip(trace.ends, trace.lengths, trace.seconds, strict=True):
+        path = trace.blocks[end - length : end].tolist()
+        count = cache.cached(path)
+        assert set(path[:count]) <= held
+        assert path[count : count + 1] == [] or path[count] not in held
+        held |= set(path)
+        gone = cache.use(path, float(at))
+        held -= set(gone)
+        found, gone_again = found + count, gone_again + len(gone)
+        assert len(held) <= pages
+    cache.close()
+    assert found > 0
+    assert gone_again
+    assert simulated(trace, zeros(trace), ORDERS["hz"], pages).sum() > 0
+
+
+def test_hz_keeps_what_comes_back_from_a_scan(tmp_path: Path) -> None:
+    """One prompt in ten is the same, the others come once: LRU forgets it in between, "hz" learns
+    to keep it. The indexes are gone in the end."""
+    prompts = [("ab" if n % 10 == 0 else chr(256 + n) + "s", 1) for n in range(1000)]
+    trace = traces.read(write(tmp_path / "t", prompts))
+    lru = cached_of(trace, pages_needed(trace, zeros(trace)) <= 16)
+    hz = simulated(trace, zeros(trace), ORDERS["hz"], 16)
+    assert hz.sum() > 1.5 * lru.sum()
+    by_prefix(trace, 3, 20, ORDERS["hz"], 4)
+    left = [each.name for each in list_segments()]
+    assert not [name for name in left if name.startswith(f"replay-{os.getpid()}-")]
+
+
+def test_hz_is_among_the_policies(run: Run, tmp_path: Path) -> None:
+    trace = write(tmp_path / "t", [("abc", 1), ("xyz", 1), ("abd", 1)] * 5)
+    given = ("replay", trace, "--nodes", "1,2", "--size", "2MiB", "--policy", "lru,hz", "--json")
+    rows = json.loads(run(*given).stdout)
+    assert [(row["nodes"], row["policy"]) for row in rows] == [
+        *((1, policy) for policy in ("lru", "hz")),
+        *((2, policy) for _ in range(3) for policy in ("lru", "hz")),
+    ]
+    assert all(row["host_tokens"] >= 0 for row in rows)
+
+
 # ---- routing
 
 
@@ -136,10 +183,7 @@ def test_by_prefix_the_cheapest_node_is_chosen(seed: int, tmp_path: Path) -> Non
     caches, waiting, chosen = [LRU.cache(pages) for _ in range(nodes)], [0.0] * nodes, set()
     for number, node in enumerate(which.tolist()):
         path = trace.blocks[trace.ends[number] - trace.lengths[number] : trace.ends[number]]
-        found = [
-            sum(1 for block in path[: trace.matchable[number]].tolist() if block in cache)
-            for cache in caches
-        ]
+        found = [cache.cached(path[: trace.matchable[number]].tolist()) for cache in caches]
         waiting = [max(0.0, tokens - (rate if number else 0)) for tokens in waiting]
         costs = [
             trace.tokens[number] - 0.9 * TOKENS * cached + tokens
@@ -147,7 +191,7 @@ def test_by_prefix_the_cheapest_node_is_chosen(seed: int, tmp_path: Path) -> Non
         ]
         assert costs[node] == pytest.approx(min(costs))
         waiting[node] += trace.tokens[number] - TOKENS * found[node]
-        caches[node].use(path.tolist())
+        caches[node].use(path.tolist(), 0.0)
         chosen.add(node)
     assert len(chosen) == nodes
 

@@ -51,6 +51,21 @@ def model(tmp_path: Path) -> Callable[..., Path]:
     return made
 
 
+def test_with_a_service_the_second_command_is_said(run: Run, model: Callable[..., Path]) -> None:
+    """Standard output stays the one line, for `$(...)`."""
+    folder = model(**LLAMA)
+    options = ("vllm-config", folder, "--size", "4GiB")
+    result = run(*options, "--storage", "service:")
+    command = "lightcache storage 'a model' --url 'disk:/mnt/nvme/cache?capacity=1TiB'"
+    assert f"and, once an engine has made the cache: {command}\n" in result.stderr
+    assert result.stdout.count("\n") == 1
+    assert json.loads(run(*options, "--storage", "service:", "--json").stdout)["storage_line"] == (
+        command
+    )
+    assert "lightcache storage" not in run(*options).stderr
+    assert json.loads(run(*options, "--json").stdout)["storage_line"] is None
+
+
 def test_the_line_is_what_vllm_reads(run: Run, model: Callable[..., Path]) -> None:
     folder = model(**LLAMA)
     storage = f"disk:{folder}?capacity=1GiB"

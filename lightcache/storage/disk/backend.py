@@ -40,7 +40,14 @@ from lightcache.storage.common import (
     checksum,
     log,
 )
-from lightcache.storage.disk.folder import Folder, How, Rebuilt, Wanted, remove_folder
+from lightcache.storage.disk.folder import (
+    Folder,
+    How,
+    Rebuilt,
+    Wanted,
+    remove_folder,
+    stored_keys,
+)
 from lightcache.storage.disk.slots import MAX_FILES, NO_PARENT, Footer, unpack
 from lightcache.storage.executor import READ, WRITE, Executor
 from lightcache.storage.protocol import (
@@ -623,6 +630,19 @@ def _health(what: str, retry: float, clock: Clock) -> CircuitBreaker:
     return CircuitBreaker(1, retry, clock, text=text, works=f"{what} is written to again", log=log)
 
 
+def stored(path: str | Path, spec: StorageSpec) -> Keys:
+    """The keys of all pages of a spec that a folder has, as far as they are on the disk: see
+    `lightcache.storage.disk.folder.stored_keys`. The folder may be in use.
+
+    Raises:
+        ConfigError: no path, or no folder. Otherwise as there.
+    """
+    place = _place(path, spec)
+    if not Path(path).is_dir():
+        raise ConfigError(f"disk: expected a folder, found {str(path)!r}, which is none")
+    return stored_keys(place, spec)
+
+
 def _place(path: str | Path, spec: StorageSpec) -> Path:
     """The folder of a spec."""
     check_spec(spec)
@@ -632,4 +652,4 @@ def _place(path: str | Path, spec: StorageSpec) -> Path:
     return Path(path) / f"lightcache-{spec.name}"
 
 
-__all__ = ["OPTIONS", "DiskStorage", "Dropped", "drop", "parse"]
+__all__ = ["OPTIONS", "DiskStorage", "Dropped", "drop", "parse", "stored"]

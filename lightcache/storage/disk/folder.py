@@ -206,6 +206,27 @@ def rebuild(index: PageIndex, slots: SlotFiles, header: Header) -> Rebuilt:
     return Rebuilt(index.pages, len(newest), dropped, unreadable, seconds)
 
 
+def stored_keys(path: Path, spec: StorageSpec) -> Keys:
+    """The keys of the pages in a folder's slots, shape (n, 2), for tools: no lock is taken and no
+    index made. Reads a block of each slot. Empty: the folder has none of these pages.
+
+    Args:
+        path: the folder of this spec.
+
+    Raises:
+        StorageError: it cannot be read, or is damaged. LayoutMismatch: it is of another version.
+    """
+    header = read_header(path)
+    if header is None:
+        return np.empty((0, 2), np.uint64)
+    slots = SlotFiles(path, header.files, header.page_bytes, direct=False)
+    with contextlib.closing(slots):
+        blocks = [block for _, block in _footers(slots, header.slots) if block]
+    found = [footer for footer in map(unpack, blocks) if footer and footer.epoch == header.epoch]
+    keys = b"".join(each.key for each in found if each.spec == bytes.fromhex(spec.name))
+    return np.frombuffer(keys, "<u8").astype(np.uint64).reshape(-1, 2)
+
+
 def _footers(slots: SlotFiles, count: int) -> Iterator[tuple[int, bytes | None]]:
     """The footer block of each slot, in order; None: it could not be read."""
 
@@ -497,4 +518,5 @@ __all__ = [
     "prepared",
     "rebuild",
     "remove_folder",
+    "stored_keys",
 ]
