@@ -9,7 +9,9 @@
 #define GHOSTS_A_PAGE 16
 #define SAMPLE UINT64_C(8192)
 #define SMALL 8192 /* pages; below, the sample is of many lives of the cache: a larger one */
-#define SMALL_SAMPLE UINT64_C(32768)
+#ifndef LCH_SMALL_SAMPLE
+#define LCH_SMALL_SAMPLE UINT64_C(32768)
+#endif
 #define HORIZON 8  /* pages named, by the pages of the cache, that the sample is of */
 
 static uint64_t ghost_count(uint64_t pages) {
@@ -22,7 +24,7 @@ uint32_t lch_ghost_lines(uint64_t pages) {
 }
 
 static uint64_t sample_size(uint64_t pages) {
-    return pages <= SMALL ? SMALL_SAMPLE : SAMPLE;
+    return pages <= SMALL ? LCH_SMALL_SAMPLE : SAMPLE;
 }
 
 uint32_t lch_sample_lines(uint64_t pages) {

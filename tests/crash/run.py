@@ -43,6 +43,8 @@ FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-pthread"]
 FLAGS += ["-DLC_SPIN_ROUNDS=20"]
 # A portion of what a dead client held is 12 pages that it was writing: scenes have few.
 FLAGS += ["-DLCI_REAP_MOST=12*LCI_REAP_PAGE"]
+# Learning looks at each entry of the sample several times, and scenes have few pages.
+FLAGS += ["-DLCH_SMALL_SAMPLE=512"]
 FLAGS += [f"-I{folder}" for folder in [*NATIVES, HERE]]
 SHARED = ["stage.c", "deeds.c", "scenes.c"]
 STEPPER = ["stepper.c", "judge.c", "touched.c", "goon.c", "trace.c"]

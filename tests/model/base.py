@@ -62,8 +62,8 @@ class Held:
     shard: int | None = None
     ticket: Handoff | None = None
     closed: bool = False
-    hits: dict[int, int] | None = None
-    """Of what `oldest` listed: hits of each page then."""
+    uses: dict[int, tuple[int, ...]] | None = None
+    """Of what `oldest` listed: what told then that each page was used."""
 
 
 @dataclass(eq=False)
@@ -95,8 +95,9 @@ class Planned:
 class MachineBase(RuleBasedStateMachine):
     """One index, up to three clients of it in this process; no rule yet."""
 
-    def __init__(self, name: str, independent: bool | None = False) -> None:
+    def __init__(self, name: str, independent: bool | None = False, eviction: str = "lru") -> None:
         super().__init__()
+        self.eviction = eviction
         self.independent = independent
         """Of which kind all pages are; None: each call draws it."""
         self.name = f"{name}-{next(_numbers)}"

@@ -15,6 +15,7 @@ from model.base import (
 from model.index_model import (
     Model,
 )
+from model.ranked_model import RankedModel
 from support.index_view import IndexView
 
 from lightcache import (
@@ -34,17 +35,27 @@ class ClientRules(MachineBase):
     @initialize(configuration=st.sampled_from(CONFIGURATIONS))
     def begin(self, configuration: tuple[int, int | None]) -> None:
         pages, self.bucket = configuration
-        self.model = Model(pages)
+        self.model = Model(pages) if self.eviction == "lru" else RankedModel(pages)
         index = PageIndex.create(
-            self.name, pages=pages, independent=bool(self.independent), eviction="lru"
+            self.name,
+            pages=pages,
+            independent=bool(self.independent),
+            eviction=self.eviction,
         )
+        self.stop_clock(index)
         self.view = IndexView(index)
         self.clients = [Client(index, index.client_id.slot, self.model.spaces[0])]
+
+    def stop_clock(self, index: PageIndex) -> None:
+        """Where ticks are times they count calls from now on, as they do with LRU."""
+        if self.eviction == "hz":
+            index.set_clock(1e-9)
 
     def attach(self) -> None:
         if len(self.clients) == CLIENTS:
             return
         index = PageIndex.attach(self.name)
+        self.stop_clock(index)
         default = self.default_space(index)
         slot = index.client_id.slot
         assert slot not in [c.slot for c in self.clients]

@@ -23,8 +23,8 @@ from lightcache.leases import NamingResult
 class HoldingMachine(IndexMachine):
     """Clients also allocate, name, unname and free pages, and keep numbers."""
 
-    def __init__(self, name: str, independent: bool | None = False) -> None:
-        super().__init__(name, independent)
+    def __init__(self, name: str, independent: bool | None = False, eviction: str = "lru") -> None:
+        super().__init__(name, independent, eviction)
         self.named_pins: Counter[tuple[int, int]] = Counter()
         """(slot, page): pins that came with names, which `unpin` gives back."""
 

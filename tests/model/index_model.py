@@ -2,6 +2,7 @@
 
 It has no lock, no chains and no queue. Where the real index has a choice (which of two equally old
 pages goes first), the caller says what was chosen and the model says whether that was allowed.
+`ranked_model.py` has the other order of eviction.
 """
 
 from __future__ import annotations
@@ -100,6 +101,9 @@ class Violation(AssertionError):
 
 class Model:
     """All of an index that a caller can observe."""
+
+    by_age = True
+    """What was used least recently goes first."""
 
     def __init__(self, pages: int) -> None:
         self.capacity = pages
@@ -281,14 +285,14 @@ class Model:
             if not more:
                 return gone
             for page in more:
-                self.forget(page)
+                self.forget(page, self.by_age)
             gone.update(more)
 
-    def forget(self, page: Page) -> None:
+    def forget(self, page: Page, passes_on: bool = True) -> None:
         """Evict. What it hung on was used when it was."""
         page.state = "free"
         parent = page.parent
-        if parent and parent.named and not parent.independent:
+        if passes_on and parent and parent.named and not parent.independent:
             parent.tick = max(parent.tick, page.tick)
         del self.by_key[page.key]
 

@@ -103,6 +103,10 @@ class LookupRules(MachineBase):
                 found
             )
             lease = client.index.take("rest")
+            if not self.model.by_age:  # now it is used, and then the head
+                tick = self.view.clock - bool(head and space.open)
+                if head and space.open:
+                    head.tick = tick + 1
         else:
             lease = client.index.match(make.array(rest), after=after, namespace=real)
         assert lease.pages.tolist() == [page.number for page in found]
@@ -225,11 +229,12 @@ class LookupRules(MachineBase):
         assert found == len(self.planned[client.slot, name].pages)
 
     def look_again(self, plan: Planned, tick: int) -> None:
-        """What the index does when the prefix is not what the plan has; a match, so it is used."""
+        """What the index does when the prefix is not what the plan has; a match, so it is used with
+        LRU. With others it is when the plan is taken."""
         found = self.model.prefix(plan.keys, plan.space)
         if len(found) == len(plan.pages):
             return
-        for page in found:
+        for page in found if self.model.by_age else []:
             page.tick = tick
         numbers = [page.number for page in found]
         self.model.pin(plan.client.slot, numbers)
@@ -256,5 +261,8 @@ class LookupRules(MachineBase):
                 self.model.unpin(slot, plan.pages[pages:])
                 plan.pages = plan.pages[:pages]
             assert lease.pages.tolist() == plan.pages
+            for page in self.living(plan.pages) if not self.model.by_age else []:
+                if page is not None:
+                    page.tick = self.view.clock
             self.held.append(Held(plan.client, lease, plan.pages))
         assert not plan.client.index.cancel(name)

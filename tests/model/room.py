@@ -15,6 +15,7 @@ from model.index_model import (
     Page,
 )
 from support import keys as make
+from support.index_view import PageView
 
 from lightcache import (
     ConfigError,
@@ -72,7 +73,8 @@ class RoomRules(MachineBase):
 
     @rule(number=pick, path=paths, start=pick, where=pick)
     def evict_first(self, number: int, path: list[int], start: int, where: int) -> None:
-        client, now = self.client(number), self.view.queue_now
+        client = self.client(number)
+        now = self.view.queue_now if self.model.by_age else 0
         space, real = self.space(client, where)
         keys = self.keys(path)
         keys = keys[start % (len(keys) + 1) :]
@@ -98,7 +100,7 @@ class RoomRules(MachineBase):
         model.settle()
         may = {page for page in model.named() if model.removable(page, since)}
         mine = [p for p in model.named() if model.pins[client.slot, p.number] and p.tick < since]
-        in_order = model.in_order()
+        in_order = model.by_age and model.in_order()
         found = client.index.oldest(n, keep_order=keep_order)
         by_number = {page.number: page for page in model.named()}
         pages = [by_number[number] for number in found.pages.tolist()]
@@ -124,10 +126,14 @@ class RoomRules(MachineBase):
             if model.queued(page):
                 page.parked = since
         raw = self.view.pages()
-        hits = {page.number: raw[page.number].hits for page in pages}
+        uses = {page.number: self.uses(raw[page.number]) for page in pages}
         numbers = [page.number for page in pages]
         model.pin(client.slot, numbers)
-        self.held.append(Held(client, found.lease, numbers, hits=hits))
+        self.held.append(Held(client, found.lease, numbers, uses=uses))
+
+    def uses(self, page: PageView) -> tuple[int, ...]:
+        """What has changed where a listed page was used since."""
+        return (page.hits,) if self.model.by_age else (page.tick, page.hits)
 
     def check_listed(self, pages: list[Page], parents: list[int], now: int | None) -> None:
         """Ends of prefixes in order, each followed by what goes with it; `now` None: any order."""
@@ -138,7 +144,7 @@ class RoomRules(MachineBase):
             if not self.model.queued(page):
                 assert set(self.model.children(page)) <= set(pages[:i])
                 assert pages[i - 1].parent is page
-                assert pages[i - 1].tick >= page.tick
+                assert pages[i - 1].tick >= page.tick or not self.model.by_age
             elif now is not None:
                 assert max(page.tick, now) >= before
                 before = max(page.tick, now)
@@ -152,7 +158,7 @@ class RoomRules(MachineBase):
             self.expect_lost(lambda: index.discard(held.real), ConfigError)
             return
         raw = self.view.pages()
-        unwanted = {n for n in held.pages if held.hits is None or held.hits[n] == raw[n].hits}
+        unwanted = {n for n in held.pages if held.uses is None or held.uses[n] == self.uses(raw[n])}
         by_number = {page.number: page for page in model.named()}
         self.held.remove(held)
         if held.pages:

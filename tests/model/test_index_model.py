@@ -19,20 +19,25 @@ SHARE = 12  # of them in `make test`
 
 @pytest.mark.timeout(360 + 2 * EXAMPLES)  # 300 s of them to shrink a failure
 @pytest.mark.parametrize(
-    ("independent", "examples"),
+    ("independent", "eviction", "examples"),
     [
-        pytest.param(None, SHARE, id="share"),
-        pytest.param(False, EXAMPLES, id="prefixes", marks=pytest.mark.slow),
-        pytest.param(True, EXAMPLES, id="independent", marks=pytest.mark.slow),
-        pytest.param(None, EXAMPLES, id="mixed", marks=pytest.mark.slow),
+        pytest.param(None, "lru", SHARE, id="share"),
+        pytest.param(False, "lru", EXAMPLES, id="prefixes", marks=pytest.mark.slow),
+        pytest.param(True, "lru", EXAMPLES, id="independent", marks=pytest.mark.slow),
+        pytest.param(None, "lru", EXAMPLES, id="mixed", marks=pytest.mark.slow),
+        pytest.param(None, "hz", EXAMPLES, id="ranked", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("machine", [IndexMachine, HoldingMachine])
 def test_index_and_model_agree(
-    segment_name: str, machine: type[IndexMachine], independent: bool | None, examples: int
+    segment_name: str,
+    machine: type[IndexMachine],
+    independent: bool | None,
+    eviction: str,
+    examples: int,
 ) -> None:
     run_state_machine_as_test(
-        lambda: machine(segment_name, independent),
+        lambda: machine(segment_name, independent, eviction),
         settings=settings(
             max_examples=examples,
             stateful_step_count=50,

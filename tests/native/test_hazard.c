@@ -299,6 +299,39 @@ static void what_the_sample_loses_sight_of_is_counted(void) {
     end(c);
 }
 
+static const lch_sampled *line_of(const cache *c, uint64_t number) {
+    return lch_sample_line(&c->l, lch_hash(&c->l, key_of(number)));
+}
+
+/* The entry of a page that was hit since it was looked at goes to another. */
+static void hits_are_counted_before_the_sample_loses_sight(void) {
+    cache *c = new_cache(false);
+    uint64_t next = 1;
+    use(c, 0, 1);
+    use(c, 0, 5);
+    for (uint32_t i = 0; i < LCH_SAMPLE_WAYS; i++) {
+        while (line_of(c, next) != line_of(c, 0)) next++;
+        use(c, next++, 5);
+    }
+    CHECK_EQ(sum(c->l.root->losses), 1);
+    CHECK_EQ(sum(c->l.root->hits), 1);
+    end(c);
+}
+
+/* A page, the first, whose hash has the bits of an entry that is empty. */
+static void empty_entries_are_of_no_page(void) {
+    cache *c = new_cache(false);
+    c->key[0] = (lc_key){1, lch_hash(&c->l, (lc_key){1, 0})};
+    CHECK_EQ(lch_hash(&c->l, c->key[0]), 0);
+    c->tick = 10;
+    c->used[c->pages++] = lch_named(&c->l, c->key[0], 0, 0, 0, c->tick);
+    CHECK_EQ(sum(c->l.root->hits), 0); /* it was not known */
+    c->used[0] = lch_hit(&c->l, c->used[0], 20);
+    recompute(c);
+    CHECK_EQ(sum(c->l.root->hits), 1);
+    end(c);
+}
+
 static void pages_that_wait_in_vain_are_worth_less(void) {
     cache *c = new_cache(false);
     uint64_t used = 0;
@@ -334,14 +367,54 @@ static void counts_follow_the_unit(void) {
     lc_store(&root->paced_ticks, 8000);
     lc_store(&root->hits[5], 7);
     lc_store(&root->losses[LCH_AGES - 1], 6);
+    lc_store(&root->losses[4], 9);
     recompute(c);
     CHECK_EQ(lch_unit(&c->l), 8);
     CHECK_EQ(lc_load(&root->hits[5 + 2]), 7);
+    CHECK_EQ(lc_load(&root->losses[4 + 2]), 9);
     CHECK_EQ(lc_load(&root->losses[LCH_AGES - 1]), 6);
     lc_store(&root->paced_ticks, 8000 * 4);
     recompute(c);
     CHECK_EQ(lch_unit(&c->l), 10);
     CHECK_EQ(lc_load(&root->hits[5]), 7);
+    end(c);
+}
+
+/* However long an index lay there before its first page, and however often it has learned. */
+static void the_unit_follows_the_pace_of_pages(void) {
+    cache *c = new_cache(false);
+    c->tick = UINT64_C(1) << 40;
+    for (uint64_t round = 0; round < 50; round++) {
+        for (uint64_t i = 0; i < 200; i++) {
+            c->tick += 8;
+            lch_named(&c->l, key_of(200 * round + i), 0, 0, 0, c->tick);
+        }
+        recompute(c);
+        CHECK_EQ(lch_unit(&c->l), 8);
+    }
+    end(c);
+}
+
+static uint32_t list_at(uint32_t turns, uint32_t gap, uint32_t age) {
+    return (turns * LCH_GAPS + gap) * LCH_AGES + age;
+}
+
+/* Of the same age the class of more turns would go last: but no page of these turns came back. */
+static void a_class_without_counts_leans_on_its_turns(void) {
+    cache *c = new_cache(false);
+    lc_store(&c->l.root->hits[list_at(1, 5, 2)], 9000);
+    lc_store(&c->l.root->losses[list_at(2, 5, 2)], 9000);
+    recompute(c);
+    CHECK(c->rank[list_at(1, 6, 2)] > c->rank[list_at(2, 6, 2)]);
+    end(c);
+}
+
+/* All that is seen of use is after a while: so pages of that age stay, those of other turns as well. */
+static void turns_without_counts_lean_on_all(void) {
+    cache *c = new_cache(false);
+    lc_store(&c->l.root->hits[list_at(5, 5, 9)], 9000);
+    recompute(c);
+    CHECK(c->rank[list_at(0, 0, 9)] > c->rank[list_at(0, 0, 5)]);
     end(c);
 }
 
@@ -490,9 +563,14 @@ const test hazard_tests[] = {
     TEST(one_caller_at_a_time_recomputes),
     TEST(hits_are_counted_where_the_page_was),
     TEST(what_the_sample_loses_sight_of_is_counted),
+    TEST(hits_are_counted_before_the_sample_loses_sight),
+    TEST(empty_entries_are_of_no_page),
     TEST(pages_that_wait_in_vain_are_worth_less),
     TEST(old_counts_are_halved),
     TEST(counts_follow_the_unit),
+    TEST(the_unit_follows_the_pace_of_pages),
+    TEST(a_class_without_counts_leans_on_its_turns),
+    TEST(turns_without_counts_lean_on_all),
     TEST(what_knows_nothing_evicts_the_oldest),
     TEST(random_bytes_do_no_harm),
     TEST(damage_is_forgotten),

@@ -425,6 +425,21 @@ static void a_page_that_is_its_own_parent(void) {
     tear_down();
 }
 
+/* Damage: a kept page is queued. It is not given away. */
+static void a_queued_page_that_may_not_go(void) {
+    uint32_t freed = 0;
+    set_up_ranked(40);
+    prompt_fill(&a, &p, 1, 1);
+    collect(&a);
+    _Atomic uint32_t *word = &a.h->pages[p.page[0]].word;
+    break_word(word, lc_load(word) | LCI_KEPT);
+    CHECK_EQ(lci_evict_pages(a.h, 1, &freed, BLOCKING), LC_E_CORRUPT);
+    CHECK_EQ(lci_state_of(lc_load(word)), LCI_READY);
+    mend_word();
+    CHECK_EQ(evict(&a, 1), 1);
+    tear_down();
+}
+
 /* As a death leaves it between the ghost and the end of its step: the page is there, and remembered. */
 static void a_page_and_its_ghost(void) {
     set_up_ranked(40);
@@ -516,9 +531,12 @@ static void a_damaged_order_is_found_and_mended(void) {
         CHECK_EQ(lci_repair(a.h, BLOCKING), LC_OK);
         index_check(&s);
     }
-    for (uint32_t w = 0; w < LCI_RANK_WORDS; w++) lc_store(&order_of(&a)->occupied[w], 0);
-    CHECK_EQ(index_broken(&s), 13);
-    CHECK_EQ(lci_repair(a.h, BLOCKING), LC_OK);
+    for (uint32_t full = 0; full < 2; full++) { /* no list is said to have pages, or each */
+        for (uint32_t w = 0; w < LCI_RANK_WORDS; w++) lc_store(&order_of(&a)->occupied[w], -full);
+        CHECK_EQ(index_broken(&s), 13);
+        CHECK_EQ(lci_repair(a.h, BLOCKING), LC_OK);
+        index_check(&s);
+    }
     CHECK_EQ(evict(&a, 64), 40);
     tear_down();
 }
@@ -574,6 +592,7 @@ const test ranked_tests[] = {
     TEST(an_order_is_learned),
     TEST(an_order_is_installed),
     TEST(a_page_that_is_its_own_parent),
+    TEST(a_queued_page_that_may_not_go),
     TEST(a_page_and_its_ghost),
     TEST(learning_does_not_wait_for_the_lock),
     TEST(another_unit_is_noticed),

@@ -76,6 +76,36 @@ static void what_is_refused_is_remembered(void) {
     tear_down();
 }
 
+/* A rank's turn begins within a prompt: a page behind one that was hit is of a later turn than what is
+ * there, pages that ended. */
+static void a_key_is_worth_what_its_prefix_is(void) {
+    full(100, 0);
+    for (uint32_t i = 0; i < 100; i++)
+        lc_store(&a.h->pages[i].used, lc_load(&a.h->pages[i].used) | LCH_HINT_ENDS);
+    CHECK_EQ(lci_repair(a.h, BLOCKING), LC_OK); /* each to the list of its word */
+    prompt_make(&q, 1, 10);
+    CHECK_EQ(worth(&q, 1), 0);
+    prompt_make(&p, 1050, 1);
+    CHECK_EQ(match(&b, &p, &l), 1);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    prompt_make(&q, 2, 10);
+    q.keys[0] = p.keys[0];
+    CHECK_EQ(worth(&q, 1), 9);
+    tear_down();
+}
+
+/* Who asks for nothing but this, and is always refused, learns from it all the same. */
+static void refusals_are_learned_from(void) {
+    full(100, 100);
+    lc_store(&a.h->learnt.root->claimed, 0);
+    uint32_t computed = lc_load(&a.h->learnt.root->computed), chosen = lc_load(&a.h->ranks->chosen);
+    prompt_make(&q, 1, 100);
+    CHECK_EQ(worth(&q, 0), 0);
+    CHECK_EQ(lc_load(&a.h->learnt.root->computed), computed + 1);
+    CHECK_EQ(lc_load(&a.h->ranks->chosen), !chosen);
+    tear_down();
+}
+
 /* In worth as in prefixes: what is behind is found with what is before it. */
 static void a_key_is_worth_what_is_behind_it(void) {
     full(100, 100);
@@ -166,6 +196,24 @@ static void a_quota_is_filled_from_the_pool(void) {
     CHECK_EQ(lci_reserve(a.h, &q.op, q.keys, 5, 0, q.page, q.status, BLOCKING), 5);
     CHECK_EQ(lc_load(&a.h->ns[lci_ns_id(other)].pages), 20);
     CHECK_EQ(index_counts(&a).named, 100); /* three of its own, and two others */
+    tear_down();
+}
+
+/* Below its quota a namespace is compared with what the pool gives up first, not with its own. */
+static void below_a_quota_the_pool_is_the_price(void) {
+    full(100, 70);
+    CHECK_EQ(lci_namespace_open(a.h, "w", "t", 20, &other, BLOCKING), LC_OK);
+    CHECK_EQ(evict(&a, 18), 18);
+    for (uint32_t i = 0; i < 18; i++) {
+        fill_other(2000 + i);
+        l.head.held = 0;
+        CHECK_EQ(lci_match1(b.h, p.keys, 1, other, &l.head), 1);
+        CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    }
+    prompt_make(&q, 1, 5);
+    CHECK_EQ(lci_worth(b.h, q.keys, 5, 0, other, LCH_HINT_NONE, 0), 5);
+    lc_store(&a.h->ns[lci_ns_id(other)].quota, 18);
+    CHECK_EQ(lci_worth(b.h, q.keys, 5, 0, other, LCH_HINT_NONE, 0), 0);
     tear_down();
 }
 
@@ -283,10 +331,13 @@ static void what_is_refused_at_once(void) {
 const test worth_tests[] = {
     TEST(a_page_goes_for_none_that_ranks_below_it),
     TEST(what_is_refused_is_remembered),
+    TEST(a_key_is_worth_what_its_prefix_is),
+    TEST(refusals_are_learned_from),
     TEST(a_key_is_worth_what_is_behind_it),
     TEST(a_prompt_without_its_head_is_not_written),
     TEST(a_quota),
     TEST(a_quota_is_filled_from_the_pool),
+    TEST(below_a_quota_the_pool_is_the_price),
     TEST(a_refusal_leaves_nothing),
     TEST(a_full_chain_loses_nothing),
     TEST(what_goes_first_is_the_price),

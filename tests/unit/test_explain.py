@@ -59,7 +59,7 @@ def make(name: str, pages: int = 32, fingerprint: str = "model=llama kv=bf16", *
 
 @pytest.fixture
 def cache(segment_name: str) -> Iterator[Cache]:
-    with make(segment_name) as made:
+    with make(segment_name, eviction="lru") as made:
         yield made
 
 

@@ -61,4 +61,39 @@ static void install_and_evict(actor *v) {
 SCENE(install_and_evict, .pages = 48, .ranked = true, .set = eight_parked, .act = install_and_evict,
       .taken = 5)
 
+/* It is time to learn, of pages that were hit and of some that went. The unit of ages changes, and with it
+ * all counts, of which there are so many that they are halved. */
+static void due(stage *s) {
+    hold held;
+    actor *a = &s->survivor;
+    lch_root *root = a->h->learnt.root;
+    two_runs(s);
+    hold_match(a, &held, 0, 8, SCENE_NS);
+    hold_release(a, &held);
+    NEED(deed_evict(a, 5) == 5);
+    lc_store(&root->named, 1000);
+    lc_store(&root->unit, 30);
+    for (uint32_t i = 0; i < LCH_LISTS; i++) {
+        lc_store(&root->hits[i], 60);
+        lc_store(&root->losses[i], 60);
+    }
+}
+static void write_five(actor *v) {
+    run_reserve(v, &v->writing, 7, 5, 1, SCENE_NS);
+    run_publish(v, &v->writing, 0);
+}
+SCENE(learn, .pages = 48, .ranked = true, .set = due, .act = write_five, .made = 5)
+
+/* Pages that went come back, each with its history. */
+static void some_went(stage *s) {
+    two_runs(s);
+    NEED(deed_evict(&s->survivor, 5) == 5);
+}
+static void write_again(actor *v) {
+    run_reserve(v, &v->writing, 0, 16, 1, SCENE_NS);
+    NEED(v->writing.made == 5);
+    run_publish(v, &v->writing, 0);
+}
+SCENE(remembered, .pages = 48, .ranked = true, .set = some_went, .act = write_again, .made = 5)
+
 SCENE(repair_ranked, .pages = 48, .ranked = true, .set = eight_parked, .act = act_repair)

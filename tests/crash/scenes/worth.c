@@ -41,3 +41,48 @@ static void most_hit(stage *s) {
 }
 static void refused_from_nine(actor *v) { reserve_worthy(v, 9); }
 SCENE(reserve_worthy, .pages = 48, .ranked = true, .set = most_hit, .act = refused_from_nine, .taken = 9)
+
+/* What was published is queued: `lci_worth` takes no lock, and so takes nothing in. */
+static void take_in(stage *s) {
+    lci_handle *h = s->survivor.h;
+    lc_txn t;
+    NEED(lci_lock(h, &t, LCI_OP_COLLECT, LC_BLOCK, FOREVER) == LC_OK);
+    while (lci_collect(h, &t, LCI_HOLD)) {
+    }
+    NEED(lci_unlock(h, &t) == LC_OK);
+}
+
+/* 32 pages that were hit are queued, and the first of them are pinned: their walk passes those by. 16
+ * pages are free. */
+static void queued_and_hit(stage *s) {
+    two_paths(s);
+    take_in(s);
+    hit(s, 0, 16);
+    hit(s, 1, 16);
+    actor *o = stage_other(s, 0);
+    hold_match(o, &o->held, 0, 3, SCENE_NS);
+}
+
+static void ask(actor *v, uint32_t number, uint32_t n, int worth) {
+    lc_key keys[MAX_KEYS];
+    run_keys(keys, number, n);
+    NEED(lci_worth(v->h, keys, n, 0, SCENE_NS, LCH_HINT_NONE, 0) == worth);
+}
+static void ask_of_twenty(actor *v) { ask(v, 7, 20, 16); }
+SCENE(worth, .pages = 48, .ranked = true, .set = queued_and_hit, .act = ask_of_twenty)
+
+/* Refused once, and so remembered: they have come back, and rank as what was hit. */
+static void refused_before(stage *s) {
+    queued_and_hit(s);
+    ask_of_twenty(&s->survivor);
+}
+static void ask_again(actor *v) { ask(v, 7, 24, 20); }
+SCENE(worth_again, .pages = 48, .ranked = true, .set = refused_before, .act = ask_again)
+
+/* What was refused makes it time to learn. */
+static void queued_and_due(stage *s) {
+    queued_and_hit(s);
+    lc_store(&s->survivor.h->learnt.root->claimed, 0);
+    lc_store(&s->survivor.h->learnt.root->named, 1000);
+}
+SCENE(worth_and_learn, .pages = 48, .ranked = true, .set = queued_and_due, .act = ask_of_twenty)
