@@ -31,6 +31,8 @@ def _sentence(told: Facts) -> str:
     prompt, ready, state = told["prompt"], told["ready_pages"], told["cache"]["state"]
     if state != "ready":
         return f"nothing hits: the cache is {state}"
+    if not min(prompt["matchable_pages"], prompt["pages"]):
+        return "nothing can hit: its one page has the last token, which an answer computes"
     hit = f"{told['hit_tokens']:,} of {prompt['tokens']:,} tokens"
     kind = "keys and values of " if told["groups"] else ""
     verb = "are there" if told["groups"] else "hit"

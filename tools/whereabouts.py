@@ -122,7 +122,7 @@ class PageTable:
         age = (self._now - (used >> _TICK_SHIFT)) & TICK_MAX
         age = age if age <= TICK_MAX // 2 else 0
         return {
-            "state": state if namespace in (None, number) else "other namespace",
+            "state": state if namespace == number else "other namespace",
             "namespace": number,
             "unused_s": age * TICK_NS / 1e9 if self.ranked else None,
             "unused_calls": None if self.ranked else age,

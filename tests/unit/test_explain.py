@@ -18,6 +18,7 @@ import pytest
 import xxhash
 from click.testing import CliRunner, Result
 from rich.console import Console
+from support.vllm_stand_in import Engine
 
 from lightcache import Cache, PageIndex, hash_pages, traces
 from lightcache.connectors.vllm.prompts import adapter_bytes, files_digest
@@ -91,8 +92,8 @@ def ask(invoke: Callable[..., Result]) -> Ask:
     def told(ids: Any, *options: object, **how: Any) -> dict[str, Any]:
         done = invoke(ids, *options, "--json", **how)
         assert done.exit_code == 0, (done.output, done.exception)
-        assert invoke(ids, *options, **how).exit_code == 0  # the tables too
         found: dict[str, Any] = json.loads(done.stdout)
+        show(Console(file=io.StringIO(), width=80), found)  # the tables can be made of it
         return found
 
     return told
@@ -127,6 +128,12 @@ def test_the_last_token_is_computed(cache: Cache, ask: Ask) -> None:
     told = ask(prompt(1, 96))
     assert (told["ready_pages"], told["hit_tokens"]) == (6, 80)
     assert told["verdict"].startswith("80 of 96 tokens hit, which is all")
+
+
+def test_one_page_is_computed(cache: Cache, ask: Ask) -> None:
+    told = ask(prompt(1, TOKENS))
+    assert (told["hit_tokens"], told["prompt"]["matchable_pages"]) == (0, 0)
+    assert told["verdict"].startswith("nothing can hit: its one page has the last token")
 
 
 def test_nothing_is_touched(cache: Cache, ask: Ask) -> None:
@@ -377,6 +384,7 @@ def test_what_is_being_written(cache: Cache, ask: Ask) -> None:
         )
 
 
+@pytest.mark.slow
 def test_whose_writer_died(cache: Cache, ask: Ask, script: Any) -> None:
     script(
         "import os, signal, sys\nfrom lightcache import Cache\n"
@@ -660,6 +668,25 @@ def test_text(
         patch.setitem(sys.modules, "transformers", None)
         done = invoke("", "--text", one, "--tokenizer", tokenizer)
     assert (done.exit_code, "pip install 'lightcache[transformers]'" in done.stderr) == (2, True)
+
+
+def test_what_the_connector_for_vllm_saved(
+    segment_name: str, ask: Ask, invoke: Callable[..., Result], tmp_path: Path
+) -> None:
+    """Its clients and fingerprint are in the cache, its request's salt is not."""
+    ids, recorded = prompt(1, 50), tmp_path / "trace.jsonl"
+    options = {"secret_file": str(tmp_path / "secret"), "record": str(recorded)}
+    with Engine(segment_name, windows=(10,), **options) as engine:
+        engine.ask(ids, cache_salt="t")
+        told = ask(ids, "--salt", "t", "--against", recorded)
+        assert told["hit_tokens"] == 48
+        assert told["cache"]["fingerprint"].startswith("stand-in ")
+        assert [group["group"] for group in told["groups"]] == ["window10"]
+        assert told["groups"][0]["pages"][-1] == 5
+        assert (told["against"]["request"], told["against"]["same_pages"]) == (1, 6)
+        told = ask(ids, "--against", recorded)
+        assert (told["hit_tokens"], told["against"]["request"]) == (0, None)
+    Segment.unlink(segment_name)
 
 
 @pytest.mark.models
