@@ -51,9 +51,9 @@ class Histogram:
         return self.buckets[bisect_left(self._ends, value)]
 
     def read(self, totals: Mapping[str, int]) -> HistogramCounts:
-        """What the counters say."""
-        counts = tuple(totals[name] for name in self.buckets)
-        return HistogramCounts(self.bounds, counts, totals[self.total] / NS)
+        """What the counters say; one that is not there is 0."""
+        counts = tuple(totals.get(name, 0) for name in self.buckets)
+        return HistogramCounts(self.bounds, counts, totals.get(self.total, 0) / NS)
 
 
 @dataclass(frozen=True)

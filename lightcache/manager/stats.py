@@ -357,17 +357,16 @@ class NodeCounters:
 
     def own(self) -> ManagerStats:
         """The counts added through this object. Takes no lock."""
-        return _stats(self._counters.own())
+        return stats_of(self._counters.own())
 
     def total(self) -> ManagerStats:
         """The counts of all processes, dead ones included; see `SharedCounters.total`. Takes no
         lock."""
-        return _stats(self._counters.total())
+        return stats_of(self._counters.total())
 
     def histograms(self) -> dict[str, HistogramCounts]:
         """Those of all processes, by the names in `lightcache.manager.histograms`. As `total`."""
-        totals = self._counters.total()
-        return {each.name: each.read(totals) for each in HISTOGRAMS}
+        return histograms_of(self._counters.total())
 
     def close(self) -> None:
         """Leave. Our counts stay while another process is attached."""
@@ -380,8 +379,14 @@ class NodeCounters:
         self._counters.__exit__(kind, error, trace)
 
 
-def _stats(counts: Mapping[str, int]) -> ManagerStats:
-    return ManagerStats(**{name: counts[name] for name in _STATS})
+def stats_of(counts: Mapping[str, int]) -> ManagerStats:
+    """The counts of managers among those of `NodeCounters`; one that is not there is 0."""
+    return ManagerStats(**{name: counts.get(name, 0) for name in _STATS})
+
+
+def histograms_of(counts: Mapping[str, int]) -> dict[str, HistogramCounts]:
+    """The histograms among the counts of `NodeCounters`."""
+    return {each.name: each.read(counts) for each in HISTOGRAMS}
 
 
 # ---- Storage tasks
@@ -438,4 +443,6 @@ __all__ = [
     "Tasks",
     "TierCapacity",
     "TierGauges",
+    "histograms_of",
+    "stats_of",
 ]
