@@ -255,6 +255,14 @@ class TierGauges:
 
 
 _STATS = tuple(each.name for each in fields(ManagerStats))
+STORAGE = {
+    "read_bytes": "storage_read_bytes",
+    "written_bytes": "storage_written_bytes",
+    "evicted": "storage_evicted_room",
+    "declined": "storage_declined_pages",
+    "unstored_absent": "storage_absent_pages",
+}
+"""Figures of `BaseTier.take_figures`, as counted here."""
 _SUMS = tuple(each.total for each in HISTOGRAMS if each.total not in _STATS)
 NAMES = frozenset(_STATS) | {name for each in HISTOGRAMS for name in (each.total, *each.buckets)}
 
@@ -436,6 +444,7 @@ class Tasks:
 
 
 __all__ = [
+    "STORAGE",
     "Counters",
     "ManagerStats",
     "NodeCounters",
