@@ -82,6 +82,8 @@ SECRET_VARIABLE = "LIGHTCACHE_SECRET_FILE"
 """Environment variable that names the file of the secret."""
 ALGORITHM = "xxh3_128"
 _MAX_PAGE = 1 << 40
+MODEL_ITEM = "model"
+"""Item of a configuration: the model of a cache with a name of its own; others have a family."""
 _MAX_MODEL = 100  # characters of a model in a cache's name; the rest is for what engines append
 
 
@@ -120,6 +122,12 @@ def family_name(model: str) -> str:
     if not isinstance(given, str) or not given.partition("@")[0]:
         raise ConfigError(f'model: expected a name, such as "llama-3-8b@5206a32", found {model!r}')
     return model.partition("@")[0]
+
+
+def model_in(config: Mapping[str, Any]) -> str:
+    """The model that an index's configuration names, without its revision; empty: none."""
+    model = config.get(FAMILY_ITEM) or config.get(MODEL_ITEM)
+    return model if isinstance(model, str) else ""
 
 
 def _name_of(name: str | None, model: str | None, fingerprint: str) -> str:
@@ -204,6 +212,7 @@ class CacheSpec:
             **({} if folder is None else {FOLDER_ITEM: folder}),
             **({} if kv_groups is None else {NAMES_ITEM: checked_names(kv_groups)}),
             **({} if family is None else {FAMILY_ITEM: family}),
+            **({} if family or not model else {MODEL_ITEM: family_name(model)}),
         }
         given = {
             "page_tokens": page_tokens,
@@ -619,7 +628,7 @@ class Cache:
                 before an "@". If a default cache, or its growth, needs more memory than is
                 available, unused ones of this family and user are removed, longest unused first.
                 Those in use stay, and count as memory that comes later: the pool grows when they
-                have gone. With a name `model` is not used.
+                have gone. With a name `model` is only shown, as in metrics.
             pages: capacity in pages; or
             size: capacity in bytes, or as "64GiB".
             page_bytes: size of a page, in bytes or as "8MiB".

@@ -122,6 +122,11 @@ class LayerLoads:
         """Number of requests."""
         return len(self._items)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that its copies move, those that have failed included."""
+        return sum(copy.transfer.nbytes for copy in self._copies)
+
     # ---- the pass
 
     def start(self, **how: Any) -> None:

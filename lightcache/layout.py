@@ -700,6 +700,7 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_use": (INT, (ADDRESS, ADDRESS)),
     "lci_split": (INT, (ADDRESS, ADDRESS, ADDRESS, U32)),
     "lci_settle": (INT, (ADDRESS, *LOCKED)),
+    "lci_remembers": (INT, (ADDRESS, ADDRESS)),
     "lci_worth": (INT, (ADDRESS, ADDRESS, U32, U32, U32, U32, U32)),
     "lci_unreserve": (INT, (ADDRESS, ADDRESS, ADDRESS, ADDRESS, U32)),
     "lci_publish": (INT, (ADDRESS, U32, U32, U32, ADDRESS, U32)),

@@ -16,13 +16,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from lightcache.cache import Cache
+from lightcache.cache import Cache, model_in
 from lightcache.errors import ConfigError, LightcacheError, NotInstalled
 from lightcache.evictions import BOUNDS, SIZES, Evictions
 from lightcache.groups import Rule
 from lightcache.manager.blocks import DeviceTier
+from lightcache.manager.histograms import (
+    HIT_SHARE,
+    LOAD,
+    OFFLOAD,
+    PLAN,
+    STORAGE_READ,
+    STORAGE_WAIT,
+    STORAGE_WRITE,
+    Histogram,
+    HistogramCounts,
+)
+from lightcache.manager.misses import REASONS
 from lightcache.manager.stats import ManagerStats
 from lightcache.page_index import PageIndex
 from lightcache.runs import names_of
@@ -70,11 +82,23 @@ _UNWRITTEN = {
         for cause in ("not_worth", "failed", "stale", "refused", "disabled")
     },
 }
-_TRANSFER_NS = {"load": "load_ns", "offload": "offload_ns"}
-_STORAGE_NS = {"read": "storage_read_ns", "write": "storage_write_ns"}
-_NS = {
-    "plan_seconds": ("plan_ns", "Time within plan and plan_many."),
-    "storage_wait_seconds": ("storage_wait_ns", "Time that requests waited for storage."),
+_MISSED = {reason: f"missed_{reason}" for reason in REASONS}
+# Histograms by metric, and by the label that tells those of one metric apart.
+_TIMES: Mapping[str, tuple[str, Mapping[tuple[str, ...], Histogram]]] = {
+    "lookup_seconds": ("Calls that look prompts up, by their time.", {(): PLAN}),
+    "transfer_seconds": (
+        "Transfers between host and device that succeeded, by their time.",
+        {("load",): LOAD, ("offload",): OFFLOAD},
+    ),
+    "storage_seconds": (
+        "Tasks that read from storage or write to it, by their time.",
+        {("read",): STORAGE_READ, ("write",): STORAGE_WRITE},
+    ),
+    "storage_wait_seconds": ("Requests that waited for storage, by that time.", {(): STORAGE_WAIT}),
+    "request_hit_ratio": (
+        "Requests by the share of their prompt that was not computed.",
+        {(): HIT_SHARE},
+    ),
 }
 # Fields named TIER_evicted_CAUSE.
 _EVICTED = {
@@ -85,7 +109,9 @@ _EVICTED = {
 }
 _LABELLED = frozenset(
     name
-    for group in (_TOKENS, _MOVED, _FAILED, _PAGES, _BYTES, _STORED, _UNSTORED, _UNWRITTEN)
+    for group in (
+        *(_TOKENS, _MOVED, _FAILED, _PAGES, _BYTES, _STORED, _UNSTORED, _UNWRITTEN, _MISSED),
+    )
     for name in group.values()
 ) | frozenset(_EVICTED.values())
 
@@ -98,7 +124,7 @@ _TIER_LABELLED = frozenset(
 _OWN = frozenset(
     (
         *("cache", "tier", "state", "role", "direction", "part", "cause", "group", "weights"),
-        *("tenant", "size", "turns", "gap", "le"),
+        *("tenant", "size", "turns", "gap", "reason", "le"),
     )
 )
 
@@ -148,8 +174,8 @@ _WINDOWS_HELP = {
 
 
 @dataclass(frozen=True)
-class _Reading:
-    """The metrics of one index."""
+class IndexReading:
+    """What the metrics of an index say."""
 
     stats: IndexStats
     lock: LockRecord
@@ -166,18 +192,36 @@ class Totals(Protocol):
 
     def total(self) -> ManagerStats:
         """All counts so far; each only rises."""
+        ...
+
+    def histograms(self) -> Mapping[str, HistogramCounts]:
+        """All histograms so far, by name; each only rises."""
+        ...
 
 
-class _Labelled(Collector):
+def _check_labels(labels: Mapping[str, str] | None) -> None:
+    reserved = _OWN & (labels or {}).keys()
+    if reserved:
+        raise ConfigError(
+            f"labels: {', '.join(sorted(reserved))} are the metrics' own; choose other names"
+        )
+
+
+class _Buckets(NamedTuple):
+    """Ends of buckets, their counts and one above, and the sum of what was counted, if it is
+    known."""
+
+    bounds: Sequence[float]
+    counts: Sequence[int]
+    total: float | None = None
+
+
+class _Labelled:
     """Metrics that share some labels."""
 
-    def __init__(self, cache: str, labels: Mapping[str, str] | None) -> None:
-        reserved = _OWN & (labels or {}).keys()
-        if reserved:
-            raise ConfigError(
-                f"labels: {', '.join(sorted(reserved))} are the metrics' own; choose other names"
-            )
-        self._labels = {"cache": cache, **(labels or {})}
+    def __init__(self, cache: str, model: str, labels: Mapping[str, str] | None) -> None:
+        _check_labels(labels)
+        self._labels = {"cache": cache, "model_name": model, **(labels or {})}
 
     def _gauge(self, name: str, text: str, values: Mapping[_K, float], *labels: str) -> Metric:
         """A gauge of `values`, which are keyed by the values of `labels`."""
@@ -194,54 +238,49 @@ class _Labelled(Collector):
         return metric
 
     def _histogram(
-        self, name: str, text: str, values: Mapping[_K, Sequence[int]], *labels: str
+        self, name: str, text: str, values: Mapping[_K, _Buckets], *labels: str
     ) -> Metric:
-        """Counts within each of `BOUNDS`, and above; no sum is known."""
+        """The counts within each of the bounds, and above."""
         metric = HistogramMetricFamily(f"lightcache_{name}", text, labels=[*self._labels, *labels])
-        ends = (*map(str, BOUNDS), "+Inf")
-        for more, counts in values.items():
+        for more, (bounds, counts, total) in values.items():
+            ends = (*map(str, bounds), "+Inf")
             buckets = list(zip(ends, map(float, accumulate(counts)), strict=True))
-            metric.add_metric([*self._labels.values(), *more], buckets, None)
+            metric.add_metric([*self._labels.values(), *more], buckets, total)
         return metric
 
 
-class CacheMetrics(_Labelled):
-    """A collector for a registry of prometheus_client. One for each registry and cache.
+Counted = tuple[ManagerStats, Mapping[str, HistogramCounts]]
+"""What managers have counted."""
 
-    A scrape takes no lock of the cache and never waits for another process. If the cache is closed
-    or was replaced, `lightcache_up` is 0, and the scrape still succeeds.
-    """
 
-    def __init__(
-        self,
-        cache: Cache,
-        counters: Totals | None = None,
-        device: DeviceTier | PageIndex | None = None,
-        labels: Mapping[str, str] | None = None,
-    ) -> None:
-        """Reads nothing yet.
+class CachePage(_Labelled):
+    """The metrics of one cache, of what its caller has read."""
+
+    def __init__(self, cache: str, config: Mapping[str, Any], labels: Mapping[str, str] | None):
+        """Reads nothing.
 
         Args:
-            cache: a read-only handle is enough.
-            counters: the managers' counters; None: not served.
-            device: the device whose blocks are served with tier "device"; None: none.
-            labels: for every metric, in addition to `cache`, the cache's name.
+            config: of the cache's index.
+            labels: see `CacheMetrics`.
 
         Raises:
             ConfigError: a label that the metrics define themselves.
         """
-        super().__init__(cache.name, labels)
-        self._cache, self._counters, self._device = cache, counters, device
+        super().__init__(cache, model_in(config), labels)
+        self._page_bytes = int(config.get("page_bytes") or 0)
 
-    def collect(self) -> Iterator[Metric]:
-        """All metrics at this moment, without the parts that cannot be read."""
-        read, totals = {"host": _read(self._cache.index)}, self._total()
-        device = self._device.index if isinstance(self._device, DeviceTier) else self._device
-        if device is not None:
-            read["device"] = _read(device)
+    def of(
+        self, read: Mapping[str, IndexReading | None], *counted: Counted | None
+    ) -> Iterator[Metric]:
+        """All metrics, without the parts that could not be read.
+
+        Args:
+            read: the host's index and the device's by tier; None: it could not be read.
+            counted: by managers; none: there are no counters. None: they could not be read.
+        """
         up = {(tier,): float(reading is not None) for tier, reading in read.items()}
-        if self._counters is not None:
-            up["counters",] = float(totals is not None)
+        for each in counted:
+            up["counters",] = float(each is not None)
         yield self._gauge("up", "Whether this part could be read.", up, "part")
         tiers = {tier: reading for tier, reading in read.items() if reading is not None}
         if tiers:
@@ -253,17 +292,14 @@ class CacheMetrics(_Labelled):
             yield from self._namespaces(host.namespaces)
             if host.groups:
                 yield from self._groups(host.groups)
-        if totals is not None:
-            yield from self._figures(totals)
-
-    def _total(self) -> ManagerStats | None:
-        with contextlib.suppress(LightcacheError):
-            return self._counters.total() if self._counters is not None else None
-        return None
+        for each in counted:
+            if each is not None:
+                yield from self._figures(each[0])
+                yield from self._histograms(each[1])
 
     # ---- the indexes of host and device
 
-    def _clients(self, tiers: Mapping[str, _Reading]) -> Metric:
+    def _clients(self, tiers: Mapping[str, IndexReading]) -> Metric:
         clients = Counter(
             (tier, client.role, _life(client))
             for tier, reading in tiers.items()
@@ -272,7 +308,7 @@ class CacheMetrics(_Labelled):
         text = "Processes that have a slot: alive, dead and not yet reaped, or in quarantine."
         return self._gauge("clients", text, clients, "tier", "role", "state")
 
-    def _pages(self, tiers: Mapping[str, _Reading]) -> Iterator[Metric]:
+    def _pages(self, tiers: Mapping[str, IndexReading]) -> Iterator[Metric]:
         stats = {tier: reading.stats for tier, reading in tiers.items()}
         states = {
             (tier, state): float(number)
@@ -300,11 +336,11 @@ class CacheMetrics(_Labelled):
         if counts:  # with "hz" the clock is a time
             clocks = {(tier,): float(totals.clock) for tier, totals in counts.items()}
             yield self._counter("uses", "Matches and reservations.", clocks, "tier")
-        size = {(): float(self._cache.page_bytes)}
+        size = {(): float(self._page_bytes)}
         yield self._gauge("page_bytes", "Bytes of a page of the host.", size)
 
     def _groups(self, groups: tuple[GroupPages, ...]) -> Iterator[Metric]:
-        size = self._cache.page_bytes
+        size = self._page_bytes
         for name, field, unit, text in (
             ("group_pages", "pages", 1, "Pages of the host, ready or being written, by KV group."),
             ("group_bytes", "pages", size, "The same in bytes."),
@@ -326,13 +362,13 @@ class CacheMetrics(_Labelled):
         ):
             counts = ((each, getattr(each, field)) for each in spaces)
             values = {
-                (each.weights, each.tenant): float(pages * self._cache.page_bytes)
+                (each.weights, each.tenant): float(pages * self._page_bytes)
                 for each, pages in counts
                 if pages is not None
             }
             yield self._gauge(name, text, values, "weights", "tenant")
 
-    def _locks(self, tiers: Mapping[str, _Reading]) -> Iterator[Metric]:
+    def _locks(self, tiers: Mapping[str, IndexReading]) -> Iterator[Metric]:
         locks = {tier: reading.lock for tier, reading in tiers.items()}
         for name, field, unit, text in (
             ("lock_takings", "acquisitions", 1, "Times that the lock was taken."),
@@ -349,7 +385,7 @@ class CacheMetrics(_Labelled):
             "lock_hold_max_seconds", "Longest time that the lock was held.", longest, "tier"
         )
 
-    def _evictions(self, tiers: Mapping[str, _Reading]) -> Iterator[Metric]:
+    def _evictions(self, tiers: Mapping[str, IndexReading]) -> Iterator[Metric]:
         gone = {
             (tier, cause.name.lower()): float(pages)
             for tier, reading in tiers.items()
@@ -369,7 +405,10 @@ class CacheMetrics(_Labelled):
             ("eviction_age_seconds", "age_at_eviction_s", "Evicted pages by age."),
             ("hit_idle_seconds", "idle_at_hit_s", "Hits by the time since the use before."),
         ):
-            spans = {(tier,): getattr(sample, field) for tier, sample in samples.items()}
+            spans = {
+                (tier,): _Buckets(BOUNDS, getattr(sample, field))
+                for tier, sample in samples.items()
+            }
             yield self._histogram(name, text, spans, "tier")
         hits = {
             (tier, *of): float(n)
@@ -410,14 +449,8 @@ class CacheMetrics(_Labelled):
         yield self._counter("unstored_pages", text, values_of(_UNSTORED), "cause")
         text = "Pages that were not written to the host, by cause, each time that it was tried."
         yield self._counter("unwritten_pages", text, values_of(_UNWRITTEN), "cause")
-        for metric, names, text in (
-            ("transfer_seconds", _TRANSFER_NS, "Total time of transfers that succeeded."),
-            ("storage_seconds", _STORAGE_NS, "Total time of reads from storage and writes to it."),
-        ):
-            seconds = {labels: ns * 1e-9 for labels, ns in values_of(names).items()}
-            yield self._counter(metric, text, seconds, "direction")
-        for metric, (name, text) in _NS.items():
-            yield self._counter(metric, text, {(): getattr(totals, name) * 1e-9})
+        text = "Requests of whose prompt nothing was used, by reason."
+        yield self._counter("missed_requests", text, values_of(_MISSED), "reason")
         evicted = {labels: float(getattr(totals, name)) for labels, name in _EVICTED.items()}
         text = "Evicted blocks of the device, pages of the host and of storage, by cause."
         yield self._counter("evictions", text, evicted, "tier", "cause")
@@ -426,8 +459,61 @@ class CacheMetrics(_Labelled):
                 text = _HELP.get(name, f"The managers' {name.replace('_', ' ')}.")
                 yield self._counter(name, text, {(): float(getattr(totals, name))})
 
+    def _histograms(self, counted: Mapping[str, HistogramCounts]) -> Iterator[Metric]:
+        for name, (text, histograms) in _TIMES.items():
+            read = {labels: counted[each.name] for labels, each in histograms.items()}
+            values = {
+                labels: _Buckets(each.bounds, each.counts, each.total)
+                for labels, each in read.items()
+            }
+            yield self._histogram(name, text, values, *("direction" for _ in next(iter(values))))
 
-class ManagerMetrics(_Labelled):
+
+class CacheMetrics(CachePage, Collector):
+    """A collector for a registry of prometheus_client. One for each registry and cache.
+
+    A scrape takes no lock of the cache and never waits for another process. If the cache is closed
+    or was replaced, `lightcache_up` is 0, and the scrape still succeeds.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        counters: Totals | None = None,
+        device: DeviceTier | PageIndex | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
+        """Reads nothing yet.
+
+        Args:
+            cache: a read-only handle is enough.
+            counters: the managers' counters; None: not served.
+            device: the device whose blocks are served with tier "device"; None: none.
+            labels: for every metric, in addition to `cache`, the cache's name, and `model_name`,
+                the model that it was created for, which they may replace.
+
+        Raises:
+            ConfigError: a label that the metrics define themselves.
+        """
+        super().__init__(cache.name, cache.index.segment.config, labels)
+        self._cache, self._counters, self._device = cache, counters, device
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics at this moment, without the parts that cannot be read."""
+        read = {"host": _read(self._cache.index)}
+        device = self._device.index if isinstance(self._device, DeviceTier) else self._device
+        if device is not None:
+            read["device"] = _read(device)
+        return self.of(read, *(self._counted(each) for each in (self._counters,) if each))
+
+    @staticmethod
+    def _counted(counters: Totals) -> Counted | None:
+        with contextlib.suppress(LightcacheError):
+            return counters.total(), counters.histograms()
+        return None
+
+
+class ManagerMetrics(_Labelled, Collector):
     """A collector for the circuit breakers of one manager. They belong to this process: each
     process that has a manager serves its own. A scrape takes no lock that a call of the manager
     holds. The manager may be closed."""
@@ -441,7 +527,8 @@ class ManagerMetrics(_Labelled):
         Raises:
             ConfigError: a label that the metrics define themselves.
         """
-        super().__init__(manager.host.name, labels)
+        host = manager.host
+        super().__init__(host.name, model_in(host.index.segment.config), labels)
         self._manager = manager
 
     def collect(self) -> Iterator[Metric]:
@@ -454,7 +541,7 @@ class ManagerMetrics(_Labelled):
         yield self._gauge("disabled", text, shut, "part")
 
 
-class _GroupedMetrics(_Labelled):
+class _GroupedMetrics(_Labelled, Collector):
     """Counters of one manager of a model with groups, whose metrics begin with a word of its own.
     Hits are labelled with the tier, transfers with the direction."""
 
@@ -462,9 +549,9 @@ class _GroupedMetrics(_Labelled):
     help: Mapping[str, str] = {}
 
     def __init__(
-        self, cache: str, labels: Mapping[str, str] | None, stats: Callable[[], object]
+        self, index: PageIndex, labels: Mapping[str, str] | None, stats: Callable[[], object]
     ) -> None:
-        super().__init__(cache, labels)
+        super().__init__(index.name, model_in(index.segment.config), labels)
         self._stats = stats
         self._most: dict[str, int] = {}
 
@@ -514,9 +601,10 @@ class CheckpointMetrics(_GroupedMetrics):
         Raises:
             ConfigError: a label that the metrics define themselves.
         """
-        where = checkpoints.slots if checkpoints.host is None else checkpoints.host
+        host = checkpoints.host
+        where = checkpoints.slots if host is None else host.index
         assert where is not None
-        super().__init__(where.name, labels, checkpoints.stats)
+        super().__init__(where, labels, checkpoints.stats)
 
 
 class WindowMetrics(_GroupedMetrics):
@@ -537,7 +625,7 @@ class WindowMetrics(_GroupedMetrics):
             ConfigError: a label that the metrics define themselves.
         """
         host = hybrid.manager.host
-        super().__init__(host.name, labels, hybrid.window_stats)
+        super().__init__(host.index, labels, hybrid.window_stats)
         names = names_of(host.index.segment.config)
         numbers = {each.rule.name: each.run.group for each in hybrid.windows}
         numbers[Rule.point().name] = hybrid.checkpoints.run.group
@@ -575,7 +663,7 @@ class WindowMetrics(_GroupedMetrics):
             yield self._counter(f"group_{name}", text, limited, "group")
 
 
-def _read(index: PageIndex) -> _Reading | None:
+def _read(index: PageIndex) -> IndexReading | None:
     """Metrics of an index, each of some instant of the call; None: closed, replaced or damaged."""
     with contextlib.suppress(LightcacheError), index.segment.busy():
         where = index.segment.address + LOCK_OFFSET
@@ -584,7 +672,7 @@ def _read(index: PageIndex) -> _Reading | None:
         every = index.namespace_counts()
         spaces = tuple(each for each in every if each.state == "normal")
         clients = tuple(index.clients())
-        return _Reading(index.stats(), lock, clients, spaces, groups, index.evictions())
+        return IndexReading(index.stats(), lock, clients, spaces, groups, index.evictions())
     return None
 
 
@@ -592,4 +680,13 @@ def _life(client: ClientInfo) -> str:
     return {"living": "alive", "in quarantine": "quarantine"}.get(client.life, client.life)
 
 
-__all__ = ["CacheMetrics", "CheckpointMetrics", "ManagerMetrics", "Totals", "WindowMetrics"]
+__all__ = [
+    "CacheMetrics",
+    "CachePage",
+    "CheckpointMetrics",
+    "Counted",
+    "IndexReading",
+    "ManagerMetrics",
+    "Totals",
+    "WindowMetrics",
+]

@@ -982,6 +982,29 @@ class PageIndex:
             check(worth, "worth")
         return worth
 
+    def remembers(self, key: Keys) -> bool | None:
+        """Whether a page of this key went, so that a miss of it is one of a cache that is too
+        small. Some sixteen times the pages of the index are remembered; one absent key in a
+        hundred thousand is taken for another. None: eviction "lru" remembers nothing. Takes no lock
+        and writes nothing; below a microsecond. Works read-only.
+
+        Args:
+            key: uint64 of shape (1, 2); of a page that is not there.
+
+        Raises:
+            ConfigError: keys of another shape, dtype or layout.
+            NotReady: an operator disabled the cache.
+            Detached: closed, replaced, or a forked child.
+        """
+        where, n = _arguments.keys(key)
+        _arguments.count(n, "key", 1, 1)
+        if self.eviction != "hz":
+            return None
+        known: int = self.core.quick.lci_remembers(self._handle, where)
+        if known < 0:
+            check(known, "remembers")
+        return bool(known)
+
     def reserve_batch(
         self,
         keys: Keys,

@@ -278,6 +278,10 @@ Slots = Sequence[int] | npt.NDArray[Any]
 class _InFlight:
     """What Offload and Load have in common."""
 
+    page_count: int
+    """Pages, or parts of pages, that it touches."""
+    begun_ns: int
+    """`time.perf_counter_ns()` when it was begun."""
     transfer: Transfer
     """The copy: `wait_on(stream)`, `wait_layer(layer, stream)`, `nbytes`."""
 
@@ -289,6 +293,7 @@ class _InFlight:
 
     def _begin(self, engine: Engine, source: Releasable, call: Callable[..., Transfer]) -> None:
         self._keeper = Keeper(source)
+        self.begun_ns = time.perf_counter_ns()
         self.transfer = self._keeper.begin(engine, call)
 
     def done(self) -> bool:
@@ -386,6 +391,7 @@ class Offload(_InFlight):
             pages, positions = _by_page(pages, integers(positions, "positions"), parts)
         count = len(pages) // parts  # `Move` refuses a remainder
         move = Move(pages, _slots_of(count, positions, slots, tokens))
+        self.page_count = len(pages)
         self._begin(engine, held, partial(engine.offload, move, **how))
 
     @property
@@ -454,6 +460,7 @@ class Load(_InFlight):
         """
         _check_kind(lease, (Lease,))
         move = Move(lease.pages, slots, first, skip)
+        self.page_count = len(lease.pages)
         geometry = engine.geometry
         self.tokens: int = len(lease.pages) // geometry.parts * geometry.page_tokens
         """Tokens of the lease's pages: so many of the prompt need not be computed."""

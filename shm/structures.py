@@ -23,6 +23,7 @@ _SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lcs_atomic64": (_INT, (_AT, _U64, _INT, _U64, _AT)),
     "lcs_compare_exchange32": (_INT, (_AT, _U64, _AT, _U32)),
     "lcs_compare_exchange64": (_INT, (_AT, _U64, _AT, _U64)),
+    "lcs_add_many": (_INT, (_AT, _U64, _AT, _U32)),
     "lcs_event_read": (_INT, (_AT, _U64, _AT)),
     "lcs_event_notify": (_INT, (_AT, _U64)),
     "lcs_event_wait": (_INT, (_AT, _U64, _U32, _U64)),

@@ -25,6 +25,7 @@ from lightcache.layout import PageState
 from lightcache.pool import PoolObject
 from lightcache.shm import layout as shm_layout
 from lightcache.shm.clients import ClientInfo
+from lightcache.shm.counters import rows_in
 from lightcache.snapshot import NAMESPACE_TABLE_BYTES, GroupPages, groups_of
 from lightcache.tools.image import Copy, Image
 
@@ -388,14 +389,10 @@ def _holder(image: Copy, operations: Mapping[int, str]) -> Facts | None:
 def counted(copy: Copy) -> dict[str, int]:
     """The sums of a copy of `SharedCounters`."""
     names = copy.config.get("names")
-    if not isinstance(names, list) or not names:
+    if not isinstance(names, list):
         return {}
-    payload = copy.data.data[shm_layout.PAYLOAD_OFFSET :]
-    stride = -(-len(names) // 8) * 8
-    rows = min(shm_layout.SLOTS, len(payload) // 8 // stride)
-    table = np.frombuffer(payload, np.uint64, rows * stride).reshape(rows, stride)
-    sums = table[:, : len(names)].sum(axis=0, dtype=np.uint64)
-    return dict(zip(map(str, names), sums.tolist(), strict=True))
+    fields, rows = rows_in(copy.data.data[shm_layout.PAYLOAD_OFFSET :], names)
+    return dict(zip(fields, rows.sum(axis=0, dtype=np.uint64).tolist(), strict=True))
 
 
 def name_of(enum: Callable[[int], Any], value: int) -> str:

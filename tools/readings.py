@@ -24,6 +24,7 @@ from lightcache.layout import PageState
 from lightcache.shm import clients, names, read_segment, wanted
 from lightcache.shm import layout as shm_layout
 from lightcache.shm.clients import ClientInfo
+from lightcache.shm.counters import bytes_of, rows_in
 from lightcache.shm.layout import SegmentHeader, SegmentKind
 from lightcache.shm.listing import SegmentInfo
 from lightcache.shm.objects import OpenObject
@@ -313,15 +314,13 @@ def _counts(each: _Followed | None) -> Counts | None:
     if each is None or not each.again() or each.kind != SegmentKind.COUNTERS:
         return None
     head, listed = each.head(), each.config.get("names")
-    if head is None or not isinstance(listed, list) or not listed:
+    if head is None or not isinstance(listed, list):
         return None
     assert each.object is not None
-    fields = [str(name) for name in listed]
-    stride = -(-len(fields) // 8) * 8
-    data = each.part(8 * shm_layout.SLOTS * stride, shm_layout.PAYLOAD_OFFSET)
-    if len(data) < 8 * shm_layout.SLOTS * stride:
+    data = each.part(bytes_of(listed), shm_layout.PAYLOAD_OFFSET)
+    fields, table = rows_in(data, listed)
+    if len(table) < shm_layout.SLOTS:
         return None
-    table = np.frombuffer(data, np.uint64).reshape(shm_layout.SLOTS, stride)[:, : len(fields)]
     members = clients.read_table(_table(head[1]), each.object.fd)
     return Counts(
         uuid=bytes(head[0].uuid).hex(),

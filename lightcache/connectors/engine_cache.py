@@ -10,7 +10,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Generic, Protocol, TypeVar
 from lightcache import Cache
 from lightcache.connectors.engine_options import EngineOptions
 from lightcache.connectors.link import Link, Voice
+from lightcache.connectors.node_tally import NodeTally
 from lightcache.errors import LeaseLost, NoSpace, NotReady
 from lightcache.kernels.moves import Engine
 from lightcache.storage.opening import open_tier
@@ -113,6 +114,10 @@ class CacheAndStorage:
 
     cache: Cache
     storage: Link[BaseTier] | None
+    tally: NodeTally = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tally = NodeTally(self.cache)
 
     @property
     def tier(self) -> BaseTier | None:
@@ -123,6 +128,7 @@ class CacheAndStorage:
         """Leave: the storage first."""
         if self.storage is not None:
             self.storage.close(LEAVE)
+        self.tally.close()
         self.cache.close()
 
 

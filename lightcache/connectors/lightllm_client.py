@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 import threading
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from lightcache.connectors.engine_cache import (
 )
 from lightcache.connectors.engine_options import EngineOptions
 from lightcache.connectors.link import Voice
+from lightcache.connectors.node_tally import NodeTally
 from lightcache.errors import ConfigError, LockTimeout, WaitTimeout
 from lightcache.leases import Lease
 from lightcache.shm import SharedCounters, SharedRing
@@ -247,6 +249,8 @@ class Client:
         self.cache = service.open_cache(kind, device=rank and _has_cuda())
         self.page_num = self.cache.index.pages
         self._keys = self.cache.engine_keys()
+        self._tally = NodeTally(self.cache) if manages else None
+        """Of look-ups; LightLLM copies by itself."""
         self._updates = SharedCounters.open(service.object_name("updates"), names=["begun"])
         self._used = True
         options = service.options
@@ -331,14 +335,23 @@ class Client:
                 self._ledger.collect()
             if not hashes or not self._uses():
                 return []
+            begun = time.perf_counter_ns()
             keys = self._keys.encode(hashes)
             with self.cache.match(keys) as lease:
+                self._looked(keys, len(lease), begun)
                 if len(lease) < len(keys) and (grown := self._read(keys, lease)):
                     return grown
                 return self._ledger.lend(lease)
         except Exception as error:
             self._voice.trouble("look up", error)
             return []
+
+    def _looked(self, keys: Keys, found: int, begun_ns: int) -> None:
+        assert self._tally is not None
+        self._tally.looked(begun_ns)
+        size = self._service.page_tokens
+        missed = "" if found else self._tally.missed(keys, None)
+        self._tally.request(len(keys) * size, host=found * size, missed=missed)
 
     def collect(self) -> tuple[int, int]:
         """Unpin what other processes have given back; a thread does so once a second. Returns the
@@ -360,6 +373,8 @@ class Client:
             return []
         try:
             task = tier.prefetch(keys, start=len(lease))
+            if self._tally is not None:
+                self._tally.watch(task)
             with contextlib.suppress(WaitTimeout):
                 task.wait(READ_LIMIT)
             task.stop()
@@ -536,6 +551,8 @@ class Client:
             self._ring.close()
         self._storage.close(LEAVE)
         self._updates.close()
+        if self._tally is not None:
+            self._tally.close()
         self.cpu_kv_cache_tensor = None
         self.cache.close()
 

@@ -178,11 +178,10 @@ class Finder:
         kinds = [(group.rule, group.run) for group in self.groups]
         return tier.prefetch_last_ready(keys, groups=kinds, start=found, namespace=self.space)
 
-    def write(self, tier: BaseTier, keys: Keys, request: Hashable) -> None:
+    def write(self, tier: BaseTier, keys: Keys, request: Hashable) -> list[StorageTask]:
         """Store what the position after these keys needs."""
-        for group in self.groups:
-            needed = keys[self.first(group, len(keys)) :]
-            tier.write(group.run.keys(needed), request, namespace=self.space)
+        needed = [group.run.keys(keys[self.first(group, len(keys)) :]) for group in self.groups]
+        return [tier.write(each, request, namespace=self.space) for each in needed]
 
 
 def _name(request: Hashable, group: PageGroup) -> Hashable:

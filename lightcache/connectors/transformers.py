@@ -16,6 +16,7 @@ saves the new pages. Models with recurrent states also need `Connector.prefill`.
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ from lightcache.connectors.hybrid import (
 )
 from lightcache.connectors.model_pages import ModelPages, TokenPages, describe, describe_for
 from lightcache.connectors.model_watch import ModelWatch
+from lightcache.connectors.node_tally import NodeTally
 from lightcache.connectors.opening import open_cache
 from lightcache.connectors.pooled import check_device
 from lightcache.connectors.prefix_cache import (
@@ -104,6 +106,8 @@ class Connector:
         self._figures = Counters()
         self._closed = False
         with contextlib.ExitStack() as stack:
+            self._tally = NodeTally(cache)
+            stack.callback(self._tally.close)
             first = self.pages.first
             if isinstance(first, TokenPages):
                 self._pool = pool_of_tokens(self.cache, first, pinned)
@@ -174,6 +178,7 @@ class Connector:
         past = self._found(ids, how)
         past.watch = self._watch
         hit = past.reused
+        self._tally.request(len(ids), host=hit, missed="" if hit else self._missed(ids, how))
         self._figures.add(
             requests=1, prompt_tokens=len(ids), host_hits=int(hit > 0), host_tokens=hit
         )
@@ -202,11 +207,18 @@ class Connector:
         self._watch.check_weights(space.weights)
 
     def _found(self, ids: TokenIds, how: dict[str, Any]) -> PrefixCache:
+        begun = time.perf_counter_ns()
         keys = self.cache.hash_pages(ids, **how, leave_one=True)
         if self.hybrid is not None:
             return self.hybrid.found(ids, keys, how["namespace"], self._load_all)
         with self.cache.match(keys, namespace=how["namespace"]) as lease:
+            self._tally.looked(begun)
             return self._restore(lease, ids)
+
+    def _missed(self, ids: TokenIds, how: dict[str, Any]) -> str:
+        first = ids[: self.pages.page_tokens + 1]
+        keys = self.cache.hash_pages(first, **how, leave_one=True)
+        return self._tally.missed(keys, how["namespace"])
 
     def prefill(self, past: Any, tokens: Any = None, *, at_most: int | None = None) -> None:
         """For a hybrid model: compute a prompt up to the last position at which a state is saved,
@@ -249,7 +261,9 @@ class Connector:
                 new, missing, why = len(held.new), len(held.missing), held.why
                 present, busy = len(held.present), len(held.busy)
                 if new:
-                    self.offload(past, held).wait()
+                    copy = self.offload(past, held)
+                    copy.wait()
+                    self._tally.moved("offload", new, copy.nbytes, copy.begun_ns)
         except Abandoned:
             self._figures.add(cleared=1)
             return
@@ -257,6 +271,7 @@ class Connector:
             new, missing, present, busy, why = 0, len(keys), 0, 0, str(error)
         self._figures.add(saved_pages=new, present_pages=present, busy_pages=busy)
         if missing:
+            self._tally.add(no_room_pages=missing)
             self._figures.no_room(self.cache.name, missing, len(keys), why)
 
     # ---- pages of callers that manage leases and reservations themselves
@@ -303,7 +318,8 @@ class Connector:
         load = self.load(past, lease)
         with contextlib.suppress(TransferFailed):  # `done` raises it, and gives the lease back
             load.transfer.wait_on()
-        load.done()
+        if load.done() and load.page_count:
+            self._tally.moved("load", load.page_count, load.nbytes, load.begun_ns)
 
     def empty(self) -> PrefixCache:
         """An empty cache, to `load` into or to begin with. Its tokens are not known: save it with
@@ -441,6 +457,7 @@ class Connector:
             self.hybrid.close()
         self._pool.close()
         self._watch.close()
+        self._tally.close()
         self._closed = True
 
     def __enter__(self) -> Connector:

@@ -20,6 +20,7 @@ from lightcache._arguments import Keys, Offsets
 from lightcache.errors import ConfigError, LeaseLost, LightcacheError, WaitTimeout
 from lightcache.leases import Lease
 from lightcache.manager.blocks import NO_KEYS
+from lightcache.manager.histograms import STORAGE_WAIT
 from lightcache.manager.limits import FailOpen, nothing
 from lightcache.manager.request import (
     ANY,
@@ -885,7 +886,7 @@ class PrefixLookup:
         del self._plans[request]
         if plan.read_until is not None:
             waited = int((time.monotonic() - plan.asked_at) * 1e9)
-            state.counts.add(storage_wait_ns=max(0, waited))
+            state.counts.observe(STORAGE_WAIT, waited)
         device = len(hit) * state.device.block_tokens if hit is not None else plan.device
         match = self._match(plan, device, len(host) if host is not None else 0)
         return plan, match, hit, host

@@ -39,9 +39,11 @@ from lightcache.manager.blocks import (
     numbers_of,
 )
 from lightcache.manager.frees import PendingFrees
+from lightcache.manager.histograms import HIT_SHARE, NS, PLAN
 from lightcache.manager.limits import nothing, seconds_of
 from lightcache.manager.load import LoadHandle, begin_load, no_load
 from lightcache.manager.lookup import PendingRequest, PrefixLookup, begin_when_read
+from lightcache.manager.misses import Absences
 from lightcache.manager.naming import NOTHING, FullBlocks
 from lightcache.manager.offload import Offloader
 from lightcache.manager.request import (
@@ -80,6 +82,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("lightcache.manager")
 _owed = attrgetter("owed")  # `any(map(_owed, ...))` makes no Python call
+_MISSED = {
+    MissReason.DISABLED: "failed",
+    MissReason.WEIGHTS: "other_namespace",
+    MissReason.OPTIONS: "unused",
+    MissReason.LOAD_SKIPPED: "unused",
+}
 TELL = 0.5
 """Seconds between two updates of the node's counters."""
 
@@ -163,6 +171,7 @@ class KVCacheManager:
         self.offloader = Offloader(state)
         self._counters, self._added, self._add_at = counters, Counters(), 0.0
         self._counting = True
+        self._absences = Absences(host)
         self._write_back = KVWriteBack(state, self.offloader)
         self._full_blocks = FullBlocks(state, self._write_back)
         self._frees = PendingFrees(state, self.offloader, self._full_blocks)
@@ -201,7 +210,7 @@ class KVCacheManager:
             batch = self.lookup.batch_of_one(request, prompt, options, limit, device_tokens)
             begun = time.perf_counter_ns()
             (match,) = self.lookup.plan(batch)
-            self.state.counts["plan_ns"] += time.perf_counter_ns() - begun
+            self.state.counts.observe(PLAN, time.perf_counter_ns() - begun)
             return match
 
     def plan_many(
@@ -223,7 +232,7 @@ class KVCacheManager:
             batch = self.lookup.batch(requests, prompts, options, limits, device_tokens)
             begun = time.perf_counter_ns()
             matches = self.lookup.plan(batch)
-            self.state.counts["plan_ns"] += time.perf_counter_ns() - begun
+            self.state.counts.observe(PLAN, time.perf_counter_ns() - begun)
             return matches
 
     def peek_many(
@@ -305,7 +314,7 @@ class KVCacheManager:
             )
         running.begun = time.monotonic()
         self.state.requests[request] = running
-        running.counted = self._counted(running.match)
+        running.counted = self._counted(running)
         self.state.counts.add(**running.counted)
         self.state.recent.add(running.counted)
         return running.match
@@ -364,9 +373,10 @@ class KVCacheManager:
             running.written += len(host)
         return running
 
-    def _counted(self, match: PrefixMatch) -> Counters:
+    def _counted(self, running: Request) -> Counters:
+        match = running.match
         from_host = min(max(0, match.usable - match.device), match.host)
-        return Counters(
+        counted = Counters(
             requests=1,
             hit_requests=int(match.usable > 0),
             prompt_tokens=match.tokens,
@@ -376,6 +386,26 @@ class KVCacheManager:
             below_break_even=match.host if match.why is MissReason.BREAK_EVEN else 0,
             cut_items=int(match.why is MissReason.ITEM),
         )
+        counted.observe(HIT_SHARE, match.usable * NS // max(1, match.tokens))
+        if not match.usable:
+            counted.add(**{f"missed_{self._missed(running)}": 1})
+        return counted
+
+    def _missed(self, running: Request) -> str:
+        """Why a request has no usable token: one of `misses.REASONS`."""
+        match, space = running.match, running.space
+        if match.why in _MISSED:
+            return _MISSED[match.why]
+        if match.found:
+            return "unused"
+        if space is None:
+            return "other_namespace"
+        if match.tokens <= self.page_tokens:
+            return "short"
+        try:
+            return self._absences.of_prompt(running.prompt, space.host)
+        except LightcacheError:  # of the cache: the request runs without it
+            return "failed"
 
     # ---- Running requests
 
@@ -475,7 +505,7 @@ class KVCacheManager:
             if usable == running.match.usable:
                 return running.match
             running.match = replace(running.match, usable=usable, why=MissReason.LOAD_SKIPPED)
-            change = self._counted(running.match)
+            change = self._counted(running)
             change.subtract(running.counted)
             self.state.counts.update(change)
             self.state.recent.change(running.counted, **change)

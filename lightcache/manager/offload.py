@@ -18,6 +18,7 @@ from lightcache.errors import Abandoned, LeaseLost, LightcacheError, LockTimeout
 from lightcache.kernels.moves import slots_of_blocks
 from lightcache.layout import WhyMissing
 from lightcache.manager.backend import RanksLost, TransferBackend
+from lightcache.manager.histograms import OFFLOAD
 from lightcache.manager.limits import nothing
 from lightcache.manager.request import CacheScope, Request, RequestOptions, WritePolicy, keys_of
 from lightcache.manager.state import ManagerState
@@ -384,10 +385,8 @@ class Offloader:
         def on_result(ok: bool, nbytes: int | None) -> None:
             if ok:
                 moved = pages * state.page_bytes if nbytes is None else nbytes
-                elapsed = time.perf_counter_ns() - begun
-                state.counts.add(
-                    offloads=1, offloaded_pages=pages, offloaded_bytes=moved, offload_ns=elapsed
-                )
+                state.counts.add(offloads=1, offloaded_pages=pages, offloaded_bytes=moved)
+                state.counts.observe(OFFLOAD, time.perf_counter_ns() - begun)
             else:
                 state.counts.add(failed_offloads=1)
 

@@ -15,7 +15,7 @@ from lightcache.manager.backend import TransferBackend
 from lightcache.manager.blocks import DeviceTier
 from lightcache.manager.limits import FailOpen, Pace
 from lightcache.manager.request import ManagerConfig, Request, StoredWith
-from lightcache.manager.stats import Counters, Recent, Tasks
+from lightcache.manager.stats import STORAGE, Counters, Recent, Tasks
 from lightcache.manager.transfers import TransferTracker
 from lightcache.manager.weights import Weights
 from lightcache.runs import PLAIN, Run
@@ -30,13 +30,6 @@ _HOST = {
     Cause.CLEARED: "clear",
     Cause.ASKED: "asked",
     Cause.DISCARDED: "asked",
-}
-_STORAGE = {
-    "read_bytes": "storage_read_bytes",
-    "written_bytes": "storage_written_bytes",
-    "evicted": "storage_evicted_room",
-    "declined": "storage_declined_pages",
-    "unstored_absent": "storage_absent_pages",
 }
 
 
@@ -123,7 +116,7 @@ class ManagerState:
         if self.storage is not None:
             self.tasks.settle()
             counted = self.storage.take_figures()
-            counts.add(**{_STORAGE[name]: count for name, count in counted.items()})
+            counts.add(**{STORAGE[name]: count for name, count in counted.items()})
 
 
 # ---- Checks of a manager's parts

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
 from lightcache.cache import Cache
+from lightcache.manager.histograms import (
+    HISTOGRAMS,
+    STORAGE_READ,
+    STORAGE_WRITE,
+    Histogram,
+    HistogramCounts,
+)
 from lightcache.shm import SharedCounters
 from lightcache.shm.names import counters_name
 
@@ -137,6 +145,24 @@ class ManagerStats:
     """Requests that waited for another request's prefix."""
     errors: int = 0
     """Calls that failed and were answered as a miss."""
+    missed_short: int = 0
+    """Requests without any usable token, since the prompt has no full page before its last token.
+    The next counters have the others, by reason; `lightcache.manager.misses` says how it is
+    known."""
+    missed_never_seen: int = 0
+    """The first page is not there, and the index remembers none that went."""
+    missed_evicted: int = 0
+    """The first page was there, and was evicted."""
+    missed_absent: int = 0
+    """The first page is not there, and the index does not remember what went: eviction "lru"."""
+    missed_other_namespace: int = 0
+    """The first page is there under other weights or for another tenant; or the weights were being
+    changed, or there was no namespace."""
+    missed_unused: int = 0
+    """Something was found, and was not used: too little to be worth loading, part of an item, no
+    room, or the request did not want it."""
+    missed_failed: int = 0
+    """The look-up failed, or the manager had disabled itself."""
 
     @property
     def plan_seconds(self) -> float:
@@ -228,11 +254,21 @@ class TierGauges:
     failed, and none is made; half-open: one is tried, or may be."""
 
 
-NAMES = frozenset(each.name for each in fields(ManagerStats))
+_STATS = tuple(each.name for each in fields(ManagerStats))
+STORAGE = {
+    "read_bytes": "storage_read_bytes",
+    "written_bytes": "storage_written_bytes",
+    "evicted": "storage_evicted_room",
+    "declined": "storage_declined_pages",
+    "unstored_absent": "storage_absent_pages",
+}
+"""Figures of `BaseTier.take_figures`, as counted here."""
+_SUMS = tuple(each.total for each in HISTOGRAMS if each.total not in _STATS)
+NAMES = frozenset(_STATS) | {name for each in HISTOGRAMS for name in (each.total, *each.buckets)}
 
 
 class Counters(Counter[str]):
-    """Counts by the names of `ManagerStats`."""
+    """Counts by the names of `ManagerStats`, and of histograms."""
 
     def add(self, **counts: int) -> None:
         """Increase these counts."""
@@ -240,9 +276,14 @@ class Counters(Counter[str]):
             assert name in NAMES, name
             self[name] += count
 
+    def observe(self, histogram: Histogram, value: int) -> None:
+        """Count a value, in billionths."""
+        self[histogram.bucket(value)] += 1
+        self[histogram.total] += max(0, value)
+
     def snapshot(self) -> ManagerStats:
-        """The present counts."""
-        return ManagerStats(**self)
+        """The present counts, without histograms."""
+        return ManagerStats(**{name: self[name] for name in _STATS if name in self})
 
 
 class Recent:
@@ -283,11 +324,12 @@ class Recent:
 
 # ---- Counters of a node
 
-_NAMES = tuple(each.name for each in fields(ManagerStats))
+_NAMES = (*_STATS, *_SUMS, *(each.counters for each in HISTOGRAMS))
 
 
 class NodeCounters:
-    """The counts of `ManagerStats`, summed over all processes that use one cache, in a segment
+    """The counts of `ManagerStats` and of histograms, summed over all processes that use one cache,
+    in a segment
     beside it, `shm.names.counters_name`. They last until the last process leaves; the counts of a
     killed process stay. A cache that was removed and created again begins at zero.
 
@@ -323,12 +365,16 @@ class NodeCounters:
 
     def own(self) -> ManagerStats:
         """The counts added through this object. Takes no lock."""
-        return ManagerStats(**self._counters.own())
+        return stats_of(self._counters.own())
 
     def total(self) -> ManagerStats:
         """The counts of all processes, dead ones included; see `SharedCounters.total`. Takes no
         lock."""
-        return ManagerStats(**self._counters.total())
+        return stats_of(self._counters.total())
+
+    def histograms(self) -> dict[str, HistogramCounts]:
+        """Those of all processes, by the names in `lightcache.manager.histograms`. As `total`."""
+        return histograms_of(self._counters.total())
 
     def close(self) -> None:
         """Leave. Our counts stay while another process is attached."""
@@ -339,6 +385,16 @@ class NodeCounters:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._counters.__exit__(kind, error, trace)
+
+
+def stats_of(counts: Mapping[str, int]) -> ManagerStats:
+    """The counts of managers among those of `NodeCounters`; one that is not there is 0."""
+    return ManagerStats(**{name: counts.get(name, 0) for name in _STATS})
+
+
+def histograms_of(counts: Mapping[str, int]) -> dict[str, HistogramCounts]:
+    """The histograms among the counts of `NodeCounters`."""
+    return {each.name: each.read(counts) for each in HISTOGRAMS}
 
 
 # ---- Storage tasks
@@ -370,12 +426,12 @@ class Tasks:
             if not task.ended:
                 self._going.append(task)
             elif task.kind == "read":
-                self._counts.add(storage_read_ns=int(task.seconds * 1e9))
+                self._counts.observe(STORAGE_READ, int(task.seconds * 1e9))
             else:
                 self._written(task)
 
     def _written(self, task: StorageTask) -> None:
-        self._counts.add(storage_write_ns=int(task.seconds * 1e9))
+        self._counts.observe(STORAGE_WRITE, int(task.seconds * 1e9))
         result = task.result
         lost = {"refused": result.refused, "failed": result.failed, "skipped": result.skipped}
         if task.state.name == "FAILED":  # the remaining pages of a broken-off write
@@ -388,6 +444,7 @@ class Tasks:
 
 
 __all__ = [
+    "STORAGE",
     "Counters",
     "ManagerStats",
     "NodeCounters",
@@ -395,4 +452,6 @@ __all__ = [
     "Tasks",
     "TierCapacity",
     "TierGauges",
+    "histograms_of",
+    "stats_of",
 ]

@@ -79,3 +79,11 @@ LC_API int lci_worth(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t sta
     if (end < n) lci_learn_if_due(h, tick, LC_TRY, 0);
     return (int)(end - start);
 }
+
+/* Whether a page of this key went, and is remembered: 1 or 0. Nothing is, where pages are not ranked. */
+LC_API int lci_remembers(lci_handle *h, const lc_key *key) {
+    int rc = lci_usable(h);
+    if (rc != LC_OK) return rc;
+    uint64_t used;
+    return h->ranks && lch_known(&h->learnt, *key, 0, &used);
+}

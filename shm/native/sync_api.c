@@ -40,6 +40,17 @@ static int writable(const lcs_attachment *at) {
 ATOMIC(32)
 ATOMIC(64)
 
+/* Adds to counters of a row, which begins at `row`: pairs of a place in it and what is added. Each
+ * addition is whole wherever the process is killed. Sums of independent counters need no order. */
+LC_API int lcs_add_many(lcs_attachment *at, uint64_t row, const uint64_t *pairs, uint32_t n) {
+    int rc = writable(at);
+    if (rc != LC_OK) return rc;
+    _Atomic uint64_t *words = (_Atomic uint64_t *)(at->base + row);
+    for (uint32_t i = 0; i < n; i++)
+        atomic_fetch_add_explicit(&words[pairs[2 * i]], pairs[2 * i + 1], memory_order_relaxed);
+    return LC_OK;
+}
+
 /* The count to hand to lcs_event_wait later. */
 LC_API int lcs_event_read(lcs_attachment *at, uint64_t offset, uint32_t *seen) {
     int rc = lcs_usable(at);

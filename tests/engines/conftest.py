@@ -206,7 +206,7 @@ def caches() -> Iterator[None]:
     """Removes those of this run when all engines have ended: one that lives makes another."""
     yield
     for segment in list_segments():
-        if segment.name == NAME or segment.name.startswith(f"{NAME}-"):
+        if segment.name == NAME or segment.name.startswith((f"{NAME}-", f"{NAME}.")):
             Segment.unlink(segment.name, force=True)
 
 

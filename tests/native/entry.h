@@ -75,6 +75,7 @@ int lcx_log_free_dead(lcs_attachment *at, uint32_t slot);
 
 int lcs_atomic32(lcs_attachment *at, uint64_t offset, int op, uint32_t value, uint32_t *old);
 int lcs_atomic64(lcs_attachment *at, uint64_t offset, int op, uint64_t value, uint64_t *old);
+int lcs_add_many(lcs_attachment *at, uint64_t row, const uint64_t *pairs, uint32_t n);
 int lcs_compare_exchange32(lcs_attachment *at, uint64_t offset, uint32_t *expected,
                            uint32_t value);
 int lcs_compare_exchange64(lcs_attachment *at, uint64_t offset, uint64_t *expected,
@@ -97,6 +98,7 @@ int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t grown, ui
 lci_handle *lci_open(lcs_attachment *at, uint64_t pages);
 void lci_close(lci_handle *h);
 int lci_set_clock(lci_handle *h, uint64_t ns);
+int lci_remembers(lci_handle *h, const lc_key *key);
 int lci_worth(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t start, lci_ns_ref ns,
               uint32_t hint, uint32_t refused);
 int lci_count(lci_handle *h, lci_counts *out);

@@ -50,6 +50,13 @@ static void sync_atomics(void) {
     CHECK_EQ(old64, 3);
     CHECK_EQ(lcs_atomic64(c.at, WORD + 8, OP_LOAD, 0, &old64), LC_OK);
     CHECK_EQ(old64, 5);
+    uint64_t pairs[] = {1, 7, 2, 9, 1, 1};
+    CHECK_EQ(lcs_add_many(c.at, WORD, pairs, 3), LC_OK);
+    CHECK_EQ(lcs_atomic64(c.at, WORD + 8, OP_LOAD, 0, &old64), LC_OK);
+    CHECK_EQ(old64, 13);
+    CHECK_EQ(lcs_atomic64(c.at, WORD + 16, OP_LOAD, 0, &old64), LC_OK);
+    CHECK_EQ(old64, 9);
+    CHECK_EQ(lcs_add_many(r.at, WORD, pairs, 3), LC_E_READONLY);
     CHECK_EQ(lcs_atomic64(r.at, WORD + 8, OP_STORE, 0, &old64), LC_E_READONLY);
     CHECK_EQ(lcs_atomic64(c.at, WORD + 8, -1, 0, &old64), LC_E_RANGE);
     tear_down();

@@ -23,6 +23,7 @@ PROGRAMS = {
     "aarch64-linux-gnu-objdump": "binutils-aarch64-linux-gnu",
     "redis-server": "redis-server",
     "openssl": "openssl",
+    "promtool": "prometheus",
 }
 # What Mooncake's programs and its client load.
 LIBRARIES = {

@@ -19,6 +19,8 @@ from lightcache import Cache, errors, shm
 from lightcache.manager.stats import ManagerStats, NodeCounters
 from lightcache.shm import layout, names
 from lightcache.tools.cli import group
+from lightcache.tools.facts import counted
+from lightcache.tools.image import read_any
 from lightcache.tools.readings import Watch
 
 NAMES = ("requests", "tokens")
@@ -48,6 +50,24 @@ def test_counts_are_ones_own_and_the_sum_is_everybodys(counters):
     assert counters.own() == {"requests": 1, "tokens": 128}
     assert counters.total() == {"requests": 6, "tokens": 128}, "what has left still counts"
     counters.check()
+
+
+def test_a_name_may_stand_for_several(segment_name):
+    """As a histogram has them; copies of the segment are read by the same names."""
+    given = ("requests", "spans[3]")
+    names = ("requests", "spans_0", "spans_1", "spans_2")
+    with shm.SharedCounters.create(segment_name, names=given) as made, attach(made) as other:
+        assert made.names == other.names == names
+        made.add(spans_2=5, requests=1)
+        other.add(spans_2=2, spans_0=1)
+        assert made.total() == {"requests": 1, "spans_0": 1, "spans_1": 0, "spans_2": 7}
+        assert made.own() == {"requests": 1, "spans_0": 0, "spans_1": 0, "spans_2": 5}
+        made.check()
+        assert counted(read_any(segment_name)) == made.total()
+        refused(errors.ConfigError, "spans", made.add, spans=1)
+        refused(errors.ConfigError, "spans_3", made.add, spans_3=1)
+        others = ("requests", "spans[2]", "spans_2")  # as many, and the same
+        refused(errors.LayoutMismatch, "names", shm.SharedCounters.open, segment_name, names=others)
 
 
 def test_leaving_gives_the_slot_back(counters):
@@ -241,6 +261,9 @@ def test_check_names_what_is_broken(counters, segment_name):
         ({"names": "ab"}, "a list of names"),
         ({"names": []}, "at least one"),
         ({"names": [[]]}, "identifiers"),
+        ({"names": ["a[0]"]}, "identifiers"),
+        ({"names": ["a[9999]"]}, "at most 1024"),
+        ({"names": ["a[2]", "a_1"]}, "each name"),
         ({"names": ["a", "a"]}, "once"),
         ({"names": [f"n{i}" for i in range(9)]}, "9 counters take 8192 bytes, found 4096"),
     ],

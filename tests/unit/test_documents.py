@@ -389,14 +389,15 @@ def test_metrics(engines: list[Any], segment_name: str) -> None:
             served = scraped(space)
         device.close()
         engine.close()
-    with make_cache(f"{segment_name}-groups", kv_groups=("kv", "states")) as cache:
+    with make_cache(f"{segment_name}-groups", kv_groups=("kv", "states"), eviction="hz") as cache:
         registry = CollectorRegistry(auto_describe=True)
         registry.register(CacheMetrics(cache))
         by_group = generate_latest(registry).decode()
     document = (ROOT / "docs/guides/metrics.md").read_text()
     families = set(re.findall(r"^# TYPE lightcache_(\w+) ", served + by_group, re.MULTILINE))
     assert families == set(re.findall(r"`lightcache_(\w+)`", document))
-    assert f'lightcache_requests_total{{cache="{segment_name}",service="chat"}} 1.0' in served
+    labels = f'cache="{segment_name}",model_name="",service="chat"'
+    assert f"lightcache_requests_total{{{labels}}} 1.0" in served
 
 
 def scraped(space: dict[str, Any]) -> str:

@@ -41,6 +41,7 @@ from lightcache.errors import (
     StorageError,
 )
 from lightcache.shm import Segment, SharedRing
+from lightcache.shm.names import counters_name
 from lightcache.storage.tier import StorageTier
 from lightcache.tools import cli
 
@@ -92,7 +93,9 @@ def start(segment_name: str, tmp_path: Path) -> Iterator[Callable[..., Any]]:
         report = cache.check()
         assert report.clean, report.message
         assert (report.pins, cache.stats().writing) == (0, 0)
+        counters = counters_name(segment_name, cache.index.segment.uuid)
     Segment.unlink(segment_name)
+    Segment.unlink(counters)  # there, if a process that counted was killed
 
 
 @pytest.mark.parametrize("scene", SCENES)

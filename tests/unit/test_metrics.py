@@ -64,7 +64,7 @@ class Values:
         self.families = {family.name: family for family in families}
 
     def __call__(self, name, **labels):
-        labels = {"cache": self._name, **labels}
+        labels = {"cache": self._name, "model_name": "", **labels}
         return self.samples[f"lightcache_{name}", frozenset(labels.items())]
 
     def states(self, tier="host"):
@@ -315,13 +315,17 @@ def test_a_cache_with_lru_has_no_figures_of_a_sample(cache):
 def test_every_figure_is_served(cache):
     """Also one that a later release counts: each raised alone moves some sample."""
     with NodeCounters.open(cache) as counters:
-        registry = registered(cache, counters)
+        metrics = CacheMetrics(cache, counters)
+
+        def samples():
+            counted = metrics.of({"host": None}, (counters.total(), counters.histograms()))
+            return [(each.name, each.labels, each.value) for of in counted for each in of.samples]
+
+        before = samples()
         for field in fields(ManagerStats):
-            before = Values(registry, cache).samples
             counters.add(**{field.name: 1})
-            after = Values(registry, cache).samples
-            moved = {name for name, _ in after if before[name, _] != after[name, _]}
-            assert moved, field.name
+            before, after = samples(), before
+            assert before != after, field.name
 
 
 def test_names_are_as_prometheus_wants_them(cache):
@@ -331,9 +335,11 @@ def test_names_are_as_prometheus_wants_them(cache):
         for family in values.families.values():
             assert family.name.startswith("lightcache_")
             assert family.documentation.endswith(".")
-            assert family.type in ("counter", "gauge")
+            assert family.type in ("counter", "gauge", "histogram")
             for sample in family.samples:
                 assert sample.name.endswith("_total") == (family.type == "counter")
+            if family.type == "histogram":
+                assert family.name.endswith(("_seconds", "_ratio")), "a base unit, at the end"
 
 
 @pytest.fixture
@@ -403,7 +409,8 @@ def test_a_part_that_is_gone_leaves_the_others(segment_name):
         return values, [values.samples.get(key(part)) for part in parts]
 
     def key(part):
-        return "lightcache_up", frozenset({"cache": segment_name, "part": part}.items())
+        labels = {"cache": segment_name, "model_name": "", "part": part}
+        return "lightcache_up", frozenset(labels.items())
 
     values, found = up()
     assert found == [1, 1, 1]

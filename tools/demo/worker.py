@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from lightcache import Cache, TransferFailed
+from lightcache.connectors.model_facts import name_of
 from lightcache.hybrid import Grid, HybridConfig, HybridManager, open_hybrid
 from lightcache.hybrid.saving import Saves
 from lightcache.manager import EngineKV, Prompt, open_kv
@@ -89,9 +90,10 @@ class Worker:
 
     @property
     def model_name(self) -> str:
-        """Whatever makes the KV of another model useless to this one."""
+        """Its name, and whatever makes the KV of another model useless to this one."""
         spec = self.config.model
-        return f"{spec.directory or sorted(spec.form.items())} {spec.seed} {spec.dtype}"
+        name = name_of(str(spec.directory)) if spec.directory else "demo"
+        return f"{name}@{spec.directory or sorted(spec.form.items())} {spec.seed} {spec.dtype}"
 
     # ---- one request
 

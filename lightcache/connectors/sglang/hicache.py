@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from time import monotonic
+from time import monotonic, perf_counter_ns
 from typing import Any, ClassVar
 
 import numpy as np
@@ -201,8 +201,9 @@ class LightcacheStorage(CachePart[Opened], interface.HiCacheStorage):
             return 0
         opened = self._opened()
         space, encoded, after = self._encoded(opened, keys, extra_info)
-        index = opened.cache.index
+        index, begun = opened.cache.index, perf_counter_ns()
         found = index.peek(encoded, namespace=space)
+        opened.tally.looked(begun)
         self._worked()
         tier = opened.tier
         if found < len(keys) and tier is not None:
@@ -210,6 +211,7 @@ class LightcacheStorage(CachePart[Opened], interface.HiCacheStorage):
             if after is not None:
                 chain, start = np.concatenate((after, encoded)), found + 1
             reading = tier.prefetch(chain, start, namespace=space)
+            opened.tally.watch(reading)
             # The thread that made us runs the model: for it the next lookup finds what is read.
             if threading.get_ident() != self._thread:
                 try:
@@ -221,6 +223,10 @@ class LightcacheStorage(CachePart[Opened], interface.HiCacheStorage):
             found = read
         self.figures["asked_pages"] += len(keys)
         self.figures["found_pages"] += found
+        if not self.place[0]:  # one rank counts for all
+            missed = "" if found else opened.tally.missed(encoded, space)
+            size = self._page_tokens
+            opened.tally.request(len(keys) * size, host=found * size, missed=missed)
         return found
 
     def exists(self, key: str) -> bool:
@@ -254,6 +260,7 @@ class LightcacheStorage(CachePart[Opened], interface.HiCacheStorage):
                 lease.release()
             raise
         load.wait()  # HiCache gives the slots to others when this has returned
+        opened.tally.moved("load", count, load.nbytes, load.begun_ns)
         self._count("prefetch", count, monotonic() - begun)
         return [True] * count
 
@@ -290,9 +297,10 @@ class LightcacheStorage(CachePart[Opened], interface.HiCacheStorage):
                 held.abandon()
             raise
         save.wait()
+        opened.tally.moved("offload", count, save.nbytes, save.begun_ns)
         self._count("backup", count, monotonic() - begun)
         if opened.tier is not None:
-            opened.tier.write(encoded, keys[0], namespace=space)
+            opened.tally.watch(opened.tier.write(encoded, keys[0], namespace=space))
         return saved
 
     def batch_set_v1(

@@ -39,6 +39,7 @@ from lightcache.connectors.engine_cache import (
 )
 from lightcache.connectors.engine_options import EngineOptions
 from lightcache.connectors.link import Link, Voice
+from lightcache.connectors.node_tally import NodeTally
 from lightcache.connectors.page_groups import Finder, PageGroup, names_of_groups
 from lightcache.connectors.sglang.pools import FULL, Format
 from lightcache.engine_keys import EngineKeys
@@ -183,6 +184,10 @@ class _Batch:
     loads: list[LayerLoads]
     """Of each pool; none: nothing can be loaded."""
     lost: bool
+    tally: NodeTally | None = None
+    pages: list[int] = field(default_factory=list)
+    """Of each pool."""
+    begun_ns: int = 0
 
 
 @dataclass
@@ -380,7 +385,8 @@ class Rank(CachePart[Opened]):
         if opened is None or not opened.can_load:
             return 0
         self._lapse()
-        promise = self._promise(request, opened, hashes, before)
+        new = request not in self._promises and request not in self._misses
+        promise, begun = self._promise(request, opened, hashes, before), time.perf_counter_ns()
         index = opened.cache.index
         space, _ = opened.space(promise.weights)
         if not promise.planned and not index.peek(promise.keys[:1], namespace=space):
@@ -400,10 +406,21 @@ class Rank(CachePart[Opened]):
             promise.planned = False
             opened.finder(promise.weights).cancel(request)
         self._keep(request, promise)
+        opened.tally.looked(begun)
+        if new and not self.rank:
+            self._count(opened, promise, found)
         if found < len(hashes):
             with self._noted("read a storage"):
                 self._read(opened, promise, found)
         return found
+
+    def _count(self, opened: Opened, promise: _Promise, found: int) -> None:
+        """A request that is looked up for the first time, for the node: of what the device lacks,
+        which is all that SGLang asks for. One rank counts for all."""
+        space, _ = opened.space(promise.weights)
+        missed = "" if found else opened.tally.missed(promise.keys, space)
+        size = opened.page_tokens
+        opened.tally.request(len(promise.keys) * size, host=found * size, missed=missed)
 
     def lengths(self, found: int) -> range:
         """Of what a lookup has found, the prefixes for which all is pinned: only the found one with
@@ -467,6 +484,7 @@ class Rank(CachePart[Opened]):
         if promise.after is not None:
             keys, start = np.concatenate((promise.after, keys)), found + 1
         promise.read = opened.finder(promise.weights).read(opened.tier, keys, start)
+        opened.tally.watch(promise.read)
 
     @property
     def layers(self) -> int:
@@ -604,19 +622,23 @@ class Rank(CachePart[Opened]):
             if not batch.loads:
                 opened = each.opened
                 batch.loads = [LayerLoads(reader, timeout=LOAD) for reader in opened.readers]
+                batch.tally, batch.pages = opened.tally, [0] * len(batch.loads)
             try:
                 if each.opened is not opened:
                     raise LeaseLost("the cache was replaced since the request was looked up")
                 parts = zip(batch.loads, each.leases, each.slots, strict=True)
-                for loads, lease, slots in parts:
+                for pool, (loads, lease, slots) in enumerate(parts):
+                    pages = len(lease)
                     loads.add(request, lease, slots())
-                    self.figures["loaded_pages"] += len(lease)
+                    self.figures["loaded_pages"] += pages
+                    batch.pages[pool] += pages
             except Exception as error:
                 whole = False
                 for loads in batch.loads:
                     loads.cancel(request)
                 self._give_back(each.leases)
                 self.trouble("load", error)
+        batch.begun_ns = time.perf_counter_ns()
         for loads in batch.loads:
             loads.start(after=after)
         return whole
@@ -637,7 +659,7 @@ class Rank(CachePart[Opened]):
         if batch is None:
             return False  # its start has failed
         whole = not batch.lost
-        for loads in batch.loads:
+        for pool, loads in enumerate(batch.loads):
             landed = False
             with self._noted("load"):
                 errors = loads.finish()
@@ -645,9 +667,19 @@ class Rank(CachePart[Opened]):
                 for error in errors.values():
                     self.trouble("load", error)
             whole = whole and landed
+            self._count_load(batch, pool, landed)
             self._wait_for_copies(loads)
         self.figures["failed_batches"] += not whole
         return whole
+
+    def _count_load(self, batch: _Batch, pool: int, landed: bool) -> None:
+        if batch.tally is None or not batch.pages[pool]:
+            return
+        if landed:
+            nbytes = batch.loads[pool].nbytes
+            batch.tally.moved("load", batch.pages[pool], nbytes, batch.begun_ns)
+        else:
+            batch.tally.add(failed_loads=1)
 
     def _wait_for_copies(self, loads: LayerLoads) -> None:
         """However long it takes: SGLang frees the slots next, and a copy would write into those of
@@ -672,8 +704,10 @@ class Rank(CachePart[Opened]):
         """The figures, with those of the storage."""
         opened = None if self._link is None else self._link.current
         if opened is not None and opened.tier is not None:
-            for name, value in opened.tier.take_figures().items():
+            figures = opened.tier.take_figures()
+            for name, value in figures.items():
                 self.figures[f"storage_{name}"] += value
+            opened.tally.stored(figures)
         return self.figures
 
     # ---- saves
@@ -770,9 +804,17 @@ class Rank(CachePart[Opened]):
             elif error is not None and not isinstance(error, _Settled):
                 self.trouble("save", error)
             saved = saved and (error is None or isinstance(error, _Settled))
+            opened = save.opened
             if error is None:
-                self.figures["saved_bytes"] += save.offloads[pool].nbytes
+                copy = save.offloads[pool]
+                self.figures["saved_bytes"] += copy.nbytes
+                if opened is not None:
+                    opened.tally.moved("offload", copy.page_count, copy.nbytes, copy.begun_ns)
+            elif opened is not None and not isinstance(error, _Settled):
+                opened.tally.add(failed_offloads=1)
         self.figures["absent_pages"] += save.absent
+        if save.absent and save.opened is not None:
+            save.opened.tally.add(no_room_pages=save.absent)
         saved = saved and not save.absent
         if saved:
             with self._noted("write to a storage"):
@@ -786,7 +828,8 @@ class Rank(CachePart[Opened]):
             return
         _, keys = opened.space(save.weights)
         finder = opened.finder(save.weights)
-        finder.write(opened.tier, keys.encode(save.hashes), save.hashes[0])
+        tasks = finder.write(opened.tier, keys.encode(save.hashes), save.hashes[0])
+        opened.tally.watch(*tasks)
 
     def _run(self) -> None:
         """The thread of saves: begins them in order."""

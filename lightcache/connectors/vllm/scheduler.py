@@ -184,6 +184,10 @@ class _Request:
     """When it no longer waits for the storage."""
     host: int = 0
     """Pages that were in memory before the storage was asked."""
+    loaded: int = 0
+    """Tokens that a load brings."""
+    counted: bool = False
+    """The node has counted it."""
 
 
 class _Answer(NamedTuple):
@@ -460,7 +464,9 @@ class SchedulerHalf(CachePart[Opened]):
             self._cancel(state, opened)
             return 0, False
         ended = state.read is not None and state.read.ended  # before the plan, which finds it then
+        begun = time.perf_counter_ns()
         found = self._plan(state, opened, limit)
+        opened.tally.looked(begun)
         if self._rest_until:
             self._rest_until = 0.0
             self.voice.well()
@@ -535,6 +541,7 @@ class SchedulerHalf(CachePart[Opened]):
         if state.read is None:
             state.host = found
             state.read = opened.finder.read(opened.tier, state.keys[:limit], found)
+            opened.tally.watch(state.read)
             state.until = now + min(MOST_WAIT, self._speed.seconds((limit - found) * self._page))
             if state.read.ended:
                 return False  # there is nothing to read
@@ -602,6 +609,7 @@ class SchedulerHalf(CachePart[Opened]):
             )
         state.offered = max(state.offered, pages)
         state.stated = max(state.stated, pages)
+        state.loaded = end - begin
         self.figures["loaded_tokens"] += end - begin
         return LoadOrder(identity, opened.segment, tuple(parts))
 
@@ -612,6 +620,22 @@ class SchedulerHalf(CachePart[Opened]):
             return external, 0
         host = max(0, min(external, state.host * self._page - state.device))
         return host, external - host
+
+    def _count(self, state: _Request, opened: Opened | None) -> None:
+        """A request that is computed for the first time, for the node."""
+        state.counted = True
+        if opened is None:
+            return
+        request = state.request
+        host, storage = self.sources(request, state.loaded)
+        tokens, missed = request.num_prompt_tokens, ""
+        device = min(state.device, tokens)
+        if not state.loaded and not device:
+            missed = "failed"
+            if state.spec is opened.spec:
+                whole = max(0, tokens - 1) // self._page
+                missed = opened.tally.missed(state.keys[:whole], opened.space)
+        opened.tally.request(tokens, device=device, host=host, storage=storage, missed=missed)
 
     # ---- a step
 
@@ -633,6 +657,8 @@ class SchedulerHalf(CachePart[Opened]):
             for identity in [each for each in few if each in many]:
                 state = offering[identity]
                 state.started = True
+                if not state.counted:
+                    self._count(state, opened)
                 if state.stale or state.barred:
                     del offering[identity]
                     continue
@@ -935,7 +961,7 @@ class SchedulerHalf(CachePart[Opened]):
         if opened is not None and opened.tier is not None and opened.spec is state.spec:
             pages = min(state.offered, state.stated) if self._states else state.offered
             if pages:
-                opened.finder.write(opened.tier, state.keys[:pages], identity)
+                opened.tally.watch(*opened.finder.write(opened.tier, state.keys[:pages], identity))
 
     @property
     def pending(self) -> bool:
@@ -974,6 +1000,9 @@ class SchedulerHalf(CachePart[Opened]):
 
     def take_figures(self) -> Mapping[str, int]:
         """The figures since the last call."""
+        opened = None if self._link is None else self._link.current
+        if opened is not None and opened.tier is not None:
+            opened.tally.stored(opened.tier.take_figures())
         taken, self.figures = self.figures, Counter()
         return taken
 

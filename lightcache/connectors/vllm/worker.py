@@ -25,6 +25,7 @@ import numpy as np
 from lightcache import Cache, Load, Offload
 from lightcache.connectors.engine_cache import START, CachePart, close_all, host_name
 from lightcache.connectors.link import Link, Voice
+from lightcache.connectors.node_tally import NodeTally
 from lightcache.connectors.vllm.messages import (
     Hello,
     LoadOrder,
@@ -60,6 +61,7 @@ class Opened:
     writers: list[Engine]
     """Others than `readers` only where ranks hold the same heads: each writes a part."""
     segment: str
+    tally: NodeTally
     spaces: dict[str, Namespace] = field(default_factory=dict)
 
     def space(self, weights: str) -> Namespace:
@@ -71,6 +73,7 @@ class Opened:
     def close(self) -> None:
         """Wait for copies, and leave."""
         close_all(self.readers + self.writers)
+        self.tally.close()
         self.cache.close()
 
 
@@ -156,7 +159,7 @@ class WorkerHalf(CachePart[Opened]):
             close_all(readers + writers)
             cache.close()
             raise
-        return Opened(cache, readers, writers, cache.index.segment.uuid)
+        return Opened(cache, readers, writers, cache.index.segment.uuid, NodeTally(cache))
 
     def hello(self) -> Hello:
         """For the scheduler's half, once."""
@@ -286,10 +289,18 @@ class WorkerHalf(CachePart[Opened]):
             if not load.done():
                 return False
             self.figures["loaded_bytes"] += load.nbytes
+            if (tally := self._tally()) is not None:
+                tally.moved("load", load.page_count, load.nbytes, load.begun_ns)
         except Exception as error:
             self._lost.add(identity)
             self.trouble("load", error)
+            if (tally := self._tally()) is not None:
+                tally.add(failed_loads=1)
         return True
+
+    def _tally(self) -> NodeTally | None:
+        opened = None if self._link is None else self._link.current
+        return None if opened is None else opened.tally
 
     def failed(self) -> set[str]:
         """Of those received since the last call, requests whose load has failed."""
@@ -357,6 +368,8 @@ class WorkerHalf(CachePart[Opened]):
             how |= {"shards": of.ranks, "shard": self.rank, "team": self.team, "join_timeout": JOIN}
         held = opened.cache.reserve(keys, **how)
         self.figures["absent_pages"] += len(held.missing)
+        if len(held.missing):
+            opened.tally.add(no_room_pages=len(held.missing))
         if not len(held.new):
             held.release()
             self._end(save)
@@ -390,9 +403,19 @@ class WorkerHalf(CachePart[Opened]):
             return False  # it is asked again
         except Abandoned:
             self.figures["lost_saves"] += 1  # by another rank, or cleared
+            failed = True
         except Exception as error:
+            failed = True
             if not save.given_up:
                 self.trouble("save", error)
+        else:
+            failed = False
+        if (tally := self._tally()) is not None:
+            if failed:
+                tally.add(failed_offloads=1)
+            else:
+                copy = save.offload
+                tally.moved("offload", copy.page_count, copy.nbytes, copy.begun_ns)
         self._end(save)
         return True
 
