@@ -22,7 +22,7 @@ static uint32_t mark(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page) {
     LC_PAUSE(LC_AT_EVICT_CHOSEN);
     lc_txn_set(t, &p->word, LCI_EVICTING | kind);
     lc_prefetch_write((const void *)&h->dict.buckets[lc_bucket(&h->dict, lc_load(&p->lo))]);
-    if (LC_UNLIKELY(h->ranks != NULL)) lci_ranked_ask_page(h, p);
+    if (h->ranks) lch_prefetch(&h->learnt, lci_key_of(p));
     return parent;
 }
 
