@@ -22,7 +22,7 @@ static uint32_t mark(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page) {
     LC_PAUSE(LC_AT_EVICT_CHOSEN);
     lc_txn_set(t, &p->word, LCI_EVICTING | kind);
     lc_prefetch_write((const void *)&h->dict.buckets[lc_bucket(&h->dict, lc_load(&p->lo))]);
-    if (LC_UNLIKELY(h->ranks != NULL)) lci_ranked_ask_page(h, p);
+    if (h->ranks) lch_prefetch(&h->learnt, lci_key_of(p));
     return parent;
 }
 
@@ -43,8 +43,17 @@ static void prefetch_ancestor(const lci_handle *h, lci_eviction *e, const lci_pa
     lc_prefetch_write((const void *)lci_pin(h, h->at->slot, far));
 }
 
-/* A client pinned it while we marked it: as it was before, and used just now, so that no call meets it
- * twice. Of pages that are discarded the word says whether they were used since they were listed. */
+/* This call does not meet it again. Stored outright: `lci_touch` would leave a tick that is far ahead, by
+ * which the page was not used since. Of pages that are discarded the word says whether they were used since
+ * they were listed. */
+static void used_now(const lci_handle *h, const lci_eviction *e, lci_page *p) {
+    uint64_t used = lc_load(&p->used);
+    if (h->ranks && e->cause == LCI_DISCARDED) return;
+    if (lci_used_since(h, used >> LCI_TICK_SHIFT, e->since)) return;
+    lc_store(&p->used, e->since << LCI_TICK_SHIFT | (used & LCI_HITS_MASK));
+}
+
+/* A client pinned it while we marked it: as it was before, and used just now. */
 static void unmark(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page) {
     lci_page *p = &h->pages[page];
     uint32_t parent = lci_parent(h, p);
@@ -52,7 +61,7 @@ static void unmark(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page) {
     lc_txn_set(t, &p->word, LCI_READY | kind);
     lci_count_named(h, t, kind, 1);
     if (parent != LC_NIL) lci_child_comes(h, t, parent);
-    if (!h->ranks || e->cause != LCI_DISCARDED) lci_touch(p, e->since, 0);
+    used_now(h, e, p);
     if (lci_covered(p)) return;
     if (h->ranks) lci_queue_defer(h, t, e, page);
     else lci_queue_add(h, t, page);

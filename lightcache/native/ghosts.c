@@ -38,45 +38,21 @@ uint32_t lch_sampled_of(uint64_t pages) {
 
 /* ------------------------------------------------------------------ ghosts */
 
-/* fingerprint (bits 0..18; never 0), gen (19..22), hits (23..27), tick >> 6 (28..63). The time
- * is above, so that the smallest difference to a present just after now is the oldest; it wraps
- * after 200 days. With 13 bits of fingerprint, one new page in 2,000 had hits of another, and the
- * few of its class said that such pages never come back. */
-#define FINGERPRINT UINT64_C(0x7ffff)
-#define GEN_SHIFT 19
-#define HITS_SHIFT 23
-#define HITS_MAX 31
-#define TIME_SHIFT 28
-#define TIME_MAX (UINT64_MAX >> TIME_SHIFT)
-#define COARSE 6
-
-static uint64_t fingerprint(uint64_t hash) {
-    uint64_t bits = hash & FINGERPRINT;
-    return bits ? bits : 1;
-}
-
-static uint64_t packed(uint64_t hash, uint64_t used) {
-    return (lch_tick_of(used) >> COARSE) << TIME_SHIFT |
-           (uint64_t)lch_least(lch_hits_of(used), HITS_MAX) << HITS_SHIFT |
-           (uint64_t)lch_gen_of(used) << GEN_SHIFT | fingerprint(hash);
-}
+#define TIME_MAX (UINT64_MAX >> LCH_GHOST_TIME_SHIFT)
 
 static uint64_t unpacked(uint64_t ghost, uint64_t tick) {
-    uint64_t now = tick >> COARSE, age = (now - (ghost >> TIME_SHIFT)) & TIME_MAX;
-    uint64_t then = (now - (age <= TIME_MAX / 2 ? age : 0)) << COARSE & LCH_TICK_MAX;
-    uint32_t hits = (uint32_t)(ghost >> HITS_SHIFT) & HITS_MAX;
-    uint32_t gen = (uint32_t)(ghost >> GEN_SHIFT) & LCH_GEN_MAX;
+    uint64_t now = tick >> LCH_COARSE, age = (now - (ghost >> LCH_GHOST_TIME_SHIFT)) & TIME_MAX;
+    uint64_t then = (now - (age <= TIME_MAX / 2 ? age : 0)) << LCH_COARSE & LCH_TICK_MAX;
+    uint32_t hits = (uint32_t)(ghost >> LCH_GHOST_HITS_SHIFT) & LCH_GHOST_HITS_MAX;
+    uint32_t gen = (uint32_t)(ghost >> LCH_GHOST_GEN_SHIFT) & LCH_GEN_MAX;
     return lch_word(then, hits, gen, 0, 0);
 }
 
-/* Without a branch that depends on what is there, and unrolled: keys come in no order. */
-LC_INLINE _Atomic uint64_t *find(const lch *l, uint64_t hash) {
+static _Atomic uint64_t *find(const lch *l, uint64_t hash) {
     _Atomic uint64_t *line = lch_ghost_line(l, hash);
-    uint64_t wanted = fingerprint(hash);
-#define EQUAL(i) (uint32_t)((lc_load(&line[i]) & FINGERPRINT) == wanted) << (i)
-    uint32_t equal = EQUAL(0) | EQUAL(1) | EQUAL(2) | EQUAL(3);
-#undef EQUAL
-    return equal ? &line[__builtin_ctz(equal)] : NULL;
+    for (uint32_t i = 0; i < LCH_GHOST_WAYS; i++)
+        if (lch_ghost_is(line, i, hash) && lc_load(&line[i])) return &line[i];
+    return NULL;
 }
 
 bool lch_known(const lch *l, lc_key key, uint64_t tick, uint64_t *used) {
@@ -93,24 +69,6 @@ bool lch_ghost_take(lch *l, uint64_t hash, uint64_t tick, uint64_t *used) {
     lc_store(ghost, 0);
     return true;
 }
-
-/* How long ago the time of an entry is, the less the longer, with its place below. A free entry is of
- * time 0; a key that has an entry already, as after a death, gets a second one: both are of little
- * harm, and to look for them costs as much as all else here. */
-LC_INLINE uint64_t order_of(const _Atomic uint64_t *line, uint32_t i, uint64_t future) {
-    return ((lc_load(&line[i]) - future) & ~(uint64_t)(LCH_GHOST_WAYS - 1)) | i;
-}
-LC_INLINE uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
-
-void lch_ghost_put(lch *l, uint64_t hash, uint64_t used, uint64_t tick) {
-    _Atomic uint64_t *line = lch_ghost_line(l, hash);
-    uint64_t future = ((tick >> COARSE) + 1) << TIME_SHIFT;
-    uint64_t oldest = smaller(
-        smaller(order_of(line, 0, future), order_of(line, 1, future)),
-        smaller(order_of(line, 2, future), order_of(line, 3, future)));
-    lc_store(&line[oldest & (LCH_GHOST_WAYS - 1)], packed(hash, used));
-}
-_Static_assert(LCH_GHOST_WAYS == 4, "unrolled above");
 
 /* ------------------------------------------------------------------ the sample */
 

@@ -36,38 +36,22 @@ void lch_note(lch *l, uint64_t used, uint64_t age, uint32_t uses) {
     lc_raise(&l->root->hits[lch_class(used) * LCH_AGES + lch_age_class(l, age)], uses);
 }
 
-/* A page that continues one which was hit belongs to one more call than that. */
-static uint32_t gen_after(uint64_t parent) {
-    return lch_least(lch_gen_of(parent) + (lch_hits_of(parent) > 0), LCH_GEN_MAX);
-}
-
-static uint64_t first_word(uint64_t parent, uint32_t hint, uint64_t tick) {
-    return lch_word(tick, 0, gen_after(parent), 0, hint & LCH_HINT_MAX);
-}
-
 uint64_t lch_expected(const lch *l, lc_key key, uint64_t parent, uint32_t hint, uint64_t tick) {
     uint64_t used;
-    return lch_known(l, key, tick, &used) ? lch_hit(l, used, tick) : first_word(parent, hint, tick);
+    return lch_known(l, key, tick, &used) ? lch_hit(l, used, tick) : lch_first_word(parent, hint, tick);
 }
 
-uint64_t lch_named(lch *l, lc_key key, uint32_t page, uint64_t parent, uint32_t hint,
-                   uint64_t tick) {
-    uint64_t hash = lch_hash(l, key), used;
-    lch_root *root = l->root;
-    if (LC_UNLIKELY(lc_load(&root->named) == 0)) lc_store(&root->computed_tick, tick);
-    lc_raise(&root->named, 1);
-    if (lch_ghost_take(l, hash, tick, &used))
-        used = lch_hit(l, used, tick) | (hint & LCH_HINT_MAX);
-    else
-        used = first_word(parent, hint, tick);
+uint64_t lch_named_again(lch *l, uint64_t hash, uint32_t page, uint64_t parent, uint32_t hint,
+                         uint64_t tick) {
+    uint64_t used;
+    if (lch_ghost_take(l, hash, tick, &used)) {
+        used = lch_hit(l, used, tick) & ((UINT64_C(1) << LCH_TICK_SHIFT) - 1);
+        used |= tick << LCH_TICK_SHIFT | (hint & LCH_HINT_MAX); /* whatever the ghost says */
+    } else {
+        used = lch_first_word(parent, hint, tick);
+    }
     if (lch_is_sampled(l, hash)) lch_sample_named(l, hash, page, used, tick);
     return used;
-}
-
-void lch_evicted(lch *l, lc_key key, uint64_t used, uint64_t tick) {
-    uint64_t hash = lch_hash(l, key);
-    lch_ghost_put(l, hash, used, tick);
-    if (lch_is_sampled(l, hash)) lch_sample_evicted(l, hash, used, tick);
 }
 
 bool lch_due(lch *l, uint64_t tick) {

@@ -134,17 +134,8 @@ uint64_t lch_bytes(uint64_t pages);
 void lch_place(lch *l, void *region, uint64_t pages, uint64_t secret, lch_read read,
                const void *context);
 
-/* The word of a page that gets this key, or would (`page` is LC_NIL); with or without the index's lock. A
- * key that is remembered has come back: that counts as a hit. `parent`: the word of the page before; 0:
- * none, or unknown. */
-uint64_t lch_named(lch *l, lc_key key, uint32_t page, uint64_t parent, uint32_t hint,
-                   uint64_t tick);
-
 /* What lch_named would give, without naming anything. */
 uint64_t lch_expected(const lch *l, lc_key key, uint64_t parent, uint32_t hint, uint64_t tick);
-
-/* A page with this key and word goes, or was not written: remember it. With or without the lock. */
-void lch_evicted(lch *l, lc_key key, uint64_t used, uint64_t tick);
 
 #define LCH_CLAIM_TICKS 250000 /* after which a process that was to recompute is taken for dead */
 /* Is it time to recompute? Where it is, this caller is to do so, and no other is told so
@@ -231,12 +222,59 @@ uint32_t lch_ghost_lines(uint64_t pages);
 uint32_t lch_sample_lines(uint64_t pages);
 uint32_t lch_sampled_of(uint64_t pages);
 
+/* A ghost: fingerprint (bits 0..18), gen (19..22), hits (23..27), tick >> 6 (28..63); 0: none. The time
+ * is above, so that the smallest difference to a present just after now is the oldest; it wraps
+ * after 200 days. With 13 bits of fingerprint, one new page in 2,000 had hits of another, and the
+ * few of its class said that such pages never come back. */
+#define LCH_FINGERPRINT UINT64_C(0x7ffff)
+#define LCH_GHOST_GEN_SHIFT 19
+#define LCH_GHOST_HITS_SHIFT 23
+#define LCH_GHOST_HITS_MAX 31
+#define LCH_GHOST_TIME_SHIFT 28
+#define LCH_COARSE 6
+_Static_assert(LCH_GHOST_HITS_SHIFT - LCH_GHOST_GEN_SHIFT == LCH_HITS_SHIFT - LCH_GEN_SHIFT,
+               "gen and hits move together");
+
+/* Does a line have this fingerprint? The bits of a free entry are those of a key among half a million. */
+LC_INLINE bool lch_ghost_is(const _Atomic uint64_t *line, uint32_t i, uint64_t hash) {
+    return ((lc_load(&line[i]) ^ hash) & LCH_FINGERPRINT) == 0;
+}
+LC_INLINE bool lch_haunted(const _Atomic uint64_t *line, uint64_t hash) {
+    return lch_ghost_is(line, 0, hash) || lch_ghost_is(line, 1, hash) ||
+           lch_ghost_is(line, 2, hash) || lch_ghost_is(line, 3, hash);
+}
+
+LC_INLINE uint64_t lch_ghost_of(uint64_t hash, uint64_t used) {
+    uint64_t history = used & ((UINT64_C(1) << LCH_TICK_SHIFT) - (UINT64_C(1) << LCH_GEN_SHIFT));
+    if (LC_UNLIKELY(lch_hits_of(used) > LCH_GHOST_HITS_MAX))
+        history = lch_word(0, LCH_GHOST_HITS_MAX, lch_gen_of(used), 0, 0);
+    return (lch_tick_of(used) >> LCH_COARSE) << LCH_GHOST_TIME_SHIFT |
+           history << (LCH_GHOST_GEN_SHIFT - LCH_GEN_SHIFT) | (hash & LCH_FINGERPRINT);
+}
+
+/* How long ago the time of an entry is, the less the longer, with its place below. A free entry is of
+ * time 0; a key that has an entry already, as after a death, gets a second one: both are of little
+ * harm, and to look for them costs as much as all else here. */
+LC_INLINE uint64_t lch_ghost_order(const _Atomic uint64_t *line, uint32_t i, uint64_t future) {
+    return ((lc_load(&line[i]) - future) & ~(uint64_t)(LCH_GHOST_WAYS - 1)) | i;
+}
+
+LC_INLINE void lch_ghost_put(const lch *l, uint64_t hash, uint64_t used, uint64_t tick) {
+    _Atomic uint64_t *line = lch_ghost_line(l, hash);
+    uint64_t future = ((tick >> LCH_COARSE) + 1) << LCH_GHOST_TIME_SHIFT;
+    uint64_t a = lch_ghost_order(line, 0, future), b = lch_ghost_order(line, 1, future);
+    uint64_t c = lch_ghost_order(line, 2, future), d = lch_ghost_order(line, 3, future);
+    a = a < b ? a : b;
+    c = c < d ? c : d;
+    lc_store(&line[(a < c ? a : c) & (LCH_GHOST_WAYS - 1)], lch_ghost_of(hash, used));
+}
+_Static_assert(LCH_GHOST_WAYS == 4, "unrolled above");
+
 /* The word of a page that went, its tick rounded down to 64; false: not remembered. */
 bool lch_known(const lch *l, lc_key key, uint64_t tick, uint64_t *used);
 
 /* The same, and forget it. */
 bool lch_ghost_take(lch *l, uint64_t hash, uint64_t tick, uint64_t *used);
-void lch_ghost_put(lch *l, uint64_t hash, uint64_t used, uint64_t tick);
 
 /* A page that is sampled was named, or goes. */
 void lch_sample_named(lch *l, uint64_t hash, uint32_t page, uint64_t used, uint64_t tick);
@@ -259,5 +297,39 @@ void lch_tell_evicted(lch *l, const lch_sampled *s, uint64_t used, uint64_t tick
 /* A recomputation gave this order; `alive`: entries of the sample by list. */
 void lch_tell_sizes(lch *l, uint64_t tick, const uint16_t order[LCH_LISTS],
                     const uint32_t alive[LCH_LISTS]);
+
+/* ------------------------------------------------------------------ as pages come and go */
+
+/* The word of a page that was never there, behind a page with that word. What continues a page that was
+ * hit belongs to one more call than that. */
+LC_INLINE uint64_t lch_first_word(uint64_t parent, uint32_t hint, uint64_t tick) {
+    uint32_t gen = lch_gen_of(parent);
+    if (LC_UNLIKELY(lch_hits_of(parent) > 0)) gen = lch_least(gen + 1, LCH_GEN_MAX);
+    return lch_word(tick, 0, gen, 0, hint & LCH_HINT_MAX);
+}
+
+/* hazard.c: lch_named of a key that is remembered or sampled. */
+uint64_t lch_named_again(lch *l, uint64_t hash, uint32_t page, uint64_t parent, uint32_t hint,
+                         uint64_t tick);
+
+/* The word of a page that gets this key, or would (`page` is LC_NIL); with or without the index's lock. A
+ * key that is remembered has come back: that counts as a hit. `parent`: the word of the page before; 0:
+ * none, or unknown. */
+LC_INLINE uint64_t lch_named(lch *l, lc_key key, uint32_t page, uint64_t parent, uint32_t hint,
+                             uint64_t tick) {
+    uint64_t hash = lch_hash(l, key);
+    if (LC_UNLIKELY(lc_load(&l->root->named) == 0)) lc_store(&l->root->computed_tick, tick);
+    lc_raise(&l->root->named, 1);
+    if (LC_UNLIKELY(lch_haunted(lch_ghost_line(l, hash), hash) || lch_is_sampled(l, hash)))
+        return lch_named_again(l, hash, page, parent, hint, tick);
+    return lch_first_word(parent, hint, tick);
+}
+
+/* A page with this key and word goes, or was not written: remember it. With or without the lock. */
+LC_INLINE void lch_evicted(lch *l, lc_key key, uint64_t used, uint64_t tick) {
+    uint64_t hash = lch_hash(l, key);
+    lch_ghost_put(l, hash, used, tick);
+    if (LC_UNLIKELY(lch_is_sampled(l, hash))) lch_sample_evicted(l, hash, used, tick);
+}
 
 #endif

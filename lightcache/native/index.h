@@ -475,6 +475,9 @@ static inline uint32_t lci_ns_of(uint32_t word) { return (word & LCI_NS_MASK) >>
 static inline uint32_t lci_res_of(uint32_t word) { return (word & LCI_RES_MASK) >> LCI_RES_SHIFT; }
 static inline uint32_t lci_group_of(uint32_t word) { return word >> LCI_GROUP_SHIFT; }
 static inline uint64_t lci_tick(const lci_page *p) { return lc_load(&p->used) >> LCI_TICK_SHIFT; }
+static inline lc_key lci_key_of(const lci_page *p) {
+    return (lc_key){.lo = lc_load(&p->lo), .hi = lc_load(&p->hi)};
+}
 
 static inline _Atomic uint16_t *lci_pin(const lci_handle *h, uint32_t slot, uint32_t page) {
     return &h->rows[slot * h->row_stride + page];
@@ -534,12 +537,11 @@ static inline uint64_t lci_next_tick(lci_handle *h) {
 }
 
 /* The word of a page that gets this key behind `parent` (LC_NIL: none), under the lock. */
-uint64_t lci_ranked_used_by(lci_handle *h, lc_key key, uint32_t page, uint32_t parent,
-                            uint32_t hint, uint64_t tick);
 static inline uint64_t lci_used_by(lci_handle *h, lc_key key, uint32_t page, uint32_t parent,
                                    uint32_t hint, uint64_t tick) {
     if (LC_LIKELY(!h->ranks)) return tick << LCI_TICK_SHIFT;
-    return lci_ranked_used_by(h, key, page, parent, hint, tick);
+    uint64_t before = parent == LC_NIL ? 0 : lc_load(&h->pages[parent].used);
+    return lch_named(&h->learnt, key, page, before, hint, tick);
 }
 
 /* Above the highest ticket in use, which scans of tickets end at. Within the records, whatever the
@@ -625,9 +627,6 @@ uint32_t lci_promise_left(const lci_handle *h, uint32_t ns, uint32_t group);
 uint64_t lci_pass_by(lci_handle *h, lc_key key, uint64_t before, uint32_t hint, uint64_t tick);
 /* Its pages go, and their keys are still there: remember them. */
 void lci_ranked_remember(lci_handle *h, const struct lci_eviction *e, const uint32_t *pages, uint32_t n);
-/* Ask for what is remembered of keys that are about to come, or of a page that is about to go. */
-void lci_ranked_ask(const lci_handle *h, const lc_key *keys, uint32_t n);
-void lci_ranked_ask_page(const lci_handle *h, const lci_page *p);
 /* Under the lock: pages go in this order of lists from now on. False, and nothing changed: it does not
  * name each list once. */
 bool lci_install_order(lci_handle *h, lc_txn *t, const uint16_t list[LCH_LISTS]);
@@ -710,7 +709,8 @@ bool lci_ranked_follows(const lci_handle *h, const lci_eviction *e, uint64_t chi
 static inline bool lci_follows(const lci_handle *h, const lci_eviction *e, uint32_t child,
                                uint32_t parent) {
     uint64_t used = lc_load(&h->pages[child].used), other = lc_load(&h->pages[parent].used);
-    if (h->ranks) return lci_ranked_follows(h, e, used, other);
+    if (h->ranks && used != other) return lci_ranked_follows(h, e, used, other);
+    if (h->ranks) return !lci_used_since(h, other >> LCI_TICK_SHIFT, e->since);
     return other >> LCI_TICK_SHIFT <= used >> LCI_TICK_SHIFT;
 }
 uint32_t lci_evict_settle(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *marked, uint32_t n);

@@ -65,7 +65,7 @@ uint32_t lci_rank(const lci_handle *h, uint64_t used) {
 
 bool lci_ranked_follows(const lci_handle *h, const lci_eviction *e, uint64_t child, uint64_t parent) {
     if (lci_used_since(h, parent >> LCI_TICK_SHIFT, e->since)) return false;
-    return LC_LIKELY(parent == child) || lci_rank(h, parent) <= lci_rank(h, child);
+    return lci_rank(h, parent) <= lci_rank(h, child);
 }
 
 void lci_ranked_mark(lci_handle *h, lc_txn *t, uint32_t list, bool full) {
@@ -107,30 +107,12 @@ static void move(lci_handle *h, lc_txn *t, uint32_t page, uint32_t to) {
 
 /* ------------------------------------------------------------------ what is remembered */
 
-uint64_t lci_ranked_used_by(lci_handle *h, lc_key key, uint32_t page, uint32_t parent,
-                            uint32_t hint, uint64_t tick) {
-    uint64_t before = parent == LC_NIL ? 0 : lc_load(&h->pages[parent].used);
-    uint64_t used = lch_named(&h->learnt, key, page, before, hint, tick);
-    return tick << LCI_TICK_SHIFT | (used & LCI_HITS_MASK); /* whatever the advice says */
-}
-
-static lc_key key_of(const lci_page *p) {
-    return (lc_key){.lo = lc_load(&p->lo), .hi = lc_load(&p->hi)};
-}
-
 void lci_ranked_remember(lci_handle *h, const lci_eviction *e, const uint32_t *pages, uint32_t n) {
+    uint64_t since = e->since;
     for (uint32_t i = 0; i < n; i++) {
         const lci_page *p = &h->pages[pages[i]];
-        lch_evicted(&h->learnt, key_of(p), lc_load(&p->used), e->since);
+        lch_evicted(&h->learnt, lci_key_of(p), lc_load(&p->used), since);
     }
-}
-
-void lci_ranked_ask(const lci_handle *h, const lc_key *keys, uint32_t n) {
-    for (uint32_t i = 0; i < n; i++) lch_prefetch(&h->learnt, keys[i]);
-}
-
-void lci_ranked_ask_page(const lci_handle *h, const lci_page *p) {
-    lch_prefetch(&h->learnt, key_of(p));
 }
 
 /* ------------------------------------------------------------------ what cannot go */

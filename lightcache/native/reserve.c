@@ -130,7 +130,8 @@ static void prefetch_keys(const reserve *r, uint32_t from, uint32_t to) {
         uint32_t head = lc_load(&d->buckets[lc_bucket(d, keys[i].lo)]);
         if (head < d->nodes) __builtin_prefetch(lc_node_at(d, head));
     }
-    if (LC_UNLIKELY(r->h->ranks != NULL)) lci_ranked_ask(r->h, keys + from, to - from);
+    if (!r->h->ranks) return;
+    for (uint32_t i = from; i < to; i++) lch_prefetch(&r->h->learnt, keys[i]);
 }
 
 /* Look at keys [from, to) again, now that no other process changes anything: pin what has become

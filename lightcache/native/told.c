@@ -69,7 +69,7 @@ void lch_tell_sizes(lch *l, uint64_t tick, const uint16_t order[LCH_LISTS],
     for (uint32_t i = 0; i < entries; i++) {
         const lch_sampled *s = &l->sample[i];
         uint64_t used = lc_load(&s->used);
-        if (!used || !gone(s)) continue;
+        if (!used || !gone(s) || lc_load(since_of(l, s)) >= LCH_SIZES) continue; /* it needs no more */
         uint32_t own = size[lch_list(l, used, tick)];
         if (lc_load(since_of(l, s)) < own) lc_store(since_of(l, s), own);
     }

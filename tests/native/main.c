@@ -19,7 +19,7 @@ extern const test room_tests[], halfway_tests[], meanwhile_tests[], walk_tests[]
 extern const test log_tests[], held_tests[], keep_tests[], independent_tests[], many_tests[];
 extern const test step_tests[], naming_tests[], oldest_tests[], hint_tests[], look_tests[];
 extern const test group_tests[], part_tests[], chain_tests[], ranked_tests[], hazard_tests[];
-extern const test worth_tests[];
+extern const test worth_tests[], ahead_tests[], ghost_tests[];
 
 static const test *const tables[] = {
     txn_tests, lock_tests, list_tests, dict_tests, ring_tests, sync_tests, client_tests,
@@ -30,6 +30,7 @@ static const test *const tables[] = {
     mend_pins_tests, log_tests, held_tests, keep_tests, independent_tests, many_tests,
     step_tests, naming_tests, oldest_tests, hint_tests, look_tests, group_tests,
     part_tests, chain_tests, ranked_tests, hazard_tests, worth_tests,
+    ahead_tests, ghost_tests,
 };
 
 static void on_alarm(int signal) {
