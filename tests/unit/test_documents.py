@@ -389,7 +389,7 @@ def test_metrics(engines: list[Any], segment_name: str) -> None:
             served = scraped(space)
         device.close()
         engine.close()
-    with make_cache(f"{segment_name}-groups", kv_groups=("kv", "states")) as cache:
+    with make_cache(f"{segment_name}-groups", kv_groups=("kv", "states"), eviction="hz") as cache:
         registry = CollectorRegistry(auto_describe=True)
         registry.register(CacheMetrics(cache))
         by_group = generate_latest(registry).decode()
