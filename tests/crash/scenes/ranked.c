@@ -96,4 +96,38 @@ static void write_again(actor *v) {
 }
 SCENE(remembered, .pages = 48, .ranked = true, .set = some_went, .act = write_again, .made = 5)
 
+/* The pages behind the first ones of a list were hit since they were queued: they move when their turn
+ * comes. */
+static void hit_since(stage *s) {
+    actor *a = &s->survivor;
+    hold held;
+    lc_store(&a->h->learnt.root->unit, 20);
+    two_paths(s);
+    NEED(deed_evict(a, 1) == 1); /* queued by now */
+    hold_match(a, &held, 1, 16, SCENE_NS);
+    hold_release(a, &held);
+}
+static void evict_twenty(actor *v) { NEED(deed_evict(v, 20) == 20); }
+SCENE(evict_hit_since, .pages = 48, .ranked = true, .set = hit_since, .act = evict_twenty, .taken = 20)
+
+/* What is put to go first does, and before it what was put there by another. */
+static void first(actor *a, uint32_t number, uint32_t n) {
+    lc_key keys[MAX_KEYS];
+    lci_walk_op op = {0};
+    int rc;
+    run_keys(keys, number, n);
+    do rc = lci_evict_first(a->h, keys, n, SCENE_NS, &op, LC_BLOCK, FOREVER);
+    while (rc == LC_E_INTR || rc == LC_E_BUSY);
+    NEED(rc == LC_OK && op.pages == n);
+}
+static void two_first(stage *s) {
+    two_paths(s);
+    first(&s->survivor, 1, 2);
+}
+static void first_and_evict(actor *v) {
+    first(v, 0, 3);
+    evict_five(v);
+}
+SCENE(first_ranked, .pages = 48, .ranked = true, .set = two_first, .act = first_and_evict, .taken = 5)
+
 SCENE(repair_ranked, .pages = 48, .ranked = true, .set = eight_parked, .act = act_repair)
