@@ -12,6 +12,7 @@ import lightcache
 COMMANDS = {
     "ls": ("ls", "List all segments of this machine."),
     "top": ("top", "Watch the caches: hits, room, transfers, clients, warnings."),
+    "events": ("events", "Publish which pages a cache has, for routers."),
     "dump": ("dump", "Show the content of a cache, without touching it."),
     "check": ("check", "Derive every invariant of a cache again, from a copy."),
     "create": ("create", "Create a cache and give it its memory."),
