@@ -56,7 +56,7 @@ class ChangeBatch:
     """What changed between two scans, or a part of it. A key is in one of the two lists only."""
 
     sequence: int
-    """Batches are numbered from 0 on, without gaps."""
+    """Batches are numbered without gaps, from 0 on if nothing else is said."""
     time: float
     """When it was seen: seconds since 1970."""
     cleared: bool
@@ -89,21 +89,23 @@ class Changes:
     page, and as much for what is kept.
     """
 
-    def __init__(self, index: PageIndex, *, kept: int = KEPT) -> None:
+    def __init__(self, index: PageIndex, *, kept: int = KEPT, first: int = 0) -> None:
         """Begin to follow an index; read-only is enough. Nothing is told before the first `scan`.
 
         Args:
             kept: batches that are kept for `since`, 1 at least; fewer, if they have more keys than
                 the index has pages, and more than 65,536.
+            first: number of the first batch. One above all of an earlier feed tells readers of that
+                one, who ask for what they missed, from this: they get the snapshot.
 
         Raises:
-            ConfigError: no number of batches.
+            ConfigError: no number of batches, or no number.
         """
         kept = _arguments.count(kept, "kept", 1, 1 << 30)
         self._batches: deque[ChangeBatch] = deque()
         self._kept = kept
         self._keys_kept = 0
-        self._next = 0
+        self._next = _arguments.count(first, "first", 0, 1 << 62)
         self._index: PageIndex | None = None
         self._uuid = ""
         self._stamp: tuple[int, ...] | None = None
@@ -241,6 +243,7 @@ class Changes:
         settled = np.ones(len(changed), np.bool_)
         good = _peeked(index, keys[new], refs[space[new]])
         good[good] = self._may_tell(records, changed[new][good], parents[new][good])
+        good &= ~self._elsewhere(records, keys[new], gone)
         unsure = np.flatnonzero(new)[~good]  # the next scan looks at them again
         new[unsure], settled[unsure] = False, False
         self._seen[changed[settled]] = state[settled]
@@ -260,6 +263,16 @@ class Changes:
         held_back = alive & (before < 0) & (self._groups[parent] == 0)
         found: Mask = ~held_back[head]
         return found
+
+    def _elsewhere(self, records: Words, keys: Keys, gone: Numbers) -> Mask:
+        """Which keys were told of another page, that is not seen to have lost them. It has, after
+        it was looked at and before the key was given to its new page: so it differs by now. The
+        next scan sees both, and that nothing has changed."""
+        if not len(keys):
+            return np.zeros(0, np.bool_)
+        now = self._changed(records)
+        going = np.setdiff1d(now[self._groups[now] != 0], gone)
+        return _in_both(keys, self._keys[going])[0]
 
     def _changed(self, records: Words) -> Numbers:
         """Pages whose generation or word is not as it was."""

@@ -226,7 +226,8 @@ class Source:
         """
         self._name, self._group = name, group
         self.index = self._attach()
-        self.changes = Changes(self.index, kept=keep)
+        # A publisher before this one had lower numbers, as it told less than 1,000 a second.
+        self.changes = Changes(self.index, kept=keep, first=time.time_ns() // 1_000_000)
         self._uuid = self.index.segment.uuid
         self._attached = True
         self._looked = time.monotonic()
@@ -399,7 +400,7 @@ class Publisher:
         """Publishes nothing yet."""
         self._source, self._sockets, self._wire = source, sockets, wire
         self._identities = identities
-        self._first = source.changes.since(0)
+        self._first = source.changes.since(source.changes.next_sequence - 1)
 
     def run(self, signals: Signals) -> None:
         """Until a signal comes."""

@@ -224,6 +224,40 @@ def test_pages_that_change_during_a_scan_are_looked_at_again(
     assert view.keys == set(chain([3, 4, 5]))
 
 
+def test_a_key_that_moves_during_a_scan(
+    index: PageIndex, feed: Changes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its old page was looked at before it went, its new one after it came."""
+    publish(index, keys(7, 8))
+    publish(index, keys(1))
+    publish(index, keys(50, 51, 52))
+    index.drop(keys(50, 51, 52))  # pages that were used before, so the scan looks at them
+    feed.scan()
+    view = View()
+    with monkeypatch.context() as patch:
+        real = Changes._changed
+        calls = 0
+
+        def between(self: Changes, records: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                return real(self, records)
+            index.drop(keys(1))
+            publish(index, keys(5, 6))  # takes its page
+            publish(index, keys(1))
+            found = real(self, records)
+            return found[found != 2]
+
+        patch.setattr(Changes, "_changed", between)
+        feed.scan(whole=True)
+        assert calls == 2
+    feed.scan()
+    view.apply(feed.since(0))
+    assert view.keys == {*chain([7, 8]), *chain([5, 6]), *chain([1])}
+    assert feed.told == 5
+
+
 def test_a_holder_of_the_lock_is_waited_for_by_looking_again(
     index: PageIndex, feed: Changes
 ) -> None:
@@ -281,6 +315,8 @@ def test_a_cache_made_anew_has_lost_its_keys(segment_name: str) -> None:
 
 def test_wrong_input(index: PageIndex, feed: Changes) -> None:
     refused(ConfigError, "kept", Changes, index, kept=0)
+    refused(ConfigError, "first", Changes, index, first=-1)
+    assert Changes(index, first=7).next_sequence == 8
     for number in (-1, 1.5, "1", True):
         refused(ConfigError, "since", feed.since, number)
 
