@@ -144,7 +144,7 @@ class Changes:
         no other client.
 
         If no count of the index has moved this costs about 20 us. Otherwise each page that was ever
-        used is looked at: some 10 ns a page, and a microsecond for each that changed.
+        used is looked at: some 20 ns a page, and 4 us for each that changed.
 
         What changes during the scan may be seen by it or by the next, which then looks again. A
         page that was removed and made again between two scans is no change.
