@@ -61,7 +61,8 @@ help:
 
 # ---- set-up, once ----
 
-requirements := setuptools wheel numpy xxhash posix_ipc click rich prometheus_client pyyaml transformers \
+requirements := setuptools wheel numpy xxhash posix_ipc click rich prometheus_client pyyaml pyzmq \
+                msgspec msgpack transformers \
                 pytest pytest-timeout pytest-xdist hypothesis lmdb ruff mypy redis obstore \
                 mooncake-transfer-engine-non-cuda moto[s3] flask flask-cors
 

@@ -8,6 +8,7 @@ Everything that goes wrong is a `LightcacheError` that says what to do.
 """
 
 from lightcache.cache import Cache, cache_name
+from lightcache.changes import ChangeBatch, Changes
 from lightcache.engine_keys import EngineKeys
 from lightcache.errors import (
     Abandoned,
@@ -52,6 +53,8 @@ __all__ = [
     "Allocation",
     "Cache",
     "CacheCorrupted",
+    "ChangeBatch",
+    "Changes",
     "ClientId",
     "CompletedOffload",
     "ConfigError",

@@ -13,6 +13,7 @@ COMMANDS = {
     "ls": ("ls", "List all segments of this machine."),
     "top": ("top", "Watch the caches: hits, room, transfers, clients, warnings."),
     "metrics": ("metrics", "Serve the caches' metrics to Prometheus."),
+    "events": ("events", "Publish which pages a cache has, for routers."),
     "dump": ("dump", "Show the content of a cache, without touching it."),
     "explain": ("explain", "Say why a prompt hits a cache, or does not."),
     "check": ("check", "Derive every invariant of a cache again, from a copy."),

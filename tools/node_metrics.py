@@ -156,6 +156,7 @@ def _stats(root: layout.RootRecord, pages: int, published: int) -> IndexStats:
         tickets=root.ticket_used,
         kept=root.kept,
         clock=root.clock,
+        eviction=layout.EVICTIONS[bool(root.eviction)],
     )
 
 

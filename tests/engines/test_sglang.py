@@ -66,6 +66,11 @@ def engines(start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory)
     return Engines(start, tmp_path_factory.mktemp("storage"))
 
 
+def test_its_classes_read_our_events(in_engine: Callable[..., str], segment_name: str) -> None:
+    module = "sglang.srt.disaggregation.kv_events"
+    sharing.events_agree(in_engine, module, segment_name, "CPU_PINNED")
+
+
 def test_the_contract(engines: Engines) -> None:
     assert engines.contract["calls"] == contracts.SGLANG
     assert engines.contract["where"].startswith(os.environ["LIGHTCACHE_ENGINE_PATH"])

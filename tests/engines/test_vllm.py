@@ -39,6 +39,10 @@ def test_it_starts_and_answers(in_engine: Callable[..., str], segment_name: str)
     assert said["where"].startswith(os.environ["LIGHTCACHE_ENGINE_PATH"])
 
 
+def test_its_classes_read_our_events(in_engine: Callable[..., str], segment_name: str) -> None:
+    sharing.events_agree(in_engine, "vllm.distributed.kv_events", segment_name, "CPU")
+
+
 check_clean = partial(sharing.check_clean, NAME)
 Answer = dict[str, Any]
 

@@ -18,6 +18,14 @@ ELSEWHERE = {
         "pages_as_arrays": ["gave `put` another"],
         "putting_more_than_there_is_room_for": ["put more pages"],
     },
+    "unit/test_changes.py": {
+        "a_cache_made_anew_has_lost_its_keys": ["scanned an index that was removed"],
+        "wrong_input": ["gave `Changes` a `kept`"],
+    },
+    "unit/test_events.py": {
+        "wrong_input": ["gave `lightcache events` an endpoint"],
+        "a_cache_that_does_not_say_its_block_size": ["gave `lightcache events` no endpoint"],
+    },
     "unit/test_connector.py": {"extend_refuses_what_was_not_computed": ["extended a `past`"]},
     "unit/test_connector_models.py": {
         "refused": ["gave a model that keeps states"],

@@ -25,6 +25,7 @@ from lightcache import Cache, PageIndex
 from lightcache.groups import Rule
 from lightcache.hybrid import Checkpoints
 from lightcache.kernels import Move
+from lightcache.layout import EVICTIONS
 from lightcache.manager import KVCacheManager, ManagedBlocks
 from lightcache.manager.stats import NodeCounters
 from lightcache.metrics import CacheMetrics, CheckpointMetrics, ManagerMetrics, WindowMetrics
@@ -389,12 +390,15 @@ def test_metrics(engines: list[Any], segment_name: str) -> None:
             served = scraped(space)
         device.close()
         engine.close()
-    with make_cache(f"{segment_name}-groups", kv_groups=("kv", "states"), eviction="hz") as cache:
-        registry = CollectorRegistry(auto_describe=True)
-        registry.register(CacheMetrics(cache))
-        by_group = generate_latest(registry).decode()
+    others = ""
+    for order in EVICTIONS:
+        how = {"kv_groups": ("kv", "states"), "eviction": order}
+        with make_cache(f"{segment_name}-{order}", **how) as cache:
+            registry = CollectorRegistry(auto_describe=True)
+            registry.register(CacheMetrics(cache))
+            others += generate_latest(registry).decode()
     document = (ROOT / "docs/guides/metrics.md").read_text()
-    families = set(re.findall(r"^# TYPE lightcache_(\w+) ", served + by_group, re.MULTILINE))
+    families = set(re.findall(r"^# TYPE lightcache_(\w+) ", served + others, re.MULTILINE))
     assert families == set(re.findall(r"`lightcache_(\w+)`", document))
     labels = f'cache="{segment_name}",model_name="",service="chat"'
     assert f"lightcache_requests_total{{{labels}}} 1.0" in served

@@ -47,7 +47,7 @@ def test_an_engine_of_vllm_counts_for_the_node(segment_name: str) -> None:
             found, histograms = counters.total(), counters.histograms()
     assert (found.requests, found.hit_requests, found.prompt_tokens) == (4, 2, 153)
     assert (found.device_tokens, found.host_tokens) == (20, 48 + 28)
-    assert (found.missed_absent, found.missed_short) == (1, 1)
+    assert (found.missed_never_seen, found.missed_short) == (1, 1)
     assert found.loads == sum(histograms["load"].counts) == 2
     assert found.offloads == sum(histograms["offload"].counts) == 1
     assert (found.offloaded_pages, found.failed_loads, found.failed_offloads) == (6, 0, 0)

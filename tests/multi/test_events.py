@@ -1,0 +1,147 @@
+"""A router that follows `lightcache events` while the cache's writers are killed. It reads messages
+by itself (support/following.py), and ends with exactly what the index has."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from support.following import Follower
+from support.keys import array, chain
+
+from lightcache import PageIndex
+from lightcache.shm import Segment
+
+pytestmark = pytest.mark.slow
+SIDE = Path(__file__).with_name("events_side.py")
+EVERY = sorted({pair for a in range(6) for b in range(6) for pair in chain([a, b, *range(6)])})
+Wait = Callable[[Callable[[], bool], str], None]
+
+
+def started(*command: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SIDE.parents[1])},
+    )
+
+
+class Node:
+    """The processes of a node, and the router."""
+
+    def __init__(self, name: str, seed: int, stack: ExitStack) -> None:
+        self.name, self._stack = name, stack
+        self._random = random.Random(seed)
+        self._context = stack.enter_context(zmq.Context())
+        stack.callback(Segment.unlink, name, force=True)
+        self.writers: list[subprocess.Popen[str]] = []
+
+    def publishing(self) -> tuple[subprocess.Popen[str], list[str]]:
+        any_port = "tcp://127.0.0.1:*"
+        process = started(
+            *("-c", "from lightcache.tools.cli import main; main()", "events", self.name),
+            *("--endpoint", any_port, "--replay-endpoint", any_port),
+        )
+        self._stack.callback(self._end, process)
+        assert process.stdout is not None
+        return process, process.stdout.readline().strip().split(" at ")[1].split(", ")
+
+    def _end(self, process: subprocess.Popen[str]) -> None:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+    def following(self, endpoints: list[str]) -> Follower:
+        follower = Follower(self._context, *endpoints)
+        self._stack.callback(follower.close)
+        return follower
+
+    def writer(self) -> None:
+        process = started(SIDE, self.name, self._random.randrange(1 << 30))
+        self._stack.callback(self._end, process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        self.writers.append(process)
+
+    def kill_one(self) -> None:
+        self._end(self.writers.pop(self._random.randrange(len(self.writers))))
+
+
+def in_index(index: PageIndex) -> set[int]:
+    """Of all keys that writers make, those that a look-up finds."""
+    space = index.namespace()
+    found = [pair for pair in EVERY if index.last_ready(array([pair]), namespace=space)]
+    return {int(np.uint64(low).astype(np.int64)) for low, _ in found}
+
+
+def agrees(follower: Follower, index: PageIndex) -> bool:
+    if not follower.take(50):
+        follower.ask()
+    return set(follower.blocks) == in_index(index)
+
+
+@pytest.fixture
+def node(segment_name: str) -> Iterator[Node]:
+    with ExitStack() as stack:
+        yield Node(segment_name, 1, stack)
+
+
+def test_writers_are_killed(node: Node, wait_until: Wait) -> None:
+    with PageIndex.create(node.name, pages=48, config={"page_tokens": 16}) as index:
+        _, endpoints = node.publishing()
+        follower = node.following(endpoints)
+        for _ in range(2):
+            node.writer()
+        for _ in range(5):
+            end = time.monotonic() + 0.3
+            while time.monotonic() < end:
+                follower.take()
+            node.kill_one()
+            node.writer()
+        while node.writers:
+            node.kill_one()
+        index.reap()
+        wait_until(lambda: agrees(follower, index), "what the index has")
+        assert len(follower.events) > 20
+        late = node.following(endpoints)
+        wait_until(lambda: agrees(late, index), "what the index has, of one that came late")
+        assert index.check().clean
+
+
+def test_the_publisher_is_killed_and_the_cache_made_anew(node: Node, wait_until: Wait) -> None:
+    config: dict[str, Any] = {"page_tokens": 16}
+    with PageIndex.create(node.name, pages=48, config=config) as index:
+        process, endpoints = node.publishing()
+        follower = node.following(endpoints)
+        node.writer()
+        wait_until(lambda: follower.take() > 0 and bool(follower.blocks), "blocks")
+        os.kill(process.pid, signal.SIGKILL)
+        process, endpoints = node.publishing()
+        other = node.following(endpoints)
+        other.blocks, other.next = dict(follower.blocks), follower.next  # what a router knew
+        node.kill_one()
+        index.reap()
+        wait_until(lambda: agrees(other, index), "what the index has, from another publisher")
+        Segment.unlink(node.name, force=True)
+    wait_until(lambda: not (other.take(50) or other.blocks), "an empty cache")
+    with PageIndex.create(node.name, pages=20, config=config) as index:
+        node.writer()
+        wait_until(lambda: other.take(50) > 0 and bool(other.blocks), "blocks of the new one")
+        node.kill_one()
+        index.reap()
+        wait_until(lambda: agrees(other, index), "what the new one has")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0

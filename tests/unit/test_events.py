@@ -1,0 +1,312 @@
+"""`lightcache events`: the messages, the sockets, the cache that goes and comes. A router's view is
+support/following.py, which has no code of ours."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import zmq
+from click.testing import CliRunner
+from support.following import Follower
+from support.keys import Keys, chain, keys
+from support.refusals import refused
+
+from lightcache import ConfigError, InUse, PageIndex
+from lightcache.shm import Segment
+from lightcache.tools import cli, events
+from lightcache.tools.events import Identity, Publisher, Sockets, Source, Wire
+
+TOKENS = {"page_tokens": 16}
+OWNER = (Identity(b"kv-events", True),)
+Wait = Callable[[Callable[[], bool], str], None]
+
+
+def publish(index: PageIndex, which: Keys, **more: Any) -> None:
+    with index.reserve(which, **more) as new:
+        new.publish()
+
+
+def hashes(paths: list[list[int]]) -> set[int]:
+    """The first 8 bytes of each key, signed."""
+    lows = {pair[0] for path in paths for pair in chain(path)}
+    return {int(np.uint64(low).astype(np.int64)) for low in lows}
+
+
+class End:
+    """Signals that never come."""
+
+    def __init__(self) -> None:
+        self.end = threading.Event()
+
+
+class Running:
+    """A publisher in a thread of this process."""
+
+    def __init__(self, name: str, identities: tuple[Identity, ...], keep: int, wire: Wire) -> None:
+        self._signals = End()
+        self._ready = threading.Event()
+        self._arguments = name, identities, keep, wire
+        self.bound: list[str] = []
+        self.problem: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        assert self._ready.wait(60)
+
+    def _run(self) -> None:
+        name, identities, keep, wire = self._arguments
+        try:
+            with (
+                Source(name, None, keep) as source,
+                Sockets("tcp://127.0.0.1:*", "tcp://127.0.0.1:*") as sockets,
+            ):
+                wire.block_size_of(source.index)
+                self.bound = sockets.bound
+                self._ready.set()
+                Publisher(source, sockets, wire, identities).run(self._signals)  # type: ignore[arg-type]
+        except BaseException as error:
+            self.problem = error
+        finally:
+            self._ready.set()
+
+    def stop(self) -> None:
+        self._signals.end.set()
+        self._thread.join(60)
+        assert self.problem is None, self.problem
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scans follow one another at once."""
+    monkeypatch.setattr(events, "INTERVAL", 0.002)
+    monkeypatch.setattr(events, "LOOK", 0.002)
+    monkeypatch.setattr(events, "SHARE", 1.0)
+
+
+@pytest.fixture
+def node(segment_name: str, quick: None) -> Iterator[Any]:
+    """`publishing(...)` and `following(...)`."""
+    with ExitStack() as stack:
+        context = zmq.Context()
+        stack.callback(context.term)
+
+        class Node:
+            name = segment_name
+
+            def publishing(
+                self, identities: tuple[Identity, ...] = OWNER, keep: int = 1000, **wire: Any
+            ) -> Running:
+                given = {"medium": "CPU", "as_ints": True, "rank": 0, "block_size": None, **wire}
+                running = Running(segment_name, identities, keep, Wire(**given))
+                stack.callback(running.stop)
+                return running
+
+            @contextmanager
+            def following(self, running: Running, topic: str = "") -> Iterator[Follower]:
+                follower = Follower(context, *running.bound, topic=topic)
+                try:
+                    yield follower
+                finally:
+                    follower.close()
+
+        yield Node()
+
+
+@pytest.fixture
+def index(segment_name: str) -> Iterator[PageIndex]:
+    with PageIndex.create(segment_name, pages=64, config=TOKENS) as made:
+        yield made
+
+
+def until(follower: Follower, blocks: set[Any], wait_until: Wait) -> None:
+    def there() -> bool:
+        if not follower.take(10):
+            follower.ask()  # what was published before its subscription had arrived
+        return set(follower.blocks) == blocks
+
+    wait_until(there, f"{len(blocks)} blocks")
+
+
+def test_a_follower_has_what_the_cache_has(index: PageIndex, node: Any, wait_until: Wait) -> None:
+    publish(index, keys(1, 2, 3))
+    running = node.publishing()
+    with node.following(running) as follower:
+        follower.ask()
+        until(follower, hashes([[1, 2, 3]]), wait_until)
+        publish(index, keys(1, 2, 7))
+        until(follower, hashes([[1, 2, 3], [1, 2, 7]]), wait_until)
+        first, second, third = chain([1, 2, 7])
+        signed = [int(np.uint64(pair[0]).astype(np.int64)) for pair in (first, second, third)]
+        assert follower.blocks[signed[2]] == signed[1]
+        assert follower.blocks[signed[0]] is None
+        index.drop(keys(1, 2, 3), start=2)
+        until(follower, hashes([[1, 2, 7]]), wait_until)
+        index.clear()
+        until(follower, set(), wait_until)
+        assert follower.gaps == 0
+        stored = [each for each in follower.events if each["type"] == "BlockStored"]
+        assert {each["block_size"] for each in stored} == {16}
+        assert all(each["token_ids"] == [] for each in stored)
+        assert stored[0].keys() >= {"lora_id", "lora_name"}  # vLLM's class wants them
+
+
+def test_a_late_follower_gets_what_it_missed(index: PageIndex, node: Any, wait_until: Wait) -> None:
+    running = node.publishing()
+    with node.following(running) as early:
+        early.ask()
+        for number in range(5):
+            publish(index, keys(number))
+            until(early, hashes([[n] for n in range(number + 1)]), wait_until)
+        with node.following(running) as late:
+            late.next = early.next - 3
+            late.blocks = dict.fromkeys(hashes([[0], [1]]))
+            late.ask()
+            assert set(late.blocks) == set(early.blocks)
+            assert (late.snapshots, late.clears, late.next) == (0, 0, early.next)
+
+
+def test_one_that_is_too_late_gets_a_snapshot(
+    index: PageIndex, node: Any, wait_until: Wait
+) -> None:
+    running = node.publishing(keep=2)
+    with node.following(running) as early:
+        early.ask()
+        for number in range(5):
+            publish(index, keys(number))
+            until(early, hashes([[n] for n in range(number + 1)]), wait_until)
+        with node.following(running) as late:
+            late.ask()
+            assert set(late.blocks) == set(early.blocks)
+            assert (late.snapshots, late.clears, late.next) == (1, 1, early.next)
+        with node.following(running) as other:  # it followed a publisher before this one
+            other.next = early.next + 10_000
+            other.ask()
+            assert set(other.blocks) == set(early.blocks)
+
+
+def test_workers_keep_their_own_blocks(index: PageIndex, node: Any, wait_until: Wait) -> None:
+    """As a worker it never says that all is gone: that would be of the device's blocks, too."""
+    publish(index, keys(1))
+    workers = tuple(Identity(topic, False) for topic in (b"kv@gpu0@llama", b"kv@gpu1@llama"))
+    running = node.publishing(workers)
+    for topic in ("kv@gpu0", "kv@gpu1"):
+        with node.following(running, topic) as follower:
+            until(follower, hashes([[1]]), wait_until)
+            publish(index, keys(2))
+            until(follower, hashes([[1], [2]]), wait_until)
+            index.drop(keys(2))
+            until(follower, hashes([[1]]), wait_until)
+            assert follower.clears == 0
+
+
+def test_a_cache_that_goes_and_comes_again(node: Any, wait_until: Wait) -> None:
+    with PageIndex.create(node.name, pages=16, config=TOKENS) as index:
+        publish(index, keys(1, 2))
+        running = node.publishing()
+        with node.following(running) as follower:
+            follower.ask()
+            until(follower, hashes([[1, 2]]), wait_until)
+            Segment.unlink(node.name, force=True)
+            until(follower, set(), wait_until)
+            with PageIndex.create(node.name, pages=32, config={"page_tokens": 8}) as index:
+                publish(index, keys(2, 3))
+                until(follower, hashes([[2, 3]]), wait_until)
+                assert follower.events[-1]["block_size"] == 8
+                assert follower.gaps == 0
+                assert follower.clears == 1
+            until(follower, set(), wait_until)
+
+
+def test_it_holds_no_cache_without_a_client(node: Any, wait_until: Wait, script: Any) -> None:
+    """A warm cache, whose clients were killed, may be replaced by one of another shape; until then
+    its blocks are told."""
+    script(
+        f"""
+import os, signal, sys
+sys.path.insert(0, {sys.path[0]!r})
+from support.refusals import refused
+
+from lightcache import ConfigError, InUse, PageIndex
+from support.keys import keys
+index = PageIndex.create({node.name!r}, pages=16, config={TOKENS})
+index.reserve(keys(1, 2)).publish()
+os.kill(os.getpid(), signal.SIGKILL)
+""",
+        status=-9,
+    )
+    running = node.publishing()
+    with node.following(running) as follower:
+        follower.ask()
+        until(follower, hashes([[1, 2]]), wait_until)
+
+        def replaced() -> bool:
+            try:
+                other = PageIndex.open(node.name, pages=99, config=TOKENS, replace=True)
+            except events.InUse:
+                return False
+            with other:
+                publish(other, keys(5))
+                until(follower, hashes([[5]]), wait_until)
+            return True
+
+        wait_until(replaced, "the publisher to let go")
+
+
+def test_hashes_as_bytes_and_groups(index: PageIndex) -> None:
+    from lightcache.changes import Changes
+    from lightcache.runs import Run
+
+    feed = Changes(index)
+    publish(index, keys(1))
+    publish(index, Run(3, 2).keys(keys(9)), run=Run(3, 2))
+    batches = feed.scan()
+    wire = Wire("STORAGE", False, 4, None)
+    wire.block_size_of(index)
+    _, told, rank = msgpack.unpackb(wire.payload(batches[0], True))
+    assert rank == 4
+    by_group = {each.get("group_idx"): each for each in told}
+    low, high = chain([1])[0]
+    whole = low.to_bytes(8, "little") + high.to_bytes(8, "little")
+    assert by_group[None]["block_hashes"] == [whole]
+    assert by_group[3]["medium"] == "STORAGE"
+    assert sum(len(each["block_hashes"]) for each in told if each.get("group_idx") == 3) == 2
+    index.clear()
+    _, told, _ = msgpack.unpackb(wire.payload(feed.scan()[0], True))
+    assert {each.get("group_idx"): len(each["block_hashes"]) for each in told} == {None: 1, 3: 2}
+
+
+def fails(*arguments: object) -> str:
+    done = CliRunner().invoke(cli.group, ["events", *map(str, arguments)])
+    assert done.exit_code == 2, done.output
+    assert done.output.count("\n") == 1
+    return done.output
+
+
+def test_wrong_input(segment_name: str, index: PageIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as other:
+        port = other.bind_to_random_port("tcp://127.0.0.1")
+        taken = f"tcp://127.0.0.1:{port}"
+        free = "tcp://127.0.0.1:*"
+        told = fails(segment_name, "--endpoint", free, "--replay-endpoint", taken)
+        assert "--replay-endpoint" in told
+        assert "is taken" in told
+        refused(InUse, "--endpoint: .* is taken", Sockets, f"tcp://*:{port}", None)
+    refused(ConfigError, "65535", Sockets, "tcp://*:99999", None)
+    for wrong in ("nonsense", "tcp://*:http"):
+        assert "expected an endpoint" in fails(segment_name, "--endpoint", wrong)
+    assert "no cache" in fails(segment_name + "-other")
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    assert "pip install 'lightcache[events]'" in fails(segment_name)
+
+
+def test_a_cache_that_does_not_say_its_block_size(segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=8) as index:
+        assert "--block-size" in fails(segment_name)
+        refused(ConfigError, "--block-size", Wire("CPU", True, 0, None).block_size_of, index)
+        Wire("CPU", True, 0, 32).block_size_of(index)

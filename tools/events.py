@@ -1,0 +1,436 @@
+"""`lightcache events`: publish which pages a cache has, as vLLM and SGLang publish theirs.
+
+A message has three frames: a topic, a sequence number as 8 bytes, big-endian, and in msgpack an
+array of the time, the events and a rank. An event is a map: `BlockStored`, `BlockRemoved` or
+`AllBlocksCleared` under "type", and fields by name. A request for what was missed is the number to
+begin with, at a ROUTER socket; the answer is messages, and one with the number -1 as the end. So
+vllm/distributed/kv_events.py and sglang/srt/disaggregation/kv_events.py have it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import numpy as np
+
+from lightcache._arguments import Keys
+from lightcache.changes import KEPT, ChangeBatch, Changes, Groups
+from lightcache.errors import ConfigError, Detached, InUse, LightcacheError, NotReady
+from lightcache.page_index import PageIndex
+from lightcache.routed_indexes import page_tokens_of
+from lightcache.shm import read_segment
+from lightcache.shm.errors import require
+from lightcache.tools.image import group_option_help, name_argument
+from lightcache.tools.image import require as require_segment
+from lightcache.tools.output import Command, fail
+from lightcache.tools.storage_service import Signals
+
+INTERVAL = 0.1
+"""Seconds between two scans, at least."""
+SHARE = 0.02
+"""Of a core, for scans: where they cost more, they become rarer."""
+WHOLE = 10.0
+"""Seconds after which all pages are looked at though no count has moved."""
+LOOK = 1.0
+"""Seconds between two looks at whether the cache is there, and has clients."""
+END = (-1).to_bytes(8, "big", signed=True)
+TOPIC = "kv-events"
+
+
+@click.command(cls=Command)
+@name_argument()
+@click.option(
+    "--endpoint",
+    default="tcp://*:5557",
+    show_default=True,
+    help="Where to publish. With * for the host, or ipc:, others connect to it; else it connects.",
+)
+@click.option("--replay-endpoint", help="Where to answer requests for what was missed.")
+@click.option("--topic", help=f"Publish as the cache itself, under this topic.  [{TOPIC}]")
+@click.option(
+    "--worker",
+    "workers",
+    multiple=True,
+    metavar="TOPIC",
+    help="Publish as a worker that tells its device's blocks itself, under its topic. Repeatable.",
+)
+@click.option(
+    "--medium",
+    default="CPU",
+    show_default=True,
+    help="What the cache is called: CPU with vLLM, CPU_PINNED with SGLang, STORAGE for a disk's.",
+)
+@click.option(
+    "--hashes",
+    type=click.Choice(["int", "bytes"]),
+    default="int",
+    show_default=True,
+    help="A key as its first 8 bytes, a signed number; or all 16.",
+)
+@click.option("--rank", type=click.IntRange(0), default=0, help="Data-parallel rank.  [0]")
+@click.option(
+    "--block-size", type=click.IntRange(1), help="Tokens of a page, if the cache does not say."
+)
+@click.option(
+    "--keep",
+    type=click.IntRange(1),
+    default=KEPT,
+    show_default=True,
+    help="Messages kept for those that missed some.",
+)
+@click.option("--group", help=group_option_help)
+def events(
+    name: str,
+    endpoint: str,
+    replay_endpoint: str | None,
+    topic: str | None,
+    workers: tuple[str, ...],
+    medium: str,
+    hashes: str,
+    rank: int,
+    block_size: int | None,
+    keep: int,
+    group: str | None,
+) -> None:
+    """Publish which pages of the cache NAME become ready and which go, for routers.
+
+    Messages are those of vLLM and SGLang (ZeroMQ, msgpack). It reads the cache ten times a second
+    at most, with 2 % of a core at most, and takes no lock and no slot. It waits for a cache that is
+    removed to be made anew, and runs until Ctrl-C or SIGTERM.
+    """
+    for package in ("zmq", "msgspec"):
+        require(package, "events", "lightcache events")
+    require_segment(name)
+    identities = [Identity(topic.encode(), True)] if topic is not None else []
+    identities += [Identity(each.encode(), False) for each in workers]
+    identities = identities or [Identity(TOPIC.encode(), True)]
+    wire = Wire(medium, hashes == "int", rank, block_size)
+    with Signals() as signals, Source(name, group, keep) as source:
+        wire.block_size_of(source.index)
+        with Sockets(endpoint, replay_endpoint) as sockets:
+            click.echo(f"{name}: publishing at {', '.join(sockets.bound)}")
+            Publisher(source, sockets, wire, identities).run(signals)
+
+
+# ---- what is published
+
+
+@dataclass(frozen=True)
+class Identity:
+    """As whom events are published."""
+
+    topic: bytes
+    is_owner: bool
+    """True: the cache itself, which may say that all of its blocks are gone. False: a worker, of
+    whom that would be said of its device's blocks as well."""
+
+
+class Wire:
+    """Makes messages of batches."""
+
+    def __init__(self, medium: str, as_ints: bool, rank: int, block_size: int | None) -> None:
+        """`block_size`: tokens of a page, if the index does not say."""
+        import msgspec
+
+        self._pack = msgspec.msgpack.Encoder().encode
+        self._medium, self._as_ints, self._rank = medium, as_ints, rank
+        self._given, self._block_size = block_size, 0
+
+    def block_size_of(self, index: PageIndex) -> None:
+        """Take the tokens of a page from an index.
+
+        Raises:
+            ConfigError: it does not say, and they were not given.
+        """
+        found = page_tokens_of(index) or self._given
+        if found is None:
+            raise ConfigError(
+                f"{index.name!r} does not say how many tokens a page has; give --block-size"
+            )
+        self._block_size = found
+
+    def payload(self, batch: ChangeBatch, owner: bool) -> bytes:
+        """A batch in msgpack."""
+        events: list[dict[str, Any]] = []
+        if batch.cleared and owner:
+            events.append({"type": "AllBlocksCleared"})
+        for which, group in _by_group(batch.removed_groups):
+            event = {"type": "BlockRemoved", "block_hashes": self._hashes(batch.removed[which])}
+            events.append({**event, "medium": self._medium, **group})
+        events += self._stored(batch)
+        found: bytes = self._pack([batch.time, events, self._rank])
+        return found
+
+    def _stored(self, batch: ChangeBatch) -> Iterator[dict[str, Any]]:
+        """An event for each path of pages that follow one another."""
+        keys, parents, groups = batch.stored, batch.parents, batch.stored_groups
+        follows = batch.has_parent[1:] & (parents[1:] == keys[:-1]).all(axis=1)
+        follows &= groups[1:] == groups[:-1]
+        starts = [0, *(np.flatnonzero(~follows) + 1), len(keys)] if len(keys) else []
+        hashes, before = self._hashes(keys), self._hashes(parents)
+        for start, end in itertools.pairwise(starts):
+            yield {
+                "type": "BlockStored",
+                "block_hashes": hashes[start:end],
+                "parent_block_hash": before[start] if batch.has_parent[start] else None,
+                "token_ids": [],
+                "block_size": self._block_size,
+                "lora_id": None,
+                "medium": self._medium,
+                "lora_name": None,
+                **_group(int(groups[start])),
+            }
+
+    def _hashes(self, keys: Keys) -> list[Any]:
+        """Each half of a key is as good as any other 64 bits of it: it is a digest. The first is
+        what SGLang takes of its own, and signed, as it is there."""
+        if self._as_ints:
+            halves: list[Any] = keys[:, 0].astype(np.int64).tolist()
+            return halves
+        data = np.ascontiguousarray(keys, "<u8").tobytes()
+        return [data[start : start + 16] for start in range(0, len(data), 16)]
+
+
+def _group(number: int) -> dict[str, int]:
+    """The KV group of a page; 0, the only one of most models, is not said."""
+    return {"group_idx": number} if number else {}
+
+
+def _by_group(groups: Groups) -> Iterator[tuple[Any, dict[str, int]]]:
+    for number in np.unique(groups):
+        yield groups == number, _group(int(number))
+
+
+# ---- where it comes from
+
+
+class Source:
+    """The changes of a cache, by name: of one after another, if it is made anew.
+
+    A reader keeps a segment from being replaced. So this one lets go of a cache in which no
+    client lives, where nothing can change, and takes it up again when one comes.
+    """
+
+    def __init__(self, name: str, group: str | None, keep: int) -> None:
+        """Attach to it.
+
+        Raises:
+            As `PageIndex.attach`.
+        """
+        self._name, self._group = name, group
+        self.index = self._attach()
+        # A publisher before this one had lower numbers, as it told less than 1,000 a second.
+        self.changes = Changes(self.index, kept=keep, first=time.time_ns() // 1_000_000)
+        self._uuid = self.index.segment.uuid
+        self._attached = True
+        self._looked = time.monotonic()
+        self._whole = -WHOLE
+        self._problem = ""
+
+    def _attach(self) -> PageIndex:
+        return PageIndex.attach(self._name, readonly=True, group=self._group, timeout=0)
+
+    def take(self, wire: Wire) -> tuple[ChangeBatch, ...]:
+        """What changed since the last call."""
+        now = time.monotonic()
+        batches: tuple[ChangeBatch, ...] = ()
+        look = now - self._looked >= LOOK
+        if look:
+            self._looked = now
+        if look and not self._attached:
+            batches += self._again(wire)
+        if not self._attached:
+            return batches
+        whole = now - self._whole >= WHOLE
+        try:
+            batches += self.changes.scan(whole=whole)
+            if whole:
+                self._whole = now
+            if look and not any(client.alive for client in self.index.clients()):
+                batches += self.changes.scan(whole=True)  # also what the last one did
+                self._let_go()
+        except Detached:
+            self._let_go()
+            batches += self._lost()
+        return batches
+
+    def _again(self, wire: Wire) -> tuple[ChangeBatch, ...]:
+        """Take it up again, if there is something to be seen."""
+        info = read_segment(self._name)
+        if info is None or info.retired:
+            return self._lost()
+        if not info.ready or (info.uuid == self._uuid and not info.clients):
+            return ()
+        try:
+            index = self._attach()
+        except NotReady:
+            return ()
+        except LightcacheError as error:
+            self._say(str(error))
+            return self._lost()
+        try:
+            wire.block_size_of(index)
+        except ConfigError as error:
+            index.close()
+            self._say(str(error))
+            return self._lost()
+        self.index, self._attached, self._uuid = index, True, index.segment.uuid
+        self._problem, self._whole = "", -WHOLE
+        return self.changes.follow(index)
+
+    def _lost(self) -> tuple[ChangeBatch, ...]:
+        self._uuid = ""
+        return self.changes.lose()
+
+    def _say(self, problem: str) -> None:
+        """Once, until it is another."""
+        if problem != self._problem:
+            fail(problem)
+        self._problem = problem
+
+    def _let_go(self) -> None:
+        self._attached = False
+        with contextlib.suppress(LightcacheError):
+            self.index.close()
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._attached:
+            self._let_go()
+
+
+# ---- where it goes
+
+
+class Sockets:
+    """The two sockets. Use it in a with statement, from one thread."""
+
+    def __init__(self, endpoint: str, replay: str | None) -> None:
+        """Bind or connect them.
+
+        Raises:
+            ConfigError: no endpoint, or none of this machine's.
+            InUse: another socket is bound to it.
+        """
+        import zmq
+
+        self._zmq = zmq
+        self._context = zmq.Context()
+        self._stack = contextlib.ExitStack()
+        self._stack.callback(self._context.term)
+        self.bound: list[str] = []
+        self._replay: Any = None
+        with contextlib.ExitStack() as failing:
+            failing.callback(self._stack.close)
+            self._publish = self._socket(zmq.PUB, "--endpoint", endpoint)
+            if replay is not None:
+                self._replay = self._socket(zmq.ROUTER, "--replay-endpoint", replay)
+            failing.pop_all()
+
+    def _socket(self, kind: int, option: str, endpoint: str) -> Any:
+        zmq = self._zmq
+        socket = self._context.socket(kind)
+        self._stack.callback(socket.close, linger=0)
+        socket.set_hwm(100_000)
+        port = re.fullmatch(r"tcp://.*:(\d+)", endpoint)
+        if port and int(port[1]) > 65535:  # which would become another one
+            raise ConfigError(f"{option}: expected a port up to 65535, found {port[1]}")
+        comes = "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
+        try:
+            if comes or kind == zmq.ROUTER:
+                socket.bind(endpoint)
+                self.bound.append(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+            else:
+                socket.connect(endpoint)
+                self.bound.append(endpoint)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EADDRINUSE:
+                raise InUse(
+                    f"{option}: {endpoint} is taken by another socket, perhaps an engine's or "
+                    "another `lightcache events`; give another port"
+                ) from error
+            raise ConfigError(
+                f"{option}: expected an endpoint of this machine, such as tcp://*:5557, found "
+                f"{endpoint!r}: {error}"
+            ) from error
+        return socket
+
+    def publish(self, topic: bytes, sequence: int, payload: bytes) -> None:
+        """Send a message to all that listen. Does not wait for any of them."""
+        self._publish.send_multipart((topic, sequence.to_bytes(8, "big"), payload))
+
+    def wait(self, seconds: float, signals: Signals) -> tuple[bytes, int] | None:
+        """Wait for a request, or as long as this. Returns who asks, and from which number on."""
+        if self._replay is None:
+            signals.end.wait(seconds)
+        elif self._replay.poll(max(1, int(seconds * 1000))):
+            who, *_, number = self._replay.recv_multipart()
+            if len(number) == 8:
+                return who, int.from_bytes(number, "big")
+        return None
+
+    def answer(self, who: bytes, messages: Sequence[tuple[bytes, int, bytes]]) -> None:
+        """Send what was asked for, and the end."""
+        for topic, sequence, payload in messages:
+            self._replay.send_multipart((who, b"", topic, sequence.to_bytes(8, "big"), payload))
+        self._replay.send_multipart((who, b"", b"", END, b""))
+
+    def __enter__(self) -> Sockets:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+
+class Publisher:
+    """Publishes until it is told to end."""
+
+    def __init__(
+        self, source: Source, sockets: Sockets, wire: Wire, identities: Sequence[Identity]
+    ) -> None:
+        """Publishes nothing yet."""
+        self._source, self._sockets, self._wire = source, sockets, wire
+        self._identities = identities
+        self._first = source.changes.since(source.changes.next_sequence - 1)
+
+    def run(self, signals: Signals) -> None:
+        """Until a signal comes."""
+        due = 0.0
+        while not signals.end.is_set():
+            now = time.monotonic()
+            if now >= due:
+                began = time.process_time()
+                self._publish()
+                due = now + max(INTERVAL, (time.process_time() - began) / SHARE)
+            pause = min(INTERVAL, max(0.0, due - time.monotonic()))
+            asked = self._sockets.wait(pause, signals)
+            if asked is not None:
+                who, first = asked
+                messages = [
+                    each
+                    for batch in self._source.changes.since(first)
+                    for each in self._messages(batch)
+                ]
+                self._sockets.answer(who, messages)
+
+    def _publish(self) -> None:
+        for batch in (*self._first, *self._source.take(self._wire)):
+            for message in self._messages(batch):
+                self._sockets.publish(*message)
+        self._first = ()
+
+    def _messages(self, batch: ChangeBatch) -> Iterator[tuple[bytes, int, bytes]]:
+        made: dict[bool, bytes] = {}
+        for each in self._identities:
+            if each.is_owner not in made:
+                made[each.is_owner] = self._wire.payload(batch, each.is_owner)
+            yield each.topic, batch.sequence, made[each.is_owner]
