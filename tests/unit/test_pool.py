@@ -340,7 +340,10 @@ def pages(number, n):
     return np.arange(2 * n, dtype=np.uint64).reshape(n, 2) + np.uint64(number << 32)
 
 each = {"size": "200MiB", "page_bytes": "64KiB", "fingerprint": "f", "secret": b"a secret of tests"}
-with Cache.open("a", **each) as a, Cache.open("b", **each) as b:
+made = [Cache.open(name, **each, grow=False) for name in "ab"]  # none has begun to grow
+with Cache.attach("a") as a, Cache.attach("b") as b:
+    for cache in made:
+        cache.close()
     end = time.monotonic() + 60
     while not all(cache._grower.error or cache.pool.grown == 3200 for cache in (a, b)):
         assert time.monotonic() < end
