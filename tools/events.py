@@ -27,6 +27,7 @@ from lightcache.page_index import PageIndex
 from lightcache.routed_indexes import page_tokens_of
 from lightcache.shm import read_segment
 from lightcache.shm.errors import require
+from lightcache.shm.layout import Lifetime
 from lightcache.tools.image import group_option_help, name_argument
 from lightcache.tools.image import require as require_segment
 from lightcache.tools.output import Command, fail
@@ -253,13 +254,21 @@ class Source:
             batches += self.changes.scan(whole=whole)
             if whole:
                 self._whole = now
-            if look and not any(client.alive for client in self.index.clients()):
+            if look and self._idle():
                 batches += self.changes.scan(whole=True)  # also what the last one did
                 self._let_go()
         except Detached:
             self._let_go()
             batches += self._lost()
         return batches
+
+    def _idle(self) -> bool:
+        """No client lives in it. One whose clients were killed, and which ends with its last
+        process, is warm as long as we stay."""
+        clients = self.index.clients()
+        if any(client.alive for client in clients):
+            return False
+        return not clients or self.index.segment.lifetime is Lifetime.PERSISTENT
 
     def _again(self, wire: Wire) -> tuple[ChangeBatch, ...]:
         """Take it up again, if there is something to be seen."""

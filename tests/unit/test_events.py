@@ -223,23 +223,35 @@ def test_a_cache_that_goes_and_comes_again(node: Any, wait_until: Wait) -> None:
             until(follower, set(), wait_until)
 
 
-def test_it_holds_no_cache_without_a_client(node: Any, wait_until: Wait, script: Any) -> None:
-    """A warm cache, whose clients were killed, may be replaced by one of another shape; until then
-    its blocks are told."""
+def killed(node: Any, script: Any, lifetime: str) -> None:
+    """A cache with two pages, whose only client was killed."""
     script(
         f"""
 import os, signal, sys
 sys.path.insert(0, {sys.path[0]!r})
-from support.refusals import refused
-
-from lightcache import ConfigError, InUse, PageIndex
+from lightcache import PageIndex
 from support.keys import keys
-index = PageIndex.create({node.name!r}, pages=16, config={TOKENS})
+index = PageIndex.create({node.name!r}, pages=16, config={TOKENS}, lifetime={lifetime!r})
 index.reserve(keys(1, 2)).publish()
 os.kill(os.getpid(), signal.SIGKILL)
 """,
         status=-9,
     )
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether no client lived, each time that the publisher looked."""
+    found: list[bool] = []
+    idle = Source._idle
+    monkeypatch.setattr(Source, "_idle", lambda self: found.append(idle(self)) or found[-1])
+    return found
+
+
+def test_it_holds_no_cache_without_a_client(node: Any, wait_until: Wait, script: Any) -> None:
+    """A warm cache, whose clients were killed, may be replaced by one of another shape; until then
+    its blocks are told."""
+    killed(node, script, "persistent")
     running = node.publishing()
     with node.following(running) as follower:
         follower.ask()
@@ -256,6 +268,21 @@ os.kill(os.getpid(), signal.SIGKILL)
             return True
 
         wait_until(replaced, "the publisher to let go")
+
+
+def test_it_removes_no_warm_cache(
+    node: Any, wait_until: Wait, script: Any, looks: list[bool]
+) -> None:
+    """The last process to leave an attached one removes it: not this one, while it is warm."""
+    killed(node, script, "attached")
+    running = node.publishing()
+    with node.following(running) as follower:
+        wait_until(lambda: len(looks) > 3, "the publisher to look")
+        follower.ask()
+        until(follower, hashes([[1, 2]]), wait_until)
+        with PageIndex.open(node.name, pages=16, config=TOKENS) as index:
+            assert index.peek(keys(1, 2)) == 2
+            assert not any(looks)
 
 
 def test_hashes_as_bytes_and_groups(index: PageIndex) -> None:
