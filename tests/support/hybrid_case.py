@@ -118,8 +118,9 @@ class HybridWorld:
         """
         self.cache: Cache | None = None
         if shared is not None:
-            self.cache = open_cache(shared, world.get("pages", 32), world.get("page", 4))
-        self.world = World(name, cache=self.cache, **world)
+            size = world.get("pages", 32), world.get("page", 4)
+            self.cache = open_cache(shared, *size, eviction="lru")
+        self.world = World(name, cache=self.cache, eviction="lru", **world)
         manager = self.world.manager
         self.slots = None if slots is None else create_slots(f"{name}.slots", slots)
         self.states = None

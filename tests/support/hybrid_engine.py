@@ -123,7 +123,9 @@ class HybridEngine:
         self.kv_engine = self.kv.transfer_engine(store.kv_geometry, store.kv_planes, threads=1)
         self.stream = LateCopier(StateCopier(store.state_geometry, store.state_planes))
         self.stream.at_once = not ahead
-        self.device = ManagedBlocks(f"{name}.device", block_tokens=block, blocks=blocks)
+        self.device = ManagedBlocks(
+            f"{name}.device", block_tokens=block, blocks=blocks, eviction="lru"
+        )
         self.manager = KVCacheManager(
             self.kv, self.device, BehindStream(self.kv_engine, self.stream)
         )

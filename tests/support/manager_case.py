@@ -56,11 +56,11 @@ class World:
         Args:
             blocks: of the device; None: said later.
             cache: the host's; None: one of its own.
-            eviction: the order of the device's index.
+            eviction: the order of the device's index and of its own cache.
             config: of the manager.
         """
         self.own = cache is None
-        self.cache = cache or open_cache(name, pages, page)
+        self.cache = cache or open_cache(name, pages, page, eviction)
         self.store = StampedDevice(blocks or 0, block)
         kind = ManagedBlocks if owned else MirroredBlocks
         self.device = kind(f"{name}.device", block_tokens=block, blocks=blocks, eviction=eviction)
@@ -159,7 +159,7 @@ def switch_off(index: Any, value: int) -> None:
     ctypes.c_uint32.from_address(at).value = value
 
 
-def open_cache(name: str, pages: int, page: int) -> Cache:
+def open_cache(name: str, pages: int, page: int, eviction: str | None = None) -> Cache:
     """A host cache whose pages hold a stamp for each token."""
     return Cache.open(
         name,
@@ -168,6 +168,7 @@ def open_cache(name: str, pages: int, page: int) -> Cache:
         page_tokens=page,
         fingerprint="stamped",
         secret=SECRET,
+        eviction=eviction,
     )
 
 

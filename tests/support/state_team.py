@@ -131,7 +131,7 @@ class StateTeam:
             StateRank(states.name, f"{name}.log", rank, ranks, run) for rank in range(ranks)
         ]
         self.coordinator = RankCoordinator(self.log, [each.cache.client_id for each in self.ranks])
-        self.device = ManagedBlocks(f"{name}.device", block_tokens=PAGE, blocks=32)
+        self.device = ManagedBlocks(f"{name}.device", block_tokens=PAGE, blocks=32, eviction="lru")
         self.manager = KVCacheManager(host, self.device, NullBackend())
         self.slots = create_slots(f"{name}.slots", SLOTS)
         copies: Any = self.coordinator

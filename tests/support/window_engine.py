@@ -300,7 +300,9 @@ class WindowEngine:
             name: [rows for rank in self.team for rows in rank.rows[name]]
             for name in self.team[0].rows
         }
-        self.device = ManagedBlocks(f"{name}.device", block_tokens=block, blocks=blocks)
+        self.device = ManagedBlocks(
+            f"{name}.device", block_tokens=block, blocks=blocks, eviction="lru"
+        )
         self.tier = None if storage is None else storage(self.host)
         self.manager = KVCacheManager(
             self.host,

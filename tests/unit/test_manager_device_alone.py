@@ -29,7 +29,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 def alone(stack: ExitStack, name: str, *, blocks: int = 32, **config: Any) -> KVCacheManager:
-    device = ManagedBlocks(name, block_tokens=4, blocks=blocks)
+    device = ManagedBlocks(name, block_tokens=4, blocks=blocks, eviction="lru")
     stack.callback(device.close)
     return stack.enter_context(KVCacheManager(None, device, config=ManagerConfig(**config)))
 

@@ -216,7 +216,8 @@ def test_what_is_not_to_go_to_the_host_is_not_written_back(
     assert world.manager.stats().demotions_lost == 4
 
 
-def test_priority_does_not_change_what_is_evicted_first(world: Any) -> None:
+def test_priority_does_not_change_what_is_evicted_first(worlds: Any) -> None:
+    world = worlds(eviction="lru")
     for seed, priority in ((0, 1), (1, -1), (2, 0)):
         world.run(seed, tokens(9, seed), options=RequestOptions(priority=priority))
     left = []

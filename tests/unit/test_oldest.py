@@ -20,7 +20,7 @@ PAGES = 24
 
 @pytest.fixture
 def index(segment_name: str) -> Iterator[PageIndex]:
-    with PageIndex.create(segment_name, pages=PAGES, lock_timeout=0.2) as made:
+    with PageIndex.create(segment_name, pages=PAGES, eviction="lru", lock_timeout=0.2) as made:
         yield made
         report = made.check()
         assert report.clean, report.message

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import pytest
 from support.index_view import IndexView
 from support.keys import prompt
 
 from lightcache import Namespace, PageIndex, layout
 from lightcache.group_index import GroupIndex
+from lightcache.layout import EVICTIONS
 from lightcache.runs import Run
 
 PAGES = 16
@@ -78,17 +80,19 @@ def test_many_keys_in_steps(segment_name: str) -> None:
 # ---- evict_first
 
 
-def test_first_to_be_evicted_until_used_again(index: PageIndex) -> None:
-    for name in (1, 2, 3):
-        put(index, name, 4)
-    assert index.evict_first(prompt(3, 4)) == index.evict_first(prompt(2, 4)) == 4
-    assert index.evict_first(prompt(3, 4)) == 0, "they go next anyway"
-    assert index.peek(prompt(3, 4)) == 4
-    with index.match(prompt(2, 4)):
-        assert index.evict_first(prompt(2, 4)) == 0, "pinned"
-    assert index.check().clean
-    assert index.evict(8) == 8
-    assert [index.peek(prompt(name, 4)) for name in (1, 2, 3)] == [0, 4, 0]
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_first_to_be_evicted_until_used_again(segment_name: str, eviction: str) -> None:
+    with PageIndex.create(segment_name, pages=PAGES, eviction=eviction) as index:
+        for name in (1, 2, 3):
+            put(index, name, 4)
+        assert index.evict_first(prompt(3, 4)) == index.evict_first(prompt(2, 4)) == 4
+        assert index.evict_first(prompt(3, 4)) == 0, "they go next anyway"
+        assert index.peek(prompt(3, 4)) == 4
+        with index.match(prompt(2, 4)):
+            assert index.evict_first(prompt(2, 4)) == 0, "pinned"
+        assert index.check().clean
+        assert index.evict(4) == 4
+        assert [index.peek(prompt(name, 4)) for name in (1, 2, 3)] == [4, 4, 0]
 
 
 def test_only_in_its_namespace_is_a_page_made_first(index: PageIndex) -> None:

@@ -22,7 +22,7 @@ EVERYTHING = (1 << 64) - 1
 
 @pytest.fixture
 def index(segment_name: str) -> Iterator[PageIndex]:
-    with PageIndex.create(segment_name, pages=PAGES) as made:
+    with PageIndex.create(segment_name, pages=PAGES, eviction="lru") as made:
         yield made
         report = made.check()
         assert report.clean, report.message
