@@ -146,6 +146,7 @@ static void allow_derived(judge *j, lci_handle *h) {
     allow(j, h->geometry.ranks, h->geometry.end - h->geometry.ranks); /* and the advice */
     ALLOW(j, h, r->event);
     ALLOW(j, h, r->reaped); /* counts what reaping has done */
+    ALLOW(j, h, r->evicted); /* the same: pages of a namespace that is being cleared */
     ALLOW(j, h, r->joining_ns); /* a look for late ranks, by any holder of the lock */
     ALLOW(j, h, r->completed);
     for (uint32_t i = 0; i < LCI_NUMBERS; i++) ALLOW(j, h, r->group[i].pages);
