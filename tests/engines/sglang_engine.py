@@ -55,6 +55,7 @@ def main() -> None:
         how["enable_hierarchical_cache"] = True
         how["hicache_mem_layout"] = extra.pop("hicache")
         how["hicache_io_backend"] = "direct"
+        how["hicache_ratio"] = 2.0  # else it takes what memory is free, less 10 GiB
         how["hicache_storage_prefetch_policy"] = "wait_complete"
         how["hicache_storage_backend"] = "dynamic"
         how["hicache_storage_backend_extra_config"] = json.dumps(HICACHE | extra)
