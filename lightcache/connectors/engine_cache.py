@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from lightcache import Cache
-from lightcache.connectors.engine_options import EngineOptions
+from lightcache.cache import cache_name
+from lightcache.connectors.engine_options import EngineOptions, Eviction
 from lightcache.connectors.link import Link, Voice
 from lightcache.connectors.node_tally import NodeTally
 from lightcache.errors import LeaseLost, NoSpace, NotReady
 from lightcache.kernels.moves import Engine
+from lightcache.shm import read_segment
 from lightcache.storage.opening import open_tier
 from lightcache.storage.tier import BaseTier
 
@@ -50,16 +52,21 @@ def open_engine_cache(
     shared: bool = True,
     stays: bool = True,
     kv_groups: Sequence[str] | None = None,
+    order: Eviction | None = None,
 ) -> Cache:
     """The cache that the options name, or the default one of the model and fingerprint. Parts of
     one process share a client.
 
     Args:
+        order: of eviction, of a new cache, if the options name none; None: the cache's default.
         stays: False: it ends with its last client, whatever `idle_limit` says.
 
     Raises:
         As `Cache.open`.
     """
+    eviction = options.eviction
+    if eviction is None and read_segment(options.name or cache_name(model, fingerprint)) is None:
+        eviction = order
     lifetime: str | None = "attached"
     if stays:
         lifetime = "persistent" if options.idle_limit is None else None
@@ -76,7 +83,7 @@ def open_engine_cache(
             idle_limit=options.idle_limit if stays else None,
             numa=options.placement(),
             pool_path=options.pool_path,
-            eviction=options.eviction,
+            eviction=eviction,
             role=role,
             device=device,
             shared=shared,

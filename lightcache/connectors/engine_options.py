@@ -45,8 +45,9 @@ class EngineOptions:
     eviction: Eviction | None = None
     """The order in which pages go from a new cache when memory is short: "hz", what is least likely
     to be used again soon, which the cache learns, or "lru", the least recently used first. None:
-    "hz"; "lru" for a model with windows or states, whose pages are of use together alone. An
-    existing cache keeps its own; under a given `name` one that is given must be equal."""
+    "hz"; "lru" for a model with windows or states, whose pages are of use together alone, and with
+    SGLang, which does not say what its device serves. An existing cache keeps its own; under a
+    given `name` one that is given must be equal."""
     admission: bool = False
     """True: pages that are not worth what would go for them are not saved, nor is what follows them
     in their prompt. For a cache whose eviction is "hz"; with a `storage` all are saved, as it is

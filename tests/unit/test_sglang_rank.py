@@ -219,6 +219,15 @@ def test_beginnings_stay_when_the_device_has_them(segment_name: str) -> None:
         assert left == cache.stats().ready
 
 
+@pytest.mark.parametrize("asked", [None, "hz"])
+def test_the_order_of_a_new_cache_is_lru(segment_name: str, asked: str | None) -> None:
+    """SGLang names the end alone of what its device serves. A cache that is there keeps its own."""
+    for own in ({} if asked is None else {"eviction": asked}, {}):
+        with Engine(segment_name, **own) as engine:
+            cache = engine.ranks[0]._link.current.cache  # type: ignore[union-attr]
+            assert cache.index.eviction == (asked or "lru")
+
+
 def test_what_the_device_has_whole_stays(segment_name: str) -> None:
     """SGLang names nothing of such a prompt: without a touch it would look cold, and go first."""
     with Engine(segment_name) as engine:

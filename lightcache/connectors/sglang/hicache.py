@@ -146,6 +146,7 @@ class LightcacheStorage(CachePart[Opened], interface.HiCacheStorage):
             page_tokens=of.page_tokens,
             role=role_name(ENGINE, self.launch, f"rank {self.place[0]}"),
             device=False,
+            order="lru",  # SGLang does not say which pages its device serves
         )
         try:
             share = of.shard.share()

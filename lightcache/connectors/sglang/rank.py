@@ -331,6 +331,7 @@ class Rank(CachePart[Opened]):
             role=role_name(ENGINE, self.launch, f"rank {self.rank}"),
             device=device,
             kv_groups=names_of_groups(of.groups),
+            order="lru",  # SGLang does not say which pages its device serves
         )
         readers: list[Engine] = []
         writers: list[Engine] = []
@@ -572,12 +573,13 @@ class Rank(CachePart[Opened]):
         for group in opened.groups:
             wanted = group.run.keys(encoded[finder.first(group, pages) :])
             leases.append(opened.cache.index.match(wanted, count=False, namespace=space))
-            leases[-1].count_use()
             if (found := len(leases[-1])) < len(wanted):
                 self._give_back(leases)
                 raise LeaseLost(
                     f"expected {len(wanted)} pages, found {found}: the others have gone"
                 )
+        for lease in leases:  # all are there
+            lease.count_use()
         return leases
 
     def cancel_load(self, request: str) -> bool:
