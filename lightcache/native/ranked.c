@@ -13,6 +13,7 @@
 #include "index.h"
 
 #define AGEING_MOST 64 /* pages that one step moves because of their age */
+#define AHEAD_TICKS 250000 /* 1 s: a hit may have been stored before the clock that gave its tick is read */
 #define LEARN_WAIT_NS UINT64_C(3000000) /* for the lock, of a call that has done its own work */
 
 static uint64_t present(const lci_handle *h) { return lc_load(&h->root->clock) & LCI_TICK_MAX; }
@@ -171,13 +172,25 @@ static uint64_t due(const lci_handle *h, uint32_t list, uint64_t used) {
     return (used >> LCI_TICK_SHIFT) + (UINT64_C(1) << (age + lch_unit(&h->learnt)));
 }
 
+/* Damage: a tick far ahead of the clock. By it the page would be new for as long, and all that lies behind
+ * it would wait: it counts as used before this call. True: it did so until now. */
+static bool brought_back(lci_handle *h, const lci_eviction *e, uint32_t page) {
+    lci_page *p = &h->pages[page];
+    uint64_t used = lc_load(&p->used);
+    if (LC_LIKELY(!lci_ahead(h, present(h) + AHEAD_TICKS, used >> LCI_TICK_SHIFT))) return false;
+    lc_store(&p->used, (e->since - 1) << LCI_TICK_SHIFT | (used & LCI_HITS_MASK));
+    return true;
+}
+
 /* Move the first pages of a list that belong to another by now. Returns how many of `most` are left. */
-static uint32_t age_list(lci_handle *h, lc_txn *t, uint32_t list, uint64_t now, uint32_t most) {
+static uint32_t age_list(lci_handle *h, lc_txn *t, const lci_eviction *e, uint32_t list, uint64_t now,
+                         uint32_t most) {
     uint32_t page;
     while (most && (page = lc_list_first(t, &h->lists, list)) != LC_NIL && !t->error) {
+        bool ahead = brought_back(h, e, page);
         uint64_t used = lc_load(&h->pages[page].used);
         uint32_t own = lci_ranked_list(h, used);
-        if (own == list) {
+        if (own == list && !ahead) {
             h->due[list] = due(h, list, used);
             return most;
         }
@@ -190,7 +203,7 @@ static uint32_t age_list(lci_handle *h, lc_txn *t, uint32_t list, uint64_t now, 
 
 /* A page's age takes it to a list that may rank below its own: so the first pages of all lists are
  * looked at when they are due. */
-static void age_lists(lci_handle *h, lc_txn *t) {
+static void age_lists(lci_handle *h, lc_txn *t, const lci_eviction *e) {
     uint64_t now = present(h);
     uint32_t left = AGEING_MOST, computed = lc_load(&h->learnt.root->computed);
     if (h->computed != computed) memset(h->due, 0, sizeof h->due); /* the unit of ages may be another */
@@ -201,7 +214,7 @@ static void age_lists(lci_handle *h, lc_txn *t) {
             uint32_t rank = w * 32 + (uint32_t)__builtin_ctz(bits);
             uint32_t list = rank < LCH_LISTS ? lc_load(&o->list[rank]) : LCH_LISTS;
             if (list >= LCH_LISTS || h->due[list] > now) continue;
-            left = age_list(h, t, list, now, left);
+            left = age_list(h, t, e, list, now, left);
             if (!left || t->error) return;
         }
     }
@@ -211,7 +224,7 @@ static void age_lists(lci_handle *h, lc_txn *t) {
 
 void lci_ranked_begin(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want) {
     unpark(h, t, e, want / 2 + 1);
-    age_lists(h, t);
+    age_lists(h, t, e);
 }
 
 /* Nothing is left but parked pages: each of them is looked at once. False: all were. */
