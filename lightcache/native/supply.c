@@ -16,8 +16,8 @@ typedef struct counting {
 /* Does it go after the page that hangs on it, if nothing is in the way? */
 static bool goes_with_its_child(const lci_handle *h, uint32_t page) {
     const lci_page *p = &h->pages[page];
-    uint32_t word = lc_load(&p->word), flags = LCI_STATE_MASK | LCI_KEPT | LCI_INDEPENDENT;
-    return (word & flags) == LCI_READY && !lci_res_of(word) && lc_load(&p->children) == 1;
+    uint32_t flags = lc_load(&p->word) & (LCI_STATE_MASK | LCI_KEPT | LCI_INDEPENDENT);
+    return flags == LCI_READY && lc_load(&p->children) == 1;
 }
 
 /* A page that nothing hangs on, and those before it, which go after it: none at a lower rank than its child,
