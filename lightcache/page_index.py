@@ -956,8 +956,8 @@ class PageIndex:
     ) -> int:
         """Return how many of `keys[start:]`, from the first on, are worth writing: what
         `reserve(admission=True)` decides, for clients that must agree. One of them asks, and all
-        reserve the keys that it says. Compares with the one page that would go first, so it lets
-        more through than `reserve` when many pages have to go. With the order "lru": all.
+        reserve the keys that it says. Each is compared with a page of its own that could go for
+        it, as far as that can be told without the lock. With the order "lru": all.
 
         Takes no lock; about 0.1 us a key. What is not worth writing is remembered, and is worth
         more when it is asked for again, so ask once for each key.

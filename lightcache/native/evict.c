@@ -166,9 +166,7 @@ uint32_t lci_evict(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want) {
 
 /* May go now, for whom room is made, and was not used by that call. */
 static bool may_go(const lci_handle *h, const lci_eviction *e, uint32_t page) {
-    const lci_page *p = &h->pages[page];
-    return lci_queueable(h, page) && !lci_used_since(h, lci_tick(p), e->since) &&
-           !lci_promised(h, e, page) && !lci_pinned(h, p);
+    return lci_queueable(h, page) && lci_free_to_go(h, e, page);
 }
 
 /* A page, and what tells when it goes: the lower rank first (LRU: all are 0), then the older. */
@@ -219,18 +217,6 @@ static uint32_t choose(const lci_handle *h, lci_eviction *e, candidate *out, uin
     *hand = at;
     e->outbid = spares && !n;
     return n;
-}
-
-uint32_t lci_lowest_of(const lci_handle *h, const lci_eviction *e, uint32_t ns) {
-    uint32_t best = UINT32_MAX, at = lc_load(&h->ns[ns].hand), end = lc_load(&h->root->fresh);
-    if (end > h->page_count) end = h->page_count;
-    for (uint32_t i = 0; i < LCI_WINDOW && i < end; i++, at++) {
-        if (at >= end) at = 0;
-        if (lci_ns_of(lc_load(&h->pages[at].word)) != ns || !may_go(h, e, at)) continue;
-        uint32_t rank = lci_rank(h, lc_load(&h->pages[at].used));
-        best = rank < best ? rank : best;
-    }
-    return best == UINT32_MAX ? 0 : best;
 }
 
 /* The oldest of what was chosen first, until as many are marked as are wanted. */

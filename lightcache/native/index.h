@@ -615,10 +615,19 @@ bool lci_ranks_sound(const lci_handle *h);
 /* For repair, without the log: lists are empty, and the order is sound; this list is not. */
 void lci_ranks_clear(lci_handle *h);
 void lci_ranks_occupy(lci_handle *h, uint32_t list);
-/* Without the lock, advice: the rank of what goes first; 0: nothing was found that can go. */
-uint32_t lci_lowest_rank(const lci_handle *h, const struct lci_eviction *e);
-/* evict.c: the same of a namespace's pages, of those that making room for its quota looks at next. */
-uint32_t lci_lowest_of(const lci_handle *h, const struct lci_eviction *e, uint32_t ns);
+/* The list of a rank, below LCH_LISTS; LC_NIL: no page is in it. Of a damaged order any number. */
+uint32_t lci_list_at(const lci_handle *h, uint32_t rank);
+/* supply.c, without the lock: pages that could go, by the rank at which they go (see lci_rank); of the pool,
+ * from the lowest rank up until as many are found as are wanted, and of a namespace. `own`: the last page of
+ * the caller's chain, which stays with those before it; LC_NIL: there is none. */
+typedef struct lci_supply {
+    uint32_t pages[1 + LCH_LISTS];
+    uint32_t highest; /* rank that has pages; 0 also if none has */
+} lci_supply;
+void lci_supply_of_pool(const lci_handle *h, const struct lci_eviction *e, uint32_t own, uint32_t want,
+                        lci_supply *supply);
+void lci_supply_of(const lci_handle *h, const struct lci_eviction *e, uint32_t own, uint32_t ns,
+                   lci_supply *supply);
 /* worth.c, without the lock: the word of the page of a key, or what is remembered of it; 0: nothing is.
  * How many pages the namespace lacks of what it was promised, or the group. A page that is not written is
  * remembered, with the word that it would have, which is returned. */
@@ -679,6 +688,12 @@ static inline bool lci_promised(const lci_handle *h, const lci_eviction *e, uint
     if (e->listing) going += e->listing->going_group[number];
     return layers && e->by_group != number + 1 && e->cause != LCI_FOR_QUOTA &&
            lc_load(&group->pages) <= layers + going;
+}
+
+/* May it go for this call, as far as it is no matter of the queue? */
+static inline bool lci_free_to_go(const lci_handle *h, const lci_eviction *e, uint32_t page) {
+    const lci_page *p = &h->pages[page];
+    return !lci_used_since(h, lci_tick(p), e->since) && !lci_promised(h, e, page) && !lci_pinned(h, p);
 }
 
 /* queue.c: the next page to go, taken off the queue; LC_NIL: none now (`e->exhausted`), or the

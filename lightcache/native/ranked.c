@@ -13,6 +13,7 @@
 #include "index.h"
 
 #define AGEING_MOST 64 /* pages that one step moves because of their age */
+#define AHEAD_TICKS 250000 /* 1 s: a hit may have been stored before the clock that gave its tick is read */
 #define LEARN_WAIT_NS UINT64_C(3000000) /* for the lock, of a call that has done its own work */
 
 static uint64_t present(const lci_handle *h) { return lc_load(&h->root->clock) & LCI_TICK_MAX; }
@@ -81,6 +82,12 @@ void lci_ranked_mark(lci_handle *h, lc_txn *t, uint32_t list, bool full) {
     if (value != old) lc_txn_set(t, &o->occupied[rank / 32], value);
 }
 
+uint32_t lci_list_at(const lci_handle *h, uint32_t rank) {
+    const lci_order *o = chosen(h);
+    bool full = lc_load(&o->occupied[rank / 32]) >> (rank % 32) & 1;
+    return full ? lc_load(&o->list[rank]) : LC_NIL;
+}
+
 /* The lowest list that holds pages; LC_NIL: there is none. */
 static uint32_t lowest(const lci_handle *h, lc_txn *t) {
     if (LC_UNLIKELY(!lc_list_empty(&h->lists, LCI_FIRST_LIST))) return LCI_FIRST_LIST;
@@ -117,47 +124,12 @@ void lci_ranked_remember(lci_handle *h, const lci_eviction *e, const uint32_t *p
 
 /* ------------------------------------------------------------------ what cannot go */
 
-/* Could it go now, for this call? */
-static bool free_to_go(const lci_handle *h, const lci_eviction *e, uint32_t page) {
-    const lci_page *p = &h->pages[page];
-    return !lci_used_since(h, lci_tick(p), e->since) && !lci_promised(h, e, page) && !lci_pinned(h, p);
-}
-
-#define PRICED_LISTS 16 /* that are looked at for it */
-#define PRICED_PAGES 4  /* of each of them */
-
-/* The rank of the first page of a list that could go, among those at its head; UINT32_MAX: none could.
- * Others change the list meanwhile. */
-static uint32_t price_of_list(const lci_handle *h, const lci_eviction *e, uint32_t list) {
-    const lc_link *link = lc_link_at(&h->lists, lc_list_head(&h->lists, list));
-    for (uint32_t i = 0; link && i < PRICED_PAGES; i++) {
-        uint32_t page = lc_load(&link->next);
-        if (page >= h->page_count) break;
-        if (free_to_go(h, e, page)) return lci_rank(h, lc_load(&h->pages[page].used));
-        link = &h->pages[page].queue;
-    }
-    return UINT32_MAX;
-}
-
-/* A page may rank below its list by now: so the first lists are looked at until none can have a lower one. */
-uint32_t lci_lowest_rank(const lci_handle *h, const lci_eviction *e) {
-    const lci_order *o = chosen(h);
-    uint32_t best = price_of_list(h, e, LCI_FIRST_LIST), lists = 0;
-    for (uint32_t rank = 0; rank < LCH_LISTS && 1 + rank < best && lists < PRICED_LISTS; rank++) {
-        if (!(lc_load(&o->occupied[rank / 32]) >> (rank % 32) & 1)) continue;
-        uint32_t price = price_of_list(h, e, lc_load(&o->list[rank]));
-        best = price < best ? price : best;
-        lists++;
-    }
-    return best == UINT32_MAX ? 0 : best;
-}
-
 /* Look at so many parked pages, the first ones first: back to their lists, or behind the others. */
 static void unpark(lci_handle *h, lc_txn *t, const lci_eviction *e, uint32_t most) {
     for (; most && !t->error; most--) {
         uint32_t page = lc_list_first(t, &h->lists, LCI_PARKED_LIST);
         if (page == LC_NIL) return;
-        bool goes = free_to_go(h, e, page);
+        bool goes = lci_free_to_go(h, e, page);
         move(h, t, page, goes ? lci_ranked_list(h, lc_load(&h->pages[page].used)) : LCI_PARKED_LIST);
     }
 }
@@ -171,13 +143,25 @@ static uint64_t due(const lci_handle *h, uint32_t list, uint64_t used) {
     return (used >> LCI_TICK_SHIFT) + (UINT64_C(1) << (age + lch_unit(&h->learnt)));
 }
 
+/* Damage: a tick far ahead of the clock. By it the page would be new for as long, and all that lies behind
+ * it would wait: it counts as used before this call. True: it did so until now. */
+static bool brought_back(lci_handle *h, const lci_eviction *e, uint32_t page) {
+    lci_page *p = &h->pages[page];
+    uint64_t used = lc_load(&p->used);
+    if (LC_LIKELY(!lci_ahead(h, present(h) + AHEAD_TICKS, used >> LCI_TICK_SHIFT))) return false;
+    lc_store(&p->used, (e->since - 1) << LCI_TICK_SHIFT | (used & LCI_HITS_MASK));
+    return true;
+}
+
 /* Move the first pages of a list that belong to another by now. Returns how many of `most` are left. */
-static uint32_t age_list(lci_handle *h, lc_txn *t, uint32_t list, uint64_t now, uint32_t most) {
+static uint32_t age_list(lci_handle *h, lc_txn *t, const lci_eviction *e, uint32_t list, uint64_t now,
+                         uint32_t most) {
     uint32_t page;
     while (most && (page = lc_list_first(t, &h->lists, list)) != LC_NIL && !t->error) {
+        bool ahead = brought_back(h, e, page);
         uint64_t used = lc_load(&h->pages[page].used);
         uint32_t own = lci_ranked_list(h, used);
-        if (own == list) {
+        if (own == list && !ahead) {
             h->due[list] = due(h, list, used);
             return most;
         }
@@ -190,7 +174,7 @@ static uint32_t age_list(lci_handle *h, lc_txn *t, uint32_t list, uint64_t now, 
 
 /* A page's age takes it to a list that may rank below its own: so the first pages of all lists are
  * looked at when they are due. */
-static void age_lists(lci_handle *h, lc_txn *t) {
+static void age_lists(lci_handle *h, lc_txn *t, const lci_eviction *e) {
     uint64_t now = present(h);
     uint32_t left = AGEING_MOST, computed = lc_load(&h->learnt.root->computed);
     if (h->computed != computed) memset(h->due, 0, sizeof h->due); /* the unit of ages may be another */
@@ -201,7 +185,7 @@ static void age_lists(lci_handle *h, lc_txn *t) {
             uint32_t rank = w * 32 + (uint32_t)__builtin_ctz(bits);
             uint32_t list = rank < LCH_LISTS ? lc_load(&o->list[rank]) : LCH_LISTS;
             if (list >= LCH_LISTS || h->due[list] > now) continue;
-            left = age_list(h, t, list, now, left);
+            left = age_list(h, t, e, list, now, left);
             if (!left || t->error) return;
         }
     }
@@ -211,7 +195,7 @@ static void age_lists(lci_handle *h, lc_txn *t) {
 
 void lci_ranked_begin(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want) {
     unpark(h, t, e, want / 2 + 1);
-    age_lists(h, t);
+    age_lists(h, t, e);
 }
 
 /* Nothing is left but parked pages: each of them is looked at once. False: all were. */
@@ -246,7 +230,7 @@ uint32_t lci_ranked_pop(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *ste
             break;
         }
         uint32_t own = lci_ranked_list(h, lc_load(&h->pages[page].used));
-        if (!free_to_go(h, e, page)) {
+        if (!lci_free_to_go(h, e, page)) {
             move(h, t, page, LCI_PARKED_LIST);
         } else if (own != list) {
             move(h, t, page, own);

@@ -2,15 +2,20 @@
  *
  * A call that reserves answers it for each page, with what would go for it (reserve.c). Ranks that write
  * together have to agree, so one client asks for all of them before they reserve: without the lock, from
- * the lowest page alone. What is not written is remembered like what went, else it would never be worth
- * more when it is asked for again. */
+ * what could go then (supply.c). What is not written is remembered like what went, else it would never
+ * be worth more when it is asked for again. */
 #include "index.h"
 
-uint64_t lci_word_of(const lci_handle *h, lc_key key, uint64_t tick) {
+static uint32_t page_of(const lci_handle *h, lc_key key) {
     lc_found found;
-    uint64_t used;
     lc_dict_find(&h->dict, key.lo, key.hi, &found);
-    if (found.node != LC_NIL) return lc_load(&h->pages[found.node].used);
+    return found.node;
+}
+
+uint64_t lci_word_of(const lci_handle *h, lc_key key, uint64_t tick) {
+    uint64_t used;
+    uint32_t page = page_of(h, key);
+    if (page != LC_NIL) return lc_load(&h->pages[page].used);
     return lch_known(&h->learnt, key, tick, &used) ? used : 0;
 }
 
@@ -39,12 +44,54 @@ static uint32_t spare(const lci_handle *h, uint32_t ns) {
     return free > owed ? free : owed;
 }
 
-/* The rank of what goes first for this namespace: at its quota of its own. 0: nothing can go. */
-static uint32_t price(const lci_handle *h, uint32_t ns, uint64_t tick) {
+/* What each page costs that is made when nothing is spare: the rank of the one that goes for it. */
+typedef struct prices {
+    lci_supply supply;
+    bool known;
+    uint32_t rank, pages; /* so many could go at this rank or a lower one */
+} prices;
+
+/* At its quota a namespace pays with its own. `own`: see lci_supply. */
+static void ask_prices(const lci_handle *h, prices *p, uint32_t ns, uint64_t tick, uint32_t own,
+                       uint32_t want) {
     lci_eviction e = {.since = tick, .by = ns + 1, .by_group = 1};
     uint32_t quota = lc_load(&h->ns[ns].quota);
-    if (quota && lc_load(&h->ns[ns].pages) >= quota) return lci_lowest_of(h, &e, ns);
-    return lci_lowest_rank(h, &e);
+    bool at_quota = quota && lc_load(&h->ns[ns].pages) >= quota;
+    if (at_quota) lci_supply_of(h, &e, own, ns, &p->supply);
+    else lci_supply_of_pool(h, &e, own, want, &p->supply);
+    p->known = true;
+    p->rank = 0;
+    p->pages = p->supply.pages[0];
+}
+
+/* Of the k-th page. Where fewer can go, of the last of them: 0 if none can. */
+static uint32_t price(prices *p, uint32_t k) {
+    while (p->pages < k && p->rank < p->supply.highest) p->pages += p->supply.pages[++p->rank];
+    return p->rank;
+}
+
+/* One past the last key of [start, n) that is worth a page: those before it are, as it hangs on them.
+ * `*before`: the word of the key before `start`, then of the last one that is worth it. */
+static uint32_t weigh(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t start, uint32_t ns,
+                      uint32_t hint, uint64_t tick, uint64_t *before) {
+    uint64_t word = *before;
+    uint32_t own = start ? page_of(h, keys[start - 1]) : LC_NIL, free = spare(h, ns), absent = 0, end = start;
+    prices asked = {.known = false};
+    for (uint32_t i = start; i < n; i++) {
+        uint32_t page = page_of(h, keys[i]);
+        if (page != LC_NIL) {
+            own = page;
+            word = lc_load(&h->pages[page].used);
+        } else {
+            word = lch_expected(&h->learnt, keys[i], word, hint, tick);
+            absent++;
+            if (absent > free && !asked.known) ask_prices(h, &asked, ns, tick, own, n - i);
+            if (absent > free && lci_rank(h, word) < price(&asked, absent - free)) continue;
+        }
+        end = i + 1;
+        *before = word;
+    }
+    return end;
 }
 
 /* How many of the keys [start, n) are worth writing: those behind are not. `refused`: none is, as the
@@ -58,20 +105,9 @@ LC_API int lci_worth(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t sta
     if (start > n) return LC_E_RANGE;
     if (!lci_ns_open(h, ns)) return LC_E_CLEARED;
     if (!h->ranks) return (int)(n - start);
-    uint64_t tick = lci_next_tick(h), word = start ? lci_word_of(h, keys[start - 1], tick) : 0;
-    uint64_t before = word;
-    uint32_t free = refused ? 0 : spare(h, lci_ns_id(ns)), end = start;
-    uint32_t least = refused ? UINT32_MAX : price(h, lci_ns_id(ns), tick), absent = 0;
-    lc_found found;
-    for (uint32_t i = start; i < n && !refused; i++) {
-        lc_dict_find(&h->dict, keys[i].lo, keys[i].hi, &found);
-        if (found.node != LC_NIL) word = lc_load(&h->pages[found.node].used);
-        else word = lch_expected(&h->learnt, keys[i], word, hint, tick);
-        bool written = found.node != LC_NIL || absent++ < free || lci_rank(h, word) >= least;
-        if (!written) continue;
-        end = i + 1; /* and so is what it hangs on */
-        before = word;
-    }
+    uint64_t tick = lci_next_tick(h), before = start ? lci_word_of(h, keys[start - 1], tick) : 0;
+    uint32_t end = start;
+    if (!refused) end = weigh(h, keys, n, start, lci_ns_id(ns), hint, tick, &before);
     for (uint32_t i = end; i < n; i++) {
         if (i + 8 < n) lch_prefetch(&h->learnt, keys[i + 8]);
         before = lci_pass_by(h, keys[i], before, hint, tick);

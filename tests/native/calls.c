@@ -12,49 +12,43 @@ lc_key keys[MAX_KEYS];
 uint32_t parents[MAX_KEYS], hits[MAX_KEYS];
 lci_discard_op giving;
 
-#define THROUGH(call)                   \
-    int rc;                             \
-    do rc = (call);                     \
-    while (rc == LC_E_INTR);            \
-    return rc
-
 int allocate(client *c, uint32_t n) {
     op = (lci_held_op){.done = 0};
-    THROUGH(lci_allocate(c->h, &op, pages, gens, n, BLOCKING));
+    return THROUGH(lci_allocate(c->h, &op, pages, gens, n, BLOCKING));
 }
 
 int free_pages(client *c, const int32_t *which, uint32_t n) {
     op = (lci_held_op){.done = 0};
-    THROUGH(lci_free_held(c->h, &op, which, NULL, n, BLOCKING));
+    return THROUGH(lci_free_held(c->h, &op, which, NULL, n, BLOCKING));
 }
 
 int name(client *c, const prompt *of, uint32_t start, uint32_t flags) {
     int64_t offsets[2] = {0, of->n}, starts[1] = {start};
     op = (lci_held_op){.ns = NS, .flags = flags};
     memset(status, 0, sizeof status);
-    THROUGH(lci_name(c->h, &op, of->keys, offsets, starts, 1, pages, of->n - start, out, status,
-                     BLOCKING));
+    return THROUGH(lci_name(c->h, &op, of->keys, offsets, starts, 1, pages, of->n - start, out,
+                            status, BLOCKING));
 }
 
 int unname(client *c, const int32_t *which, uint32_t n) {
     op = (lci_held_op){.done = 0};
-    THROUGH(lci_unname(c->h, &op, which, n, BLOCKING));
+    return THROUGH(lci_unname(c->h, &op, which, n, BLOCKING));
 }
 
 int keep_run(client *c, const prompt *of, int kept) {
     walk = (lci_walk_op){.cursor = 0};
-    THROUGH(lci_keep(c->h, of->keys, of->n, NS, kept, &walk, BLOCKING));
+    return THROUGH(lci_keep(c->h, of->keys, of->n, NS, kept, &walk, BLOCKING));
 }
 
 int drop_run(client *c, const prompt *of, uint32_t start) {
     walk = (lci_walk_op){.cursor = 0};
-    THROUGH(lci_drop(c->h, of->keys, of->n, start, NS, &walk, BLOCKING));
+    return THROUGH(lci_drop(c->h, of->keys, of->n, start, NS, &walk, BLOCKING));
 }
 
 int oldest(client *c, uint32_t want, uint32_t keep_order) {
     lci_oldest_op listing = {.want = want, .keep_order = keep_order};
     memset(&list, 0, sizeof list);
-    THROUGH(lci_oldest(c->h, &listing, &list.head, keys, parents, BLOCKING));
+    return THROUGH(lci_oldest(c->h, &listing, &list.head, keys, parents, BLOCKING));
 }
 
 static int by_page(const void *x, const void *y) {
@@ -69,7 +63,7 @@ static int give_up(client *c, const uint32_t *seen) {
     for (uint32_t i = 0; i < n; i++) order[i] = i;
     qsort(order, n, sizeof *order, by_page);
     giving = (lci_discard_op){.taken = 0};
-    THROUGH(lci_discard(c->h, &giving, &list.head, list.pages, seen, order, done, n, BLOCKING));
+    return THROUGH(lci_discard(c->h, &giving, &list.head, list.pages, seen, order, done, n, BLOCKING));
 }
 
 int discard(client *c) {

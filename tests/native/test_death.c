@@ -55,7 +55,7 @@ static void prepare(const operation *o) {
     if (o->holds) (void)match(&victim, &p, &l);
     if (o->run == do_clear) { /* kept pages are cleared like others, and counted */
         lci_walk_op kept = {0};
-        CHECK_EQ(lci_keep(a.h, q.keys, 20, NS, 1, &kept, BLOCKING), LC_OK);
+        CHECK_EQ(THROUGH(lci_keep(a.h, q.keys, 20, NS, 1, &kept, BLOCKING)), LC_OK);
         CHECK_EQ(index_counts(&a).kept, 20);
     }
     memset(&ticket, 0, sizeof ticket);
@@ -70,7 +70,7 @@ static void survive(const operation *o) {
     index_check(&s);
     for (uint32_t page = 0; page < 48; page++) CHECK_EQ(lc_load(lci_pin(b.h, slot, page)), 0);
     CHECK_EQ(index_counts(&b).reservations, 0);
-    if (o->run == do_clear) CHECK_EQ(lci_clear(b.h, NS, BLOCKING), LC_OK);
+    if (o->run == do_clear) CHECK_EQ(THROUGH(lci_clear(b.h, NS, BLOCKING)), LC_OK);
     if (o->run == do_give) { /* the ticket may stand; its adopter may come */
         uint32_t rid, gen;
         if (ticket.gen)

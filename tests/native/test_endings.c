@@ -94,7 +94,7 @@ static void published_pages_that_are_anothers_are_left(void) {
     prompt_publish(&a, &q, 0);
     prompt_unpin(&a, &p);
     prompt_unpin(&a, &q);
-    CHECK_EQ(lci_clear(b.h, other, BLOCKING), LC_OK);
+    CHECK_EQ(THROUGH(lci_clear(b.h, other, BLOCKING)), LC_OK);
     prompt_make(&r, 3, 20);
     CHECK_EQ(prompt_reserve(&b, &r, NS, 1), 20);
     uint32_t again = 0;
@@ -264,7 +264,7 @@ static void clear_goes_in_pieces(void) {
     for (uint32_t i = 0; i < 150; i++) prompt_fill(&a, &p, 1000 + i, 2);
     CHECK(p.page[1] < p.page[0]);
     collect(&a);
-    CHECK_EQ(lci_clear(b.h, NS, BLOCKING), LC_OK);
+    CHECK_EQ(THROUGH(lci_clear(b.h, NS, BLOCKING)), LC_OK);
     CHECK_EQ(index_counts(&a).named, 0);
     CHECK_EQ(index_counts(&a).free + index_counts(&a).doomed, 300);
     tear_down();
@@ -278,7 +278,7 @@ static void clear_begins_at_the_first_page_each_time(void) {
         CHECK_EQ(prompt_reserve(&a, &p, ns, 1), 20);
         prompt_publish(&a, &p, 0);
         prompt_unpin(&a, &p);
-        CHECK_EQ(lci_clear(b.h, ns, BLOCKING), LC_OK);
+        CHECK_EQ(THROUGH(lci_clear(b.h, ns, BLOCKING)), LC_OK);
         CHECK_EQ(index_counts(&a).named, 0);
         index_check(&s);
         CHECK_EQ(lci_namespace_open(a.h, "", "", 0, &ns, BLOCKING), LC_OK);

@@ -250,7 +250,7 @@ static void groups_count_one_lookup_each(void) {
 
 static void groups_of_a_cleared_namespace(void) {
     set_up_groups();
-    CHECK_EQ(lci_clear(c.h, NS, BLOCKING), LC_OK);
+    CHECK_EQ(THROUGH(lci_clear(c.h, NS, BLOCKING)), LC_OK);
     CHECK_EQ(peek_groups(20), 0);
     CHECK_EQ(limit, WINDOW);
     CHECK_EQ(match_groups(20), 0);
@@ -280,7 +280,7 @@ static void evict_window(void) {
     lci_drop(c.h, &p.keys[14], 1, 0, NS, &op, BLOCKING);
 }
 static void evict_kv(void) { evict(&a, 6); }
-static void clear_them(void) { CHECK_EQ(lci_clear(c.h, NS, BLOCKING), LC_OK); }
+static void clear_them(void) { CHECK_EQ(THROUGH(lci_clear(c.h, NS, BLOCKING)), LC_OK); }
 /* And no more: its pages are as they were. */
 static void begin_clearing(void) { lc_store(&c.h->ns[lci_ns_id(NS)].state, LCI_NS_CLEARING); }
 static void add_window(void) { fill_one(16); }

@@ -68,7 +68,7 @@ static void held_pages_wait_for_memory(void) {
     CHECK_EQ(allocate(&a, 50), LC_E_GROW);
     CHECK_EQ(op.wanted, 40);
     CHECK_EQ(lci_grow(a.h, 64, BLOCKING), LC_OK);
-    CHECK_EQ(lci_allocate(a.h, &op, pages, gens, 50, BLOCKING), LC_OK);
+    CHECK_EQ(THROUGH(lci_allocate(a.h, &op, pages, gens, 50, BLOCKING)), LC_OK);
     tear_down();
     set_up_grown(64, 40);
     prompt_fill(&b, &p, 1, 30);
@@ -99,10 +99,10 @@ static void held_calls_go_on_where_they_were(void) {
     CHECK_EQ(lci_allocate(a.h, &op, pages, gens, 600, LC_BLOCK, lcs_now_ns()), LC_E_TIMEOUT);
     CHECK_EQ(op.done, 0);
     CHECK_EQ(lci_let_go(b.h), LC_OK);
-    CHECK_EQ(lci_allocate(a.h, &op, pages, gens, 600, BLOCKING), LC_OK);
+    CHECK_EQ(THROUGH(lci_allocate(a.h, &op, pages, gens, 600, BLOCKING)), LC_OK);
     op = (lci_held_op){.done = 0};
-    CHECK_EQ(lci_free_held(a.h, &op, pages, gens, 300, BLOCKING), LC_OK);
-    CHECK_EQ(lci_free_held(a.h, &op, pages, gens, 600, BLOCKING), LC_OK); /* goes on behind 300 */
+    CHECK_EQ(THROUGH(lci_free_held(a.h, &op, pages, gens, 300, BLOCKING)), LC_OK);
+    CHECK_EQ(THROUGH(lci_free_held(a.h, &op, pages, gens, 600, BLOCKING)), LC_OK); /* goes on behind 300 */
     CHECK_EQ(index_counts(&a).free, 600);
     tear_down();
 }
@@ -116,7 +116,7 @@ static void held_generations_tell_what_was_named(void) {
     CHECK_EQ(name(&a, &p, 2, 0), LC_OK); /* the first two pages, by keys 2 and 3 */
     CHECK_EQ(unname(&a, pages, 1), LC_OK);
     op = (lci_held_op){.done = 0};
-    CHECK_EQ(lci_free_held(a.h, &op, pages, old, 4, BLOCKING), LC_OK);
+    CHECK_EQ(THROUGH(lci_free_held(a.h, &op, pages, old, 4, BLOCKING)), LC_OK);
     CHECK_EQ(op.done, 4);
     CHECK_EQ(index_counts(&a).held, 1); /* named and unnamed: another's to free */
     CHECK_EQ(index_counts(&a).free, 2);

@@ -152,7 +152,7 @@ static void independent_stays_whoever_is_pinned(void) {
         uint32_t stay = mask | 8, n = 0;
         set_up_independent(64);
         put_path(1, 4);
-        CHECK_EQ(lci_keep(a.h, &p.keys[3], 1, NS, 1, &(lci_walk_op){0}, BLOCKING), LC_OK);
+        CHECK_EQ(THROUGH(lci_keep(a.h, &p.keys[3], 1, NS, 1, &(lci_walk_op){0}, BLOCKING)), LC_OK);
         for (uint32_t i = 0; i < 4; i++)
             left[i] = stay >> i & 1 ? (int32_t)(stay >> (i + 1) & 1) : -1;
         for (uint32_t i = 0; i < 3; i++) n += mask >> i & 1;
@@ -246,7 +246,7 @@ static void independent_lists_by_the_queue_alone(void) {
     prompt_fill(&a, &p, 1, 3);
     collect(&a);
     for (int kept = 1; kept >= 0; kept--) /* queued again: behind the others */
-        CHECK_EQ(lci_keep(a.h, p.keys, 1, NS, kept, &(lci_walk_op){0}, BLOCKING), LC_OK);
+        CHECK_EQ(THROUGH(lci_keep(a.h, p.keys, 1, NS, kept, &(lci_walk_op){0}, BLOCKING)), LC_OK);
     CHECK_EQ(oldest(&a, 2, 1), 2);
     CHECK_EQ(list.pages[0], p.page[1]);
     CHECK_EQ(list.pages[1], p.page[2]);
@@ -258,12 +258,12 @@ static void independent_keeps(void) {
     lci_walk_op op = {0};
     set_up_independent(64);
     put_path(1, 4);
-    CHECK_EQ(lci_keep(a.h, p.keys, 2, NS, 1, &op, BLOCKING), LC_OK);
+    CHECK_EQ(THROUGH(lci_keep(a.h, p.keys, 2, NS, 1, &op, BLOCKING)), LC_OK);
     CHECK_EQ(index_counts(&a).queued, 2);
     CHECK_EQ(evict(&a, 64), 2);
     CHILDREN(1, 0, -1, -1);
     op = (lci_walk_op){0};
-    CHECK_EQ(lci_keep(a.h, p.keys, 1, NS, 0, &op, BLOCKING), LC_OK);
+    CHECK_EQ(THROUGH(lci_keep(a.h, p.keys, 1, NS, 0, &op, BLOCKING)), LC_OK);
     CHECK_EQ(evict(&a, 64), 1); /* though a kept one hangs on it */
     CHILDREN(-1, 0, -1, -1);
     tear_down();
@@ -279,7 +279,7 @@ static void independent_names_and_clears(void) {
     set_up_independent(8);
     put_path(1, 1);
     prompt_make(&p, 1, 2);
-    CHECK_EQ(lci_allocate(a.h, &op, &page, &gen, 1, BLOCKING), LC_OK);
+    CHECK_EQ(THROUGH(lci_allocate(a.h, &op, &page, &gen, 1, BLOCKING)), LC_OK);
     op = (lci_held_op){.ns = NS, .flags = LCI_NAME_INDEPENDENT};
     CHECK_EQ(lci_name(a.h, &op, p.keys, offsets, starts, 1, &page, 1, &out, &status, BLOCKING),
              LC_OK);
@@ -289,9 +289,9 @@ static void independent_names_and_clears(void) {
     op = (lci_held_op){.done = 0};
     CHECK_EQ(lci_unname(a.h, &op, &page, 1, BLOCKING), LC_OK);
     CHILDREN(0, -1);
-    CHECK_EQ(lci_free_held(a.h, &op, &page, NULL, 0, BLOCKING), LC_OK);
+    CHECK_EQ(THROUGH(lci_free_held(a.h, &op, &page, NULL, 0, BLOCKING)), LC_OK);
     put_path(2, 3);
-    CHECK_EQ(lci_clear(a.h, NS, BLOCKING), LC_OK);
+    CHECK_EQ(THROUGH(lci_clear(a.h, NS, BLOCKING)), LC_OK);
     CHECK_EQ(index_counts(&a).queued, 0);
     tear_down();
 }
@@ -321,7 +321,7 @@ static void deepest_and_children(void) {
     client_forget(&reader);
     CHECK_EQ(lci_namespace_open(a.h, "w", "t", 0, &ns, BLOCKING), LC_OK);
     CHECK_EQ(lci_deepest1(b.h, p.keys, 40, ns), 0);
-    CHECK_EQ(lci_clear(a.h, ns, BLOCKING), LC_OK);
+    CHECK_EQ(THROUGH(lci_clear(a.h, ns, BLOCKING)), LC_OK);
     CHECK_EQ(lci_children(b.h, p.keys, 40, ns, counts), LC_OK);
     for (uint32_t i = 0; i < 40; i++) CHECK_EQ(counts[i], -1);
     tear_down();
@@ -365,7 +365,7 @@ static void children_of_another_page_are_not_told(void) {
     tear_down();
 }
 
-static void clear_all(void) { CHECK_EQ(lci_clear(a.h, NS, BLOCKING), LC_OK); }
+static void clear_all(void) { CHECK_EQ(THROUGH(lci_clear(a.h, NS, BLOCKING)), LC_OK); }
 
 /* A page is found that a clear has doomed by the time of the answer. */
 static void a_clear_wins_over_looking(void) {
@@ -500,7 +500,7 @@ static void the_flag_goes_with_the_key(void) {
     add(1, 3, true);
     CHECK_EQ(match(&b, &p, &l), 3);
     uint32_t page = page_of(0), gone = page_of(1);
-    CHECK_EQ(lci_clear(a.h, NS, BLOCKING), LC_OK);
+    CHECK_EQ(THROUGH(lci_clear(a.h, NS, BLOCKING)), LC_OK);
     CHECK_EQ(lc_load(&a.h->pages[page].word) & (LCI_INDEPENDENT | LCI_STATE_MASK), LCI_DOOMED);
     index_check(&s);
     break_word(&a.h->pages[gone].word, lc_load(&a.h->pages[gone].word) | LCI_INDEPENDENT);
@@ -529,10 +529,10 @@ static void the_flag_stays(void) {
     collect(&a);
     prompt_unpin(&a, &p);
     for (int kept = 1; kept >= 0; kept--) {
-        CHECK_EQ(lci_keep(a.h, p.keys, 2, NS, kept, &(lci_walk_op){0}, BLOCKING), LC_OK);
+        CHECK_EQ(THROUGH(lci_keep(a.h, p.keys, 2, NS, kept, &(lci_walk_op){0}, BLOCKING)), LC_OK);
         check_kinds("iii");
     }
-    CHECK_EQ(lci_keep(a.h, p.keys, 1, NS, 1, &(lci_walk_op){0}, BLOCKING), LC_OK);
+    CHECK_EQ(THROUGH(lci_keep(a.h, p.keys, 1, NS, 1, &(lci_walk_op){0}, BLOCKING)), LC_OK);
     CHECK_EQ(lci_repair(b.h, BLOCKING), LC_OK);
     check_kinds("iii");
     CHECK_EQ(word_of(0) & LCI_KEPT, LCI_KEPT);

@@ -29,7 +29,7 @@ static void kept_pages_are_cleared_as_others(void) {
     set_up(100);
     prompt_fill(&a, &p, 1, 40);
     CHECK_EQ(keep(&p, 1), 40);
-    CHECK_EQ(lci_clear(a.h, NS, BLOCKING), LC_OK);
+    CHECK_EQ(THROUGH(lci_clear(a.h, NS, BLOCKING)), LC_OK);
     CHECK_EQ(index_counts(&b).kept, 0);
     CHECK_EQ(index_counts(&b).named, 0);
     tear_down();
@@ -55,7 +55,7 @@ static void what_is_interrupted_goes_on(void) {
     lci_walk_op op = {.cursor = 100};
     set_up(600);
     prompt_fill(&a, &p, 1, 400);
-    CHECK_EQ(lci_keep(a.h, p.keys, 400, NS, 1, &op, BLOCKING), LC_OK);
+    CHECK_EQ(THROUGH(lci_keep(a.h, p.keys, 400, NS, 1, &op, BLOCKING)), LC_OK);
     CHECK_EQ(op.pages, 300);
     op = (lci_walk_op){.cursor = 401};
     CHECK_EQ(lci_keep(a.h, p.keys, 400, NS, 0, &op, BLOCKING), LC_E_RANGE);
@@ -105,7 +105,7 @@ static void oldest_of_two_clients(void) {
 
 static uint32_t first_in(lci_ns_ref ns, const prompt *of) {
     walk = (lci_walk_op){0};
-    CHECK_EQ(lci_evict_first(a.h, of->keys, of->n, ns, &walk, BLOCKING), LC_OK);
+    CHECK_EQ(THROUGH(lci_evict_first(a.h, of->keys, of->n, ns, &walk, BLOCKING)), LC_OK);
     CHECK_EQ(walk.ended, 1);
     return walk.pages;
 }
@@ -215,7 +215,7 @@ static void only_what_may_go_goes_first(void) {
     CHECK(ready_of(1, 4) == 4 && ready_of(2, 4) == 0);
     prompt_make(&q, 7, 4);
     CHECK_EQ(first(&q), 0);
-    CHECK_EQ(lci_clear(a.h, NS, BLOCKING), LC_OK);
+    CHECK_EQ(THROUGH(lci_clear(a.h, NS, BLOCKING)), LC_OK);
     CHECK_EQ(first(&p), 0);
     CHECK_EQ(walk.cursor, 0);
     tear_down();
@@ -234,13 +234,13 @@ static void many_go_first_at_one_tick(void) {
     CHECK_EQ(ready_of(9, 100), 100);
     prompt_fill(&a, &p, 1, 400);
     walk = (lci_walk_op){.cursor = 100, .tick = 0};
-    CHECK_EQ(lci_evict_first(a.h, p.keys, 400, NS, &walk, BLOCKING), LC_OK);
+    CHECK_EQ(THROUGH(lci_evict_first(a.h, p.keys, 400, NS, &walk, BLOCKING)), LC_OK);
     CHECK_EQ(walk.pages, 300);
     CHECK_EQ(lci_tick(&a.h->pages[p.page[399]]), 0);
     walk = (lci_walk_op){.cursor = 401};
     CHECK_EQ(lci_evict_first(a.h, p.keys, 400, NS, &walk, BLOCKING), LC_E_RANGE);
     walk = (lci_walk_op){.cursor = 0};
-    CHECK_EQ(lci_evict_first(a.h, p.keys, 0, NS, &walk, BLOCKING), LC_OK);
+    CHECK_EQ(THROUGH(lci_evict_first(a.h, p.keys, 0, NS, &walk, BLOCKING)), LC_OK);
     tear_down();
 }
 
@@ -497,7 +497,7 @@ static void minimums_of_all_namespaces_fit(void) {
     CHECK_EQ(limits("two", 20, 20, &two), LC_OK);
     CHECK_EQ(limits("two", 19, UINT32_MAX, &two), LC_E_RANGE);
     CHECK_EQ(lc_load(&a.h->ns[lci_ns_id(two)].quota), 20);
-    CHECK_EQ(lci_clear(a.h, one, BLOCKING), LC_OK);
+    CHECK_EQ(THROUGH(lci_clear(a.h, one, BLOCKING)), LC_OK);
     CHECK_EQ(lc_load(&a.h->ns[lci_ns_id(one)].minimum), 0);
     CHECK_EQ(limits("two", 0, 64, &two), LC_OK);
     CHECK_EQ(lc_load(&a.h->ns[lci_ns_id(two)].minimum), 64);
@@ -511,7 +511,7 @@ static void a_repair_believes_minimums_that_can_be(void) {
     CHECK_EQ(limits("good", 0, 30, &good), LC_OK);
     CHECK_EQ(limits("large", 0, 5, &large), LC_OK);
     CHECK_EQ(limits("gone", 0, 6, &gone), LC_OK);
-    CHECK_EQ(lci_clear(a.h, gone, BLOCKING), LC_OK);
+    CHECK_EQ(THROUGH(lci_clear(a.h, gone, BLOCKING)), LC_OK);
     lc_store(&a.h->ns[lci_ns_id(large)].minimum, 65);
     lc_store(&a.h->ns[lci_ns_id(gone)].minimum, 6);
     CHECK_EQ(lci_repair(a.h, BLOCKING), LC_OK);
@@ -557,7 +557,7 @@ static void evictions_are_counted_by_cause(void) {
     prompt_make(&p, 20, 1); /* that is being written is not evicted, it never was ready */
     CHECK_EQ(prompt_reserve(&b, &p, small, 1), 1);
     CHECK(evicted(&b, LCI_FOR_QUOTA, 1));
-    CHECK_EQ(lci_clear(a.h, small, BLOCKING), LC_OK);
+    CHECK_EQ(THROUGH(lci_clear(a.h, small, BLOCKING)), LC_OK);
     CHECK(evicted(&a, LCI_CLEARED, 3));
     prompt_unpin(&b, &p);
     CHECK(evicted(&b, LCI_CLEARED, 0));

@@ -344,7 +344,7 @@ static void look_gives_more_than_a_portion_to_some_calls(void) {
     write_many(MANY);
     for (uint32_t call = 1; call <= CALLS; call++) {
         lci_held_op all = {0};
-        int rc = lci_allocate(b.h, &all, had, its, MANY - 10, BLOCKING);
+        int rc = THROUGH(lci_allocate(b.h, &all, had, its, MANY - 10, BLOCKING));
         CHECK_EQ(rc, call < CALLS ? LC_E_FULL : LC_OK);
     }
     CHECK_EQ(state(3), LCS_CLIENT_FREE);

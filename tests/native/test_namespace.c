@@ -10,10 +10,7 @@ static lci_ns_ref open_namespace(const char *weights, const char *tenant, uint32
 }
 
 static void clear(client *c, lci_ns_ref ref) {
-    int rc;
-    do rc = lci_clear(c->h, ref, BLOCKING);
-    while (rc == LC_E_INTR);
-    CHECK_EQ(rc, LC_OK);
+    CHECK_EQ(THROUGH(lci_clear(c->h, ref, BLOCKING)), LC_OK);
 }
 
 static void namespace_is_found_by_both_names(void) {

@@ -19,7 +19,8 @@ static int reserve_parts(client *c, uint32_t from, uint32_t n, uint32_t parts) {
     state.op = (lci_reserve_op){
         .shards = 1, .ns = NS, .run = parts, .group = NUMBER, .whole = 1};
     memset(state.status, 0, sizeof state.status);
-    int rc = lci_reserve(c->h, &state.op, state.keys, state.n, 0, state.page, state.status, BLOCKING);
+    int rc =
+        THROUGH(lci_reserve(c->h, &state.op, state.keys, state.n, 0, state.page, state.status, BLOCKING));
     state.made = 0;
     for (uint32_t i = 0; i < state.n; i++)
         if (state.status[i] == LCI_NEW) state.fresh[state.made++] = state.page[i];
@@ -222,8 +223,9 @@ static void a_prefix_in_parts(void) {
     prompt_make(&state, 0, 40 * PARTS);
     CHECK_EQ(lci_part_keys(p.keys, 40, NUMBER, 0, PARTS, state.keys), LC_OK);
     state.op = (lci_reserve_op){.shards = 1, .ns = NS, .group = NUMBER};
-    CHECK_EQ(lci_reserve(a.h, &state.op, state.keys, state.n, 0, state.page, state.status, BLOCKING),
-             40 * PARTS);
+    int made =
+        THROUGH(lci_reserve(a.h, &state.op, state.keys, state.n, 0, state.page, state.status, BLOCKING));
+    CHECK_EQ(made, 40 * PARTS);
     memcpy(state.fresh, state.page, state.n * sizeof *state.fresh);
     state.made = state.n;
     prompt_publish(&a, &state, 0);

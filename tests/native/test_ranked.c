@@ -338,6 +338,37 @@ static void a_page_is_found_when_it_is_due(void) {
     tear_down();
 }
 
+/* Damage: the first page of a list has a tick far ahead. What lies behind it ages all the same. */
+static void a_list_ages_behind_a_page_that_is_ahead(void) {
+    static const uint64_t distances[] = {UINT64_C(1) << 30, UINT64_C(1) << 43, UINT64_C(1) << 45,
+                                         UINT64_C(1) << 47};
+    for (uint32_t i = 0; i < sizeof distances / sizeof *distances; i++) {
+        coarse_ages();
+        lc_store(&a.h->learnt.root->unit, 10);
+        lci_set_clock(b.h, UINT64_C(100) << 22);
+        at_unit(99);
+        prompt_fill(&a, &p, 1, 1);
+        CHECK_EQ(match(&b, &p, &l), 1);
+        CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+        at_unit(104);
+        prompt_fill(&a, &q, 2, 1);
+        lci_page *ahead = &a.h->pages[q.page[0]];
+        prompt_fill(&a, &q, 3, 1);
+        collect(&a);
+        uint64_t later = lc_load(&ahead->used) | UINT64_C(1) << LCH_GEN_SHIFT;
+        lc_store(&ahead->used, later);
+        lc_store(&a.h->pages[q.page[0]].used, later);
+        CHECK_EQ(lci_repair(a.h, BLOCKING), LC_OK); /* both to the list of their word */
+        lc_store(&ahead->used, later + (distances[i] << LCI_TICK_SHIFT));
+        at_unit(113);
+        CHECK_EQ(evict(&a, 1), 1); /* of 8 to 15 units, and never hit: before the one that was hit */
+        CHECK(peek(&b, &p) == 1 && peek(&b, &q) == 0);
+        CHECK_EQ(lc_load(&ahead->used) & LCI_HITS_MASK, later & LCI_HITS_MASK);
+        CHECK_EQ(evict(&a, 2), 2);
+        tear_down();
+    }
+}
+
 /* A clock that wraps evicts on. */
 static void a_clock_that_wraps(void) {
     set_up_ranked(64);
@@ -588,6 +619,7 @@ const test ranked_tests[] = {
     TEST(pages_age),
     TEST(a_step_is_bounded),
     TEST(a_page_is_found_when_it_is_due),
+    TEST(a_list_ages_behind_a_page_that_is_ahead),
     TEST(a_clock_that_wraps),
     TEST(an_order_is_learned),
     TEST(an_order_is_installed),

@@ -128,7 +128,7 @@ static void doomed_pages_count_as_room_when_nobody_pins_them(void) {
     set_up(10);
     prompt_fill(&a, &p, 1, 10);
     CHECK_EQ(match(&b, &p, &l), 10);
-    CHECK_EQ(lci_clear(a.h, NS, BLOCKING), LC_OK);
+    CHECK_EQ(THROUGH(lci_clear(a.h, NS, BLOCKING)), LC_OK);
     CHECK_EQ(index_counts(&a).doomed, 10);
     CHECK_EQ(index_counts(&a).idle, 0);
     CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
@@ -153,7 +153,7 @@ static void pages_of_a_ticket_count_as_room_when_it_is_late(void) {
                        &(uint32_t){0}, BLOCKING), 4);
     CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
     prompt_make(&p, 1, 6); /* now it is doomed, pinned by the ticket alone */
-    CHECK_EQ(lci_clear(a.h, NS, BLOCKING), LC_OK);
+    CHECK_EQ(THROUGH(lci_clear(a.h, NS, BLOCKING)), LC_OK);
     CHECK_EQ(index_counts(&a).doomed, 6);
     CHECK_EQ(index_counts(&a).idle, 0);
     lc_store(&a.h->tickets[waits.index].deadline_ns, 1); /* time passes; the other has no pages */
@@ -398,7 +398,7 @@ static lci_ns_ref doomed_and_pinned(uint32_t doomed, uint32_t pinned, uint32_t o
     CHECK_EQ(match(&a, &p, &l), doomed);
     p.n = pinned;
     CHECK_EQ(match(&b, &p, &longer), pinned);
-    CHECK_EQ(lci_clear(a.h, NS, BLOCKING), LC_OK);
+    CHECK_EQ(THROUGH(lci_clear(a.h, NS, BLOCKING)), LC_OK);
     CHECK_EQ(lci_release(a.h, &l.head), LC_OK);
     CHECK_EQ(index_counts(&a).doomed, doomed);
     CHECK_EQ(lci_namespace_open(a.h, "w", "other", 0, &ns, BLOCKING), LC_OK);

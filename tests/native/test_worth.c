@@ -268,8 +268,115 @@ static void what_goes_first_is_the_price(void) {
     CHECK_EQ(lci_evict_first(a.h, p.keys, 1, NS, &first, BLOCKING), LC_OK);
     CHECK_EQ(first.pages, 1);
     prompt_make(&q, 2, 5);
-    CHECK_EQ(worth(&q, 0), 5);
-    CHECK_EQ(admitted(&a, &q, 0, LCH_HINT_NONE), 1); /* each with its own */
+    CHECK_EQ(worth(&q, 0), 1); /* each has its own price */
+    prompt_make(&q, 3, 5);
+    CHECK_EQ(admitted(&a, &q, 0, LCH_HINT_NONE), 1);
+    tear_down();
+}
+
+static uint32_t worth_of(uint32_t number) {
+    prompt_make(&q, number, 40);
+    return worth(&q, 0);
+}
+
+/* Of the pool, and of a namespace at its quota: ten pages rank no higher than the new ones. */
+static void each_key_has_its_price(void) {
+    full(100, 90);
+    collect(&a);
+    CHECK_EQ(worth_of(1), 10);
+    lc_store(&a.h->ns[0].quota, 100);
+    CHECK_EQ(worth_of(2), 10);
+    lc_store(&a.h->ns[0].quota, 0);
+    CHECK_EQ(evict(&a, 4), 4); /* of the ten; as many pages are free now */
+    CHECK_EQ(worth_of(3), 10);
+    index_check(&s);
+    tear_down();
+}
+
+/* A pool of what was hit, but for the ten pages of `p`. */
+static void one_path(void) {
+    full(100, 100);
+    CHECK_EQ(evict(&a, 10), 10);
+    prompt_fill(&a, &p, 1, 10);
+    collect(&a);
+}
+
+static void quota(uint32_t pages) { lc_store(&a.h->ns[0].quota, pages); }
+
+/* A leaf's price is that of what goes after it as well. */
+static void what_follows_is_counted(void) {
+    lci_walk_op kept = {0};
+    for (uint32_t own = 0; own <= 100; own += 100) {
+        one_path();
+        quota(own);
+        CHECK_EQ(worth_of(2), 10);
+        p.n = 4;
+        l.head.capacity = LCI_UNCOUNTED;
+        CHECK_EQ(lci_match1(b.h, p.keys, 4, NS, &l.head), 4); /* pinned */
+        CHECK_EQ(worth_of(3), 6);
+        CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+        CHECK_EQ(worth_of(4), 10);
+        CHECK_EQ(match(&b, &p, &l), 4); /* they rank above the rest now */
+        CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+        CHECK_EQ(worth_of(5), 6);
+        tear_down();
+        one_path();
+        CHECK_EQ(evict(&a, 2), 2);
+        prompt_make(&q, 6, 6); /* a branch of two behind four pages */
+        memcpy(q.keys, p.keys, 4 * sizeof *q.keys);
+        CHECK_EQ(prompt_reserve(&a, &q, NS, 1), 2);
+        prompt_publish(&a, &q, 0);
+        prompt_unpin(&a, &q);
+        collect(&a);
+        quota(own);
+        uint64_t word = lc_load(&a.h->pages[p.page[7]].used);
+        for (uint32_t i = 0; i < 6; i++) lc_store(&a.h->pages[q.page[i]].used, word);
+        CHECK_EQ(lci_repair(a.h, BLOCKING), LC_OK); /* all ten in one list, or on their way to it */
+        CHECK_EQ(worth_of(7), 6);
+        tear_down();
+        one_path();
+        quota(own);
+        CHECK_EQ(lci_keep(a.h, p.keys, 3, NS, 1, &kept, BLOCKING), LC_OK);
+        kept = (lci_walk_op){0};
+        CHECK_EQ(worth_of(8), 7);
+        tear_down();
+    }
+}
+
+/* Neither the page that the first key hangs on nor what that hangs on goes for it. */
+static void its_own_chain_is_no_price(void) {
+    for (uint32_t own = 0; own <= 100; own += 100) {
+        one_path();
+        quota(own);
+        prompt_make(&q, 1, 30);
+        CHECK_EQ(worth(&q, 10), 0);
+        prompt_make(&q, 2, 30);
+        memcpy(q.keys, p.keys, 10 * sizeof *q.keys);
+        CHECK_EQ(worth(&q, 0), 10); /* what is there */
+        tear_down();
+    }
+}
+
+/* Damage: ranks that are none, links and parents in circles. Each answer is one of those there are. */
+static void a_damaged_order_gives_an_answer(void) {
+    full(100, 0);
+    collect(&a);
+    lci_order *o = &a.h->ranks->order[lc_load(&a.h->ranks->chosen) & 1];
+    for (uint32_t list = 0; list < LCH_LISTS; list++) lc_store(&o->rank[list], UINT16_MAX);
+    CHECK(worth_of(1) <= 40);
+    for (uint32_t rank = 0; rank < LCH_LISTS; rank++) lc_store(&o->list[rank], UINT16_MAX);
+    CHECK_EQ(worth_of(2), 40); /* nothing can go, as far as it sees */
+    CHECK_EQ(lci_repair(a.h, BLOCKING), LC_OK);
+    for (uint32_t i = 0; i < 100; i++) {
+        lci_page *page = &a.h->pages[i];
+        lc_store(&page->queue.next, i);
+        lc_store(&page->parent, i);
+        lc_store(&page->parent_gen, lc_load(&page->gen));
+        lc_store(&page->children, 1);
+    }
+    CHECK(worth_of(3) <= 40);
+    CHECK_EQ(lci_repair(a.h, BLOCKING), LC_OK);
+    index_check(&s);
     tear_down();
 }
 
@@ -341,6 +448,10 @@ const test worth_tests[] = {
     TEST(a_refusal_leaves_nothing),
     TEST(a_full_chain_loses_nothing),
     TEST(what_goes_first_is_the_price),
+    TEST(each_key_has_its_price),
+    TEST(what_follows_is_counted),
+    TEST(its_own_chain_is_no_price),
+    TEST(a_damaged_order_gives_an_answer),
     TEST(pinned_pages_are_no_price),
     TEST(advice_of_any_bytes),
     TEST(what_is_refused_at_once),

@@ -93,10 +93,7 @@ void client_forget(client *c) {
 }
 
 void client_leave(client *c) {
-    int rc = LC_OK;
-    do rc = c->h ? lci_leave(c->h, BLOCKING) : LC_OK;
-    while (rc == LC_E_INTR);
-    CHECK_EQ(rc, LC_OK);
+    if (c->h) CHECK_EQ(THROUGH(lci_leave(c->h, BLOCKING)), LC_OK);
     if (c->at->slot) CHECK_EQ(lcs_slot_release(c->at), LC_OK);
     client_forget(c);
 }
@@ -158,11 +155,8 @@ void prompt_make(prompt *p, uint32_t number, uint32_t n) {
 bool independent_prompts;
 
 int prompt_reserve(client *c, prompt *p, lci_ns_ref ns, uint32_t shards) {
-    int rc;
     p->op = (lci_reserve_op){.shards = shards, .ns = ns, .run = independent_prompts};
-    do {
-        rc = lci_reserve(c->h, &p->op, p->keys, p->n, 0, p->page, p->status, BLOCKING);
-    } while (rc == LC_E_INTR);
+    int rc = THROUGH(lci_reserve(c->h, &p->op, p->keys, p->n, 0, p->page, p->status, BLOCKING));
     p->made = 0;
     for (uint32_t i = 0; i < p->n; i++)
         if (p->status[i] == LCI_NEW) p->fresh[p->made++] = p->page[i];

@@ -9,6 +9,15 @@
 #include "entry.h"
 
 #define BLOCKING LC_BLOCK, FOREVER
+/* What a call returns that is called again for as long as it says so: after 50 ms it lets its caller look for
+ * signals. */
+#define THROUGH(call)                   \
+    ({                                  \
+        int rc_;                        \
+        do rc_ = (call);                \
+        while (rc_ == LC_E_INTR);       \
+        rc_;                            \
+    })
 #define MAX_KEYS 600
 
 typedef struct segment {
