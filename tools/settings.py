@@ -7,6 +7,7 @@ settings file, else its default holds. The order and the conversion of values ar
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import re
 import sys
@@ -49,6 +50,14 @@ class Service(Command):
         """`either`: pairs of parameters that exclude each other. Of two that come from different
         places the stronger place decides; two from one place are a mistake."""
         super().__init__(*args, **more)
+        self.params.append(
+            click.Option(
+                ["--log-level"],
+                type=click.Choice(["debug", "info", "warning", "error"]),
+                help="Log from this level on, each line with its time and logger, to standard "
+                "error. Default: warnings, their texts alone.",
+            )
+        )
         self.either = either
         for key, option in self.settings().items():
             option.envvar = option.envvar or variable_of(str(self.name), key)
@@ -76,6 +85,15 @@ class Service(Command):
         for pair in self.either:
             self._choose(ctx, *pair)
         return ctx
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run it, with the log that was asked for."""
+        level = ctx.params.pop("log_level")
+        if level is not None:
+            form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+            logging.basicConfig(format=form)
+            logging.getLogger("lightcache").setLevel(level.upper())
+        return super().invoke(ctx)
 
     def _choose(self, ctx: click.Context, *pair: str) -> None:
         given = {
