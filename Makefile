@@ -1,4 +1,4 @@
-# make test | test-all | demo | lint | bench | gpu-test | wheels | soak | crash-test | fuzz | mutants | format | clean
+# make test | test-all | demo | lint | docs | bench | gpu-test | wheels | soak | crash-test | fuzz | mutants | format | clean
 #
 #   test       what a person waits for: under four minutes on two cores; ARGS naming tests runs those alone
 #   test-all   all other tests: models, servers, and what takes long
@@ -53,7 +53,7 @@ export LIGHTCACHE_TEST_BUILD := $(pause)
 # Without bytecode each of a thousand processes that tests start would compile the package again.
 unexport PYTHONPATH PYTHONDONTWRITEBYTECODE
 
-.PHONY: help test test-all demo wheels lint bench gpu-test soak crash-test fuzz mutants format install pause venv clean distclean \
+.PHONY: help test test-all demo docs wheels lint bench gpu-test soak crash-test fuzz mutants format install pause venv clean distclean \
         lint-python lint-types lint-c
 
 help:
@@ -164,6 +164,14 @@ fuzz: install
 # Every store, fence and step of recovery of the core taken away in turn; ARGS="--only PATTERN".
 mutants:
 	$(PYTHON) tests/mutants/run.py $(ARGS)
+
+# The site, into build/site. A page that is in no menu and a link that leads nowhere are errors.
+docs: $(venv)/.docs
+	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --strict --site-dir $(build)/site
+
+$(venv)/.docs: $(venv)/.requirements
+	$(pip) install -c constraints.txt mkdocs-material mkdocstrings-python
+	@rm -f $@ && touch $@
 
 lint: lint-python lint-types lint-c
 

@@ -43,6 +43,9 @@ BuiltOnce = Callable[[str, Callable[[Path], object]], Path]
 # Set before torch is imported; processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# What an operator has set on this machine is not for the tests.
+os.environ["LIGHTCACHE_CONFIG"] = os.devnull
+
 # A run that a shell has put into the background begins with Ctrl-C ignored, as would its processes.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

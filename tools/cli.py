@@ -27,6 +27,7 @@ COMMANDS = {
     "vllm-config": ("vllm_config", "Print the line that switches the cache on for vLLM."),
     "replay": ("replay", "What caches of other sizes would serve of a trace."),
     "storage": ("storage_service", "Serve a cache with a storage, for all of its processes."),
+    "config": ("settings", "Show what an operator can set, and where it is set."),
     "doctor": ("doctor", "Examine this machine, and recommend changes."),
     "demo": ("demo", "A router and model workers share one cache."),
     "bench": ("bench", "Run a benchmark."),

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from lightcache._arguments import format_size
-from lightcache.cache import Cache, digest_of, secret_path
+from lightcache.cache import SECRET_VARIABLE, Cache, digest_of, secret_path
 from lightcache.connectors.model_facts import digest, name_of, words
 from lightcache.connectors.vllm.options import Options
 from lightcache.errors import ConfigError, LightcacheError
@@ -22,7 +22,8 @@ from lightcache.layout import EVICTIONS
 from lightcache.pool import HostPool, parse_numa
 from lightcache.shm import Segment, names, wanted
 from lightcache.shm.objects import OpenObject
-from lightcache.tools.output import Command, bar, emit, json_option
+from lightcache.tools.output import bar, emit, json_option
+from lightcache.tools.settings import Service
 from lightcache.tools.vllm_config import (
     Unknown,
     element_bytes,
@@ -38,7 +39,7 @@ _NOTES = ("_name_or_path", "transformers_version")
 """Of config.json, what says nothing of the model."""
 
 
-@click.command(cls=Command)
+@click.command(cls=Service, either=(("size", "pages"), ("name", "model")))
 @click.argument("name", required=False)
 @click.option(
     "--model",
@@ -73,6 +74,7 @@ _NOTES = ("_name_or_path", "transformers_version")
 @click.option("--group", help="A group whose members may attach as well.")
 @click.option(
     "--secret-file",
+    envvar=SECRET_VARIABLE,
     type=click.Path(dir_okay=False, path_type=Path),
     help="File with the secret of the keys (mode 0600); created if it is missing. Default: "
     "$LIGHTCACHE_SECRET_FILE, or ~/.local/share/lightcache/secret.",
@@ -162,9 +164,7 @@ def _from_model(model: str, configuration: dict[str, Any]) -> str:
 
 
 def _check_given(name: str | None, model: str | None, configuration: dict[str, Any]) -> None:
-    """Raises click.UsageError: names all missing options, or finds a name and a model."""
-    if name and model:
-        raise click.UsageError("give a NAME, or --model for the model's default name; not both")
+    """Raises click.UsageError: names all missing options."""
     options = {
         "NAME (or --model)": name or model,
         "--size (or --pages)": configuration["size"] or configuration["pages"] is not None,

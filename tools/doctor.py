@@ -9,6 +9,8 @@ import json
 import mmap
 import os
 import platform
+import pwd
+import re
 import resource
 import shutil
 import subprocess
@@ -268,6 +270,36 @@ def leftovers() -> list[Finding]:
 _LEFT = "`lightcache ls` shows the problem; `lightcache sweep` removes unused segments"
 
 
+_FIRST_USER = 1000
+"""The least number of a user who is no system user, unless the machine's makers changed it."""
+
+
+def logout(root: Path = Path("/"), user: int | None = None) -> list[Finding]:
+    """Whether logind empties /dev/shm of this user's objects when the last session ends.
+
+    Args:
+        root, user: of another machine, and its user; this one's by default.
+    """
+    user = os.getuid() if user is None else user
+    if user < _FIRST_USER or not (root / "run/systemd/system").is_dir():
+        return [ok("logout", "caches stay")]
+    with contextlib.suppress(KeyError):
+        if (root / "var/lib/systemd/linger" / pwd.getpwuid(user).pw_name).exists():
+            return [ok("logout", "caches stay, as this user lingers")]
+    files = [root / "etc/systemd/logind.conf"]
+    folders = [root / top / "systemd/logind.conf.d" for top in ("usr/lib", "run", "etc")]
+    drop_ins = (each for folder in folders for each in folder.glob("*.conf"))
+    files += sorted(drop_ins, key=lambda path: path.name)
+    said = [word for file in files for word in re.findall(r"(?m)^RemoveIPC=(\w+)", text(file))]
+    if said and said[-1].lower() in ("no", "false", "off", "0"):
+        return [ok("logout", "caches stay: RemoveIPC=no")]
+    remedy = (
+        "run engines as a system user, or set RemoveIPC=no in /etc/systemd/logind.conf, or "
+        "loginctl enable-linger"
+    )
+    return [warning("logout", "logind removes this user's caches at the last logout", remedy)]
+
+
 def memlock() -> list[Finding]:
     """The limit on locked memory."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -316,6 +348,7 @@ MEMORY_PROBES: tuple[Probe, ...] = (
     shared_memory,
     cgroup,
     leftovers,
+    logout,
     memlock,
     huge_pages,
     numa,

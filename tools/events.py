@@ -30,7 +30,8 @@ from lightcache.shm.errors import require
 from lightcache.shm.layout import Lifetime
 from lightcache.tools.image import group_option_help, name_argument
 from lightcache.tools.image import require as require_segment
-from lightcache.tools.output import Command, fail
+from lightcache.tools.output import fail
+from lightcache.tools.settings import Service
 from lightcache.tools.storage_service import Signals
 
 INTERVAL = 0.1
@@ -45,7 +46,7 @@ END = (-1).to_bytes(8, "big", signed=True)
 TOPIC = "kv-events"
 
 
-@click.command(cls=Command)
+@click.command(cls=Service)
 @name_argument()
 @click.option(
     "--endpoint",

@@ -11,7 +11,8 @@ import click
 
 from lightcache.errors import ConfigError
 from lightcache.shm import names
-from lightcache.tools.output import Command, fail
+from lightcache.tools.output import fail
+from lightcache.tools.settings import Service
 from lightcache.tools.storage_service import Signals
 
 if TYPE_CHECKING:
@@ -21,12 +22,14 @@ PORT = 9464
 """By default; OpenTelemetry's for exporters of this kind."""
 
 
-@click.command(cls=Command)
+@click.command(cls=Service, either=(("port", "textfile"), ("once", "port")))
 @click.argument("caches", metavar="[NAME]...", nargs=-1)
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
-    help=f"Serve http://ADDRESS:PORT/metrics; 0: any free port. Default: {PORT}.",
+    default=PORT,
+    show_default=True,
+    help="Serve http://ADDRESS:PORT/metrics; 0: any free port.",
 )
 @click.option(
     "--address", default="127.0.0.1", show_default=True, help="To listen at; 0.0.0.0: all."
@@ -58,10 +61,6 @@ def metrics(
     include those of processes that have ended or were killed. It takes no lock and no slot; caches
     may come and go.
     """
-    if textfile is not None and port is not None:
-        raise click.UsageError("give --port or --textfile, not both")
-    if once and port is not None:
-        raise click.UsageError("--once writes to --textfile or to the terminal; leave --port out")
     for name in caches:
         names.object_name(name)
     registry = _registry(caches)
@@ -71,7 +70,8 @@ def metrics(
     elif once:
         click.echo(_page(registry), nl=False)
     else:
-        _serve(registry, address, PORT if port is None else port)
+        assert port is not None  # it has a default, which only another way of these gives up
+        _serve(registry, address, port)
 
 
 def _registry(caches: tuple[str, ...]) -> CollectorRegistry:

@@ -25,12 +25,13 @@ from lightcache.storage.service.board import ServiceStats, service_stats
 from lightcache.storage.tasks import TierStats
 from lightcache.storage.urls import check_url
 from lightcache.tools.image import group_option_help, guest, name_argument, require
-from lightcache.tools.output import BROKEN, Command, age, console, emit, fail, json_option, lines
+from lightcache.tools.output import BROKEN, age, console, emit, fail, json_option, lines
+from lightcache.tools.settings import Service
 
 _PAUSE = 0.5  # seconds between two looks at whether the service has ended by itself
 
 
-@click.command(cls=Command)
+@click.command(cls=Service, either=(("status", "urls"),))
 @name_argument()
 @click.option(
     "--url",
@@ -98,8 +99,6 @@ def storage(
     second signal ends it immediately. Keys come from the clients, so it needs no secret.
     """
     if status:
-        if urls:
-            raise click.UsageError("--status shows a running service: give no --url")
         ctx.exit(_show(_status(name, group), name, as_json))
     Deadline(finish, what="finish")  # a nan passes for a number above 0, and fails at the end
     if not urls:

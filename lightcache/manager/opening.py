@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 GROUP = "kv"
 """Name of the one KV group of such a cache."""
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("lightcache.manager")
 Slots = Sequence[int] | npt.NDArray[Any]
 
 

@@ -26,6 +26,9 @@ ELSEWHERE = {
         "wrong_input": ["gave `lightcache events` an endpoint"],
         "a_cache_that_does_not_say_its_block_size": ["gave `lightcache events` no endpoint"],
     },
+    "unit/test_settings.py": {
+        "wrong_files": ["set an unknown key, or a value"],
+    },
     "unit/test_connector.py": {"extend_refuses_what_was_not_computed": ["extended a `past`"]},
     "unit/test_connector_models.py": {
         "refused": ["gave a model that keeps states"],

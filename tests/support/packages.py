@@ -24,6 +24,7 @@ PROGRAMS = {
     "redis-server": "redis-server",
     "openssl": "openssl",
     "promtool": "prometheus",
+    "systemd-analyze": "systemd",
 }
 # What Mooncake's programs and its client load.
 LIBRARIES = {

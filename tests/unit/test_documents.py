@@ -4,6 +4,7 @@ driver."""
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import subprocess
 import sys
@@ -369,6 +370,16 @@ def test_keys(engines: list[Any], segment_name: str) -> None:
         space = run("docs/guides/keys.md", segment_name, cache=cache, tokens=tokens, **digests)
         assert space["keys"].shape == (4, 2)
         assert not (space["keys"] == cache.hash_pages(tokens)[:4]).all(axis=1).any()
+
+
+def test_logging(segment_name: str) -> None:
+    log = logging.getLogger("lightcache")
+    before = log.level
+    try:
+        run("docs/guides/logging.md", segment_name)
+        assert log.level == logging.INFO
+    finally:
+        log.setLevel(before)
 
 
 def test_every_document_with_code_is_run() -> None:

@@ -211,7 +211,7 @@ def test_a_file(segment_name, tmp_path):
         (("--textfile", "{}/x.txt"), "ends in .prom"),
         (("--textfile", "/proc/x.prom"), "a file that can be written"),
         (("--textfile", "{}/x.prom", "--port", "0"), "not both"),
-        (("--once", "--port", "0"), "leave --port out"),
+        (("--once", "--port", "0"), "give --once or --port, not both"),
         (("a/b",), "not allowed"),
     ],
 )

@@ -230,7 +230,7 @@ def test_a_model_names_its_cache(run: Run, segment_name: str, tmp_path: Path) ->
         (("--size", "0"), "more than zero"),
         (("--size", "1 parsec"), "expected bytes or a size"),
         (("--size", "1000 TiB"), "found"),
-        (("--size", "1MiB", "--pages", 4), "give the capacity once"),
+        (("--size", "1MiB", "--pages", 4), "give --size or --pages, not both"),
         ((), "missing: --size (or --pages)"),
         (("--pages", 4, "--algorithm", "md5"), "md5"),
         (("--pages", 4, "--group", "no such group"), "no such group"),
