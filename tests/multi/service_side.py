@@ -63,8 +63,8 @@ def half(name: str) -> None:
     client = StorageClient(cache)
     space = cache.index.default_namespace
     how = {"request": None, "tokens": 1}
-    body = Ask(Kind.WRITE, 1e9, 1e9, make_keys(3000, seed=1), space, how).pack()
-    parts = split(Kind.WRITE, client._pid, client._client, 1, body)
+    body = Ask(Kind.WRITE, 1e9, make_keys(3000, seed=1), space, how).pack()
+    parts = split(Kind.WRITE, client._client, 1, body)
     client._push(parts[:1])
     print("half", flush=True)
     sys.stdin.read()

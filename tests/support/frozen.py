@@ -149,8 +149,8 @@ def _messages() -> Iterator[tuple[str, bytes]]:
     yield "rank startup", encode(None)
     space = Namespace("weights", "tenant", 5)
     how = {"request": 9, "tokens": 8}
-    yield "storage ask", Ask(Asked.WRITE, 1.0, 2.0, _keys(), space, how).pack()
-    yield "storage part", Part(Asked.WRITE, 1, 2, 3, 0, 1, b"body").pack()
+    yield "storage ask", Ask(Asked.WRITE, 1.0, _keys(), space, how).pack()
+    yield "storage part", Part(Asked.WRITE, 2, 3, 0, 1, b"body").pack()
     yield "storage answer", Answer(1, TaskState.FINISHED, 2, {}, ("why",)).pack()
 
 

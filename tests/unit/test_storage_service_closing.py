@@ -171,7 +171,7 @@ def test_the_last_figures_have_what_closing_finished(cache: Cache) -> None:
     service, client = StorageService(cache, flaky), StorageClient(cache)
     client.prefetch(KEYS)
     assert flaky.wait_hanging()
-    half = Part(Kind.WRITE, client._pid, client._client, 1 << 40, 0, 2, b"x" * (PART_BYTES - 32))
+    half = Part(Kind.WRITE, client._client, 1 << 40, 0, 2, b"x" * (PART_BYTES - 32))
     push(cache, half.pack())
     closing = threading.Thread(target=service.close, args=(60.0,))
     closing.start()

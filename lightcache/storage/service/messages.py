@@ -13,7 +13,7 @@ import struct
 from collections import Counter
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from lightcache.runs import Run
 from lightcache.storage.protocol import Keys
 from lightcache.storage.tasks import COUNTS, TaskState
 
-VERSION = 7
+VERSION = 8
 PART_BYTES = 16 << 10
 """Maximum size of a message to the service: about a thousand keys."""
 ANSWER_BYTES = 1 << 10
@@ -34,11 +34,12 @@ MOST_PARTS = 66
 """Maximum parts of a task: those of `MOST_KEYS` keys, and of the rest of the body."""
 
 _MAGIC = b"lcST"
-_HEAD = struct.Struct("<4sBBHHIQQ")
+_HEAD = struct.Struct("<4sBBHHQQ")
 _LENGTH = struct.Struct("<I")
 _ANSWER = struct.Struct(f"<4sBBQI{len(COUNTS)}I")
 _STATES = tuple(TaskState)
 _ROOM = PART_BYTES - _HEAD.size
+_UNREADABLE = (struct.error, ValueError, TypeError, AttributeError, RecursionError, ConfigError)
 
 
 class Malformed(Exception):
@@ -69,9 +70,8 @@ class Part:
     """A message to the service."""
 
     kind: Kind
-    pid: int
     client: int
-    """A random number of the client; with `pid`, it names the ring of the client's answers."""
+    """Its `client_word` in the ring of tasks."""
     task: int
     """The client's number of the task."""
     part: int = 0
@@ -81,32 +81,30 @@ class Part:
 
     def pack(self) -> bytes:
         """Its bytes."""
-        head = (_MAGIC, VERSION, self.kind, self.part, self.parts)
-        return _HEAD.pack(*head, self.pid, self.client, self.task) + self.data
+        head = (_MAGIC, VERSION, self.kind, self.part, self.parts, self.client, self.task)
+        return _HEAD.pack(*head) + self.data
 
     @classmethod
     def unpack(cls, message: bytes) -> Part:
         """Raises Malformed."""
         data = message[_HEAD.size :]
         try:
-            magic, version, number, part, parts, pid, client, task = _HEAD.unpack_from(message)
+            magic, version, number, part, parts, client, task = _HEAD.unpack_from(message)
             kind = Kind(number)
         except (struct.error, ValueError) as error:
             raise Malformed(str(error)) from None
         whole = bool(data) if kind in _ARGUMENTS else not data and parts == 1
-        known = (magic, version) == (_MAGIC, VERSION) and pid
+        known = (magic, version) == (_MAGIC, VERSION)
         if not (known and part < parts <= MOST_PARTS and whole):
             raise Malformed(f"head {message[: _HEAD.size].hex()} with {len(data)} bytes")
-        return cls(kind, pid, client, task, part, parts, data)
+        return cls(kind, client, task, part, parts, data)
 
 
-def split(kind: Kind, pid: int, client: int, task: int, body: bytes) -> list[bytes]:
+def split(kind: Kind, client: int, task: int, body: bytes) -> list[bytes]:
     """The messages of a task, in the order to push them."""
     pieces = [body[at : at + _ROOM] for at in range(0, len(body), _ROOM)]
-    return [
-        Part(kind, pid, client, task, i, len(pieces), piece).pack()
-        for i, piece in enumerate(pieces)
-    ]
+    parts = [Part(kind, client, task, i, len(pieces), piece) for i, piece in enumerate(pieces)]
+    return [part.pack() for part in parts]
 
 
 class PartBuffer:
@@ -148,25 +146,28 @@ class Ask:
     kind: Kind
     end: float
     """Its deadline, by CLOCK_MONOTONIC."""
-    timeout: float
-    """Its timeout in seconds."""
     keys: Keys
     namespace: Namespace
     arguments: dict[str, Any]
     """Other arguments of the method. The tier checks their values."""
 
     @property
-    def start(self) -> int:
-        """The first key that is asked for."""
+    def way(self) -> Literal["read", "write"]:
+        """See `StorageTask.kind`."""
+        return "write" if self.kind is Kind.WRITE else "read"
+
+    @property
+    def pages(self) -> int:
+        """The number of pages that are asked for."""
         start: int = self.arguments.get("start", 0)
-        return start
+        return len(self.keys) - start
 
     def pack(self) -> bytes:
         """Its bytes: a head in JSON, and the keys. The names of groups' rules are not sent."""
         space, how = self.namespace, dict(self.arguments)
         if "groups" in how:
             how["groups"] = [(r.align, r.back, run.group, run.parts) for r, run in how["groups"]]
-        fields = (self.end, self.timeout, (space.weights, space.tenant, space.ref), how)
+        fields = (self.end, (space.weights, space.tenant, space.ref), how)
         head = json.dumps(fields, default=operator.index).encode()
         return _LENGTH.pack(len(head)) + head + self.keys.astype("<u8", copy=False).tobytes()
 
@@ -175,13 +176,13 @@ class Ask:
         """Raises Malformed."""
         try:
             start = _LENGTH.size + _LENGTH.unpack_from(body)[0]
-            end, timeout, (weights, tenant, ref), how = json.loads(body[_LENGTH.size : start])
+            end, (weights, tenant, ref), how = json.loads(body[_LENGTH.size : start])
             keys = np.frombuffer(body[start:], "<u8").astype(np.uint64).reshape(-1, 2)
-            types = tuple(map(type, (end, timeout, weights, tenant, ref)))
-            if types != (float, float, str, str, int) or how.keys() != _ARGUMENTS[kind]:
+            types = tuple(map(type, (end, weights, tenant, ref)))
+            if types != (float, str, str, int) or how.keys() != _ARGUMENTS[kind]:
                 raise Malformed(f"a {kind.name} of {types} with {set(how)}")
-            if not 0 <= ref <= 0xFFFFFFFF or end != end or timeout != timeout:
-                raise Malformed(f"a number is out of range: {ref}, {end}, {timeout}")
+            if not 0 <= ref <= 0xFFFFFFFF or end != end:
+                raise Malformed(f"a number is out of range: {ref}, {end}")
             first = how.get("start", 0)
             if type(first) is not int or not 0 <= first <= len(keys):
                 raise Malformed(f"a start of {first!r} in {len(keys)} keys")
@@ -190,11 +191,9 @@ class Ask:
                     (Rule(f"rule{i}", align, back), Run(group, parts))
                     for i, (align, back, group, parts) in enumerate(how["groups"])
                 ]
-        except (struct.error, ValueError, TypeError, AttributeError, RecursionError) as error:
+        except _UNREADABLE as error:
             raise Malformed(str(error)) from None
-        except ConfigError as error:
-            raise Malformed(str(error)) from None
-        return cls(kind, end, timeout, keys, Namespace(weights, tenant, ref), how)
+        return cls(kind, end, keys, Namespace(weights, tenant, ref), how)
 
 
 @dataclass(frozen=True)
