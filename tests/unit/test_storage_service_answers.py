@@ -20,7 +20,7 @@ from lightcache.shm.objects import OpenObject
 from lightcache.storage import StorageSpec, StorageTask, TaskState
 from lightcache.storage.service import StorageClient, StorageService, board
 from lightcache.storage.service.board import Service
-from lightcache.storage.service.messages import Answer, Kind, Part
+from lightcache.storage.service.messages import Answer, Part
 from lightcache.storage.service.serving import Peer
 from lightcache.storage.tasks import TaskProgress
 from lightcache.storage.testing.conformance import make_keys
@@ -89,7 +89,7 @@ def test_a_service_looks_between_the_messages_of_a_batch(
             looked.append(service._board.load("looked_us")),
             take(message),
         )[1]
-        push(cache, *[Part(Kind.CANCEL, 2, n).pack() for n in range(8)])
+        push(cache, *[Part(2, n, 0, 1, b"x").pack() for n in range(8)])
         wait_until(lambda: service.stats().orphans == 8, "all of them")
     assert len(set(looked)) == 8
 
@@ -122,7 +122,7 @@ def test_a_full_queue_refuses(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("lightcache.storage.service.serving.MOST_TASKS", 1)
     with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
         gate = silent(service)
-        tasks = [client.prefetch(KEYS) for _ in range(board.TASKS + 40)]
+        tasks = [client.prefetch(KEYS) for _ in range(board.MESSAGES + 40)]
         refused = [task for task in tasks if task.ended]
         assert 20 < len(refused) <= 40
         assert "cannot be asked" in refused[0].result.reasons[0]
@@ -203,7 +203,7 @@ def test_answers_that_nobody_reads_are_lost(cache: Cache, wait_until: Wait) -> N
         StorageClient(cache, grace=0.0, clock=clock) as client,
     ):
         client._hear = lambda timeout: time.sleep(0.01)  # type: ignore[method-assign]
-        ring = board.find_answers(cache, client._tasks, client._client)
+        ring = board.answers_ring(cache, client._tasks, client._client)
         while ring.push_many([b"x"] * 256):
             pass
         task = client.prefetch(KEYS, timeout=600.0)
@@ -217,7 +217,7 @@ def test_answers_that_nobody_reads_are_lost(cache: Cache, wait_until: Wait) -> N
 def test_an_end_that_found_no_room_is_told_again(cache: Cache, wait_until: Wait) -> None:
     with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
         client._hear = lambda timeout: time.sleep(0.01)  # type: ignore[method-assign]
-        with board.find_answers(cache, client._tasks, client._client) as ring:
+        with board.answers_ring(cache, client._tasks, client._client) as ring:
             while ring.push_many([b"x"] * 256):
                 pass
             task = client.prefetch(KEYS, timeout=600.0)
@@ -238,7 +238,7 @@ def test_a_client_that_does_not_listen_costs_one_attempt_a_turn(
     monkeypatch.setattr("lightcache.storage.service.serving.MOST_UNTOLD", 3)
     with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
         client._hear = lambda timeout: time.sleep(0.01)  # type: ignore[method-assign]
-        with board.find_answers(cache, client._tasks, client._client) as ring:
+        with board.answers_ring(cache, client._tasks, client._client) as ring:
             while ring.push_many([b"x"] * 256):
                 pass
             for _ in range(10):
@@ -266,7 +266,7 @@ def test_nothing_is_told_again_to_who_is_gone(cache: Cache, wait_until: Wait) ->
     with StorageService(cache, full(cache)) as service:
         with StorageClient(cache) as client:
             client._hear = lambda timeout: time.sleep(0.01)  # type: ignore[method-assign]
-            with board.find_answers(cache, client._tasks, client._client) as ring:
+            with board.answers_ring(cache, client._tasks, client._client) as ring:
                 while ring.push_many([b"x"] * 256):
                     pass
             client.prefetch(KEYS, timeout=600.0)
@@ -358,10 +358,10 @@ def test_a_client_that_is_stopped_while_it_leaves_holds_up_nobody_else(cache: Ca
         StorageClient(cache) as client,
         StorageClient(cache) as leaving,
     ):
-        name = board.answers_name(cache, leaving._tasks, leaving._client)
+        name = leaving._answers.segment.name
         opened = OpenObject.open(name, writable=True)
         assert opened is not None
         with contextlib.closing(opened), ofd.locked(opened.fd, layout.BYTE_LIFE, timeout=60.0):
-            push(cache, Part(Kind.CANCEL, leaving._client, 1).pack())
+            push(cache, Part(leaving._client, 1, 0, 1, b"x").pack())
             assert client.prefetch(KEYS).wait(5.0).loaded == 20  # not the 10 s of an attach
         assert service.stats().orphans == 1

@@ -291,8 +291,7 @@ def _cost_word(seconds: float | None) -> int:
 
 # ---- Names, and the rings: one of tasks for the service, one of answers for each client
 
-TASKS = 256  # messages: 4 MiB, or the keys of 250,000 pages
-ANSWERS = 256
+MESSAGES = 256  # of tasks: 4 MiB, or the keys of 250,000 pages
 LOCK_SECONDS = 0.2
 ASKING_SECONDS = 0.04
 """The same for a client, which may be a scheduler in a step."""
@@ -309,33 +308,28 @@ def ring_prefix(cache: Cache) -> str:
     return f"{board_name(cache.name, cache.index.segment.uuid)}-"
 
 
-def answers_name(cache: Cache, tasks: SharedRing, client: int) -> str:
-    """The name of the ring of a client's answers, by its `client_word` in the ring of tasks."""
-    return f"{ring_prefix(cache)}{tasks.segment.uuid[:8]}-{client:x}"
-
-
 def tasks_ring(cache: Cache, lock_timeout: float = LOCK_SECONDS) -> SharedRing:
     """The ring of tasks, created if it does not exist."""
-    how: dict[str, Any] = {"capacity": TASKS, "message_bytes": PART_BYTES}
-    how |= {"group": _group_of(cache), "lock_timeout": lock_timeout}
-    return SharedRing.open(f"{ring_prefix(cache)}tasks", **how)
+    how = {"message_bytes": PART_BYTES, "lock_timeout": lock_timeout}
+    return _ring(cache, "tasks", how)
 
 
-def make_answers(cache: Cache, tasks: SharedRing) -> SharedRing:
-    """Create the ring of our answers."""
-    how: dict[str, Any] = {"capacity": ANSWERS, "message_bytes": ANSWER_BYTES}
-    how |= {"group": _group_of(cache), "lock_timeout": LOCK_SECONDS}
-    return SharedRing.create(answers_name(cache, tasks, client_word(tasks.segment)), **how)
+def answers_ring(cache: Cache, tasks: SharedRing, client: int) -> SharedRing:
+    """The ring of a client's answers, created if it does not exist.
 
-
-def find_answers(cache: Cache, tasks: SharedRing, client: int) -> SharedRing:
-    """Attach to the ring of a client's answers.
+    Args:
+        client: its `client_word` in the ring of tasks.
 
     Raises:
-        NotReady: it is gone; or its client was stopped while it left it, or while it was swept.
+        NotReady: its client was stopped while it left it, or while it was swept.
     """
-    how: dict[str, Any] = {"timeout": LOCK_SECONDS, "lock_timeout": LOCK_SECONDS}
-    return SharedRing.attach(answers_name(cache, tasks, client), group=_group_of(cache), **how)
+    how = {"message_bytes": ANSWER_BYTES, "lock_timeout": LOCK_SECONDS, "timeout": LOCK_SECONDS}
+    return _ring(cache, f"{tasks.segment.uuid[:8]}-{client:x}", how)
+
+
+def _ring(cache: Cache, name: str, how: dict[str, Any]) -> SharedRing:
+    group = _group_of(cache)
+    return SharedRing.open(f"{ring_prefix(cache)}{name}", capacity=MESSAGES, group=group, **how)
 
 
 def _group_of(cache: Cache) -> int | None:

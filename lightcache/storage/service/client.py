@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from lightcache.cache import Cache
 from lightcache.errors import (
@@ -26,7 +26,7 @@ from lightcache.storage.common import Clock, Deadline, log
 from lightcache.storage.protocol import Keys
 from lightcache.storage.service import board
 from lightcache.storage.service.board import Board, Service, ServiceStats
-from lightcache.storage.service.messages import MOST_KEYS, Answer, Ask, Kind, Malformed, Part, split
+from lightcache.storage.service.messages import MOST_KEYS, Answer, Ask, Malformed, split
 from lightcache.storage.tasks import StorageTask, TaskProgress, TaskState, TierStats
 from lightcache.storage.tier import BaseTier, Call, check_cache
 
@@ -50,11 +50,11 @@ class ClientTask:
     def stop(self) -> None:
         """See `StorageTask.stop`."""
         if not self.progress.ended:
-            self.client.tell(Kind.STOP, self)
+            self.client.tell("stop", self)
 
     def cancel(self) -> None:
         """See `StorageTask.cancel`."""
-        if not self.progress.ended and not self.client.tell(Kind.CANCEL, self):
+        if not self.progress.ended and not self.client.tell("cancel", self):
             self.client.give_up(self, "cancelled; the storage service could not be told")
 
     def publish(self, pages: int) -> StorageTask:
@@ -125,7 +125,7 @@ class StorageClient(BaseTier):
             self._tasks = board.tasks_ring(cache, board.ASKING_SECONDS)
             stack.callback(self._tasks.close)
             self._client = board.client_word(self._tasks.segment)
-            self._answers = board.make_answers(cache, self._tasks)
+            self._answers = board.answers_ring(cache, self._tasks, self._client)
             stack.callback(self._answers.close)
             self._thread = threading.Thread(
                 target=self._listen, name="lightcache-storage-client", daemon=True
@@ -160,8 +160,8 @@ class StorageClient(BaseTier):
         if how.get("request") is not None:  # that of another client is another request
             how["request"] = hash((self._client, how["request"]))
         space = self.cache.index.default_namespace if namespace is None else namespace
-        ask = Ask(Kind[call.upper()], self.clock() + deadline.left, keys, space, how)
-        progress, number = TaskProgress(ask.way, ask.pages, self._page_tokens), next(self._numbers)
+        ask = Ask(call, self.clock() + deadline.left, keys, space, how)
+        progress, number = TaskProgress(ask.kind, ask.pages, self._page_tokens), next(self._numbers)
         try:
             service = self._serving()
             if len(keys) > MOST_KEYS:
@@ -172,7 +172,7 @@ class StorageClient(BaseTier):
                 if self._closing:
                     raise Detached("the storage client was closed")
                 self._asked[number] = task
-            self._push(split(ask.kind, self._client, number, ask.pack()))
+            self._push(split(self._client, number, ask.pack()))
         except BaseException as error:
             self._forget(number)
             if not isinstance(error, LightcacheError):
@@ -246,10 +246,10 @@ class StorageClient(BaseTier):
                     raise WaitTimeout("its queue is full")
                 parts = parts[pushed:]
 
-    def tell(self, kind: Kind, task: ClientTask) -> bool:
+    def tell(self, call: Literal["stop", "cancel"], task: ClientTask) -> bool:
         """For `ClientTask`: push a message about a task; False: that failed."""
         try:
-            self._push([Part(kind, self._client, task.number).pack()])
+            self._push(split(self._client, task.number, Ask(call).pack()))
         except LightcacheError:
             return False
         return True
@@ -370,7 +370,7 @@ class StorageClient(BaseTier):
             self._changed.wait_for(lambda: not self._asked, seconds)
         sent = True
         for task in self._all_asked():  # wait only once for a stopped process with the ring's lock
-            sent = sent and self.tell(Kind.CANCEL, task)
+            sent = sent and self.tell("cancel", task)
             self.give_up(task, "the storage client was closed")
         self._thread.join()
         self._answers.close()

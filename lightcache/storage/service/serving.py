@@ -20,7 +20,7 @@ from lightcache.storage.common import Deadline, log
 from lightcache.storage.protocol import Storage
 from lightcache.storage.service import board
 from lightcache.storage.service.board import Board, ServiceStats
-from lightcache.storage.service.messages import Answer, Ask, Kind, Malformed, Part, PartBuffer
+from lightcache.storage.service.messages import Answer, Ask, Malformed, Part, PartBuffer
 from lightcache.storage.tasks import COUNTS, StorageTask, TaskState
 from lightcache.storage.tier import StorageTier
 
@@ -234,19 +234,19 @@ class StorageService:
         if peer is None:
             self._counted["orphans"] += 1
             return
-        known = peer.tasks.get(part.task)
-        if part.kind in (Kind.STOP, Kind.CANCEL):
-            if known is not None:
-                (known.stop if part.kind is Kind.STOP else known.cancel)()
-            return
         body = peer.parts.add(part)
         if body is None:
             return
-        if known is not None:
+        ask, known = Ask.unpack(body), peer.tasks.get(part.task)
+        if ask.call in ("stop", "cancel"):
+            if known is not None:
+                getattr(known, ask.call)()
+        elif known is not None:
             raise Malformed(f"a second task of number {part.task}")
-        task = self._begin(Ask.unpack(part.kind, body))
-        peer.add(part.task, task)
-        task.progress.watch(lambda: self._tell_end(peer, part.task))
+        else:
+            task = self._begin(ask)
+            peer.add(part.task, task)
+            task.progress.watch(lambda: self._tell_end(peer, part.task))
 
     def _begin(self, ask: Ask) -> StorageTask:
         left = min(ask.end - self._tier.options.clock(), _LONGEST)
@@ -254,17 +254,17 @@ class StorageService:
             if left <= 0:
                 self._counted["late"] += 1
                 raise WaitTimeout("timed out: its time was up before it was taken out of the queue")
-            begin: Callable[..., StorageTask] = getattr(self._tier, ask.kind.name.lower())
+            begin: Callable[..., StorageTask] = getattr(self._tier, ask.call)
             return begin(ask.keys, namespace=ask.namespace, timeout=left, **ask.arguments)
         except LightcacheError as error:
-            return self._tier.failed_task(ask.way, ask.pages, error)
+            return self._tier.failed_task(ask.kind, ask.pages, error)
 
     def _peer(self, client: int) -> Peer | None:
         """The sender of a message; None: it is gone."""
         ring = self._ring
         with contextlib.suppress(LightcacheError):
             if client not in self._peers and board.lives(ring.segment, client):
-                answers = board.find_answers(self.cache, ring, client)
+                answers = board.answers_ring(self.cache, ring, client)
                 self._peers[client] = Peer(answers, self._counted)
         return self._peers.get(client)
 
