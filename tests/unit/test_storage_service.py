@@ -104,7 +104,6 @@ def test_what_the_queue_had_goes_to_the_next_service(cache: Cache, wait_until: W
         with StorageService(cache, storage) as service:
             service._ending.set()  # takes nothing out any more
             service.wait(60.0)
-            service._turn = lambda timeout: 0  # type: ignore[method-assign]
             task = client.write(KEYS)
             service.close(0.0)
         wait_until(lambda: task.ended, "the end of its service")
@@ -122,7 +121,6 @@ def test_what_was_left_too_long_is_dropped(cache: Cache, wait_until: Wait) -> No
         with StorageService(cache, storage, grace=0.0) as service:
             service._ending.set()
             service.wait(60.0)
-            service._turn = lambda timeout: 0  # type: ignore[method-assign]
             task = client.write(KEYS, timeout=0.0)
             wait_until(lambda: task.ended, "its time")
             service.close(0.0)

@@ -162,7 +162,7 @@ class Ring:
 def test_progress_is_told_when_there_is_some_and_the_end_when_it_is_counted() -> None:
     ring, task = Ring(), StorageTask(TaskProgress("read", 4, None))
     peer = Peer(ring, Counter())  # type: ignore[arg-type]
-    peer.add(2, task)
+    peer.tasks[2] = task
     peer.repeat()
     assert not ring.answers  # it waits in the queue, as its client takes for granted
     task.progress.start()
@@ -182,7 +182,7 @@ def test_progress_that_found_no_room_is_told_later() -> None:
     room = [False]
     ring, task = Ring(lambda: room[0]), StorageTask(TaskProgress("read", 4, None))
     peer = Peer(ring, counted := Counter())  # type: ignore[arg-type]
-    peer.add(2, task)
+    peer.tasks[2] = task
     task.progress.start()
     peer.repeat()
     room[0] = True

@@ -129,7 +129,7 @@ def test_closing_takes_what_stands_in_the_ring_though_it_has_its_most(
     assert len(client._tasks) == 5
     closing = threading.Thread(target=service.close, args=(60.0,))
     closing.start()
-    wait_until(lambda: not service._thread.is_alive(), "the closing")
+    wait_until(service._ending.is_set, "the closing")
     seen = service.stats().full
     wait_until(lambda: service.stats().full > seen or not closing.is_alive(), "a look in vain")
     flaky.let_go()

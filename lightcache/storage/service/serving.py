@@ -35,39 +35,34 @@ _LOOK = 0.25  # seconds between checks of clients, unsent answers and the cache
 _SWEEP = 10.0  # seconds between sweeps of rings of unknown clients
 _BATCH = 16  # messages taken at a time, which are lost if the service is killed
 _MUTE = 1.0  # seconds without answers for a stopped client that holds its ring's lock
-_LONGEST = 1e6  # maximum seconds of a task, as timers have a limit
 
 
 class Peer:
-    """A client: its tasks, and the ring of its answers. The service's thread adds tasks; the thread
-    that ends one tells its end at once. Progress, and ends that found no room in the ring, are told
-    by `repeat`."""
+    """A client: its tasks, and the ring of its answers. The thread that ends a task tells its end
+    at once. Progress, and ends that found no room in the ring, are told by `repeat`."""
 
     def __init__(self, ring: SharedRing, counted: Counter[str]) -> None:
         """`ring` is attached, with a slot of our own."""
         self.parts = PartBuffer(counted)
         self.tasks: dict[int, StorageTask] = {}
-        """Tasks whose end has not been counted, by the client's number."""
+        """Tasks whose end has not been counted, by the client's number. Only the service's thread
+        adds to it, and tells how far they are."""
         self._told: dict[int, int] = {}  # the prefix of each as last told
         self._untold: deque[bytes] = deque(maxlen=MOST_UNTOLD)  # no other answer follows an end
-        self._ring, self._counted = ring, counted
+        self._ring = ring
         self._lock = threading.RLock()  # answers are made and pushed in one order
         self._mute_until = 0.0
 
-    def add(self, number: int, task: StorageTask) -> None:
-        """A task has begun."""
-        with self._lock:
-            self.tasks[number] = task
-
-    def end(self, number: int) -> None:
-        """Tell the end of a task, once. It is repeated until the client lets it in, who would wait
-        until the task's time is up."""
+    def end(self, number: int) -> bool:
+        """Tell the end of a task, once. False: it found no room, and is repeated until it does, as
+        the client would wait for it until the task's time is up."""
         with self._lock:
             task = self.tasks.pop(number, None)
-            if task is not None:
-                self._told.pop(number, None)
-                self._untold.append(_answer(number, task, task.state))
-                self._counted["lost"] += not self._tell_ends()
+            if task is None:
+                return True
+            self._told.pop(number, None)
+            self._untold.append(_answer(number, task, task.state))
+            return self._tell_ends()
 
     def repeat(self) -> None:
         """Tell what has not been told, until the client lets nothing in."""
@@ -141,13 +136,14 @@ class StorageService:
         """
         self.cache = cache
         self._counted: Counter[str] = Counter()
-        self._ending, self._over = Event(), Event()
+        self._ending = Event()
+        self._finish_by = Deadline(0.0)  # of messages, when it is ending
         self.why = ""
         """Why it ended by itself; empty: it did not."""
         self._looked = self._swept = 0.0
         self._publishing = threading.Lock()
         self._last: ServiceStats | None = None
-        self._closed, self._pid = False, os.getpid()
+        self._pid = os.getpid()
         self._peers: dict[int, Peer] = {}
         with contextlib.ExitStack() as stack:
             self._tier = StorageTier(cache, storage, **tier)
@@ -171,29 +167,26 @@ class StorageService:
 
     def _serve(self) -> None:
         try:
-            while not self._ending.is_set():
-                self._turn(_IDLE)
+            while not self._ending.is_set() or (len(self._ring) and not self._finish_by.passed):
+                self._turn()
         except Exception as error:
             ours = not isinstance(error, LightcacheError)  # then it is our own bug
             self.why = repr(error) if ours else str(error)
             log.warning(
                 "the storage service of %r ends: %s", self.cache.name, self.why, exc_info=ours
             )
-        finally:
-            with contextlib.suppress(LightcacheError):
-                if not self._ending.is_set():  # it ended by itself: clients must stop asking
-                    self._board.end()
-            self._over.set()
+            with contextlib.suppress(LightcacheError):  # clients must stop asking
+                self._board.end()
 
-    def _turn(self, timeout: float) -> int:
-        """Take messages out of the ring, and do what is due. Returns the number of messages."""
+    def _turn(self) -> None:
+        """Take messages out of the ring, or wait for one, and do what is due."""
         messages: list[bytes] = []
         if sum(len(peer.tasks) for peer in self._peers.values()) >= MOST_TASKS:
             self._counted["full"] += 1
             time.sleep(_PAUSE)
         else:
             with contextlib.suppress(WaitTimeout, LockTimeout):
-                messages = self._ring.pop_many(_BATCH) or [self._ring.pop(timeout=timeout)]
+                messages = self._ring.pop_many(_BATCH) or [self._ring.pop(timeout=_IDLE)]
         for message in messages:
             self._board.look()  # one of a client that was stopped while it left takes 0.2 s
             try:
@@ -209,7 +202,6 @@ class StorageService:
             self._look_around()
         elif not messages:
             self._repeat()
-        return len(messages)
 
     def _look_around(self) -> None:
         self._looked = time.monotonic()
@@ -245,11 +237,11 @@ class StorageService:
             raise Malformed(f"a second task of number {part.task}")
         else:
             task = self._begin(ask)
-            peer.add(part.task, task)
+            peer.tasks[part.task] = task
             task.progress.watch(lambda: self._tell_end(peer, part.task))
 
     def _begin(self, ask: Ask) -> StorageTask:
-        left = min(ask.end - self._tier.options.clock(), _LONGEST)
+        left = ask.end - self._tier.options.clock()
         try:
             if left <= 0:
                 self._counted["late"] += 1
@@ -288,7 +280,9 @@ class StorageService:
             try:
                 self._publish()
             finally:  # figures may be late; the client waits for the answer
-                peer.end(number)
+                told = peer.end(number)
+            with self._publishing:
+                self._counted["lost"] += not told
         except Exception:  # our own bug: the thread has other tasks
             log.exception("the end of a task of the storage service could not be told or counted")
 
@@ -317,7 +311,8 @@ class StorageService:
     def wait(self, timeout: float | None = None) -> bool:
         """Block until it takes no more messages, because it was closed or ended by itself, such as
         when the cache was removed (see `why`). False: `timeout` seconds have passed."""
-        return self._over.wait(timeout)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def close(self, timeout: float = 10.0) -> bool:
         """Take no new tasks, finish queued ones, cancel those that remain, and close. May be called
@@ -337,24 +332,17 @@ class StorageService:
         """
         if os.getpid() != self._pid:
             return True
-        deadline = Deadline(timeout)
+        deadline = self._finish_by = Deadline(timeout)
         self._board.end()
         self._ending.set()
         self._thread.join()
-        if not self._closed:
-            with contextlib.suppress(LightcacheError):
-                # A turn may take none although some are left: with `MOST_TASKS`, or while another
-                # process holds the lock.
-                while not (self.why or deadline.passed) and (self._turn(_PAUSE) or len(self._ring)):
-                    pass
         ended = self._tier.close(min(deadline.left, threading.TIMEOUT_MAX))
-        if not self._closed:
-            self._leave()
+        self._leave()
         return ended
 
     def _leave(self) -> None:
-        """Tell the rest, and close everything. Each step may be repeated after an interrupt: the
-        board knows whether it is still ours."""
+        """Tell the rest, and close everything. Each step may be repeated, as after an interrupt:
+        the board knows whether it is still ours."""
         self._repeat()
         self._drop_peers(alive=True)
         self._publish()  # after the peers, which count their incomplete tasks
@@ -364,7 +352,6 @@ class StorageService:
             self._board.leave()
         self._ring.close()
         self._board.close()
-        self._closed = True
 
     def __enter__(self) -> StorageService:
         return self
