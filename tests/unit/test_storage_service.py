@@ -19,8 +19,9 @@ from support.storing import KEYS, SECRET, Recorder, empty, fill, full, holds, ma
 from lightcache import Cache, ConfigError, Detached, InUse, NotReady, PermissionDenied
 from lightcache.shm import Segment
 from lightcache.storage import StorageSpec, TaskState
-from lightcache.storage.service import StorageClient, StorageService
+from lightcache.storage.service import StorageClient, StorageService, board
 from lightcache.storage.service.board import service_stats
+from lightcache.storage.service.messages import Answer
 from lightcache.tools.maintenance import _switch
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
@@ -178,6 +179,18 @@ def test_a_cache_that_is_disabled_or_cleared(cache: Cache) -> None:
             assert task.state is FAILED
         _switch(cache.name, None, 0)
         assert client.write(KEYS).wait(60.0).present == 20
+
+
+def test_answers_of_a_killed_client_come_to_no_later_one(cache: Cache) -> None:
+    with StorageClient(cache) as client:
+        left = board.answers_ring(cache, client._tasks, client._client)
+        left.push(Answer(1, FINISHED, 20, {}, ()).pack())  # and nobody removes it
+        Segment.unlink(client._tasks.segment.name, force=True)
+    with StorageClient(cache) as later:
+        assert later._client == client._client  # in another ring of tasks
+        with StorageService(cache, empty(cache)):
+            assert later.prefetch(KEYS).wait(60.0).absent == 20
+    left.close()
 
 
 def test_a_client_that_is_attached_read_only(cache: Cache) -> None:
