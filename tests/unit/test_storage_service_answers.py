@@ -14,7 +14,7 @@ import pytest
 from support.serving import failing, held_lock, push, silent
 from support.storing import KEYS, Recorder, fill, full, sound, store
 
-from lightcache import Cache, CacheCorrupted, LockTimeout
+from lightcache import Cache, CacheCorrupted, LockTimeout, WaitTimeout
 from lightcache.shm import layout, ofd
 from lightcache.shm.objects import OpenObject
 from lightcache.storage import StorageSpec, StorageTask, TaskState
@@ -76,6 +76,21 @@ def test_a_service_is_silent_when_it_has_not_looked_for_long(cache: Cache) -> No
             assert ("(pid 7) has not looked" in client._silent(service)) is expected
         client._board.store(serving=0)  # it closes
         assert not client._silent(service)
+
+
+def test_tasks_of_a_service_are_lost_when_the_next_one_serves(cache: Cache) -> None:
+    with (
+        StorageService(cache, full(cache)) as service,
+        StorageClient(cache, silence=60.0) as client,
+    ):
+        gate = silent(service)
+        task = client.prefetch(KEYS)
+        (asked,) = client._asked.values()
+        asked.service = Service(asked.service.word + 1, 7)  # as if another came meanwhile
+        with contextlib.suppress(WaitTimeout):
+            task.wait(5.0)
+        gate.set()
+        assert "is gone (pid 7)" in task.wait(60.0).reasons[0]
 
 
 def test_a_service_looks_between_the_messages_of_a_batch(

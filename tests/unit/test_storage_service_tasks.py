@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -144,6 +145,19 @@ def test_malformed_messages_are_counted_and_passed_over(cache: Cache, wait_until
         push(cache, *split(own, 1 << 40, Ask("cancel").pack()))  # of nothing: nothing
         assert client.prefetch(KEYS).wait(60.0).loaded == 20
         assert service.stats().malformed == 4
+
+
+def test_a_second_task_of_one_number_is_malformed(cache: Cache, wait_until: Wait) -> None:
+    recorder = Recorder(StorageSpec.of(cache))
+    recorder.closed_gate_for = "contains"
+    recorder.gate.clear()
+    with StorageService(cache, recorder) as service, StorageClient(cache) as client:
+        space = cache.index.default_namespace
+        ask = Ask("prefetch", time.monotonic() + 600.0, KEYS, space, {"start": 0})
+        push(cache, *split(client._client, 7, ask.pack()) * 2)
+        wait_until(lambda: service.stats().malformed == 1, "the second")
+        recorder.gate.set()
+        wait_until(lambda: service.stats().tier.tasks_finished == 1, "the first")
 
 
 def test_messages_of_who_is_gone_are_counted(cache: Cache, wait_until: Wait) -> None:
