@@ -97,11 +97,12 @@ class SharedRing:
         lifetime: str = "attached",
         group: str | int | None = None,
         lock_timeout: float = 10.0,
+        timeout: float | None = DEFAULT_TIMEOUT,
     ) -> SharedRing:
-        """Attach to an equal ring, with its messages, or create it; see `Segment.open`, and
-        `create` for `lock_timeout`."""
+        """Attach to an equal ring, with its messages, or create it; see `Segment.open` for
+        `timeout`, and `create` for `lock_timeout`."""
         arranged = _arranged(name, capacity, message_bytes)
-        segment = Segment.open(**arranged, lifetime=lifetime, group=group)
+        segment = Segment.open(**arranged, lifetime=lifetime, group=group, timeout=timeout)
         return cls._over(segment, lock_timeout)
 
     @classmethod

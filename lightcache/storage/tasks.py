@@ -124,8 +124,6 @@ class TaskProgress:
         with self.changed:
             if self.state is TaskState.NOT_STARTED:
                 self.state = TaskState.RUNNING
-        if self._observer is not None:
-            self._observer()
 
     def count(self, **pages: int) -> None:
         """Add to the counts of the result."""
@@ -137,8 +135,6 @@ class TaskProgress:
         if prefix != self.prefix:
             with self.changed:
                 self.prefix = prefix
-            if self._observer is not None:
-                self._observer()
 
     def add_reason(self, reason: str) -> None:
         """Add a reason, if it is not empty and new."""
@@ -187,10 +183,11 @@ class TaskProgress:
             self._observer()
 
     def watch(self, observer: Callable[[], None]) -> None:
-        """Call `observer` now, and when the task starts, advances and is settled. It runs in the
-        tier's threads, without a lock, and must not block."""
+        """Call `observer` when the task is settled; now, if it is. It runs in the tier's threads,
+        without a lock, may be called twice, and must not block."""
         self._observer = observer
-        observer()
+        if self.settled:
+            observer()
 
 
 class StorageTask:

@@ -22,7 +22,7 @@ from support.storing import SECRET, fill, sound
 from lightcache import Cache
 from lightcache.storage import StorageSpec
 from lightcache.storage.service import StorageClient, StorageService
-from lightcache.storage.service.messages import Ask, Kind, split
+from lightcache.storage.service.messages import Ask, split
 from lightcache.storage.testing.conformance import make_keys
 
 PROMPT = 12  # pages
@@ -63,8 +63,8 @@ def half(name: str) -> None:
     client = StorageClient(cache)
     space = cache.index.default_namespace
     how = {"request": None, "tokens": 1}
-    body = Ask(Kind.WRITE, 1e9, 1e9, make_keys(3000, seed=1), space, how).pack()
-    parts = split(Kind.WRITE, client._pid, client._client, 1, body)
+    body = Ask("write", 1e9, make_keys(3000, seed=1), space, how).pack()
+    parts = split(client._client, 1, body)
     client._push(parts[:1])
     print("half", flush=True)
     sys.stdin.read()

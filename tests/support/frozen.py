@@ -140,7 +140,6 @@ def _messages() -> Iterator[tuple[str, bytes]]:
     from lightcache.namespaces import Namespace
     from lightcache.storage import TaskState
     from lightcache.storage.service.messages import Answer, Ask, Part
-    from lightcache.storage.service.messages import Kind as Asked
 
     ticket = bytes(range(TICKET_BYTES))
     yield "handoff", bytes(KVHandoff(64, 3, ticket, bytes(16)))
@@ -149,8 +148,8 @@ def _messages() -> Iterator[tuple[str, bytes]]:
     yield "rank startup", encode(None)
     space = Namespace("weights", "tenant", 5)
     how = {"request": 9, "tokens": 8}
-    yield "storage ask", Ask(Asked.WRITE, 1.0, 2.0, _keys(), space, how).pack()
-    yield "storage part", Part(Asked.WRITE, 1, 2, 3, 0, 1, b"body").pack()
+    yield "storage ask", Ask("write", 1.0, _keys(), space, how).pack()
+    yield "storage part", Part(2, 3, 0, 1, b"body").pack()
     yield "storage answer", Answer(1, TaskState.FINISHED, 2, {}, ("why",)).pack()
 
 

@@ -27,7 +27,6 @@ from lightcache.storage.service.messages import (
     VERSION,
     Answer,
     Ask,
-    Kind,
     Malformed,
     Part,
     PartBuffer,
@@ -37,7 +36,7 @@ from lightcache.storage.tasks import COUNTS
 from lightcache.storage.testing.conformance import make_keys
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
-TASKS = st.sampled_from([Kind.WRITE, Kind.PREFETCH, Kind.PREFETCH_LAST_READY])
+CALLS = st.sampled_from(["write", "prefetch", "prefetch_last_ready", "stop", "cancel"])
 names = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=11)
 groups = st.lists(
     st.tuples(
@@ -48,28 +47,29 @@ groups = st.lists(
     max_size=3,
 ).map(lambda groups: [(Rule(f"rule{i}", *of[:2]), of[2]) for i, of in enumerate(groups)])
 STARTS = st.integers(0, 5)
-ARGUMENTS: dict[Kind, st.SearchStrategy[dict[str, Any]]] = {
-    Kind.WRITE: st.fixed_dictionaries(
+ARGUMENTS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
+    "stop": st.just({}),
+    "cancel": st.just({}),
+    "write": st.fixed_dictionaries(
         {"request": st.none() | st.integers(-(2**63), 2**63), "tokens": st.integers(0, 2**62)}
     ),
-    Kind.PREFETCH: st.fixed_dictionaries({"start": STARTS}),
-    Kind.PREFETCH_LAST_READY: st.fixed_dictionaries(
+    "prefetch": st.fixed_dictionaries({"start": STARTS}),
+    "prefetch_last_ready": st.fixed_dictionaries(
         {"groups": groups, "start": STARTS, "step": st.integers(1, 2**15), "most": U32}
     ),
 }
-asks = TASKS.flatmap(
-    lambda kind: st.builds(
+asks = CALLS.flatmap(
+    lambda call: st.builds(
         Ask,
-        kind=st.just(kind),
+        call=st.just(call),
         end=st.floats(allow_nan=False),
-        timeout=st.floats(allow_nan=False),
         keys=st.integers(5, 9).map(lambda n: make_keys(n, seed=n)),
         namespace=st.builds(Namespace, names, names, U32),
-        arguments=ARGUMENTS[kind],
+        arguments=ARGUMENTS[call],
     )
 )
 WRITE = {"request": 4, "tokens": 9}
-ASK = Ask(Kind.WRITE, 1.0, 2.0, make_keys(3, seed=1), Namespace("v1", "t", 7), WRITE)
+ASK = Ask("write", 1.0, make_keys(3, seed=1), Namespace("v1", "t", 7), WRITE)
 
 
 def parts_buffer() -> tuple[PartBuffer, Counter[str]]:
@@ -89,26 +89,20 @@ def same(one: Ask, other: Ask) -> bool:
 
 @given(asks)
 def test_a_task(ask: Ask) -> None:
-    found = Ask.unpack(ask.kind, ask.pack())
+    found = Ask.unpack(ask.pack())
     assert same(found, ask)
     assert (found.keys.dtype, found.keys.flags.c_contiguous) == (np.uint64, True)
 
 
-@given(TASKS, st.integers(1, 2**32 - 1), U64, U64, st.binary(min_size=1, max_size=3 * PART_BYTES))
-def test_parts(kind: Kind, pid: int, client: int, task: int, body: bytes) -> None:
-    messages = split(kind, pid, client, task, body)
+@given(U64, U64, st.binary(min_size=1, max_size=3 * PART_BYTES))
+def test_parts(client: int, task: int, body: bytes) -> None:
+    messages = split(client, task, body)
     assert max(map(len, messages)) <= PART_BYTES
     halves, counted = parts_buffer()
     found = [halves.add(Part.unpack(message)) for message in messages]
     assert found == [None] * (len(messages) - 1) + [body]
     halves.drop()
     assert not counted["halves"]
-
-
-@given(st.sampled_from([Kind.STOP, Kind.CANCEL]), st.integers(1, 2**32 - 1), U64, U64)
-def test_a_word_about_a_task(kind: Kind, pid: int, client: int, task: int) -> None:
-    part = Part(kind, pid, client, task)
-    assert Part.unpack(part.pack()) == part
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
@@ -146,24 +140,20 @@ def test_the_longest_chain_has_all_of_its_parts() -> None:
     each = [(Rule(f"rule{i}", 2**62, 2**62), PLAIN) for i in range(GROUPS)]
     how = {"groups": each, "start": 1, "step": 1, "most": 1}
     space = Namespace("w" * 47, "t" * 47, 1)
-    ask = replace(ASK, kind=Kind.PREFETCH_LAST_READY, keys=keys, namespace=space, arguments=how)
+    ask = replace(ASK, call="prefetch_last_ready", keys=keys, namespace=space, arguments=how)
     halves, _ = parts_buffer()
-    messages = split(ask.kind, 1, 2, 3, ask.pack())
+    messages = split(2, 3, ask.pack())
     bodies = [halves.add(Part.unpack(each)) for each in messages]
     assert bodies[-1] is not None
-    assert same(Ask.unpack(ask.kind, bodies[-1]), ask)
+    assert same(Ask.unpack(bodies[-1]), ask)
 
 
 # ---------------------------------------------------------------- what is none
 
 
-def unpack_ask(data: bytes) -> Ask:
-    return Ask.unpack(Kind.WRITE, data)
-
-
 @given(st.binary(max_size=200))
 def test_any_bytes_are_refused_or_understood(data: bytes) -> None:
-    unpacks: list[Any] = [Part.unpack, unpack_ask, Answer.unpack]
+    unpacks: list[Any] = [Part.unpack, Ask.unpack, Answer.unpack]
     for unpack in unpacks:
         try:
             made: Any = unpack(data)
@@ -175,22 +165,22 @@ def test_any_bytes_are_refused_or_understood(data: bytes) -> None:
 @given(st.sampled_from(["part", "ask", "answer"]), st.data())
 def test_a_message_of_which_bytes_changed(which: str, data: Any) -> None:
     whole: bytes = {
-        "part": Part(Kind.WRITE, 1, 2, 3, 0, 1, b"body").pack(),
+        "part": Part(2, 3, 0, 1, b"body").pack(),
         "ask": ASK.pack(),
         "answer": Answer(1, TaskState.RUNNING, 2, {}, ("why",)).pack(),
     }[which]
     at = data.draw(st.integers(0, len(whole) - 1))
     bad = bytearray(whole)
     bad[at] ^= data.draw(st.integers(1, 255))
-    unpack: Any = {"part": Part.unpack, "ask": unpack_ask, "answer": Answer.unpack}[which]
+    unpack: Any = {"part": Part.unpack, "ask": Ask.unpack, "answer": Answer.unpack}[which]
     with contextlib.suppress(Malformed):
         unpack(bytes(bad)[: data.draw(st.integers(0, len(bad)))])
 
 
-def head(kind: int = 1, part: int = 0, parts: int = 1, pid: int = 9, **how: Any) -> bytes:
+def head(part: int = 0, parts: int = 1, **how: Any) -> bytes:
     """A part's head, byte by byte."""
     magic, version = how.get("magic", b"lcST"), how.get("version", VERSION)
-    return struct.pack("<4sBBHHIQQ", magic, version, kind, part, parts, pid, 1, 1)
+    return struct.pack("<4sBHHQQ", magic, version, part, parts, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -201,16 +191,9 @@ def head(kind: int = 1, part: int = 0, parts: int = 1, pid: int = 9, **how: Any)
         head(magic=b"lcSU") + b"x",
         head(version=1) + b"x",
         head(parts=67) + b"x",
-        head(kind=0) + b"x",
-        head(kind=6) + b"x",
-        head(kind=7) + b"x",
-        head(kind=8) + b"x",
-        head(pid=0) + b"x",
         head(part=1) + b"x",
         head(parts=0) + b"x",
         head(),
-        head(kind=4) + b"x",
-        head(kind=5, parts=2),
     ],
 )
 def test_no_part(message: bytes) -> None:
@@ -219,7 +202,7 @@ def test_no_part(message: bytes) -> None:
 
 def body(*fields: Any, keys: bytes = b"k" * 32, **how: Any) -> bytes:
     """A task's body, field by field."""
-    known = [1.0, 1.0, ["v1", "t", 1], {"request": None, "tokens": 1, **how}]
+    known = ["write", 1.0, "v1", "t", 1, {"request": None, "tokens": 1, **how}]
     text = json.dumps([*fields, *known[len(fields) :]]).encode()
     return struct.pack("<I", len(text)) + text + keys
 
@@ -235,18 +218,21 @@ GROUPED = {"groups": [[1, 1, 0, 1]], "start": 0, "step": 1, "most": 1}
         body()[:3],
         body() + b"k",
         body(keys=b"k" * 24),
-        body(float("nan")),
-        body(1.0, float("nan")),
+        body("writes"),
         body(1),
-        body("1"),
-        body(1.0, None),
-        body(1.0, 1.0, ["v1", "t"]),
-        body(1.0, 1.0, ["v1", "t", 1 << 32]),
-        body(1.0, 1.0, ["v1", "t", -1]),
-        body(1.0, 1.0, ["v1", "t", True]),
-        body(1.0, 1.0, [1, "t", 1]),
-        body(1.0, 1.0, ["v1", "t", 1], []),
-        body(1.0, 1.0, ["v1", "t", 1], {"request": 1}),
+        body(["write"]),
+        body("stop"),
+        body("write", float("nan")),
+        body("write", 1),
+        body("write", "1"),
+        body("write", None),
+        body("write", 1.0, "v1", "t", 1 << 32),
+        body("write", 1.0, "v1", "t", -1),
+        body("write", 1.0, "v1", "t", True),
+        body("write", 1.0, 1, "t", 1),
+        body("write", 1.0, "v1", "t", 1, []),
+        body("write", 1.0, "v1", "t", 1, {"request": 1}),
+        body("write", 1.0, "v1", "t", 1, {"request": 1, "tokens": 1}, 1),
         body(hold=True),
         body(lease=None),
         body().replace(b"v1", b"\xff\xfe"),
@@ -258,8 +244,8 @@ GROUPED = {"groups": [[1, 1, 0, 1]], "start": 0, "step": 1, "most": 1}
     ],
 )
 def test_no_task(message: bytes) -> None:
-    assert len(unpack_ask(body()).keys) == 2
-    refused(Malformed, "", unpack_ask, message)
+    assert len(Ask.unpack(body()).keys) == 2
+    refused(Malformed, "", Ask.unpack, message)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +257,7 @@ def test_no_task(message: bytes) -> None:
 )
 def test_no_groups(groups: Any) -> None:
     def unpack(how: Any) -> Ask:
-        return Ask.unpack(Kind.PREFETCH_LAST_READY, body(1.0, 1.0, ["v1", "t", 1], how))
+        return Ask.unpack(body("prefetch_last_ready", 1.0, "v1", "t", 1, how))
 
     assert len(unpack(GROUPED).arguments["groups"]) == 1
     refused(Malformed, "", unpack, GROUPED | {"groups": groups})
@@ -282,9 +268,9 @@ def test_no_start(start: Any) -> None:
     """It would be a number of pages that no answer has room for, or none at all."""
 
     def unpack(start: Any) -> Ask:
-        return Ask.unpack(Kind.PREFETCH, body(1.0, 1.0, ["v1", "t", 1], {"start": start}))
+        return Ask.unpack(body("prefetch", 1.0, "v1", "t", 1, {"start": start}))
 
-    assert [unpack(start).start for start in (0, 2)] == [0, 2]
+    assert [unpack(start).pages for start in (0, 2)] == [2, 0]
     refused(Malformed, "", unpack, start)
 
 
@@ -292,8 +278,8 @@ def test_no_start(start: Any) -> None:
 
 
 def parts(task: int, keys: int = 3000) -> list[Part]:
-    ask = replace(ASK, kind=Kind.PREFETCH, keys=make_keys(keys, seed=task), arguments={"start": 0})
-    return [Part.unpack(each) for each in split(Kind.PREFETCH, 1, 2, task, ask.pack())]
+    ask = replace(ASK, call="prefetch", keys=make_keys(keys, seed=task), arguments={"start": 0})
+    return [Part.unpack(each) for each in split(2, task, ask.pack())]
 
 
 def test_a_half_is_dropped_when_something_else_comes() -> None:
@@ -317,9 +303,9 @@ def test_parts_out_of_order() -> None:
 
 
 def test_a_part_of_another_task() -> None:
-    """With the same number: another kind, client, or number of parts."""
+    """With the same number: another client, or number of parts."""
     first = parts(1)
-    for change in ({"kind": Kind.WRITE}, {"client": 9}, {"pid": 9}, {"parts": 60}, {"task": 9}):
+    for change in ({"client": 9}, {"parts": 60}, {"task": 9}):
         halves, counted = parts_buffer()
         halves.add(first[0])
         refused(Malformed, "without those before", halves.add, replace(first[1], **change))  # type: ignore[arg-type]

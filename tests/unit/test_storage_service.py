@@ -19,8 +19,9 @@ from support.storing import KEYS, SECRET, Recorder, empty, fill, full, holds, ma
 from lightcache import Cache, ConfigError, Detached, InUse, NotReady, PermissionDenied
 from lightcache.shm import Segment
 from lightcache.storage import StorageSpec, TaskState
-from lightcache.storage.service import StorageClient, StorageService
+from lightcache.storage.service import StorageClient, StorageService, board
 from lightcache.storage.service.board import service_stats
+from lightcache.storage.service.messages import Answer
 from lightcache.tools.maintenance import _switch
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
@@ -104,7 +105,6 @@ def test_what_the_queue_had_goes_to_the_next_service(cache: Cache, wait_until: W
         with StorageService(cache, storage) as service:
             service._ending.set()  # takes nothing out any more
             service.wait(60.0)
-            service._turn = lambda timeout: 0  # type: ignore[method-assign]
             task = client.write(KEYS)
             service.close(0.0)
         wait_until(lambda: task.ended, "the end of its service")
@@ -122,7 +122,6 @@ def test_what_was_left_too_long_is_dropped(cache: Cache, wait_until: Wait) -> No
         with StorageService(cache, storage, grace=0.0) as service:
             service._ending.set()
             service.wait(60.0)
-            service._turn = lambda timeout: 0  # type: ignore[method-assign]
             task = client.write(KEYS, timeout=0.0)
             wait_until(lambda: task.ended, "its time")
             service.close(0.0)
@@ -180,6 +179,18 @@ def test_a_cache_that_is_disabled_or_cleared(cache: Cache) -> None:
             assert task.state is FAILED
         _switch(cache.name, None, 0)
         assert client.write(KEYS).wait(60.0).present == 20
+
+
+def test_answers_of_a_killed_client_come_to_no_later_one(cache: Cache) -> None:
+    with StorageClient(cache) as client:
+        left = board.answers_ring(cache, client._tasks, client._client)
+        left.push(Answer(1, FINISHED, 20, {}, ()).pack())  # and nobody removes it
+        Segment.unlink(client._tasks.segment.name, force=True)
+    with StorageClient(cache) as later:
+        assert later._client == client._client  # in another ring of tasks
+        with StorageService(cache, empty(cache)):
+            assert later.prefetch(KEYS).wait(60.0).absent == 20
+    left.close()
 
 
 def test_a_client_that_is_attached_read_only(cache: Cache) -> None:

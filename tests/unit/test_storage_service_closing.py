@@ -15,7 +15,7 @@ from support.storing import KEYS, Recorder, fill, full
 from lightcache import Cache, ConfigError, Detached
 from lightcache.storage import StorageSpec, TaskState
 from lightcache.storage.service import StorageClient, StorageService
-from lightcache.storage.service.messages import PART_BYTES, Kind, Part
+from lightcache.storage.service.messages import PART_BYTES, Part
 from lightcache.storage.testing import Fault, FlakyStorage
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
@@ -63,7 +63,7 @@ def test_closing_waits_for_a_word_that_is_being_said(cache: Cache, wait_until: W
             return whole(messages)
 
         ring.push_many = push  # type: ignore[method-assign]
-        saying = threading.Thread(target=client.tell, args=(Kind.STOP, task.progress.owner))
+        saying = threading.Thread(target=client.tell, args=("stop", task.progress.owner))
         saying.start()
         assert inside.wait(60.0)
         closed: list[bool] = []
@@ -129,7 +129,7 @@ def test_closing_takes_what_stands_in_the_ring_though_it_has_its_most(
     assert len(client._tasks) == 5
     closing = threading.Thread(target=service.close, args=(60.0,))
     closing.start()
-    wait_until(lambda: not service._thread.is_alive(), "the closing")
+    wait_until(service._ending.is_set, "the closing")
     seen = service.stats().full
     wait_until(lambda: service.stats().full > seen or not closing.is_alive(), "a look in vain")
     flaky.let_go()
@@ -171,7 +171,7 @@ def test_the_last_figures_have_what_closing_finished(cache: Cache) -> None:
     service, client = StorageService(cache, flaky), StorageClient(cache)
     client.prefetch(KEYS)
     assert flaky.wait_hanging()
-    half = Part(Kind.WRITE, client._pid, client._client, 1 << 40, 0, 2, b"x" * (PART_BYTES - 32))
+    half = Part(client._client, 1 << 40, 0, 2, b"x" * (PART_BYTES - 32))
     push(cache, half.pack())
     closing = threading.Thread(target=service.close, args=(60.0,))
     closing.start()

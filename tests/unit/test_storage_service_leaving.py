@@ -12,10 +12,10 @@ import pytest
 from support.storing import KEYS, Recorder, full, store
 
 from lightcache import Cache, Detached
-from lightcache.storage import StorageSpec, TaskState
-from lightcache.storage.service import StorageClient, StorageService
+from lightcache.storage import StorageSpec, StorageTask, TaskState
+from lightcache.storage.service import StorageClient, StorageService, serving
 from lightcache.storage.service.board import Board
-from lightcache.storage.service.serving import Peer, Served
+from lightcache.storage.service.serving import Peer
 
 Wait = Callable[[Callable[[], bool], str], None]
 
@@ -24,38 +24,35 @@ Wait = Callable[[Callable[[], bool], str], None]
 
 def test_an_answer_that_cannot_be_made_takes_no_other_along(cache: Cache) -> None:
     with StorageService(cache, full(cache)) as service, StorageClient(cache, grace=0.0) as client:
-        whole, failed = Peer.tell, []
+        whole, failed = serving._answer, []
 
-        def tell(peer: Peer, served: Served) -> bool:
-            if served.task.kind == "write":
-                failed.append(served.counted)
+        def answer(number: int, task: StorageTask, state: TaskState) -> bytes:
+            if task.kind == "write" and state is TaskState.FINISHED:
+                failed.append(number)
                 raise ValueError("ours")
-            return whole(peer, served)
+            return whole(number, task, state)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Peer, "tell", tell)
+            patch.setattr(serving, "_answer", answer)
             lost = client.write(KEYS, timeout=0.1)
             assert client.prefetch(KEYS).wait(60.0).loaded == 20
             assert "does not say how far it is" in lost.wait(60.0).reasons[0]
             (peer,) = service._peers.values()
-            assert not peer.untold  # it would fail again, for ever
-        assert failed[-1] is True
-        assert service.stats().lost == 1
-        assert not service._tasks
+            assert not peer._untold  # it would fail again, for ever
+        assert len(failed) == 1
+        assert not peer.tasks
 
 
 def test_an_answer_that_was_not_pushed_is_repeated_once_more_at_the_end(cache: Cache) -> None:
     service, refused = StorageService(cache, full(cache)), threading.Event()
     service._repeat = lambda: None  # type: ignore[method-assign]
     with StorageClient(cache) as client:
-        whole = Peer.tell
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Peer, "tell", lambda _, served: served.counted and refused.set())
+            patch.setattr(Peer, "_push", lambda peer, answer: refused.set())
             task = client.prefetch(KEYS, timeout=600.0)
             assert refused.wait(60.0)
-            while service._tasks:
+            while not service.stats().lost:
                 pass
-        assert Peer.tell is whole
         assert not task.ended
         del service._repeat
         assert service.close()
@@ -123,7 +120,7 @@ def _refused(calls: list[Callable[[], object]]) -> int:
 @pytest.mark.parametrize("name", ["stats", "service"])
 def test_closing_waits_for_who_looks(cache: Cache, wait_until: Wait, name: str) -> None:
     board = Board.open(cache)
-    board.claim()
+    board.claim(1.0)
     inside, gate = threading.Event(), threading.Event()
     segment = board.segment
     whole_lives, whole_busy = segment.lives, segment.busy

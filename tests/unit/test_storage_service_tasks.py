@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from lightcache import Cache
 from lightcache.storage import StorageSpec, TaskState
 from lightcache.storage.service import StorageClient, StorageService, board
 from lightcache.storage.service.board import service_stats
-from lightcache.storage.service.messages import PART_BYTES, Answer, Kind, Part
+from lightcache.storage.service.messages import PART_BYTES, Answer, Ask, Part, split
 from lightcache.storage.testing import Fault, FlakyStorage
 from lightcache.storage.testing.conformance import make_keys
 
@@ -98,9 +99,7 @@ def test_a_figure_that_is_counted_stands_behind_what_it_counts(
 ) -> None:
     """Words are stored one after another, and others read in between."""
     with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
-        half = Part(
-            Kind.WRITE, client._pid, client._client, 1 << 40, 0, 2, b"x" * (PART_BYTES - 32)
-        )
+        half = Part(client._client, 1 << 40, 0, 2, b"x" * (PART_BYTES - 32))
         push(cache, half.pack())
         board, seen = service._board, []
         whole = board._words["halves"].store
@@ -134,27 +133,38 @@ def test_who_was_killed_has_nothing_at_hand(cache: Cache) -> None:
 
 def test_malformed_messages_are_counted_and_passed_over(cache: Cache, wait_until: Wait) -> None:
     with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
-        own = (client._pid, client._client)
+        own = client._client
         bad = [
             b"",
             b"nonsense",
-            Part(Kind.WRITE, *own, 1 << 40, 0, 1, b"no body").pack(),
-            Part(Kind.WRITE, *own, 1 << 40, 1, 2, b"no first part").pack(),
+            Part(own, 1 << 40, 0, 1, b"no body").pack(),
+            Part(own, 1 << 40, 1, 2, b"no first part").pack(),
         ]
         push(cache, *bad)
         wait_until(lambda: service.stats().malformed == 4, "four malformed messages")
-        push(cache, Part(Kind.CANCEL, *own, 1 << 40).pack())  # of nothing: nothing
+        push(cache, *split(own, 1 << 40, Ask("cancel").pack()))  # of nothing: nothing
         assert client.prefetch(KEYS).wait(60.0).loaded == 20
         assert service.stats().malformed == 4
 
 
+def test_a_second_task_of_one_number_is_malformed(cache: Cache, wait_until: Wait) -> None:
+    recorder = Recorder(StorageSpec.of(cache))
+    recorder.closed_gate_for = "contains"
+    recorder.gate.clear()
+    with StorageService(cache, recorder) as service, StorageClient(cache) as client:
+        space = cache.index.default_namespace
+        ask = Ask("prefetch", time.monotonic() + 600.0, KEYS, space, {"start": 0})
+        push(cache, *split(client._client, 7, ask.pack()) * 2)
+        wait_until(lambda: service.stats().malformed == 1, "the second")
+        recorder.gate.set()
+        wait_until(lambda: service.stats().tier.tasks_finished == 1, "the first")
+
+
 def test_messages_of_who_is_gone_are_counted(cache: Cache, wait_until: Wait) -> None:
     with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
-        push(cache, Part(Kind.WRITE, 1, 2, 3, 0, 1, b"x").pack())
+        push(cache, Part(2, 3, 0, 1, b"x").pack())
         wait_until(lambda: service.stats().orphans == 1, "a message of nobody")
-        half = Part(
-            Kind.WRITE, client._pid, client._client, 1 << 40, 0, 2, b"x" * (PART_BYTES - 32)
-        )
+        half = Part(client._client, 1 << 40, 0, 2, b"x" * (PART_BYTES - 32))
         push(cache, half.pack())
         assert client.prefetch(KEYS).wait(60.0).loaded == 20
         assert service.stats().halves == 1
@@ -167,7 +177,7 @@ def test_messages_of_who_is_gone_are_counted(cache: Cache, wait_until: Wait) -> 
 
 def test_a_malformed_answer_is_passed_over(cache: Cache) -> None:
     with StorageService(cache, full(cache)), StorageClient(cache) as client:
-        with board.find_answers(cache, client._pid, client._client) as ring:
+        with board.answers_ring(cache, client._tasks, client._client) as ring:
             ring.push(b"nonsense")
         assert client.prefetch(KEYS).wait(60.0).loaded == 20
 
@@ -202,7 +212,7 @@ def test_a_write_that_advances_gets_its_whole_time_again(cache: Cache, wait_unti
         assert storage.arrived.acquire(timeout=60.0)
         (task,) = client._asked.values()
         before = task.end
-        with board.find_answers(cache, client._pid, client._client) as ring:
+        with board.answers_ring(cache, client._tasks, client._client) as ring:
             ring.push(Answer(task.number, TaskState.RUNNING, 4, {}, ()).pack())
         wait_until(lambda: task.end is not before, "its new end")
         assert task.end.timeout > 600.0

@@ -13,20 +13,19 @@ may be stopped while it holds one.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lightcache.cache import Cache
-from lightcache.errors import Detached, InUse, LayoutMismatch
+from lightcache.errors import Detached, InUse
 from lightcache.shm import Segment, SharedRing
 from lightcache.shm.layout import SegmentKind
 from lightcache.shm.segment import free_dead_slots
@@ -120,14 +119,17 @@ class Board:
 
     # ---- the service
 
-    def claim(self) -> None:
-        """Become the service, until the board is closed or the process ends.
+    def claim(self, grace: float) -> None:
+        """Become the service, until the board is closed or the process ends, and take tasks.
+
+        Args:
+            grace: the tier's, which clients add to their own.
 
         Raises:
             InUse: another process is the service; the message has its pid.
             LockTimeout: a stopped process holds the lock.
         """
-        client = self.segment.join("storage service")
+        self.segment.join("storage service")
         with RobustLock(self.segment).hold(timeout=2.0):
             serving = self.service()
             if serving is not None:
@@ -135,26 +137,20 @@ class Board:
                     f"the cache {self.segment.config['cache']!r} has a storage service already "
                     f"(pid {serving.pid}); stop that one first, or use it with StorageClient"
                 )
-            self._base = _read(self.segment)
-            self.store(serving=0, pid=os.getpid(), since_ns=time.time_ns())
-            self._word = client.slot | client.epoch << 8
-            self.store(service=self._word)
+            self._base = self._load_all()
+            self.look()
+            self.store(
+                pid=os.getpid(), since_ns=time.time_ns(), grace_us=int(min(grace, 1e9) * 1e6)
+            )
+            self._word = client_word(self.segment)
+            self.store(serving=1, service=self._word)
 
     def service(self) -> Service | None:
         """The service, if one is alive. Takes a few microseconds."""
-        word = self.load("service")
-        with self._look():
-            alive = _lives(self.segment, word)
-        return Service(word, self.load("pid")) if alive else None
-
-    def begin(self, grace: float) -> None:
-        """Take tasks.
-
-        Args:
-            grace: the tier's, which clients add to their own.
-        """
-        self.look()
-        self.store(grace_us=round(min(grace, 1e9) * 1e6), serving=1)
+        self.segment.check_usable()  # before the lock, which may be held in a forked child
+        with self._looking:
+            word = self.load("service")
+            return Service(word, self.load("pid")) if lives(self.segment, word) else None
 
     def look(self) -> None:
         """Say when the service has last looked at its messages: a client may find it stopped."""
@@ -162,20 +158,17 @@ class Board:
 
     def end(self) -> None:
         """Take no more tasks. May be called again."""
-        with contextlib.suppress(Detached):
-            if self._ours:
-                self.store(serving=0)
+        self._store_own(serving=0)
 
     def leave(self) -> None:
         """End the service: from here on another one may own the words. May be called again."""
-        self.end()
-        with contextlib.suppress(Detached):
-            if self._ours:
-                self.store(service=0)
+        self._store_own(serving=0, service=0)
 
-    @property
-    def _ours(self) -> bool:
-        return bool(self._word) and self.load("service") == self._word
+    def _store_own(self, **words: int) -> None:
+        """Set some words, if this process is the service: otherwise the next one may own them."""
+        with contextlib.suppress(Detached):
+            if self._word and self.load("service") == self._word:
+                self.store(**words)
 
     # ---- words, statistics
 
@@ -183,60 +176,53 @@ class Board:
         """A word."""
         return self._words[name].load()
 
+    def _load_all(self) -> dict[str, int]:
+        return {name: word.load() for name, word in self._words.items()}
+
     def store(self, **words: int) -> None:
         """Set some words, in this order."""
         for name, value in words.items():
             self._words[name].store(value)
 
     def publish(self, tier: TierStats, counted: Mapping[str, int], clients: int) -> None:
-        """Store the service's statistics, added to those of earlier services. Does nothing after
-        `leave`: the board may belong to the next service. One thread at a time.
+        """Store the service's statistics, added to those of earlier services; nothing after
+        `leave`. One thread at a time.
 
         Args:
             counted: by the names of `COUNTED`.
         """
-        if not self._ours:
-            return
-        totals = {name: self._base[name] + getattr(tier, name) for name in _TOTALS}
-        totals |= {name: self._base[name] + counted[name] for name in COUNTED}
         words = {"clients": clients, "state": _STATES.index(tier.state)}
         words |= {name: getattr(tier, name) for name in GAUGES}
-        words |= {name: _cost_word(getattr(tier, name)) for name in _COSTS} | totals
+        words |= {name: _cost_word(getattr(tier, name)) for name in _COSTS}
+        words |= {name: self._base[name] + getattr(tier, name) for name in _TOTALS}
+        words |= {name: self._base[name] + counted[name] for name in COUNTED}
         # In this order: a reader that sees a count sees gauges of the same moment, or later ones.
-        self.store(**{name: word for name, word in words.items() if word != self._said.get(name)})
+        new = {name: word for name, word in words.items() if word != self._said.get(name)}
+        self._store_own(**new)
         self._said = words
 
     def stats(self) -> ServiceStats:
         """The statistics. Takes no lock of another process."""
-        with self._look():
+        self.segment.check_usable()
+        with self._looking:
             alive = self.service() is not None
-            return stats_in(_read(self.segment), alive)
+            return stats_in(self._load_all(), alive)
 
     def give(self) -> Counter[str]:
         """The increase of the totals `TAKEN` since the last call by any client. A process killed in
         this method loses it."""
         more: Counter[str] = Counter()
-        tier = self.stats().tier
         for name in TAKEN:
-            given, now = self._words[f"given_{name}"], getattr(tier, name)
+            given, now = self._words[f"given_{name}"], self.load(name)
             before = given.load()
             if now > before and given.compare_exchange(before, now):
                 more[name] = now - before
         return more
 
-    # ---- close
-
     def close(self) -> None:
         """Close; see `Segment.close`. Waits for other threads that read it."""
         with self._looking:
             self.segment.close()
-
-    @contextlib.contextmanager
-    def _look(self) -> Iterator[None]:
-        """Wrap reads: `close` waits for them."""
-        self.segment.check_usable()  # before the lock, which may be held in a forked child
-        with self._looking:
-            yield
 
 
 # ---- Statistics, for any process
@@ -280,33 +266,32 @@ def service_stats(name: str, *, group: str | int | None = None) -> ServiceStats:
     with Segment.attach(name, readonly=True, kind=kind, group=group) as index:
         its = board_name(name, index.uuid)
     with Segment.attach(its, readonly=True, layout_facts=LAYOUT, group=group) as segment:
-        words = _read(segment)
-        return stats_in(words, _lives(segment, words["service"]))
+        return Board(segment).stats()
 
 
-def _read(segment: Segment) -> dict[str, int]:
-    """All words of a board."""
-    if segment.payload_bytes < 8 * len(_WORDS):
-        raise LayoutMismatch(f"the segment {segment.name!r} is too short for figures")
-    with segment.busy():
-        array = ctypes.c_uint8 * (8 * len(_WORDS))
-        where = array.from_address(segment.address + segment.payload_offset)
-        return words_in(memoryview(where))
+def client_word(segment: Segment) -> int:
+    """The slot and epoch of a segment's client, this process. No other client ever has them."""
+    own = segment.client
+    assert own is not None
+    return own.slot | own.epoch << 8
+
+
+def lives(segment: Segment, word: int) -> bool:
+    """True if the client of a `client_word` is alive. Makes at most one system call.
+
+    Raises:
+        ConfigError: the word names no slot, and is not 0.
+    """
+    return bool(word) and segment.lives(word & 0xFF, word >> 8)
 
 
 def _cost_word(seconds: float | None) -> int:
     return 0 if seconds is None else 1 + round(min(seconds, 1e9) * 1e9)
 
 
-def _lives(segment: Segment, word: int) -> bool:
-    """True if the service of this slot and epoch is alive."""
-    return bool(word) and segment.lives(word & 0xFF, word >> 8)
-
-
 # ---- Names, and the rings: one of tasks for the service, one of answers for each client
 
-TASKS = 256  # messages: 4 MiB, or the keys of 250,000 pages
-ANSWERS = 256
+MESSAGES = 256  # of tasks: 4 MiB, or the keys of 250,000 pages
 LOCK_SECONDS = 0.2
 ASKING_SECONDS = 0.04
 """The same for a client, which may be a scheduler in a step."""
@@ -323,33 +308,28 @@ def ring_prefix(cache: Cache) -> str:
     return f"{board_name(cache.name, cache.index.segment.uuid)}-"
 
 
-def answers_name(cache: Cache, pid: int, client: int) -> str:
-    """The name of the ring of a client's answers."""
-    return f"{ring_prefix(cache)}{pid}-{client:016x}"
-
-
 def tasks_ring(cache: Cache, lock_timeout: float = LOCK_SECONDS) -> SharedRing:
     """The ring of tasks, created if it does not exist."""
-    how: dict[str, Any] = {"capacity": TASKS, "message_bytes": PART_BYTES}
-    how |= {"group": _group_of(cache), "lock_timeout": lock_timeout}
-    return SharedRing.open(f"{ring_prefix(cache)}tasks", **how)
+    how = {"message_bytes": PART_BYTES, "lock_timeout": lock_timeout}
+    return _ring(cache, "tasks", how)
 
 
-def make_answers(cache: Cache, pid: int, client: int) -> SharedRing:
-    """Create the ring of a client's answers."""
-    how: dict[str, Any] = {"capacity": ANSWERS, "message_bytes": ANSWER_BYTES}
-    how |= {"group": _group_of(cache), "lock_timeout": LOCK_SECONDS}
-    return SharedRing.create(answers_name(cache, pid, client), **how)
+def answers_ring(cache: Cache, tasks: SharedRing, client: int) -> SharedRing:
+    """The ring of a client's answers, created if it does not exist.
 
-
-def find_answers(cache: Cache, pid: int, client: int) -> SharedRing:
-    """Attach to the ring of a client's answers.
+    Args:
+        client: its `client_word` in the ring of tasks.
 
     Raises:
-        NotReady: it is gone; or its client was stopped while it left it, or while it was swept.
+        NotReady: its client was stopped while it left it, or while it was swept.
     """
-    how: dict[str, Any] = {"timeout": LOCK_SECONDS, "lock_timeout": LOCK_SECONDS}
-    return SharedRing.attach(answers_name(cache, pid, client), group=_group_of(cache), **how)
+    how = {"message_bytes": ANSWER_BYTES, "lock_timeout": LOCK_SECONDS, "timeout": LOCK_SECONDS}
+    return _ring(cache, f"{tasks.segment.uuid[:8]}-{client:x}", how)
+
+
+def _ring(cache: Cache, name: str, how: dict[str, Any]) -> SharedRing:
+    group = _group_of(cache)
+    return SharedRing.open(f"{ring_prefix(cache)}{name}", capacity=MESSAGES, group=group, **how)
 
 
 def _group_of(cache: Cache) -> int | None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import secrets
 import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from lightcache.cache import Cache
 from lightcache.errors import (
@@ -27,15 +26,7 @@ from lightcache.storage.common import Clock, Deadline, log
 from lightcache.storage.protocol import Keys
 from lightcache.storage.service import board
 from lightcache.storage.service.board import Board, Service, ServiceStats
-from lightcache.storage.service.messages import (
-    MOST_KEYS,
-    Answer,
-    Ask,
-    Kind,
-    Malformed,
-    Part,
-    split,
-)
+from lightcache.storage.service.messages import MOST_KEYS, Answer, Ask, Malformed, split
 from lightcache.storage.tasks import StorageTask, TaskProgress, TaskState, TierStats
 from lightcache.storage.tier import BaseTier, Call, check_cache
 
@@ -59,11 +50,11 @@ class ClientTask:
     def stop(self) -> None:
         """See `StorageTask.stop`."""
         if not self.progress.ended:
-            self.client.tell(Kind.STOP, self)
+            self.client.tell("stop", self)
 
     def cancel(self) -> None:
         """See `StorageTask.cancel`."""
-        if not self.progress.ended and not self.client.tell(Kind.CANCEL, self):
+        if not self.progress.ended and not self.client.tell("cancel", self):
             self.client.give_up(self, "cancelled; the storage service could not be told")
 
     def publish(self, pages: int) -> StorageTask:
@@ -120,7 +111,7 @@ class StorageClient(BaseTier):
         self._page_tokens = cache.index.segment.config.get("page_tokens")
         self._silence = silence
         self._warned = ""  # why the service is not asked, as it was logged
-        self._pid, self._client = os.getpid(), secrets.randbits(64)
+        self._pid = os.getpid()
         self._numbers = itertools.count(1)
         self._held_until = 0.0  # until then no calls: another process held the ring's lock
         self._pushing = threading.Lock()  # keeps the parts of a task together
@@ -133,7 +124,8 @@ class StorageClient(BaseTier):
             stack.callback(self._board.close)
             self._tasks = board.tasks_ring(cache, board.ASKING_SECONDS)
             stack.callback(self._tasks.close)
-            self._answers = board.make_answers(cache, self._pid, self._client)
+            self._client = board.client_word(self._tasks.segment)
+            self._answers = board.answers_ring(cache, self._tasks, self._client)
             stack.callback(self._answers.close)
             self._thread = threading.Thread(
                 target=self._listen, name="lightcache-storage-client", daemon=True
@@ -165,25 +157,22 @@ class StorageClient(BaseTier):
                 "hold: expected False, as the storage service holds no pages for its clients; open "
                 "the storage embedded in this process, by StorageTier.open"
             )
-        if how.get("request") is not None:
-            how["request"] = hash(how["request"])
-        pages = len(keys) - how.get("start", 0)
-        progress = TaskProgress("write" if call == "write" else "read", pages, self._page_tokens)
+        if how.get("request") is not None:  # that of another client is another request
+            how["request"] = hash((self._client, how["request"]))
         space = self.cache.index.default_namespace if namespace is None else namespace
-        kind, end = Kind[call.upper()], self.clock() + deadline.left
-        number = next(self._numbers)
+        ask = Ask(call, self.clock() + deadline.left, keys, space, how)
+        progress, number = TaskProgress(ask.kind, ask.pages, self._page_tokens), next(self._numbers)
         try:
             service = self._serving()
             if len(keys) > MOST_KEYS:
                 raise StorageError(f"{len(keys)} keys are more than one task may have, {MOST_KEYS}")
-            body = Ask(kind, end, deadline.timeout, keys, space, how).pack()
             last = self._patient(deadline.left)
             task = progress.owner = ClientTask(self, number, progress, deadline, service, last)
             with self._changed:
                 if self._closing:
                     raise Detached("the storage client was closed")
                 self._asked[number] = task
-            self._push(split(kind, self._pid, self._client, number, body))
+            self._push(split(self._client, number, ask.pack()))
         except BaseException as error:
             self._forget(number)
             if not isinstance(error, LightcacheError):
@@ -191,10 +180,11 @@ class StorageClient(BaseTier):
             if isinstance(error, LockTimeout):  # of a stopped process: spare later calls the wait
                 self._held_until = time.monotonic() + HELD
             progress.owner = None
-            progress.count(failed=pages)
-            told = isinstance(error, StorageError)
-            why = str(error) if told else f"the storage service cannot be asked: {error}"
-            self._end(progress, why)
+            progress.count(failed=ask.pages)
+            before = (
+                "" if isinstance(error, StorageError) else "the storage service cannot be asked: "
+            )
+            self._end(progress, f"{before}{error}")
         with self._changed:  # after the push: the listening thread does not delay it
             self._changed.notify_all()
         return StorageTask(progress)
@@ -256,10 +246,10 @@ class StorageClient(BaseTier):
                     raise WaitTimeout("its queue is full")
                 parts = parts[pushed:]
 
-    def tell(self, kind: Kind, task: ClientTask) -> bool:
+    def tell(self, call: Literal["stop", "cancel"], task: ClientTask) -> bool:
         """For `ClientTask`: push a message about a task; False: that failed."""
         try:
-            self._push([Part(kind, self._pid, self._client, task.number).pack()])
+            self._push(split(self._client, task.number, Ask(call).pack()))
         except LightcacheError:
             return False
         return True
@@ -267,13 +257,14 @@ class StorageClient(BaseTier):
     # ---- listening
 
     def _listen(self) -> None:
-        looked = 0.0
         while self._wait_for_work():
             try:
-                if time.monotonic() - looked >= SLICE:
-                    looked = time.monotonic()
-                    self._look()
-                self._hear(SLICE)
+                lost = self._lost()
+                # What the ring has comes first: answers from before the service ended, or from the
+                # time in which this process was stopped.
+                if not self._hear(0.0 if lost else SLICE):
+                    for task, why in lost:
+                        self.give_up(task, why)
             except Exception as error:  # the segments were removed or are broken, or our own bug
                 if not isinstance(error, LightcacheError):
                     log.exception("the storage service could not be listened to")
@@ -309,28 +300,22 @@ class StorageClient(BaseTier):
             task.progress.replace(answer.state, answer.prefix, answer.counts, answer.reasons)
         return bool(messages)
 
-    def _look(self) -> None:
-        """Give up tasks whose service is gone or silent, and overdue ones."""
+    def _lost(self) -> list[tuple[ClientTask, str]]:
+        """The tasks to give up, and why: their service is gone or silent, or they are overdue."""
         every = self._all_asked()
         service = self._board.service()  # after the list: a later task may be for the next service
-        lost = [(task, why) for task in every if (why := self._lost(task, service))]
-        # The ring may hold answers from before the service ended, or from the time in which this
-        # process was stopped. Bounded, as the service may keep answering.
-        for _ in range(board.ANSWERS // _AT_ONCE if lost else 0):
-            if not self._hear(0.0):
-                break
-        for task, why in lost:
-            self.give_up(task, why)
-
-    def _lost(self, task: ClientTask, service: Service | None) -> str:
-        """Why the task is given up; empty: it is not."""
-        if service is None or service.word != task.service.word:
-            message = f"the storage service of {self.cache.name!r} is gone"
-            return f"{message} (pid {task.service.pid})"
-        if task.end.passed:
-            silent = f"the storage service (pid {service.pid}) does not say how far it is"
-            return f"{task.deadline.reason}; {silent}"
-        return self._silent(service)
+        silent = "" if service is None else self._silent(service)
+        lost = []
+        for task in every:
+            if service is None or service.word != task.service.word:
+                gone = f"the storage service of {self.cache.name!r} is gone"
+                lost.append((task, f"{gone} (pid {task.service.pid})"))
+            elif task.end.passed:
+                mute = f"the storage service (pid {service.pid}) does not say how far it is"
+                lost.append((task, f"{task.deadline.reason}; {mute}"))
+            elif silent:
+                lost.append((task, silent))
+        return lost
 
     def _all_asked(self) -> list[ClientTask]:
         with self._changed:
@@ -385,7 +370,7 @@ class StorageClient(BaseTier):
             self._changed.wait_for(lambda: not self._asked, seconds)
         sent = True
         for task in self._all_asked():  # wait only once for a stopped process with the ring's lock
-            sent = sent and self.tell(Kind.CANCEL, task)
+            sent = sent and self.tell("cancel", task)
             self.give_up(task, "the storage client was closed")
         self._thread.join()
         self._answers.close()

@@ -11,9 +11,8 @@ import json
 import operator
 import struct
 from collections import Counter
-from dataclasses import dataclass, replace
-from enum import IntEnum
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from lightcache.runs import Run
 from lightcache.storage.protocol import Keys
 from lightcache.storage.tasks import COUNTS, TaskState
 
-VERSION = 7
+VERSION = 8
 PART_BYTES = 16 << 10
 """Maximum size of a message to the service: about a thousand keys."""
 ANSWER_BYTES = 1 << 10
@@ -34,79 +33,67 @@ MOST_PARTS = 66
 """Maximum parts of a task: those of `MOST_KEYS` keys, and of the rest of the body."""
 
 _MAGIC = b"lcST"
-_HEAD = struct.Struct("<4sBBHHIQQ")
+_HEAD = struct.Struct("<4sBHHQQ")
 _LENGTH = struct.Struct("<I")
 _ANSWER = struct.Struct(f"<4sBBQI{len(COUNTS)}I")
 _STATES = tuple(TaskState)
+_NOWHERE = Namespace("", "", 0)
 _ROOM = PART_BYTES - _HEAD.size
+_UNREADABLE = (struct.error, ValueError, TypeError, AttributeError, RecursionError, ConfigError)
 
 
 class Malformed(Exception):
     """The bytes are not a valid message."""
 
 
-class Kind(IntEnum):
-    """The kind of a message to the service. A task has the name of a method of `BaseTier`."""
-
-    WRITE = 1
-    PREFETCH = 2
-    PREFETCH_LAST_READY = 3
-    STOP = 4
-    """The task starts nothing more."""
-    CANCEL = 5
-
-
-_ARGUMENTS = {
-    Kind.WRITE: {"request", "tokens"},
-    Kind.PREFETCH: {"start"},
-    Kind.PREFETCH_LAST_READY: {"groups", "start", "step", "most"},
+_ARGUMENTS: dict[str, set[str]] = {
+    "write": {"request", "tokens"},
+    "prefetch": {"start"},
+    "prefetch_last_ready": {"groups", "start", "step", "most"},
+    "stop": set(),
+    "cancel": set(),
 }
-"""The arguments that are sent with each task."""
+"""The calls, by the names of methods of `BaseTier`, and of `StorageTask` for a task that was begun;
+and the arguments that are sent with each."""
 
 
 @dataclass(frozen=True)
 class Part:
     """A message to the service."""
 
-    kind: Kind
-    pid: int
     client: int
-    """A random number of the client; with `pid`, it names the ring of the client's answers."""
+    """Its `client_word` in the ring of tasks."""
     task: int
     """The client's number of the task."""
-    part: int = 0
-    parts: int = 1
-    data: bytes = b""
+    part: int
+    parts: int
+    data: bytes
     """A piece of the body."""
 
     def pack(self) -> bytes:
         """Its bytes."""
-        head = (_MAGIC, VERSION, self.kind, self.part, self.parts)
-        return _HEAD.pack(*head, self.pid, self.client, self.task) + self.data
+        head = (_MAGIC, VERSION, self.part, self.parts, self.client, self.task)
+        return _HEAD.pack(*head) + self.data
 
     @classmethod
     def unpack(cls, message: bytes) -> Part:
         """Raises Malformed."""
         data = message[_HEAD.size :]
         try:
-            magic, version, number, part, parts, pid, client, task = _HEAD.unpack_from(message)
-            kind = Kind(number)
-        except (struct.error, ValueError) as error:
+            magic, version, part, parts, client, task = _HEAD.unpack_from(message)
+        except struct.error as error:
             raise Malformed(str(error)) from None
-        whole = bool(data) if kind in _ARGUMENTS else not data and parts == 1
-        known = (magic, version) == (_MAGIC, VERSION) and pid
-        if not (known and part < parts <= MOST_PARTS and whole):
+        known = (magic, version) == (_MAGIC, VERSION)
+        if not (known and part < parts <= MOST_PARTS and data):
             raise Malformed(f"head {message[: _HEAD.size].hex()} with {len(data)} bytes")
-        return cls(kind, pid, client, task, part, parts, data)
+        return cls(client, task, part, parts, data)
 
 
-def split(kind: Kind, pid: int, client: int, task: int, body: bytes) -> list[bytes]:
-    """The messages of a task, in the order to push them."""
+def split(client: int, task: int, body: bytes) -> list[bytes]:
+    """The messages of a body, in the order to push them."""
     pieces = [body[at : at + _ROOM] for at in range(0, len(body), _ROOM)]
-    return [
-        Part(kind, pid, client, task, i, len(pieces), piece).pack()
-        for i, piece in enumerate(pieces)
-    ]
+    parts = [Part(client, task, i, len(pieces), piece) for i, piece in enumerate(pieces)]
+    return [part.pack() for part in parts]
 
 
 class PartBuffer:
@@ -143,58 +130,60 @@ class PartBuffer:
 
 @dataclass(frozen=True)
 class Ask:
-    """The body of a task."""
+    """The body of a call."""
 
-    kind: Kind
-    end: float
+    call: str
+    """Its name."""
+    end: float = 0.0
     """Its deadline, by CLOCK_MONOTONIC."""
-    timeout: float
-    """Its timeout in seconds."""
-    keys: Keys
-    namespace: Namespace
-    arguments: dict[str, Any]
+    keys: Keys = field(default_factory=lambda: np.empty((0, 2), np.uint64))
+    namespace: Namespace = _NOWHERE
+    arguments: dict[str, Any] = field(default_factory=dict)
     """Other arguments of the method. The tier checks their values."""
 
     @property
-    def start(self) -> int:
-        """The first key that is asked for."""
+    def kind(self) -> Literal["read", "write"]:
+        """See `StorageTask.kind`."""
+        return "write" if self.call == "write" else "read"
+
+    @property
+    def pages(self) -> int:
+        """The number of pages that are asked for."""
         start: int = self.arguments.get("start", 0)
-        return start
+        return len(self.keys) - start
 
     def pack(self) -> bytes:
         """Its bytes: a head in JSON, and the keys. The names of groups' rules are not sent."""
         space, how = self.namespace, dict(self.arguments)
         if "groups" in how:
             how["groups"] = [(r.align, r.back, run.group, run.parts) for r, run in how["groups"]]
-        fields = (self.end, self.timeout, (space.weights, space.tenant, space.ref), how)
+        fields = (self.call, self.end, space.weights, space.tenant, space.ref, how)
         head = json.dumps(fields, default=operator.index).encode()
         return _LENGTH.pack(len(head)) + head + self.keys.astype("<u8", copy=False).tobytes()
 
     @classmethod
-    def unpack(cls, kind: Kind, body: bytes) -> Ask:
+    def unpack(cls, body: bytes) -> Ask:
         """Raises Malformed."""
         try:
             start = _LENGTH.size + _LENGTH.unpack_from(body)[0]
-            end, timeout, (weights, tenant, ref), how = json.loads(body[_LENGTH.size : start])
+            call, end, weights, tenant, ref, how = json.loads(body[_LENGTH.size : start])
             keys = np.frombuffer(body[start:], "<u8").astype(np.uint64).reshape(-1, 2)
-            types = tuple(map(type, (end, timeout, weights, tenant, ref)))
-            if types != (float, float, str, str, int) or how.keys() != _ARGUMENTS[kind]:
-                raise Malformed(f"a {kind.name} of {types} with {set(how)}")
-            if not 0 <= ref <= 0xFFFFFFFF or end != end or timeout != timeout:
-                raise Malformed(f"a number is out of range: {ref}, {end}, {timeout}")
+            types = tuple(map(type, (call, end, weights, tenant, ref)))
+            if types != (str, float, str, str, int) or how.keys() != _ARGUMENTS.get(call):
+                raise Malformed(f"{call!r} of {types} with {set(how)}")
             first = how.get("start", 0)
             if type(first) is not int or not 0 <= first <= len(keys):
                 raise Malformed(f"a start of {first!r} in {len(keys)} keys")
+            if not 0 <= ref <= 0xFFFFFFFF or end != end:
+                raise Malformed(f"a number is out of range: {ref}, {end}")
             if "groups" in how:
                 how["groups"] = [
                     (Rule(f"rule{i}", align, back), Run(group, parts))
                     for i, (align, back, group, parts) in enumerate(how["groups"])
                 ]
-        except (struct.error, ValueError, TypeError, AttributeError, RecursionError) as error:
+        except _UNREADABLE as error:
             raise Malformed(str(error)) from None
-        except ConfigError as error:
-            raise Malformed(str(error)) from None
-        return cls(kind, end, timeout, keys, Namespace(weights, tenant, ref), how)
+        return cls(call, end, keys, Namespace(weights, tenant, ref), how)
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,10 @@ import contextlib
 import os
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from lightcache.cache import Cache
 from lightcache.errors import Detached, LightcacheError, LockTimeout, WaitTimeout
@@ -21,67 +20,84 @@ from lightcache.storage.common import Deadline, log
 from lightcache.storage.protocol import Storage
 from lightcache.storage.service import board
 from lightcache.storage.service.board import Board, ServiceStats
-from lightcache.storage.service.messages import Answer, Ask, Kind, Malformed, Part, PartBuffer
+from lightcache.storage.service.messages import Answer, Ask, Malformed, Part, PartBuffer
 from lightcache.storage.tasks import COUNTS, StorageTask, TaskState
 from lightcache.storage.tier import StorageTier
 
 MOST_TASKS = 4096
 """At a time. Further ones wait in the ring; when it is full, clients are refused."""
 MOST_UNTOLD = MOST_TASKS
-"""Refused answers to repeat, of a client. Beyond it, the one refused longest ago is forgotten: the
-client gives that task up when its time is over."""
+"""Ends of tasks that a client has not let in. Beyond it, the oldest is forgotten: the client gives
+that task up when its time is over."""
 _IDLE = 0.05  # seconds of waiting for a message
 _PAUSE = 0.01  # seconds between checks whether more tasks may be taken
 _LOOK = 0.25  # seconds between checks of clients, unsent answers and the cache
 _SWEEP = 10.0  # seconds between sweeps of rings of unknown clients
 _BATCH = 16  # messages taken at a time, which are lost if the service is killed
 _MUTE = 1.0  # seconds without answers for a stopped client that holds its ring's lock
-_LONGEST = 1e6  # maximum seconds of a task, as timers have a limit
 
 
 class Peer:
-    """A client of the service: the ring of its answers, and the parts of its next task."""
+    """A client: its tasks, and the ring of its answers. The thread that ends a task tells its end
+    at once. Progress, and ends that found no room in the ring, are told by `repeat`."""
 
     def __init__(self, ring: SharedRing, counted: Counter[str]) -> None:
         """`ring` is attached, with a slot of our own."""
         self.parts = PartBuffer(counted)
-        self.there = True
-        """We have not closed its ring yet."""
-        self.untold: OrderedDict[Served, None] = OrderedDict()
-        """Tasks whose state is to be told. Under the service's lock."""
+        self.tasks: dict[int, StorageTask] = {}
+        """Tasks whose end has not been counted, by the client's number. Only the service's thread
+        adds to it, and tells how far they are."""
+        self._told: dict[int, int] = {}  # the prefix of each as last told
+        self._untold: deque[bytes] = deque(maxlen=MOST_UNTOLD)  # no other answer follows an end
         self._ring = ring
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # answers are made and pushed in one order
         self._mute_until = 0.0
 
-    @property
-    def alive(self) -> bool:
-        """True if another process is attached to its ring. Takes about 60 us."""
-        own = self._ring.segment.client
-        assert own is not None
-        try:
-            clients = self._ring.segment.clients()
-        except LightcacheError:  # removed
-            return False
-        return any(client.alive and client.slot != own.slot for client in clients)
-
-    def tell(self, served: Served) -> bool:
-        """Push the state of a task, without waiting for room; False: it was not pushed. Answers are
-        made and pushed one at a time, so the last one pushed is the latest."""
+    def end(self, number: int) -> bool:
+        """Tell the end of a task, once. False: it found no room, and is repeated until it does, as
+        the client would wait for it until the task's time is up."""
         with self._lock:
-            if not self.there or time.monotonic() < self._mute_until:
-                return False
-            try:
-                return bool(self._ring.push_many([served.answer()]))
-            except LockTimeout:
-                self._mute_until = time.monotonic() + _MUTE
-            except LightcacheError as error:
-                log.warning("answers of the storage service could not be pushed: %s", error)
+            task = self.tasks.pop(number, None)
+            if task is None:
+                return True
+            self._told.pop(number, None)
+            self._untold.append(_answer(number, task, task.state))
+            return self._tell_ends()
+
+    def repeat(self) -> None:
+        """Tell what has not been told, until the client lets nothing in."""
+        with self._lock:
+            if not self._tell_ends():
+                return
+            for number, task in self.tasks.items():
+                prefix = task.pages_done
+                if task.state is TaskState.RUNNING and self._told.get(number) != prefix:
+                    if not self._push(_answer(number, task, TaskState.RUNNING)):
+                        return
+                    self._told[number] = prefix
+
+    def _tell_ends(self) -> bool:
+        while self._untold and self._push(self._untold[0]):
+            self._untold.popleft()
+        return not self._untold
+
+    def _push(self, answer: bytes) -> bool:
+        """Push an answer, without waiting for room; False: it was not pushed."""
+        if time.monotonic() < self._mute_until:
             return False
+        try:
+            return bool(self._ring.push_many([answer]))
+        except LockTimeout:
+            self._mute_until = time.monotonic() + _MUTE
+        except LightcacheError as error:
+            log.warning("answers of the storage service could not be pushed: %s", error)
+        return False
 
     def close(self) -> None:
-        """Close its ring, which is removed with the last attached process."""
+        """Forget its tasks, and close its ring, which is removed with the last attached process."""
         with self._lock:
-            self.there = False
+            self.tasks.clear()
+            self._untold.clear()
             self.parts.drop()
             try:
                 self._ring.close()
@@ -89,28 +105,11 @@ class Peer:
                 log.warning("the ring of a client could not be left: %s", error)
 
 
-@dataclass(eq=False)
-class Served:
-    """A client's task, and the tier's task that runs it."""
-
-    peer: Peer
-    name: tuple[int, int]
-    """The numbers of the client and of its task."""
-    task: StorageTask
-    counted: bool = False
-    """The published statistics count its end. Until then the end is not reported, so that a client
-    that hears of it finds it in the statistics."""
-    refused: bool = False
-    """Its last answer was not pushed."""
-
-    def answer(self) -> bytes:
-        """The state of the task."""
-        state = self.task.state  # before the result, which is final then
-        if self.task.ended and not self.counted:
-            state = TaskState.RUNNING
-        result = self.task.result
-        counts = {name: getattr(result, name) for name in COUNTS}
-        return Answer(self.name[1], state, result.prefix, counts, result.reasons).pack()
+def _answer(number: int, task: StorageTask, state: TaskState) -> bytes:
+    """The state of a task, with its result so far."""
+    result = task.result
+    counts = {name: getattr(result, name) for name in COUNTS}
+    return Answer(number, state, result.prefix, counts, result.reasons).pack()
 
 
 class StorageService:
@@ -137,33 +136,30 @@ class StorageService:
         """
         self.cache = cache
         self._counted: Counter[str] = Counter()
-        self._ending, self._over = Event(), Event()
+        self._ending = Event()
+        self._finish_by = Deadline(0.0)  # of messages, when it is ending
         self.why = ""
         """Why it ended by itself; empty: it did not."""
         self._looked = self._swept = 0.0
         self._publishing = threading.Lock()
         self._last: ServiceStats | None = None
-        self._closed, self._pid = False, os.getpid()
-        self._peers: dict[tuple[int, int], Peer] = {}
-        self._lock = threading.RLock()  # for the next one, and for what its clients are to be told
-        self._tasks: dict[tuple[int, int], Served] = {}
+        self._pid = os.getpid()
+        self._peers: dict[int, Peer] = {}
         with contextlib.ExitStack() as stack:
             self._tier = StorageTier(cache, storage, **tier)
             stack.callback(self._tier.close, 0.0)
             self._board = Board.open(cache)
             stack.callback(self._board.close)
-            self._board.claim()
+            self._ring = board.tasks_ring(cache)
+            stack.callback(self._ring.close)
+            self._board.claim(self._tier.options.grace)
             stack.callback(self._board.leave)
             with contextlib.suppress(LockTimeout):  # any process that needs pages reaps too
                 cache.reap()  # the earlier service may have been killed
-            self._ring = board.tasks_ring(cache)
-            stack.callback(self._ring.close)
             self._publish()
             self._thread = threading.Thread(
                 target=self._serve, name="lightcache-storage-service", daemon=True
             )
-            # Before the thread starts, which may end at once and close the board for tasks.
-            self._board.begin(self._tier.options.grace)
             self._thread.start()
             stack.pop_all()
 
@@ -171,29 +167,26 @@ class StorageService:
 
     def _serve(self) -> None:
         try:
-            while not self._ending.is_set():
-                self._turn(_IDLE)
-        except LightcacheError as error:
-            self.why = str(error)
-            log.warning("the storage service of %r ends: %s", self.cache.name, self.why)
-        except Exception as error:  # our own bug
-            self.why = repr(error)
-            log.exception("the storage service of %r ends", self.cache.name)
-        finally:
-            with contextlib.suppress(LightcacheError):
-                if not self._ending.is_set():  # it ended by itself: clients must stop asking
-                    self._board.end()
-            self._over.set()
+            while not self._ending.is_set() or (len(self._ring) and not self._finish_by.passed):
+                self._turn()
+        except Exception as error:
+            ours = not isinstance(error, LightcacheError)  # then it is our own bug
+            self.why = repr(error) if ours else str(error)
+            log.warning(
+                "the storage service of %r ends: %s", self.cache.name, self.why, exc_info=ours
+            )
+            with contextlib.suppress(LightcacheError):  # clients must stop asking
+                self._board.end()
 
-    def _turn(self, timeout: float) -> int:
-        """Take messages out of the ring, and do what is due. Returns the number of messages."""
+    def _turn(self) -> None:
+        """Take messages out of the ring, or wait for one, and do what is due."""
         messages: list[bytes] = []
-        if len(self._tasks) >= MOST_TASKS:
+        if sum(len(peer.tasks) for peer in self._peers.values()) >= MOST_TASKS:
             self._counted["full"] += 1
-            self._ending.wait(min(timeout, _PAUSE))
+            time.sleep(_PAUSE)
         else:
             with contextlib.suppress(WaitTimeout, LockTimeout):
-                messages = self._ring.pop_many(_BATCH) or [self._ring.pop(timeout=timeout)]
+                messages = self._ring.pop_many(_BATCH) or [self._ring.pop(timeout=_IDLE)]
         for message in messages:
             self._board.look()  # one of a client that was stopped while it left takes 0.2 s
             try:
@@ -209,18 +202,12 @@ class StorageService:
             self._look_around()
         elif not messages:
             self._repeat()
-        return len(messages)
 
     def _look_around(self) -> None:
         self._looked = time.monotonic()
         self.cache.index.segment.check_usable()
         self._board.look()
         self._drop_peers(alive=False)
-        with self._lock:
-            orphans = [served for served in self._tasks.values() if not served.peer.there]
-        for served in orphans:
-            if served.task.kind == "read":  # not needed any more, and others may wait for its keys
-                served.task.cancel()
         self._repeat()
         if self._looked - self._swept >= _SWEEP:
             self._swept = self._looked
@@ -235,115 +222,73 @@ class StorageService:
         """
         self._counted["taken"] += 1
         part = Part.unpack(message)
-        peer = self._peer(part.pid, part.client)
+        peer = self._peer(part.client)
         if peer is None:
             self._counted["orphans"] += 1
-            return
-        with self._lock:
-            known = self._tasks.get((part.client, part.task))
-        if part.kind in (Kind.STOP, Kind.CANCEL):
-            if known is not None:
-                (known.task.stop if part.kind is Kind.STOP else known.task.cancel)()
             return
         body = peer.parts.add(part)
         if body is None:
             return
-        if known is not None:
+        ask, known = Ask.unpack(body), peer.tasks.get(part.task)
+        if ask.call in ("stop", "cancel"):
+            if known is not None:
+                getattr(known, ask.call)()
+        elif known is not None:
             raise Malformed(f"a second task of number {part.task}")
-        task = self._begin(Ask.unpack(part.kind, body), part.client)
-        served = Served(peer, (part.client, part.task), task)
-        with self._lock:
-            self._tasks[served.name] = served
-        task.progress.watch(lambda: self._tell(served))
+        else:
+            task = self._begin(ask)
+            peer.tasks[part.task] = task
+            task.progress.watch(lambda: self._tell_end(peer, part.task))
 
-    def _begin(self, ask: Ask, client: int) -> StorageTask:
-        how = dict(ask.arguments)
-        left = min(ask.end - self._tier.options.clock(), ask.timeout, _LONGEST)
+    def _begin(self, ask: Ask) -> StorageTask:
+        left = ask.end - self._tier.options.clock()
         try:
             if left <= 0:
                 self._counted["late"] += 1
-                raise WaitTimeout(
-                    f"timed out: not done within {ask.timeout:g} s, all of it in the queue"
-                )
-            if how.get("request") is not None:  # that of another client is another request
-                how["request"] = (client, how["request"])
-            begin: Callable[..., StorageTask] = getattr(self._tier, ask.kind.name.lower())
-            return begin(ask.keys, namespace=ask.namespace, timeout=left, **how)
+                raise WaitTimeout("timed out: its time was up before it was taken out of the queue")
+            begin: Callable[..., StorageTask] = getattr(self._tier, ask.call)
+            return begin(ask.keys, namespace=ask.namespace, timeout=left, **ask.arguments)
         except LightcacheError as error:
-            kind: Literal["write", "read"] = "write" if ask.kind is Kind.WRITE else "read"
-            return self._tier.failed_task(kind, max(0, len(ask.keys) - ask.start), error)
+            return self._tier.failed_task(ask.kind, ask.pages, error)
 
-    def _peer(self, pid: int, client: int) -> Peer | None:
+    def _peer(self, client: int) -> Peer | None:
         """The sender of a message; None: it is gone."""
-        peer = self._peers.get((pid, client))
-        if peer is None:
-            try:
-                peer = Peer(board.find_answers(self.cache, pid, client), self._counted)
-            except LightcacheError:
-                return None
-            if not peer.alive:
-                peer.close()
-                return None
-            self._peers[pid, client] = peer
-        return peer
+        ring = self._ring
+        with contextlib.suppress(LightcacheError):
+            if client not in self._peers and board.lives(ring.segment, client):
+                answers = board.answers_ring(self.cache, ring, client)
+                self._peers[client] = Peer(answers, self._counted)
+        return self._peers.get(client)
 
     def _drop_peers(self, *, alive: bool) -> None:
         """Close the rings of clients that are gone; with `alive`, of all clients."""
-        for name, peer in list(self._peers.items()):
-            if alive or not peer.alive:
+        for client, peer in list(self._peers.items()):
+            if alive or not board.lives(self._ring.segment, client):
+                for task in list(peer.tasks.values()):
+                    if task.kind == "read":  # not needed any more, and others may wait for its keys
+                        task.cancel()
                 with self._publishing:  # figures say all of it, or nothing
-                    del self._peers[name]
+                    del self._peers[client]
                     peer.close()
 
-    # ---- answers
+    # ---- answers, statistics
 
-    def _tell(self, served: Served) -> None:
-        """Push the end of a task to its client, in the thread that ended it. What was before is
-        told a moment later (`_repeat`), as the end usually follows."""
-        if not served.task.progress.settled:
-            with self._lock:
-                served.peer.untold[served] = None
-            return
+    def _tell_end(self, peer: Peer, number: int) -> None:
+        """Tell the end of a task, in the thread that ended it, when the figures on the board have
+        it: a client that hears of the end finds it there."""
         try:
-            self._publish()
-        except Exception:  # statistics may be late; the client waits for the answer
-            log.exception("statistics of the storage service could not be published")
-        served.counted = True
-        self._push(served)
-
-    def _push(self, served: Served) -> bool:
-        """Push the state of a task; False: its client takes nothing now. Then it is repeated while
-        the client is there: no other answer follows the end of a task, and the client would wait
-        until the task's time is up."""
-        peer, ours = served.peer, False
-        with self._lock:
-            peer.untold.pop(served, None)  # before: another thread may add it meanwhile
-        try:
-            told = peer.tell(served)
-        except Exception:  # our own bug: the thread has other tasks, and this one would fail again
-            log.exception("an answer of the storage service could not be made")
-            told, ours = False, True
-        with self._lock:
-            if served.counted:
-                self._tasks.pop(served.name, None)
-            self._counted["lost"] += not (told or served.refused)
-            served.refused = not told
-            if peer.there and not (told or ours):
-                peer.untold[served] = None
-                while len(peer.untold) > MOST_UNTOLD:
-                    peer.untold.popitem(last=False)
-        return told or ours
+            try:
+                self._publish()
+            finally:  # figures may be late; the client waits for the answer
+                told = peer.end(number)
+            with self._publishing:
+                self._counted["lost"] += not told
+        except Exception:  # our own bug: the thread has other tasks
+            log.exception("the end of a task of the storage service could not be told or counted")
 
     def _repeat(self) -> None:
-        """Tell each client what it has not been told, until it refuses."""
         for peer in self._peers.values():
-            with self._lock:
-                untold = list(peer.untold)
-            for served in untold:
-                if not self._push(served):
-                    break
-
-    # ---- statistics
+            peer.repeat()
 
     def _publish(self) -> None:
         with self._publishing, contextlib.suppress(Detached):
@@ -366,7 +311,8 @@ class StorageService:
     def wait(self, timeout: float | None = None) -> bool:
         """Block until it takes no more messages, because it was closed or ended by itself, such as
         when the cache was removed (see `why`). False: `timeout` seconds have passed."""
-        return self._over.wait(timeout)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def close(self, timeout: float = 10.0) -> bool:
         """Take no new tasks, finish queued ones, cancel those that remain, and close. May be called
@@ -386,31 +332,18 @@ class StorageService:
         """
         if os.getpid() != self._pid:
             return True
-        deadline = Deadline(timeout)
+        deadline = self._finish_by = Deadline(timeout)
         self._board.end()
         self._ending.set()
         self._thread.join()
-        if not self._closed:
-            with contextlib.suppress(LightcacheError):
-                self._take_the_rest(deadline)
         ended = self._tier.close(min(deadline.left, threading.TIMEOUT_MAX))
-        if not self._closed:
-            self._repeat()
-            self._leave()
+        self._leave()
         return ended
 
-    def _take_the_rest(self, deadline: Deadline) -> None:
-        """Take the messages that were in the ring when it closed. A turn may take none although
-        some are left: with `MOST_TASKS`, or while another process holds the lock."""
-        while not (self.why or deadline.passed):
-            if not self._turn(0.0):
-                if not len(self._ring):
-                    return
-                time.sleep(_PAUSE)
-
     def _leave(self) -> None:
-        """Close everything. Each step may be repeated after an interrupt: the board knows whether
-        it is still ours."""
+        """Tell the rest, and close everything. Each step may be repeated, as after an interrupt:
+        the board knows whether it is still ours."""
+        self._repeat()
         self._drop_peers(alive=True)
         self._publish()  # after the peers, which count their incomplete tasks
         with contextlib.suppress(LightcacheError):  # the board was removed
@@ -419,7 +352,6 @@ class StorageService:
             self._board.leave()
         self._ring.close()
         self._board.close()
-        self._closed = True
 
     def __enter__(self) -> StorageService:
         return self
