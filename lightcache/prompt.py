@@ -105,6 +105,12 @@ class Prompt:
         """Everything that decides the keys, with the number of tokens instead of the tokens."""
         return len(self.tokens), self.tenant, self.salt, self.lora, self.items
 
+    @property
+    def is_tokens_alone(self) -> bool:
+        """Whether nothing but its tokens tells its keys from those of other prompts: then a router
+        that knows only tokens may be told of its pages."""
+        return not (self.tenant or self.salt or self.lora or self.items)
+
     def keys(self, spec: KeySpec) -> Keys:
         """Keys of all complete pages, uint64 of shape (n, 2). Hashed at the first call."""
         for known in self._keys:

@@ -362,6 +362,8 @@ class KVCacheManager:
             first,
             known=len(prompt),
         )
+        if self.host.token_records is not None and prompt.is_tokens_alone:
+            running.generated = bytearray()
         blocks = min(match.device, match.usable) // self.device.block_tokens
         if hit is not None:
             running.table = hit.pages[:blocks].copy()

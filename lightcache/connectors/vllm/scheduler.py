@@ -14,6 +14,7 @@ import math
 import os
 import re
 import time
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,7 +48,7 @@ from lightcache.connectors.vllm.messages import (
     SaveOrder,
 )
 from lightcache.connectors.vllm.options import HINT, HINTS, Options
-from lightcache.connectors.vllm.prompts import Adapters, keys_of, prompt_of
+from lightcache.connectors.vllm.prompts import Adapters, is_tokens_alone, keys_of, prompt_of
 from lightcache.errors import (
     ConfigError,
     LeaseLost,
@@ -856,8 +857,19 @@ class SchedulerHalf(CachePart[Opened]):
                 root,
                 blocks,
                 state.hint,
+                self._tokens_of(opened, state.request, group, start, len(keys)),
             )
         )
+
+    def _tokens_of(
+        self, opened: Opened, request: Any, group: BlockGroup, start: int, end: int
+    ) -> bytes:
+        """Ids of the tokens of pages [start, end), packed; empty if the cache does not note them,
+        or they alone do not decide the keys."""
+        noted = opened.cache.token_records is not None and group.whole and group.run == PLAIN
+        if not noted or not is_tokens_alone(request):
+            return b""
+        return array("I", request.all_token_ids[start * self._page : end * self._page]).tobytes()
 
     def _extend(self, state: _Request) -> None:
         """Hash what was decoded since."""
@@ -1058,6 +1070,7 @@ def open_cache(
         device=device,
         shared=shared,
         kv_groups=names_of_groups(place.groups),
+        token_ids=options.token_ids,
     )
 
 
