@@ -164,8 +164,8 @@ class TokenRecords:
                     problem = f"{written} of {len(part)} bytes fitted"
                 except OSError as error:
                     written, problem = 0, str(error.strerror)
-                if written < len(part):
-                    self._count_lost(end - start, problem)
+                if lost := end - start - written // size:
+                    self._count_lost(lost, problem)
 
     def read(self, pages: npt.NDArray[np.int64], keys: Keys) -> tuple[TokenIds, Mask]:
         """The token ids of pages, as (rows, known): uint32 of shape (n, page_tokens), and which of
