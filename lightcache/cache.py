@@ -1280,7 +1280,7 @@ class Cache:
             namespace=namespace,
             timeout=timeout,
         )
-        if rows is not None:
+        if rows is not None and not new.joined:  # else another rank of the team notes them
             self.note_tokens(new, keys, rows)
         return new
 

@@ -53,7 +53,6 @@ def open_engine_cache(
     stays: bool = True,
     kv_groups: Sequence[str] | None = None,
     order: Eviction | None = None,
-    token_ids: bool = False,
 ) -> Cache:
     """The cache that the options name, or the default one of the model and fingerprint. Parts of
     one process share a client.
@@ -61,7 +60,6 @@ def open_engine_cache(
     Args:
         order: of eviction, of a new cache, if the options name none; None: the cache's default.
         stays: False: it ends with its last client, whatever `idle_limit` says.
-        token_ids: a new cache notes those of its pages; False: not, and an existing one as it is.
 
     Raises:
         As `Cache.open`.
@@ -90,7 +88,7 @@ def open_engine_cache(
             device=device,
             shared=shared,
             kv_groups=kv_groups,
-            token_ids=token_ids or None,
+            token_ids=options.token_ids or None,
         )
     except NoSpace as error:
         raise NoSpace(f"{error}; {REMEDY}") from error

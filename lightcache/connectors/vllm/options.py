@@ -32,10 +32,6 @@ class Options(EngineOptions):
     record: str | None = None
     """A file to which each request is appended, for `lightcache replay`: when it came, its length,
     and parts of its pages' keys. No tokens. None: nothing is recorded."""
-    token_ids: bool = False
-    """True: a new cache notes the token ids of pages, for `lightcache events` to routers that find
-    blocks by tokens. They are content, in shared memory that this user alone may read. An existing
-    cache with a default name stays as it is; one with a given `name` must note them."""
     load_failure: LoadFailure = "recompute"
     """What vLLM does with a request whose load failed: compute it, or end it with an error. It
     takes the place of `kv_load_failure_policy`, whose default in vLLM is to end it."""
@@ -46,7 +42,6 @@ class Options(EngineOptions):
         self.check_choice("load_failure", LoadFailure)
         super().__post_init__()
         self.check_flag("save_decode")
-        self.check_flag("token_ids")
         record: object = self.record  # of any type: an operator wrote it
         if record is not None and not (isinstance(record, str) and record):
             raise ConfigError(f"record: expected the path of a file, found {record!r}")

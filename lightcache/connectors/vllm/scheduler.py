@@ -1070,7 +1070,6 @@ def open_cache(
         device=device,
         shared=shared,
         kv_groups=names_of_groups(place.groups),
-        token_ids=options.token_ids,
     )
 
 
