@@ -1261,10 +1261,7 @@ class Cache:
             ConfigError: tokens that are noted are no ids, or fewer than those of the keys.
             Otherwise as `PageIndex.reserve`.
         """
-        records, rows = self.token_records, None
-        if records is not None and tokens is not None:
-            tenant = (namespace or self.index.default_namespace).tenant
-            rows = None if tenant else records.rows(tokens, len(keys))
+        rows = self.token_rows(tokens, len(keys), namespace)
         new = self.index.reserve(
             keys,
             start,
@@ -1283,6 +1280,20 @@ class Cache:
         if rows is not None and not new.joined:  # else another rank of the team notes them
             self.note_tokens(new, keys, rows)
         return new
+
+    def token_rows(
+        self, tokens: Tokens | None, pages: int, namespace: Namespace | None
+    ) -> TokenIds | None:
+        """For modules of lightcache: the ids of a prompt's first pages, as `note_tokens` takes
+        them; None: none were given, or they are not noted.
+
+        Raises:
+            ConfigError: as `reserve`.
+        """
+        if self.token_records is None or tokens is None:
+            return None
+        tenant = (namespace or self.index.default_namespace).tenant
+        return None if tenant else self.token_records.rows(tokens, pages)
 
     def note_tokens(self, new: Reservation, keys: Keys, rows: TokenIds, start: int = 0) -> None:
         """For modules of lightcache: note the token ids of a reservation's new pages, before they

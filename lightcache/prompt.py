@@ -106,10 +106,11 @@ class Prompt:
         return len(self.tokens), self.tenant, self.salt, self.lora, self.items
 
     @property
-    def is_tokens_alone(self) -> bool:
-        """Whether nothing but its tokens tells its keys from those of other prompts: then a router
-        that knows only tokens may be told of its pages."""
-        return not (self.tenant or self.salt or self.lora or self.items)
+    def told_tokens(self) -> TokenIds | None:
+        """Its tokens, if nothing else tells its keys from those of other prompts: then a router
+        that knows only tokens may be told of its pages. Otherwise None."""
+        others = self.tenant or self.salt or self.lora or self.items
+        return None if others else self.tokens
 
     def keys(self, spec: KeySpec) -> Keys:
         """Keys of all complete pages, uint64 of shape (n, 2). Hashed at the first call."""

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from support.manager_case import SECRET, TOKEN_BYTES
 from support.refusals import refused
+from support.storing import empty
 from support.vllm_stand_in import Engine
 
 from lightcache import Cache, Changes, PageIndex
@@ -30,6 +31,8 @@ from lightcache.errors import (
 from lightcache.manager import MultimodalItem, Prompt, WritePolicy
 from lightcache.shm import Segment, names
 from lightcache.shm.sweep import leftovers
+from lightcache.storage import StorageTier
+from lightcache.storage.service import StorageClient, StorageService
 from lightcache.token_records import TokenRecords
 
 SIZE = 4  # tokens of a page
@@ -389,3 +392,52 @@ def test_vllm_sends_them_with_the_keys(segment_name: str, monkeypatch: pytest.Mo
             assert set(found.values()) == {()}
             assert len(found) == 2
     Segment.unlink(segment_name)
+
+
+def test_a_storage_brings_pages_back_with_them(cache: Cache) -> None:
+    with StorageTier.open(cache, "memory:") as tier:
+        keys = cache.hash_pages(PROMPT)
+        put(cache, PROMPT, PROMPT)
+        assert tier.write(keys).wait(60.0).stored == 5
+        cache.evict(32)
+        put(cache, list(range(40)), list(range(40)))  # in the same pages
+        cache.evict(32)
+        tier.prefetch(keys[:2]).wait(60.0)
+        tier.prefetch(keys[:4], 2, tokens=PROMPT).wait(60.0)
+        task = tier.prefetch(keys, 4, tokens=PROMPT, hold=True)
+        task.wait(60.0)
+        task.publish(1).wait(60.0)
+        refused(ConfigError, "found 19", tier.prefetch, keys, tokens=PROMPT[:19])
+        assert told(cache) == {**expected(cache, PROMPT), **expected(cache, PROMPT[:8], 0)}
+
+
+def test_a_storage_service_is_not_told_them(cache: Cache) -> None:
+    with (
+        StorageService(cache, empty(cache)),
+        StorageClient(cache) as client,
+    ):
+        keys = cache.hash_pages(PROMPT)
+        put(cache, PROMPT, PROMPT)
+        assert client.write(keys).wait(60.0).stored == 5
+        cache.evict(32)
+        put(cache, list(range(40)), list(range(40)))
+        cache.evict(32)
+        assert client.prefetch(keys, tokens=PROMPT).wait(60.0).prefix == 5
+        assert told(cache) == expected(cache, PROMPT, 0)
+
+
+def test_a_manager_reads_pages_from_a_storage_with_them(
+    cache: Cache, worlds: Any, wait_until: Any
+) -> None:
+    with StorageTier.open(cache, "memory:") as tier:
+        put(cache, PROMPT, PROMPT)
+        tier.write(cache.hash_pages(PROMPT)).wait(60.0)
+        cache.evict(32)
+        put(cache, list(range(40)), list(range(40)))
+        cache.evict(32)
+        world = worlds(cache=cache, storage=lambda _: tier)
+        world.manager.prefetch(Prompt(PROMPT[:8])).wait(60.0)
+        assert told(cache) == expected(cache, PROMPT[:8])
+        world.manager.plan("one", Prompt([*PROMPT, 1]))
+        wait_until(lambda: told(cache) == expected(cache, PROMPT), "its pages")
+        world.manager.cancel("one")

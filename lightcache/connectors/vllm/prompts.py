@@ -131,7 +131,7 @@ def keys_of(request: Any, spec: KeySpec, adapter: bytes | None) -> Keys:
 
 
 def is_tokens_alone(request: Any) -> bool:
-    """Whether nothing but its tokens decides its keys, as for `Prompt.is_tokens_alone`."""
+    """Whether nothing but its tokens decides its keys, as for `Prompt.told_tokens`."""
     decided = request.mm_features or request.cache_salt or request.lora_request is not None
     return not decided and request.prompt_embeds is None
 

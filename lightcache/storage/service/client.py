@@ -165,6 +165,7 @@ class StorageClient(BaseTier):
                 "hold: expected False, as the storage service holds no pages for its clients; open "
                 "the storage embedded in this process, by StorageTier.open"
             )
+        how.pop("rows", None)  # token ids are more than a message has room for
         if how.get("request") is not None:
             how["request"] = hash(how["request"])
         pages = len(keys) - how.get("start", 0)
