@@ -26,6 +26,7 @@ from lightcache.errors import (
     ConfigError,
     InUse,
     LayoutMismatch,
+    LightcacheError,
     NotReady,
     OutOfPages,
 )
@@ -70,6 +71,7 @@ from lightcache.shm.listing import of_family
 from lightcache.shm.memory import Coming
 from lightcache.shm.wanted import FAMILY_ITEM
 from lightcache.snapshot import CheckReport, IndexStats
+from lightcache.token_records import TOKENS_ITEM, TokenIds, TokenRecords, make_token_records
 
 if TYPE_CHECKING:
     from lightcache.kernels.pinned import Driver, PinnedPages
@@ -178,11 +180,15 @@ class CacheSpec:
         kv_groups: Sequence[str] | None,
         independent: bool | None,
         eviction: str | None,
+        token_ids: bool | None,
         minimums: Mapping[str, int | str] | None = None,
     ) -> None:
         """The secret is read, and its file created if needed, after all checks."""
         check_numa(numa)
         self.minimums = minimums
+        if token_ids and page_tokens is None:
+            raise ConfigError("token_ids: records of token ids need page_tokens; give both")
+        self.token_ids = bool(token_ids)
         self.page_bytes = parse_size(page_bytes, "page_bytes")
         if self.page_bytes > _MAX_PAGE:
             raise ConfigError(
@@ -213,6 +219,7 @@ class CacheSpec:
             **({} if kv_groups is None else {NAMES_ITEM: checked_names(kv_groups)}),
             **({} if family is None else {FAMILY_ITEM: family}),
             **({} if family or not model else {MODEL_ITEM: family_name(model)}),
+            **({TOKENS_ITEM: True} if self.token_ids else {}),
         }
         given = {
             "page_tokens": page_tokens,
@@ -221,13 +228,14 @@ class CacheSpec:
             NAMES_ITEM: kv_groups,
             "independent": independent,
             "eviction": eviction,
+            TOKENS_ITEM: token_ids,
         }
         self.named = {"page_bytes", "fingerprint", "secret", "pages"}
         """What `open` compares with an existing cache: the options that were given. Pages and order
         say the bytes."""
         self.named |= {item for item, value in given.items() if value is not None}
         if family is not None:
-            self.named -= {"pages", "eviction"}
+            self.named -= {"pages", "eviction", TOKENS_ITEM}
 
     def _capacity(self, pages: int | None, size: int | str | None) -> int:
         if (pages is None) == (size is None):
@@ -265,13 +273,16 @@ class CacheSpec:
         return default_eviction(independent=self.independent, groups=groups)
 
     def initialise(self, segment: Segment) -> None:
-        """Make the pool, unless its minimums cannot be: then no cache is made.
+        """Make the pool, unless its minimums cannot be: then no cache is made; and the token
+        records.
 
         Raises:
             ConfigError: see `Cache.set_minimums`.
         """
         self._check_minimums()
         make_object(segment, *self._lengths(), self.numa)
+        if self.token_ids:
+            make_token_records(segment, self.pages, self.config["page_tokens"])
 
     def check_new(self, freed: Coming, index_bytes: int) -> None:
         """What `initialise` will refuse, before a cache is removed to make room for this one.
@@ -512,6 +523,15 @@ def _with_minimums(cache: T, minimums: Mapping[str, int | str] | None) -> T:
     return cache
 
 
+def _token_records(index: PageIndex) -> TokenRecords | None:
+    """Those of an attached index. They are advice for routers: without them a cache works."""
+    try:
+        return TokenRecords.of(index.segment, index.pages, readonly=index.readonly)
+    except LightcacheError as error:
+        _log.warning("%s: no token ids are noted: %s", index.name, error)
+        return None
+
+
 # ---- The format of a cache's pages.
 
 
@@ -577,6 +597,8 @@ class Cache:
         self.pool = HostPool(index, self.page_bytes, huge_pages=huge_pages, numa=numa)
         self._pin = PoolPin(self.pool)
         self._grower: Grower | None = None
+        self.token_records = _token_records(index)
+        """None: the cache has none, or this process cannot use them, which is logged."""
         self.opening: Opening | None = None
         """The client that this handle shares with others of this process; None: it has its own."""
         if index.readonly or self.pool.grown == self.pool.pages:
@@ -615,6 +637,7 @@ class Cache:
         independent: bool = False,
         eviction: str | None = None,
         kv_groups: Sequence[str] | None = None,
+        token_ids: bool = False,
         grow: bool = True,
         lock_timeout: float = 10.0,
         timeout: float | None = 10.0,
@@ -672,6 +695,7 @@ class Cache:
             kv_groups,
             independent,
             eviction,
+            token_ids,
         )
         index = PageIndex.create(
             spec.name,
@@ -809,6 +833,7 @@ class Cache:
         independent: bool | None = None,
         eviction: str | None = None,
         kv_groups: Sequence[str] | None = None,
+        token_ids: bool | None = None,
         minimums: Mapping[str, int | str] | None = None,
         shared: bool = False,
         grow: bool = True,
@@ -820,8 +845,8 @@ class Cache:
         cache's, and those of `create` for a new one.
 
         Args:
-            name, model: see `create`. Under a default name `size` or `pages`, and `eviction`, are
-                those of a new cache; an existing one may have others.
+            name, model: see `create`. Under a default name `size` or `pages`, `eviction` and
+                `token_ids` are those of a new cache; an existing one may have others.
             lifetime: None: keep that of an existing cache; "attached" for a new one.
             idle_limit: seconds. A persistent cache that was unused for this long and has no live
                 client is removed by the next `open`, `create` or `sweep` that needs its room. None:
@@ -859,6 +884,7 @@ class Cache:
             kv_groups,
             independent,
             eviction,
+            token_ids,
             minimums,
         )
 
@@ -886,6 +912,12 @@ class Cache:
                     '%s: its order of eviction is "%s", "%s" was asked for; to change it, run '
                     "`lightcache rm %s` when no engine uses it",
                     *(index.name, index.eviction, spec.eviction, index.name),
+                )
+            if spec.token_ids and not index.segment.config.get(TOKENS_ITEM):
+                _log.warning(
+                    "%s: it notes no token ids, which were asked for; to change it, run "
+                    "`lightcache rm %s` when no engine uses it",
+                    *(index.name, index.name),
                 )
             return cls._over(index, SecretSource(spec.secret), huge_pages, numa, grow)
 
@@ -955,6 +987,8 @@ class Cache:
                 self._grower.stop()
                 self._grower = None
         self.index.close()
+        if self.token_records is not None:
+            self.token_records.close()
         self.pool.close()
 
     def __enter__(self: T) -> T:
@@ -1089,13 +1123,14 @@ class Cache:
             Otherwise as `reserve`.
         """
         keys = self.hash_pages(tokens, namespace=namespace, **how)
+        told = None if any(how.get(part) for part in ("salt", "lora", "extra")) else tokens
         rows = np.ascontiguousarray(pages)
         if (len(rows), rows.nbytes) != (len(keys), len(keys) * self.page_bytes):
             raise ConfigError(
                 f"pages: expected a row of {self.page_bytes} bytes for each of {len(keys)} full "
                 f"pages, found {rows.dtype} {rows.shape}"
             )
-        with self.reserve(keys, namespace=namespace) as new:
+        with self.reserve(keys, namespace=namespace, tokens=told) as new:
             self.pool.array[new.pages] = rows.view(np.uint8).reshape(-1, self.page_bytes)[new.new]
             new.publish()
             if len(new.missing):
@@ -1212,9 +1247,22 @@ class Cache:
         hint: Hint = Hint.NONE,
         namespace: Namespace | None = None,
         timeout: float | None = None,
+        tokens: Tokens | None = None,
     ) -> Reservation:
-        """See `PageIndex.reserve`."""
-        return self.index.reserve(
+        """See `PageIndex.reserve`.
+
+        Args:
+            tokens: ids of the tokens of all `keys`, or more, from those of the first on. A cache
+                that was created with `token_ids` notes those of new pages for routers, which find
+                blocks by nothing else: give none where a salt, an adapter or an item decides the
+                keys as well. Those of a tenant are not noted. Other caches ignore them.
+
+        Raises:
+            ConfigError: tokens that are noted are no ids, or fewer than those of the keys.
+            Otherwise as `PageIndex.reserve`.
+        """
+        rows = self.token_rows(tokens, len(keys), namespace)
+        new = self.index.reserve(
             keys,
             start,
             after=after,
@@ -1229,6 +1277,35 @@ class Cache:
             namespace=namespace,
             timeout=timeout,
         )
+        if rows is not None and not new.joined:  # else another rank of the team notes them
+            self.note_tokens(new, keys, rows)
+        return new
+
+    def token_rows(
+        self, tokens: Tokens | None, pages: int, namespace: Namespace | None
+    ) -> TokenIds | None:
+        """For modules of lightcache: the ids of a prompt's first pages, as `note_tokens` takes
+        them; None: none were given, or they are not noted.
+
+        Raises:
+            ConfigError: as `reserve`.
+        """
+        if self.token_records is None or tokens is None:
+            return None
+        tenant = (namespace or self.index.default_namespace).tenant
+        return None if tenant else self.token_records.rows(tokens, pages)
+
+    def note_tokens(self, new: Reservation, keys: Keys, rows: TokenIds, start: int = 0) -> None:
+        """For modules of lightcache: note the token ids of a reservation's new pages, before they
+        are published.
+
+        Args:
+            keys: those that were reserved, from position `start` on.
+            rows: the ids of each, shape (n, page_tokens).
+        """
+        records, which = self.token_records, new.new - start
+        if records is not None and len(which):
+            records.write(new.pages, keys[which], rows[which])
 
     def worth(
         self,

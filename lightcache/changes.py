@@ -70,6 +70,8 @@ class ChangeBatch:
     pages of a prompt one after another where that is possible."""
     stored_groups: Groups
     """The KV group of each, uint8 of shape (s,)."""
+    stored_pages: Numbers
+    """The page that had each, int64 of shape (s,); it may have another key by now."""
     parents: Keys
     """The key of the page before each, uint64 of shape (s, 2)."""
     has_parent: Mask
@@ -341,6 +343,7 @@ class Changes:
             cleared=cleared,
             stored=self._keys[new],
             stored_groups=self._groups[new] - 1,
+            stored_pages=new,
             parents=np.where(known[:, None], self._keys[parent], 0),
             has_parent=known,
         )
@@ -436,6 +439,7 @@ def _batch(
     removed_groups: Groups | None = None,
     stored: Keys | None = None,
     stored_groups: Groups | None = None,
+    stored_pages: Numbers | None = None,
     parents: Keys | None = None,
     has_parent: Mask | None = None,
 ) -> ChangeBatch:
@@ -448,6 +452,7 @@ def _batch(
         removed_groups=no_groups if removed_groups is None else removed_groups,
         stored=no_keys if stored is None else stored,
         stored_groups=no_groups if stored_groups is None else stored_groups,
+        stored_pages=np.zeros(0, np.int64) if stored_pages is None else stored_pages,
         parents=no_keys if parents is None else parents,
         has_parent=np.zeros(0, np.bool_) if has_parent is None else has_parent,
     )

@@ -105,6 +105,13 @@ class Prompt:
         """Everything that decides the keys, with the number of tokens instead of the tokens."""
         return len(self.tokens), self.tenant, self.salt, self.lora, self.items
 
+    @property
+    def told_tokens(self) -> TokenIds | None:
+        """Its tokens, if nothing else tells its keys from those of other prompts: then a router
+        that knows only tokens may be told of its pages. Otherwise None."""
+        others = self.tenant or self.salt or self.lora or self.items
+        return None if others else self.tokens
+
     def keys(self, spec: KeySpec) -> Keys:
         """Keys of all complete pages, uint64 of shape (n, 2). Hashed at the first call."""
         for known in self._keys:

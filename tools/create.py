@@ -60,6 +60,11 @@ _NOTES = ("_name_or_path", "transformers_version")
     help="What goes first: the page least likely to be used soon (hz, the default, unless the "
     "cache is independent or has several groups), or the one unused for longest (lru).",
 )
+@click.option(
+    "--token-ids",
+    is_flag=True,
+    help="Note the token ids of pages, for `lightcache events`: content, readable by this user.",
+)
 @click.option("--kv-groups", help='Names of the KV groups that share it, such as "kv,states".')
 @click.option(
     "--algorithm", default="xxh3_128", show_default=True, help="Hash algorithm of the keys."

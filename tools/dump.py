@@ -124,6 +124,8 @@ def _sizes(info: Facts) -> list[tuple[str, object]]:
         text = f"{format_size(pool['length'])}, {format_size(pool['allocated'])} in memory"
         folder = Path(info["pool"]).parent
         pairs.append(("pool", text + (f", in {folder}" if folder != names.FOLDER else "")))
+    if info["token_ids_bytes"] is not None:
+        pairs.append(("token ids", f"{format_size(info['token_ids_bytes'])} in memory"))
     return pairs
 
 

@@ -21,13 +21,14 @@ import click
 import numpy as np
 
 from lightcache._arguments import Keys
-from lightcache.changes import KEPT, ChangeBatch, Changes, Groups
+from lightcache.changes import KEPT, ChangeBatch, Changes, Groups, Mask
 from lightcache.errors import ConfigError, Detached, InUse, LightcacheError, NotReady
 from lightcache.page_index import PageIndex
 from lightcache.routed_indexes import page_tokens_of
 from lightcache.shm import read_segment
 from lightcache.shm.errors import require
 from lightcache.shm.layout import Lifetime
+from lightcache.token_records import TokenIds, TokenRecords
 from lightcache.tools.image import group_option_help, name_argument
 from lightcache.tools.image import require as require_segment
 from lightcache.tools.output import fail
@@ -76,6 +77,12 @@ TOPIC = "kv-events"
     show_default=True,
     help="A key as its first 8 bytes, a signed number; or all 16.",
 )
+@click.option(
+    "--token-ids/--no-token-ids",
+    default=True,
+    help="Publish the token ids of blocks, if the cache notes them (create --token-ids): routers "
+    "that find blocks by tokens need them. They are what was said.  [on]",
+)
 @click.option("--rank", type=click.IntRange(0), default=0, help="Data-parallel rank.  [0]")
 @click.option(
     "--block-size", type=click.IntRange(1), help="Tokens of a page, if the cache does not say."
@@ -96,6 +103,7 @@ def events(
     workers: tuple[str, ...],
     medium: str,
     hashes: str,
+    token_ids: bool,
     rank: int,
     block_size: int | None,
     keep: int,
@@ -114,10 +122,11 @@ def events(
     identities += [Identity(each.encode(), False) for each in workers]
     identities = identities or [Identity(TOPIC.encode(), True)]
     wire = Wire(medium, hashes == "int", rank, block_size)
-    with Signals() as signals, Source(name, group, keep) as source:
+    with Signals() as signals, Source(name, group, keep, token_ids=token_ids) as source:
         wire.block_size_of(source.index)
         with Sockets(endpoint, replay_endpoint) as sockets:
-            click.echo(f"{name}: publishing at {', '.join(sockets.bound)}")
+            what = "publishing" if source.tokens is None else "publishing with token ids"
+            click.echo(f"{name}: {what} at {', '.join(sockets.bound)}")
             Publisher(source, sockets, wire, identities).run(signals)
 
 
@@ -141,6 +150,7 @@ class Wire:
         """`block_size`: tokens of a page, if the index does not say."""
         import msgspec
 
+        self._raw = msgspec.Raw
         self._pack = msgspec.msgpack.Encoder().encode
         self._medium, self._as_ints, self._rank = medium, as_ints, rank
         self._given, self._block_size = block_size, 0
@@ -158,23 +168,24 @@ class Wire:
             )
         self._block_size = found
 
-    def payload(self, batch: ChangeBatch, owner: bool) -> bytes:
-        """A batch in msgpack."""
+    def payload(self, batch: ChangeBatch, owner: bool, tokens: TokenRecords | None = None) -> bytes:
+        """A batch in msgpack. `tokens`: where the token ids of its blocks are."""
         events: list[dict[str, Any]] = []
         if batch.cleared and owner:
             events.append({"type": "AllBlocksCleared"})
         for which, group in _by_group(batch.removed_groups):
             event = {"type": "BlockRemoved", "block_hashes": self._hashes(batch.removed[which])}
             events.append({**event, "medium": self._medium, **group})
-        events += self._stored(batch)
+        events += self._stored(batch, tokens)
         found: bytes = self._pack([batch.time, events, self._rank])
         return found
 
-    def _stored(self, batch: ChangeBatch) -> Iterator[dict[str, Any]]:
-        """An event for each path of pages that follow one another."""
+    def _stored(self, batch: ChangeBatch, tokens: TokenRecords | None) -> Iterator[dict[str, Any]]:
+        """An event for each path of pages that follow one another, all with token ids or none."""
         keys, parents, groups = batch.stored, batch.parents, batch.stored_groups
+        rows, known = _tokens(batch, tokens)
         follows = batch.has_parent[1:] & (parents[1:] == keys[:-1]).all(axis=1)
-        follows &= groups[1:] == groups[:-1]
+        follows &= (groups[1:] == groups[:-1]) & (known[1:] == known[:-1])
         starts = [0, *(np.flatnonzero(~follows) + 1), len(keys)] if len(keys) else []
         hashes, before = self._hashes(keys), self._hashes(parents)
         for start, end in itertools.pairwise(starts):
@@ -182,7 +193,7 @@ class Wire:
                 "type": "BlockStored",
                 "block_hashes": hashes[start:end],
                 "parent_block_hash": before[start] if batch.has_parent[start] else None,
-                "token_ids": [],
+                "token_ids": self._raw(_packed(rows[start:end])) if known[start] else [],
                 "block_size": self._block_size,
                 "lora_id": None,
                 "medium": self._medium,
@@ -198,6 +209,21 @@ class Wire:
             return halves
         data = np.ascontiguousarray(keys, "<u8").tobytes()
         return [data[start : start + 16] for start in range(0, len(data), 16)]
+
+
+def _tokens(batch: ChangeBatch, records: TokenRecords | None) -> tuple[TokenIds, Mask]:
+    """The token ids of each page, and whether they are known. Those of a batch that was told before
+    are as the pages have them now: a page that was used again has another key's."""
+    if records is None:
+        return np.zeros((len(batch.stored), 0), np.uint32), np.zeros(len(batch.stored), np.bool_)
+    return records.read(batch.stored_pages, batch.stored)
+
+
+def _packed(rows: TokenIds) -> bytes:
+    """Token ids as an array in msgpack. A list of a million pages' would take gigabytes."""
+    found = np.empty(rows.size, [("is", "u1"), ("id", ">u4")])
+    found["is"], found["id"] = 0xCE, rows.ravel()  # a uint32 of 4 bytes
+    return b"\xdd" + rows.size.to_bytes(4, "big") + found.tobytes()
 
 
 def _group(number: int) -> dict[str, int]:
@@ -220,14 +246,17 @@ class Source:
     client lives, where nothing can change, and takes it up again when one comes.
     """
 
-    def __init__(self, name: str, group: str | None, keep: int) -> None:
-        """Attach to it.
+    def __init__(self, name: str, group: str | None, keep: int, *, token_ids: bool = True) -> None:
+        """Attach to it. `token_ids`: open what it notes of them, if it does.
 
         Raises:
             As `PageIndex.attach`.
         """
-        self._name, self._group = name, group
+        self._name, self._group, self._token_ids = name, group, token_ids
         self.index = self._attach()
+        self.tokens: TokenRecords | None = None
+        """The token ids of its pages; None: it has none, or we may not read them."""
+        self._open_tokens()
         # A publisher before this one had lower numbers, as it told less than 1,000 a second.
         self.changes = Changes(self.index, kept=keep, first=time.time_ns() // 1_000_000)
         self._uuid = self.index.segment.uuid
@@ -238,6 +267,14 @@ class Source:
 
     def _attach(self) -> PageIndex:
         return PageIndex.attach(self._name, readonly=True, group=self._group, timeout=0)
+
+    def _open_tokens(self) -> None:
+        if not self._token_ids:
+            return
+        try:
+            self.tokens = TokenRecords.of(self.index.segment, self.index.pages, readonly=True)
+        except LightcacheError as error:
+            fail(f"no token ids are published: {error}")
 
     def take(self, wire: Wire) -> tuple[ChangeBatch, ...]:
         """What changed since the last call."""
@@ -293,6 +330,7 @@ class Source:
             return self._lost()
         self.index, self._attached, self._uuid = index, True, index.segment.uuid
         self._problem, self._whole = "", -WHOLE
+        self._open_tokens()
         return self.changes.follow(index)
 
     def _lost(self) -> tuple[ChangeBatch, ...]:
@@ -309,6 +347,9 @@ class Source:
         self._attached = False
         with contextlib.suppress(LightcacheError):
             self.index.close()
+        if self.tokens is not None:
+            self.tokens.close()
+            self.tokens = None
 
     def __enter__(self) -> Source:
         return self
@@ -442,5 +483,5 @@ class Publisher:
         made: dict[bool, bytes] = {}
         for each in self._identities:
             if each.is_owner not in made:
-                made[each.is_owner] = self._wire.payload(batch, each.is_owner)
+                made[each.is_owner] = self._wire.payload(batch, each.is_owner, self._source.tokens)
             yield each.topic, batch.sequence, made[each.is_owner]

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightcache import evictions as index_evictions
-from lightcache import layout, snapshot
+from lightcache import layout, snapshot, token_records
 from lightcache import pool as pool_file
 from lightcache.evictions import BOUNDS, SIZES, Sample
 from lightcache.layout import PageState
@@ -214,6 +214,7 @@ def _pool_facts(image: Image) -> Facts:
         if host_pool and present
         else None,
         "pool_problem": host_pool.problem if host_pool else None,
+        "token_ids_bytes": token_records.memory(image.info.name, image.info.uuid, image.config),
     }
 
 

@@ -135,6 +135,9 @@ def _spaces(entry: dict[str, Any]) -> list[Facts]:
 def _dependents(info: SegmentInfo) -> tuple[int, int]:
     lengths = allocated = 0
     for full in info.dependents:
+        dependent = names.parse_dependent(f"/{path_of(full).name}")
+        if dependent is None or dependent.what != "pool":
+            continue  # such as token records
         try:
             status = os.stat(path_of(full), follow_symlinks=False)
         except OSError:

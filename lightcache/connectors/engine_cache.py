@@ -88,6 +88,7 @@ def open_engine_cache(
             device=device,
             shared=shared,
             kv_groups=kv_groups,
+            token_ids=options.token_ids or None,
         )
     except NoSpace as error:
         raise NoSpace(f"{error}; {REMEDY}") from error

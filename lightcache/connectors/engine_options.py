@@ -26,7 +26,8 @@ class EngineOptions:
     given_in: ClassVar[str]
     """What the engine calls the mapping, for errors."""
     elsewhere: ClassVar[frozenset[str]] = frozenset()
-    """Options that the engine says by arguments of its own; here they are refused."""
+    """Options that the engine says by arguments of its own, or of which its connector knows too
+    little; here they are refused."""
     measures_speed: ClassVar[bool] = False
     """Whether the connector measures the prefill speed, and gives up reading by itself."""
 
@@ -52,6 +53,10 @@ class EngineOptions:
     """True: pages that are not worth what would go for them are not saved, nor is what follows them
     in their prompt. For a cache whose eviction is "hz"; with a `storage` all are saved, as it is
     written from the cache."""
+    token_ids: bool = False
+    """True: a new cache notes the token ids of pages, for `lightcache events` to routers that find
+    blocks by tokens. They are content, in shared memory that this user alone may read. An existing
+    cache with a default name stays as it is; one with a given `name` must note them."""
     on_reset: OnReset = "new"
     """After the engine has dropped its own prefix cache, as a weight update does and so do sleep
     and pause: "new": pages saved before are not found by this engine. "keep": they are; for engines
@@ -81,6 +86,7 @@ class EngineOptions:
         if self.eviction is not None:
             self.check_choice("eviction", Eviction)
         self.check_flag("admission")
+        self.check_flag("token_ids")
         for name in ("name", "secret_file", "pool_path"):
             if given[name] is not None and not (isinstance(given[name], str) and given[name]):
                 raise ConfigError(f"{name}: expected text, found {given[name]!r}")

@@ -55,7 +55,7 @@ class Options(EngineOptions):
     of the weights its `--weight_version`."""
 
     given_in = "--lightcache"
-    elsewhere = frozenset({"size", "weights", "on_reset"})
+    elsewhere = frozenset({"size", "weights", "on_reset", "token_ids"})
 
     @classmethod
     def read(cls, text: str) -> Options:

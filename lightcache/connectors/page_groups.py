@@ -11,6 +11,7 @@ from lightcache import Cache
 from lightcache._arguments import Keys
 from lightcache.errors import LeaseLost
 from lightcache.groups import Group, GroupSet, Rule
+from lightcache.hashing import Tokens
 from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
 from lightcache.plans import TIMEOUT
@@ -171,10 +172,12 @@ class Finder:
 
     # ---- a storage
 
-    def read(self, tier: BaseTier, keys: Keys, found: int) -> StorageTask:
-        """Begin to read what a position after this one needs."""
+    def read(
+        self, tier: BaseTier, keys: Keys, found: int, tokens: Tokens | None = None
+    ) -> StorageTask:
+        """Begin to read what a position after this one needs. `tokens`: see `Cache.reserve`."""
         if self._set is None:
-            return tier.prefetch(keys, found, namespace=self.space)
+            return tier.prefetch(keys, found, namespace=self.space, tokens=tokens)
         kinds = [(group.rule, group.run) for group in self.groups]
         return tier.prefetch_last_ready(keys, groups=kinds, start=found, namespace=self.space)
 

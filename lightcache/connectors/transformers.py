@@ -247,17 +247,24 @@ class Connector:
         self.engine.poll()  # releases the pages pinned for the load
         keys = self.cache.hash_pages(past.tokens, **how)
         if self.pages.full and len(keys) * self.pages.page_tokens > past.reused:
-            self._save_pages(past, keys, how["namespace"])
+            told = None if how["salt"] else past.tokens
+            self._save_pages(past, keys, how["namespace"], told)
         if self.hybrid is not None and isinstance(past, HybridPrefixCache):
             self.hybrid.save(past, keys, how["namespace"])
 
-    def _save_pages(self, past: PrefixCache, keys: Keys, namespace: Namespace | None) -> None:
+    def _save_pages(
+        self,
+        past: PrefixCache,
+        keys: Keys,
+        namespace: Namespace | None,
+        tokens: TokenIds | None,
+    ) -> None:
         # Without room, or in a namespace that was cleared meanwhile, pages are not saved: a later
         # miss.
         try:
             # From the first page on: restored pages may have been evicted since, which would leave
             # a gap before the new pages.
-            with self.cache.reserve(keys, namespace=namespace) as held:
+            with self.cache.reserve(keys, namespace=namespace, tokens=tokens) as held:
                 new, missing, why = len(held.new), len(held.missing), held.why
                 present, busy = len(held.present), len(held.busy)
                 if new:

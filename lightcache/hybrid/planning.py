@@ -754,9 +754,12 @@ class HybridPlanner:
         manager, space, tier = self._parts.manager, plan.space, self._parts.inner.storage
         if tier is None or space is None or position <= plan.kv.usable:
             return
-        keys = plan.asked.prompt.keys(space.host_spec)[: position // manager.page_tokens]
+        prompt = plan.asked.prompt
+        keys = prompt.keys(space.host_spec)[: position // manager.page_tokens]
         present = manager.host.peek(keys, namespace=space.host)
-        plan.stored.kv = tier.prefetch(keys, present, namespace=space.host)
+        plan.stored.kv = tier.prefetch(
+            keys, present, namespace=space.host, tokens=prompt.told_tokens
+        )
 
     # ---- ending
 

@@ -707,7 +707,9 @@ class PrefixLookup:
             return
         assert self._storage is not None
         first = plan.host_first + plan.host_pages
-        plan.reading = self._storage.prefetch(plan.host_keys, first, namespace=space.host)
+        plan.reading = self._storage.prefetch(
+            plan.host_keys, first, namespace=space.host, tokens=plan.request.prompt.told_tokens
+        )
         self._state.tasks.add(plan.reading)
 
     def _note_next_keys(self, plan: PendingRequest, now: float) -> None:

@@ -362,6 +362,8 @@ class KVCacheManager:
             first,
             known=len(prompt),
         )
+        if self.host.token_records is not None and prompt.told_tokens is not None:
+            running.generated = bytearray()
         blocks = min(match.device, match.usable) // self.device.block_tokens
         if hit is not None:
             running.table = hit.pages[:blocks].copy()
@@ -994,7 +996,8 @@ class KVCacheManager:
             assert storage is not None
             keys = prompt.keys(space.host_spec)
             first = self.host.peek(keys, namespace=space.host)
-            return storage.prefetch(keys, first, namespace=space.host)
+            tokens = prompt.told_tokens
+            return storage.prefetch(keys, first, namespace=space.host, tokens=tokens)
 
     def scope_to_prefetch(self, prompt: Prompt) -> CacheScope:
         """The namespaces of a prompt that is to be read from storage. Raises as `prefetch`."""

@@ -296,7 +296,12 @@ class Offloader:
             namespace=space.host,
             timeout=state.config.time_limit,
         )
-        return batch.split()
+        parts = batch.split()
+        for (request, begin, end), part in zip(spans, parts, strict=True):
+            rows = request.token_rows(begin, end)
+            if rows is not None:
+                state.host.note_tokens(part, request.host_chain.keys[begin:end], rows, begin)
+        return parts
 
     def _begin_span(self, span: Span, new: Reservation, slots: npt.NDArray[np.int64]) -> None:
         request, begin, end = span

@@ -403,6 +403,9 @@ class Request:
     """Blocks that the last commit exchanged in its table."""
     sound: Callable[[], bool] | None = None
     """Returns False if a load that this KV depends on failed. None: the KV is valid."""
+    generated: bytearray | None = None
+    """Ids of the tokens after its prompt, packed. None: not kept, as the host notes no ids, or
+    they alone do not decide the keys."""
     stored_with: StoredWith | None = None
     """Returns the keys of what storage gets when it ends, given those of its pages. None: its pages
     alone."""
@@ -435,10 +438,22 @@ class Request:
         """
         if new_tokens:
             self.known += len(new_tokens) // 4
+            if self.generated is not None:
+                self.generated += new_tokens
             self.device_chain.extend(new_tokens)
             if self.host_chain is not self.device_chain:
                 self.host_chain.extend(new_tokens)
         self.total = total
+
+    def token_rows(self, first: int, end: int) -> TokenIds | None:
+        """Ids of the tokens of host pages [first, end), a row for each; None: they are not kept."""
+        if self.generated is None or self.space is None:
+            return None
+        size, prompt = self.space.host_spec.page_tokens, self.prompt.tokens
+        begin, stop = first * size, end * size
+        late = slice(*(4 * max(0, token - len(prompt)) for token in (begin, stop)))
+        parts = prompt[begin:stop], np.frombuffer(bytes(self.generated[late]), "<u4")
+        return np.concatenate(parts).reshape(-1, size)
 
     def let_go_of_host(self) -> None:
         """Give back the host pages that were found, unless they are being loaded. Safe to repeat,

@@ -30,6 +30,7 @@ from lightcache.manager.request import HELD, CacheScope, Request, RequestOptions
 from lightcache.manager.state import ManagerState
 from lightcache.manager.transfers import BlockTransfer, State
 from lightcache.page_index import PageIndex
+from lightcache.prompt import TokenIds
 
 T = TypeVar("T")
 
@@ -225,6 +226,8 @@ class _Origin:
     blocks: Pages
     offset: int
     """Token of the first block at which it begins."""
+    tokens: TokenIds | None
+    """Its token ids, shape (1, page_tokens); None: they are not noted."""
     lives: Any = None
     """Mirrored blocks: for each block a number that changes with its content. For managed blocks a
     block stays as long as its descendants, so the last block's key is enough."""
@@ -289,6 +292,7 @@ class KVWriteBack(BlockWriteBack):
                 options,
                 table[first : last + 1].copy(),
                 page * tokens % block,
+                request.token_rows(page, page + 1),
                 self._lives(table[first : last + 1]),
             )
             known = self._origins.setdefault(int(origin.blocks[-1]), {})
@@ -380,6 +384,8 @@ class KVWriteBack(BlockWriteBack):
             timeout=state.config.time_limit,
         )
         if len(new.new):
+            if origin.tokens is not None:
+                state.host.note_tokens(new, keys[before:], origin.tokens, before)
             slots = self._slots(origin, before)
             self._offloader.begin_kv(new, slots, origin.blocks, begun, origin.space)
             written.append(origin)

@@ -33,6 +33,7 @@ from lightcache.groups import Rule
 from lightcache.leases import Lease, Positions
 from lightcache.namespaces import Namespace
 from lightcache.notices import Notices
+from lightcache.prompt import TokenIds
 from lightcache.reservations import Reservation
 from lightcache.runs import PLAIN, Run
 from lightcache.storage.common import (
@@ -349,13 +350,15 @@ class ReadJob(Job):
         start: int,
         namespace: Namespace | None,
         hold: bool,
-        *,
+        rows: TokenIds | None = None,
         declinable: bool = False,
+        *,
         run: Run = PLAIN,
     ) -> None:
         """Reserves nothing yet.
 
         Args:
+            rows: token ids of the page of each key; None: they are not noted.
             declinable: do not read if computing the stored pages is faster.
             run: of the keys, which are all parts of some pages, one page after the other.
         """
@@ -364,6 +367,7 @@ class ReadJob(Job):
         self._start = start
         self._namespace = namespace
         self._hold = hold
+        self._rows = rows
         self._declinable = declinable
         self._run = run
         self._reservation: Reservation | None = None
@@ -455,6 +459,8 @@ class ReadJob(Job):
         )
         with self.lock:
             self._reservation = reservation
+        if self._rows is not None:
+            self.executor.cache.note_tokens(reservation, self._keys, self._rows)
         self.check()  # if given up meanwhile, `give_up` missed the reservation; the end frees it
         return reservation
 
@@ -560,7 +566,9 @@ class ReadJob(Job):
         if again is None:
             return self.executor.ended_task("read", pages)
         keys = self._keys[: self._start + pages]
-        return self.executor.fetch(keys, again, self._namespace)  # all agreed on it: not declined
+        rows = None if self._rows is None else self._rows[: self._start + pages]
+        # All agreed on it: not declined.
+        return self.executor.fetch(keys, again, self._namespace, None, rows)
 
     def _publish_held(self, end: int) -> int | None:
         """Publish whole groups up to `end`. Returns the start of the group that `end` splits; None:
@@ -754,6 +762,7 @@ class JobExecutor(Executor):
         start: int,
         namespace: Namespace | None,
         deadline: Deadline | None = None,
+        rows: TokenIds | None = None,
         *,
         hold: bool = False,
         declinable: bool = False,
@@ -765,9 +774,8 @@ class JobExecutor(Executor):
         progress = TaskProgress("read", pages, self.page_tokens)
         deadline = deadline or Deadline(self.options.timeout, self.options.clock)
         keys = keys.copy()
-        return self.submit_job(
-            ReadJob(self, progress, deadline, keys, start, namespace, hold, declinable=declinable)
-        )
+        job = ReadJob(self, progress, deadline, keys, start, namespace, hold, rows, declinable)
+        return self.submit_job(job)
 
     def reads_ahead(self) -> list[int]:
         """The pages left to read of each running or queued read."""

@@ -22,6 +22,7 @@ from lightcache.hashing import Tokens
 from lightcache.layout import GROUPS
 from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
+from lightcache.prompt import TokenIds
 from lightcache.runs import PLAIN, Run
 from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import leave
@@ -129,6 +130,7 @@ class BaseTier(ABC):
         namespace: Namespace | None = None,
         hold: bool = False,
         timeout: float | None = None,
+        tokens: Tokens | None = None,
     ) -> StorageTask:
         """Read the stored prefix of keys[start:] into the cache. Does not block. Each page becomes
         ready for all processes once it is read, and is not pinned: match when the task has ended.
@@ -143,15 +145,18 @@ class BaseTier(ABC):
                 the end of the task. Only one process of a cache does this. `StorageClient` refuses
                 it.
             timeout: seconds; None: the tier's.
+            tokens: see `Cache.reserve`. A `StorageClient` ignores them.
 
         Raises:
-            ConfigError: bad keys, or a start beyond them.
+            ConfigError: bad keys or tokens, or a start beyond the keys.
             Detached: the tier or the cache was closed.
         """
         deadline = self._deadline_of(timeout, namespace)
         _arguments.keys(keys)
         _arguments.count(start, "start", 0, len(keys))
-        return self._start("prefetch", keys, namespace, deadline, start=start, hold=hold)
+        rows = self.cache.token_rows(tokens, len(keys), namespace)
+        how = {"start": start, "hold": hold, "rows": rows}
+        return self._start("prefetch", keys, namespace, deadline, **how)
 
     def prefetch_last_ready(
         self,
@@ -546,6 +551,7 @@ class StorageTier(BaseTier):
         deadline: Deadline,
         start: int,
         hold: bool,
+        rows: TokenIds | None,
     ) -> StorageTask:
         executor = self._executor
         probe = False
@@ -555,7 +561,8 @@ class StorageTier(BaseTier):
             if verdict.declined:
                 return executor.ended_task("read", pages, verdict.declined, declined=pages)
             probe = verdict.probe
-        return executor.fetch(keys, start, namespace, deadline, hold=hold, declinable=not probe)
+        how = {"hold": hold, "declinable": not probe}
+        return executor.fetch(keys, start, namespace, deadline, rows, **how)
 
     def _prefetch_last_ready(
         self,

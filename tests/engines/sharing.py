@@ -11,11 +11,14 @@ from typing import Any
 import msgpack
 from support.keys import keys
 
-from lightcache import Cache, Changes, PageIndex
+from lightcache import Cache, Changes
 from lightcache.tools.events import Wire
 
 NAME = f"engines-{os.getpid()}"
 """The names of all caches of a run begin so; what is left of them goes with the last engine."""
+
+
+TOKENS = [*range(46), 70_000, (1 << 32) - 2]
 
 
 def until(asked: Callable[[], Any]) -> None:
@@ -40,15 +43,17 @@ def check_clean(name: str) -> None:
 
 def events_agree(in_engine: Callable[..., str], module: str, name: str, medium: str) -> None:
     """An engine's classes of KV events find in our messages what msgpack finds in them."""
-    with PageIndex.create(name, pages=64, config={"page_tokens": 16}) as index:
-        changes, wire = Changes(index), Wire(medium, True, 0, None)
-        wire.block_size_of(index)
-        for path in ([1, 2, 3], [1, 2, 7]):
-            index.reserve(keys(*path)).publish()
+    how: dict[str, Any] = {"page_bytes": 64, "fingerprint": "x", "secret": bytes(16)}
+    with Cache.create(name, pages=64, page_tokens=16, token_ids=True, **how) as cache:
+        changes, wire = Changes(cache.index), Wire(medium, True, 0, None)
+        wire.block_size_of(cache.index)
+        cache.reserve(keys(1, 2, 3), tokens=TOKENS).publish()
+        cache.reserve(keys(1, 2, 7)).publish()
         changes.scan()
-        index.drop(keys(1, 2, 3), start=2)
+        cache.index.drop(keys(1, 2, 3), start=2)
         changes.scan()
-        messages = [wire.payload(batch, True) for batch in changes.since(0)]
+        records = cache.token_records
+        messages = [wire.payload(batch, True, records) for batch in changes.since(0)]
     said = in_engine("events_decoded.py", module, *(message.hex() for message in messages))
     decoded = json.loads(said.split("OUT")[-1])
     sent = [event for message in messages for event in msgpack.unpackb(message)[1]]
@@ -58,5 +63,26 @@ def events_agree(in_engine: Callable[..., str], module: str, name: str, medium: 
         "BlockStored",
         "BlockRemoved",
     ]
+    assert [event.get("token_ids") for event in sent] == [None, TOKENS, [], None]
     for ours, theirs in zip(sent, decoded, strict=True):
         assert {field: ours.get(field) for field in theirs} == theirs
+
+
+def tokens_agree(name: str, prompts: list[list[int]]) -> None:
+    """The token ids of a page and of those before it are those of a prompt, as far as both go; and
+    nearly all pages have some."""
+    with Cache.attach(name, readonly=True) as cache:
+        records, paths = cache.token_records, dict[bytes, list[int]]()
+        assert records is not None
+        pages = 0
+        for batch in Changes(cache.index).scan():
+            rows, known = records.read(batch.stored_pages, batch.stored)
+            pages += len(known)
+            for number in known.nonzero()[0].tolist():
+                before = batch.parents[number].tobytes()
+                path = paths.get(before) if batch.has_parent[number] else []
+                if path is not None:
+                    paths[batch.stored[number].tobytes()] = path + rows[number].tolist()
+        for path in paths.values():
+            assert any(path[: len(ids)] == ids[: len(path)] for ids in prompts), path
+        assert len(paths) > 0.9 * pages > 10

@@ -71,7 +71,7 @@ class Engines:
     def __init__(self, start: Callable[..., Any], storage: str) -> None:
         self._start = start
         how = {"name": NAME, "size": "64MiB", "blocks_per_page": 1, "storage": storage}
-        self._how = json.dumps(how)
+        self._how = json.dumps(how | {"token_ids": True})
         plain = self.start("null")  # alone, as it makes the model
         self.plain: Answer = plain("ask", prompts=MANY)
         self.one: Answer = plain("ask", prompts=ONE)
@@ -104,6 +104,7 @@ def test_all_is_found_and_equal_after_a_reset_and_by_another_process(engines: En
     assert sum(engines.plain["cached"]) < 0.9 * total
     assert engines.first("errors") == engines.second("errors") == 0
     check_clean()
+    sharing.tokens_agree(NAME, MANY)
 
 
 def test_one_token_and_the_longest(engines: Engines) -> None:

@@ -17,14 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
+from multi.tokens_side import PAGE, SECRET, prompt
 from support.following import Follower
 from support.keys import array, chain
 
-from lightcache import PageIndex
+from lightcache import Cache, Changes, PageIndex
 from lightcache.shm import Segment
 
 pytestmark = pytest.mark.slow
 SIDE = Path(__file__).with_name("events_side.py")
+TOKENS = Path(__file__).with_name("tokens_side.py")
 EVERY = sorted({pair for a in range(6) for b in range(6) for pair in chain([a, b, *range(6)])})
 Wait = Callable[[Callable[[], bool], str], None]
 
@@ -69,8 +71,8 @@ class Node:
         self._stack.callback(follower.close)
         return follower
 
-    def writer(self) -> None:
-        process = started(SIDE, self.name, self._random.randrange(1 << 30))
+    def writer(self, side: Path = SIDE) -> None:
+        process = started(side, self.name, self._random.randrange(1 << 30))
         self._stack.callback(self._end, process)
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
@@ -145,3 +147,69 @@ def test_the_publisher_is_killed_and_the_cache_made_anew(node: Node, wait_until:
         wait_until(lambda: agrees(other, index), "what the new one has")
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
+
+
+FORM: dict[str, Any] = {"page_bytes": 64, "page_tokens": PAGE, "fingerprint": "x", "secret": SECRET}
+
+
+def said(cache: Cache) -> dict[int, tuple[int, ...]]:
+    """The tokens of every block that writers make."""
+    found = {}
+    for a in range(6):
+        for b in range(6):
+            tokens = prompt(a, b, 6)
+            for number, (low, _) in enumerate(cache.hash_pages(tokens).tolist()):
+                own = tuple(tokens[number * PAGE : (number + 1) * PAGE])
+                found[int(np.uint64(low).astype(np.int64))] = own
+    return found
+
+
+def test_token_ids_are_right_or_none_while_writers_are_killed(node: Node, wait_until: Wait) -> None:
+    with Cache.create(node.name, pages=48, token_ids=True, **FORM) as cache:
+        right = said(cache)
+        _, endpoints = node.publishing()
+        follower = node.following(endpoints)
+        with_tokens: set[int] = set()
+        for _ in range(2):
+            node.writer(TOKENS)
+        for _ in range(5):
+            end = time.monotonic() + 0.3
+            while time.monotonic() < end:
+                follower.take()
+                told = {block for block, ids in follower.tokens.items() if ids}
+                assert all(follower.tokens[block] == right[block] for block in told)
+                with_tokens |= told
+            node.kill_one()
+            node.writer(TOKENS)
+        while node.writers:
+            node.kill_one()
+        cache.reap()
+        assert len(with_tokens) > 10
+        assert cache.check().clean
+
+
+@pytest.mark.parametrize("point", ["before", "within", "after"])
+def test_a_writer_dies_while_it_notes_token_ids(node: Node, point: str) -> None:
+    with Cache.create(node.name, pages=8, token_ids=True, **FORM) as cache:
+        right, feed, records = said(cache), Changes(cache.index), cache.token_records
+        assert records is not None
+        tokens = prompt(1, 2, 3)
+        other = [number + 5000 for number in tokens]
+        cache.reserve(cache.hash_pages(other), tokens=other).publish()
+        cache.evict(8)  # what is in the records now is of other pages
+        process = started(TOKENS, node.name, point)
+        assert process.wait(60) == -signal.SIGKILL
+        assert process.stdout is not None
+        process.stdout.close()
+        cache.reap()
+        feed.scan()
+        assert not feed.told
+        keys, pages = cache.hash_pages(tokens), np.arange(8)
+        whole = sum(records.read(pages, np.tile(key, (8, 1)))[1].sum() for key in keys)
+        assert whole == {"before": 0, "within": 2, "after": 5}[point]  # of all pages
+        cache.reserve(keys).publish()  # by a writer that gives none
+        (batch,) = feed.scan()
+        rows, known = records.read(batch.stored_pages, batch.stored)
+        assert known.sum() <= whole
+        for key, row in zip(batch.stored[known], rows[known], strict=True):
+            assert tuple(row.tolist()) == right[int(key[0].astype(np.int64))]

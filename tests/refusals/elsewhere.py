@@ -29,6 +29,15 @@ ELSEWHERE = {
     "unit/test_settings.py": {
         "wrong_files": ["set an unknown key, or a value"],
     },
+    "unit/test_token_records.py": {
+        "without_records_tokens_are_ignored": ["created a cache with `token_ids`"],
+        "wrong_tokens_reserve_nothing": ["reserved with tokens that are no ids"],
+        "a_strange_object_is_refused_and_the_cache_works": [
+            "the object of the token ids",
+            "opened `TokenRecords`",
+        ],
+        "no_memory_loses_records_and_no_pages": ["there is no memory for token ids"],
+    },
     "unit/test_connector.py": {"extend_refuses_what_was_not_computed": ["extended a `past`"]},
     "unit/test_connector_models.py": {
         "refused": ["gave a model that keeps states"],

@@ -21,6 +21,8 @@ class Follower:
         self._context, self._replay, self._topic = context, replay, topic.encode()
         self.blocks: dict[Any, Any] = {}
         """The parent of each block."""
+        self.tokens: dict[Any, tuple[int, ...]] = {}
+        """The token ids of each block; empty: none were told."""
         self.next: int | None = None
         """The number of the message that must come; None: it knows nothing yet."""
         self.clears = self.snapshots = self.gaps = 0
@@ -78,16 +80,20 @@ class Follower:
             kind = event["type"]
             if kind == "AllBlocksCleared":
                 self.blocks.clear()
+                self.tokens.clear()
                 self.clears += 1
                 continue
             assert event["medium"] == "CPU"
             if kind == "BlockRemoved":
                 for block in event["block_hashes"]:
-                    del self.blocks[block]
+                    del self.blocks[block], self.tokens[block]
             else:
                 assert kind == "BlockStored"
-                before = event["parent_block_hash"]
-                for block in event["block_hashes"]:
+                before, size = event["parent_block_hash"], event["block_size"]
+                ids = event["token_ids"]
+                assert len(ids) in (0, size * len(event["block_hashes"]))
+                for number, block in enumerate(event["block_hashes"]):
                     assert block not in self.blocks, "told twice"
                     self.blocks[block] = before
+                    self.tokens[block] = tuple(ids[number * size : (number + 1) * size])
                     before = block

@@ -24,7 +24,7 @@ from support.connecting import (  # noqa: E402
 from support.refusals import refused  # noqa: E402
 from support.tiny_models import answer, assert_same, kept, prompt  # noqa: E402
 
-from lightcache import Cache, ConfigError, Detached, InUse  # noqa: E402
+from lightcache import Cache, Changes, ConfigError, Detached, InUse  # noqa: E402
 from lightcache.connectors import transformers as lct  # noqa: E402
 from lightcache.shm import Segment, read_segment  # noqa: E402
 
@@ -50,6 +50,23 @@ def test_what_was_generated(cache: Cache, connector: lct.Connector, llama: Any) 
     with connector.prefix(longer) as past:
         assert past.reused == 48
         assert_same(answer(llama, longer, past), answer(llama, longer))
+
+
+def test_token_ids_are_noted_without_a_salt(segment_name: str, llama: Any) -> None:
+    how: dict[str, Any] = {"pages": 8, "secret": SECRET, "lifetime": "attached", "token_ids": True}
+    with (
+        lct.open_cache(llama, name=segment_name, **how) as cache,
+        lct.Connector(cache, llama) as it,
+    ):
+        ids = prompt(40)
+        for salt in ("", "a"):
+            with it.prefix(ids, salt=salt) as past:
+                answer(llama, ids, past, steps=1)
+        (batch,) = Changes(cache.index).scan()
+        assert cache.token_records is not None
+        rows, known = cache.token_records.read(batch.stored_pages, batch.stored)
+        assert sorted(rows[known].tolist()) == sorted(ids[0, :32].reshape(2, PAGE).tolist())
+        assert len(known) == 4
 
 
 def test_a_conversation_in_one_cache(cache: Cache, connector: lct.Connector, llama: Any) -> None:

@@ -3,6 +3,7 @@ support/following.py, which has no code of ours."""
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from support.following import Follower
 from support.keys import Keys, chain, keys
 from support.refusals import refused
 
-from lightcache import ConfigError, InUse, PageIndex
+from lightcache import Cache, ConfigError, InUse, PageIndex
 from lightcache.shm import Segment
 from lightcache.tools import cli, events
 from lightcache.tools.events import Identity, Publisher, Sockets, Source, Wire
@@ -306,6 +307,75 @@ def test_hashes_as_bytes_and_groups(index: PageIndex) -> None:
     index.clear()
     _, told, _ = msgpack.unpackb(wire.payload(feed.scan()[0], True))
     assert {each.get("group_idx"): len(each["block_hashes"]) for each in told} == {None: 1, 3: 2}
+
+
+# ---- token ids
+
+FORM: dict[str, Any] = {"page_bytes": 64, "page_tokens": 16, "fingerprint": "x"}
+FORM |= {"secret": bytes(16), "token_ids": True}
+FIRST, SECOND = list(range(48)), [*range(32), *range(1000, 1032)]
+
+
+def said(cache: Cache, *prompts: list[int]) -> dict[int, tuple[int, ...]]:
+    """The tokens of each block of prompts, by its hash."""
+    return {
+        int(np.uint64(low).astype(np.int64)): tuple(prompt[number * 16 : number * 16 + 16])
+        for prompt in prompts
+        for number, (low, _) in enumerate(cache.hash_pages(prompt).tolist())
+    }
+
+
+def test_token_ids_are_told_where_they_are_noted(
+    segment_name: str, node: Any, wait_until: Wait
+) -> None:
+    with Cache.create(segment_name, pages=16, **FORM) as cache:
+        publish_tokens(cache, FIRST, FIRST[:48])
+        running = node.publishing(keep=2)
+        with node.following(running) as follower:
+            until(follower, set(said(cache, FIRST)), wait_until)
+            assert follower.tokens == said(cache, FIRST)
+            publish_tokens(cache, SECOND, None)
+            until(follower, set(said(cache, FIRST, SECOND)), wait_until)
+            none = dict.fromkeys(said(cache, SECOND), ())
+            assert follower.tokens == {**none, **said(cache, FIRST)}
+            publish_tokens(cache, [*SECOND, *range(16)], [*SECOND, *range(16)])
+            whole = said(cache, [*SECOND, *range(16)])
+            until(follower, {*said(cache, FIRST), *whole}, wait_until)
+            assert follower.tokens == {**whole, **none, **said(cache, FIRST)}
+            cache.evict(16)
+            publish_tokens(cache, FIRST, FIRST)  # in other pages, perhaps
+            until(follower, set(said(cache, FIRST)), wait_until)
+            assert follower.tokens == said(cache, FIRST)
+            with node.following(running) as late:
+                late.next = 1  # not kept any more: it gets the snapshot
+                late.ask()
+                assert late.tokens == said(cache, FIRST)
+        Segment.unlink(segment_name, force=True)
+    with Cache.create(segment_name, pages=4, **FORM) as cache, node.following(running) as late:
+        publish_tokens(cache, FIRST, FIRST)
+        until(late, set(said(cache, FIRST)), wait_until)
+        assert late.tokens == said(cache, FIRST)  # of a cache made anew
+
+
+def publish_tokens(cache: Cache, prompt: list[int], tokens: list[int] | None) -> None:
+    with cache.reserve(cache.hash_pages(prompt), tokens=tokens) as new:
+        new.publish()
+
+
+def test_token_ids_can_be_left_out(segment_name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with Cache.create(segment_name, pages=8, **FORM) as cache:
+        with Source(segment_name, None, 10, token_ids=False) as source:
+            assert source.tokens is None
+        os.truncate(f"/dev/shm{cache.index.segment.dependent_name('tokens')}", 1)
+        with Source(segment_name, None, 10) as source:
+            assert source.tokens is None
+            assert "no token ids are published: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (1, 1), (3, 5)])
+def test_token_ids_in_msgpack(shape: tuple[int, int]) -> None:
+    rows = np.random.default_rng(1).integers(0, 1 << 32, shape, np.uint32)
+    assert msgpack.unpackb(events._packed(rows)) == rows.ravel().tolist()
 
 
 def fails(*arguments: object) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import sys
+from array import array
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -16,7 +18,7 @@ import numpy as np
 import pytest
 from support.sglang_stand_in import hashes_of
 
-from lightcache import Cache
+from lightcache import Cache, Changes
 from lightcache.connectors.engine_cache import open_engine_cache
 from lightcache.connectors.sglang.pools import check_served, describe
 from lightcache.errors import ConfigError, LightcacheError
@@ -172,9 +174,10 @@ def made(linker: Any, segment_name: str) -> Iterator[Any]:
         pool: Any,
         components: Any = (Component.FULL,),
         arguments: Any = None,
+        options: Any = None,
         **more: Any,
     ) -> Any:
-        extra = {"name": segment_name, "size": "1MiB"}
+        extra = {"name": segment_name, "size": "1MiB", **(options or {})}
         found.append(
             linker.LightcacheLinker(
                 server_arguments(**(arguments or {})),
@@ -494,6 +497,46 @@ def test_a_tree_that_fails_is_said_once_and_neighbours_are_used(made: Any, linke
     assert [pops(one), pops(one)] == [True, True]
     assert one.rank.figures["unknown_beginnings"] == 0
     assert one.rank.voice.count == 1
+
+
+def test_token_ids_of_a_node_are_noted_where_they_alone_decide_its_hashes(
+    made: Any, linker: Any, segment_name: str
+) -> None:
+    tokens, cuts = list(range(40)), [0, 2, 3, 4, 5, 6, 7, 8]
+
+    def node(begin: int, end: int, ids: Any = None, **key: Any) -> Any:
+        ids = array("q", tokens[begin * PAGE : end * PAGE] if ids is None else ids)
+        given = {"is_bigram": False, "extra_key": None, "cache_salt": None, **key}
+        text = SimpleNamespace(raw_token_ids=lambda: ids, **given)
+        return SimpleNamespace(hash_values=HASHES[begin:end], key=text)
+
+    nodes = [
+        node(0, 2),
+        node(2, 3, extra_key="adapter"),
+        node(3, 4, cache_salt="salt"),
+        node(4, 5, is_bigram=True),
+        node(5, 6, ids=[1 << 40] * PAGE),  # an image's
+        node(5, 6),  # of other hashes than those of the call
+        node(7, 8, ids=[1]),
+        None,
+    ]
+    one = made(MHATokenToKVPool(), options={"token_ids": True})
+    chains = {number: HASHES[:cut] for number, cut in enumerate(cuts)}
+    wrapper = linker.interface.UnifiedCacheLinkerWrapper(one, chains)
+    wrapper.tree_core = SimpleNamespace(snapshot_buffer_backup=lambda number, _: nodes[number])
+    for number, (begin, end) in enumerate(itertools.pairwise([*cuts, 9])):
+        wrapper._offload_node(number, transfer(HASHES[begin:end], FIRST[begin * PAGE : end * PAGE]))
+        assert pops(one)
+    wrapper.tree_core = None  # asking fails
+    wrapper._offload_node(len(nodes) - 1, transfer(HASHES[8:9], FIRST[8 * PAGE : 9 * PAGE]))
+    assert pops(one)
+    assert one.rank.voice.count == 0
+    with Cache.attach(segment_name, readonly=True) as cache:
+        assert cache.token_records is not None
+        (batch,) = Changes(cache.index).scan()
+        rows, known = cache.token_records.read(batch.stored_pages, batch.stored)
+        assert len(batch.stored) == 9
+        assert rows[known].tolist() == [tokens[:PAGE], tokens[PAGE : 2 * PAGE]]
 
 
 def test_a_release_without_the_wrapper_is_served(

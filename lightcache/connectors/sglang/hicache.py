@@ -68,6 +68,7 @@ class StorageOptions(EngineOptions):
     """Each has a default, so `{}` is a configuration."""
 
     given_in = "hicache_storage_backend_extra_config"
+    elsewhere = frozenset({"token_ids"})
 
 
 @dataclass

@@ -18,7 +18,7 @@ from lightcache.connectors.link import guarded
 from lightcache.connectors.sglang.figures import Meter
 from lightcache.connectors.sglang.pools import Format, check_served, describe
 from lightcache.connectors.sglang.rank import ABSENT, SLOW, Options, Rank, launch_of
-from lightcache.connectors.sglang.tree import tell_linkers
+from lightcache.connectors.sglang.tree import Piece, tell_linkers
 from lightcache.errors import ConfigError, NotInstalled
 from lightcache.layout import Hint
 
@@ -83,6 +83,8 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
     """See the package. Made by SGLang, in each rank."""
 
     before: str | None = None
+    """See `tree.Told`."""
+    piece: Piece | None = None
     """See `tree.Told`."""
 
     def __init__(
@@ -150,6 +152,11 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
     def window(self) -> int:
         """See `tree.Told`."""
         return self._rank.window
+
+    @property
+    def wants_tokens(self) -> bool:
+        """See `tree.Told`."""
+        return self._rank.notes_tokens
 
     @guarded(lambda: None)
     def used(self, last: list[str]) -> None:
@@ -243,9 +250,10 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
             session_id: of the session that the pages are of: it goes on, which is a hint.
         """
         before, self.before = self.before, None
+        piece, self.piece = self.piece, None
         if self._rank.serves:
             hint = Hint.CONTINUES if session_id else Hint.NONE
-            return self._offload(transfers, before, hint)
+            return self._offload(transfers, before, hint, piece)
         passed = self._ranks > 1 and self._is_save(transfers)
         self._passed += passed
         return passed
@@ -255,7 +263,9 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
         return bool(_keys(transfers))
 
     @guarded(lambda: True)
-    def _offload(self, transfers: list[Any], before: str | None, hint: Hint) -> bool:
+    def _offload(
+        self, transfers: list[Any], before: str | None, hint: Hint, piece: Piece | None
+    ) -> bool:
         hashes: list[str] = []
         events: list[Any] = []
         try:
@@ -267,7 +277,8 @@ class LightcacheLinker(interface.UnifiedCacheLinker):
             slots, *more = (_saved(of.get(name), events) for name in self.pools)
         except Exception as error:  # it has its turn, and fails in it
             slots, more = (0, partial(_fail, error)), []
-        self._rank.offload(hashes, slots[1], before, events, *more, hint=hint)
+        tokens = piece.tokens if piece is not None and piece.hashes == hashes else ()
+        self._rank.offload(hashes, slots[1], before, events, *more, hint=hint, tokens=tokens)
         return True
 
     def _events(self) -> list[Any]:

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -207,6 +207,8 @@ class _Save:
     """When it waits for the index's lock no longer: of a queue of saves each has waited."""
     hint: Hint = Hint.NONE
     """Of its new pages."""
+    tokens: Sequence[int] = ()
+    """Token ids of its pages; empty: they are not noted."""
     absent: int = 0
     """Pages for which there was no room, or whose beginning has gone."""
     offloads: dict[int, Offload] = field(default_factory=dict)
@@ -714,6 +716,12 @@ class Rank(CachePart[Opened]):
 
     # ---- saves
 
+    @property
+    def notes_tokens(self) -> bool:
+        """Whether the cache that is open notes token ids."""
+        opened = None if self._link is None else self._link.current
+        return opened is not None and opened.cache.token_records is not None
+
     def offload(
         self,
         hashes: list[str],
@@ -722,6 +730,7 @@ class Rank(CachePart[Opened]):
         after: list[Any],
         *others: tuple[int, Slots],
         hint: Hint = Hint.NONE,
+        tokens: Sequence[int] = (),
     ) -> None:
         """Save pages. It is reported by `completed` in its turn, whatever becomes of it: ranks that
         save the same report the same number.
@@ -730,6 +739,7 @@ class Rank(CachePart[Opened]):
             others: of each other pool the number of the last pages that SGLang has of it, and their
                 slots; `ABSENT`: it has none.
             hint: what is expected of new pages.
+            tokens: token ids of these pages; empty: not known, or they alone do not decide them.
         """
         others += (ABSENT,) * (self._parts - 1 - len(others))
         save = _Save(
@@ -742,6 +752,7 @@ class Rank(CachePart[Opened]):
             after,
             self._clock() + LOCK,
             hint,
+            tokens,
         )
         self.figures["offered_pages"] += len(hashes)
         try:
@@ -866,6 +877,8 @@ class Rank(CachePart[Opened]):
         how: dict[str, Any] = {"namespace": space, "timeout": left, "run": group.run}
         how |= {"admission": alone and self.options.admission, "hint": save.hint}
         if group.whole:
+            if group.run == PLAIN and len(save.tokens) >= len(save.hashes) * of.page_tokens:
+                how["tokens"] = save.tokens
             encoded = keys.encode([save.before, *save.hashes] if save.before else save.hashes)
             if save.before:
                 encoded, how["after"] = encoded[1:], encoded[:1]

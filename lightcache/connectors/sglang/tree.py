@@ -1,15 +1,27 @@
-"""The hash before a piece of a prompt. SGLang's tree has it and its interface for linkers leaves it
-out, so three methods of the wrapper that calls linkers are wrapped here."""
+"""The hash before a piece of a prompt, and the token ids of one that is saved. SGLang's tree has
+them and its interface for linkers leaves them out, so three methods of the wrapper that calls
+linkers are wrapped here."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from lightcache.connectors.sglang.rank import ROOT
+from lightcache.hashing import MARK
 
 _MARK = "_lightcache_before"
+
+
+class Piece(NamedTuple):
+    """A node of the tree."""
+
+    hashes: list[str]
+    """Of its pages."""
+    tokens: Sequence[int]
+    """Their token ids."""
 
 
 class Told(Protocol):
@@ -18,8 +30,16 @@ class Told(Protocol):
     before: str | None
     """Hash before the piece of the call that comes next; `ROOT`: there is none; None: unknown."""
 
+    piece: Piece | None
+    """What the call that comes next saves; None: not known, or not wanted, or tokens alone do not
+    decide its hashes."""
+
     def untold(self, why: str) -> None:
         """From now on it may be unknown."""
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether `piece` is of use."""
 
     @property
     def window(self) -> int:
@@ -109,9 +129,23 @@ def _before_tail(self: Any, key: Any, result: Any, device_hit_len: int) -> str |
 
 
 def _before_node(self: Any, node_id: Any, transfers: Any) -> str | None:
-    """Of a node of the tree."""
+    """Of a node of the tree. It is told to the linker as well, if that wants its tokens."""
+    told: Told = self.cache_linker
+    told.piece = None
+    if told.wants_tokens:
+        with contextlib.suppress(Exception):  # they are advice
+            told.piece = _piece(self.cache.tree_core, node_id)
     chain = self.cache.get_prefix_hash_values(node_id)
     return str(chain[-1]) if chain else ROOT
 
 
-__all__ = ["Told", "tell_linkers"]
+def _piece(tree: Any, node: Any) -> Piece | None:
+    found = tree.snapshot_buffer_backup(node, False)
+    if found is None or found.key.is_bigram or found.key.extra_key or found.key.cache_salt:
+        return None
+    tokens = found.key.raw_token_ids()
+    fit = len(tokens) and min(tokens) >= 0 and max(tokens) < MARK  # an image's may be longer
+    return Piece(list(found.hash_values), tokens) if fit else None
+
+
+__all__ = ["Piece", "Told", "tell_linkers"]

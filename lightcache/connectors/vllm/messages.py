@@ -107,6 +107,8 @@ class SaveOrder(NamedTuple):
     blocks: tuple[int, ...]
     hint: Hint = Hint.NONE
     """Of new pages."""
+    tokens: bytes = b""
+    """Ids of the tokens of these pages, packed, if the cache notes them."""
 
 
 @dataclass

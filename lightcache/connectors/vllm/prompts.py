@@ -130,6 +130,12 @@ def keys_of(request: Any, spec: KeySpec, adapter: bytes | None) -> Keys:
     return spec.hash_packed(tokens, salt=salt, lora=lora)
 
 
+def is_tokens_alone(request: Any) -> bool:
+    """Whether nothing but its tokens decides its keys, as for `Prompt.told_tokens`."""
+    decided = request.mm_features or request.cache_salt or request.lora_request is not None
+    return not decided and request.prompt_embeds is None
+
+
 def _text(request: Any, adapter: bytes | None) -> tuple[bytes, str | bytes, bytes]:
     """Token ids, salt and adapter."""
     count = request.num_prompt_tokens
@@ -153,4 +159,4 @@ def _embedded(embeds: Any, count: int, page_tokens: int) -> Iterator[MultimodalI
         yield MultimodalItem(start, end, hashlib.sha256(data).digest())
 
 
-__all__ = ["Adapters", "adapter_bytes", "files_digest", "keys_of", "prompt_of"]
+__all__ = ["Adapters", "adapter_bytes", "files_digest", "is_tokens_alone", "keys_of", "prompt_of"]

@@ -14,6 +14,7 @@ import math
 import os
 import re
 import time
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,7 +48,7 @@ from lightcache.connectors.vllm.messages import (
     SaveOrder,
 )
 from lightcache.connectors.vllm.options import HINT, HINTS, Options
-from lightcache.connectors.vllm.prompts import Adapters, keys_of, prompt_of
+from lightcache.connectors.vllm.prompts import Adapters, is_tokens_alone, keys_of, prompt_of
 from lightcache.errors import (
     ConfigError,
     LeaseLost,
@@ -540,7 +541,9 @@ class SchedulerHalf(CachePart[Opened]):
         now = self._clock()
         if state.read is None:
             state.host = found
-            state.read = opened.finder.read(opened.tier, state.keys[:limit], found)
+            told = self._tokens_of(opened, state.request, 0, limit)
+            ids = np.frombuffer(told, np.uint32) if told else None
+            state.read = opened.finder.read(opened.tier, state.keys[:limit], found, ids)
             opened.tally.watch(state.read)
             state.until = now + min(MOST_WAIT, self._speed.seconds((limit - found) * self._page))
             if state.read.ended:
@@ -831,6 +834,7 @@ class SchedulerHalf(CachePart[Opened]):
         """Order to save the pages of `keys[start:]`, which lie in these blocks: the first one has
         this place in the request's table."""
         group, identity = self._groups[number], state.request.request_id
+        noted = group.whole and group.run == PLAIN
         self._number += 1
         root = start == 0 or not group.whole
         data = keys[start if root else start - 1 :].tobytes()
@@ -856,8 +860,16 @@ class SchedulerHalf(CachePart[Opened]):
                 root,
                 blocks,
                 state.hint,
+                self._tokens_of(opened, state.request, start, len(keys)) if noted else b"",
             )
         )
+
+    def _tokens_of(self, opened: Opened, request: Any, start: int, end: int) -> bytes:
+        """Ids of the tokens of pages [start, end), packed; empty if the cache does not note them,
+        or they alone do not decide the keys."""
+        if opened.cache.token_records is None or not is_tokens_alone(request):
+            return b""
+        return array("I", request.all_token_ids[start * self._page : end * self._page]).tobytes()
 
     def _extend(self, state: _Request) -> None:
         """Hash what was decoded since."""

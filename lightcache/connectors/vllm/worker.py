@@ -362,6 +362,8 @@ class WorkerHalf(CachePart[Opened]):
         keys = np.frombuffer(order.keys, np.uint64).reshape(-1, 2)
         how: dict[str, Any] = {"namespace": opened.space(order.weights), "timeout": LOCK}
         how |= {"run": group.run, "independent": not group.whole, "hint": order.hint}
+        if order.tokens:
+            how["tokens"] = np.frombuffer(order.tokens, np.uint32)
         if not order.root:
             keys, how["after"] = keys[1:], keys[:1]
         if of.ranks > 1:

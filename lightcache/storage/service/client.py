@@ -157,6 +157,7 @@ class StorageClient(BaseTier):
                 "hold: expected False, as the storage service holds no pages for its clients; open "
                 "the storage embedded in this process, by StorageTier.open"
             )
+        how.pop("rows", None)  # token ids are more than a message has room for
         if how.get("request") is not None:  # that of another client is another request
             how["request"] = hash((self._client, how["request"]))
         space = self.cache.index.default_namespace if namespace is None else namespace
