@@ -93,8 +93,8 @@ def test_values_of_every_kind(file: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("section", "name", "arguments", "taken", "given_up"),
     [
-        ("[metrics]\nport = 1\n", "metrics", ["--textfile", "/tmp/x.prom"], "textfile", "port"),
-        ('[metrics]\ntextfile = "/tmp/x.prom"\n', "metrics", ["--port", "0"], "port", "textfile"),
+        ("[metrics]\nport = 1\n", "metrics", ["--textfile", "/srv/x.prom"], "textfile", "port"),
+        ('[metrics]\ntextfile = "/srv/x.prom"\n', "metrics", ["--port", "0"], "port", "textfile"),
         ("[metrics]\nport = 1\n", "metrics", ["--once"], "once", "port"),
         ('[create]\nsize = "1GiB"\n', "create", ["--pages", "7"], "pages", "size"),
         ('[create]\nmodel = "llama"\n', "create", ["mine"], "name", "model"),
@@ -111,7 +111,7 @@ def test_of_two_that_exclude_each_other_the_stronger_place_decides(
 
 
 def test_both_in_one_file_are_a_mistake(file: Path) -> None:
-    file.write_text('[metrics]\nport = 1\ntextfile = "/tmp/x.prom"\n')
+    file.write_text('[metrics]\nport = 1\ntextfile = "/srv/x.prom"\n')
     assert "give --port or --textfile, not both" in typed("metrics", status=2)
     assert "give --port or --textfile, not both" in typed("config", status=2)
 

@@ -230,7 +230,7 @@ def test_a_password_is_not_shown(served: Any, cache: Cache) -> None:
         (("--url", "memory:", "--finish", -1), 2, "--finish"),
         (("--url", "memory:", "--finish", "nan"), 2, "finish: expected seconds"),
         (("--url", "memory:", "--group", "no-such-group"), 2, "no-such-group"),
-        (("--url", "memory:", "--status"), 2, "give no --url"),
+        (("--url", "memory:", "--status"), 2, "give --status or --url, not both"),
         (("--status",), 2, "no storage service"),
     ],
 )
