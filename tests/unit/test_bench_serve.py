@@ -16,7 +16,7 @@ import pytest
 from support.refusals import refused
 
 from lightcache.errors import ConfigError, StorageError
-from lightcache.shm import list_segments, read_segment
+from lightcache.shm.listing import list_segments, read_segment
 from lightcache.tools import cli, demo
 from lightcache.tools.demo.messages import Turn
 from lightcache_bench import Row, _serve_storage, serve

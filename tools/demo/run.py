@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from lightcache.shm import list_segments, sweep
+from lightcache.shm import sweep
+from lightcache.shm.listing import list_segments
 from lightcache.tools.demo.conversations import Conversations
 from lightcache.tools.demo.messages import Answer, Turn, WorkerConfig
 from lightcache.tools.demo.processes import LEAVE, SILENCE, RunFailed, Workers, spawn, terminable
