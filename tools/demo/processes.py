@@ -128,7 +128,7 @@ class WorkerProcess:
 class Workers:
     """The worker processes of a run."""
 
-    def __init__(self, config: Any, count: int, target: str, stack: ExitStack):
+    def __init__(self, config: Any, count: int, target: str, stack: ExitStack) -> None:
         """Start them.
 
         Args:

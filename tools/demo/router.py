@@ -44,12 +44,13 @@ class Router:
         self._unrouted: deque[Turn] = deque()  # while no worker is ready
         self._last: dict[int, str] = {}  # the worker that had the last turn of each conversation
         self.kill: Holding | None = None  # the worker that was killed in an offload
-        while len(self._queues) < workers.count:
+        while not self._queues:
             self._hear()
         cache = lightcache.Cache.attach(config.cache, secret=SECRET, role="router", grow=False)
         self.cache = stack.enter_context(cache)
-        # A worker that takes the place of a dead one takes its name and its index of device blocks,
-        # so this router of the library knows it.
+        while len(self._queues) < workers.count:
+            self._hear()
+        # A dead worker's successor has its name and its index of blocks, so this router knows it.
         blocks = {name: config.blocks(name) for name in self._queues}
         router = lightcache.Router(self.cache, blocks, spec=self.cache.key_spec())
         self._router = stack.enter_context(router)
@@ -96,8 +97,8 @@ class Router:
         return self._hear()
 
     def _send(self, queue: Queue, hold: bool) -> None:
-        """Only its worker finds out whether a turn has pages to offload. So one at a time is to be
-        held there, until a worker has died of it."""
+        """Send the next turn. Only its worker finds out whether there are pages to offload, so one
+        turn at a time is to be held there, until a worker has died of it."""
         hold = hold and not any(q.running and q.running.hold for q in self._queues.values())
         turn = queue.waiting.popleft()
         queue.running = replace(

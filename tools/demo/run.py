@@ -42,13 +42,9 @@ class Run:
             self._recompute()
 
     def _serve(self, config: WorkerConfig, groups: list[list[Turn]], answers: list[Answer]) -> None:
-        """Start workers and a router, have turns answered and those that follow from their answers,
-        check the cache, and end everything.
-
-        Args:
-            groups: of turns; each is asked when those before are answered.
-            answers: are appended to it.
-        """
+        """Start workers and a router, collect answers to turns and those that follow from them,
+        check the cache, and end everything. Each group of turns is asked when those before it are
+        answered."""
         talk, outcome = self.talk, self.outcome
         with ExitStack() as stack:
             workers = Workers(config, self.workers, _WORKER, stack)
