@@ -39,7 +39,7 @@ class Figures:
             f"{tokens:,} ({tokens / self.prompt_tokens:.0%}) from the {tier}"
             for tier, tokens in self.hit_tokens.items()
         )
-        return f"{self.prompt_tokens:,}, of which {tiers or 'none were reused'}"
+        return tiers or "none was reused"
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Outcome:
         of, compared = Figures(self.turns), self.compared.values()
         pairs = {
             "turns": f"{of.turns} answered",
-            "prompt tokens": of.found(),
+            "prompt tokens": f"{of.prompt_tokens:,}: {of.found()}",
             "first token": f"{milliseconds(of.first_s)} with the cache, {milliseconds(of.alone_s)} "
             f"from nothing: {of.alone_s / (of.first_s or 1):.1f} times as fast (medians of "
             f"{of.reusing} turns that reused tokens)",
@@ -113,7 +113,8 @@ class Outcome:
                 f"{milliseconds(kill.recovered_s)} after the signal"
             )
         if self.again:
-            pairs["restart"] = f"with an empty cache, prompt tokens: {Figures(self.again).found()}"
+            of = Figures(self.again)
+            pairs["restart"] = f"{of.prompt_tokens:,} prompt tokens, empty cache: {of.found()}"
         clean = "clean" if all(check.clean for check in self.checks) else "broken"
         pairs["check"] = f"{clean}: {len(self.checks)} checks, the last: {self.checks[-1].message}"
         pairs["equal"] = (
