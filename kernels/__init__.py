@@ -19,7 +19,7 @@ from lightcache.kernels.geometry import (
 )
 from lightcache.kernels.layouts import Shard
 from lightcache.kernels.measured import layout_digest
-from lightcache.kernels.moves import Move, Transfer
+from lightcache.kernels.moves import Move
 from lightcache.kernels.planes import DevicePlane, DevicePlanes, join
 from lightcache.kernels.states import StateCopier
 
@@ -33,7 +33,6 @@ __all__ = [
     "Rule",
     "Shard",
     "StateCopier",
-    "Transfer",
     "join",
     "layout_digest",
     "split",

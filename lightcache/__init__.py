@@ -8,8 +8,7 @@ Everything that goes wrong is a `LightcacheError` that says what to do.
 """
 
 from lightcache.cache import Cache, cache_name
-from lightcache.changes import ChangeBatch, Changes
-from lightcache.engine_keys import EngineKeys
+from lightcache.changes import Changes
 from lightcache.errors import (
     Abandoned,
     CacheCorrupted,
@@ -29,37 +28,27 @@ from lightcache.errors import (
     TransferFailed,
     WaitTimeout,
 )
-from lightcache.hashing import KeySpec, PageHasher, hash_pages, matchable_pages
+from lightcache.hashing import KeySpec, hash_pages, matchable_pages
 from lightcache.layer_loads import LayerLoads
 from lightcache.layout import Hint, WhyMissing
-from lightcache.leases import (
-    Allocation,
-    ClientId,
-    Lease,
-    Ticket,
-)
+from lightcache.leases import ClientId, Lease
 from lightcache.loans import GiveBack, Loans
-from lightcache.namespaces import Namespace
-from lightcache.offload_queue import CompletedOffload, OffloadQueue
+from lightcache.offload_queue import OffloadQueue
 from lightcache.page_index import PageIndex
 from lightcache.page_transfers import Load, Offload
-from lightcache.reservations import Reservation, ReservationShard
+from lightcache.reservations import Reservation
 from lightcache.router import Router, RouterPolicy
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Abandoned",
-    "Allocation",
     "Cache",
     "CacheCorrupted",
-    "ChangeBatch",
     "Changes",
     "ClientId",
-    "CompletedOffload",
     "ConfigError",
     "Detached",
-    "EngineKeys",
     "GiveBack",
     "Hint",
     "InUse",
@@ -72,22 +61,18 @@ __all__ = [
     "Load",
     "Loans",
     "LockTimeout",
-    "Namespace",
     "NoSpace",
     "NotInstalled",
     "NotReady",
     "Offload",
     "OffloadQueue",
     "OutOfPages",
-    "PageHasher",
     "PageIndex",
     "PermissionDenied",
     "Reservation",
-    "ReservationShard",
     "Router",
     "RouterPolicy",
     "StorageError",
-    "Ticket",
     "TransferFailed",
     "WaitTimeout",
     "WhyMissing",

@@ -18,7 +18,6 @@ what to do. Importing this package loads no library and reads no environment.
 from lightcache.shm.counters import SharedCounters
 from lightcache.shm.dicts import SharedDict
 from lightcache.shm.layout import Lifetime
-from lightcache.shm.listing import list_segments, read_segment
 from lightcache.shm.lists import SharedList
 from lightcache.shm.logs import SharedLog
 from lightcache.shm.rings import SharedRing
@@ -38,7 +37,5 @@ __all__ = [
     "SharedList",
     "SharedLog",
     "SharedRing",
-    "list_segments",
-    "read_segment",
     "sweep",
 ]

@@ -14,9 +14,9 @@ from lightcache._arguments import format_size
 from lightcache.errors import CacheCorrupted
 from lightcache.page_index import PageIndex
 from lightcache.pool import PoolObject
-from lightcache.shm import read_segment
 from lightcache.shm.clients import slot_use
 from lightcache.shm.layout import SegmentKind
+from lightcache.shm.listing import read_segment
 from lightcache.snapshot import CheckReport
 from lightcache.tools import facts, structures
 from lightcache.tools.facts import state_of

@@ -35,7 +35,8 @@ from lightcache.kernels.calibration import page_geometry, plane_shape, planes_at
 from lightcache.kernels.host_engine import HostEngine
 from lightcache.kernels.pinned import HostPages
 from lightcache.shm import _native as shm_native
-from lightcache.shm import layout, list_segments, memory
+from lightcache.shm import layout, memory
+from lightcache.shm.listing import list_segments
 from lightcache.shm.names import FOLDER
 from lightcache.tools.image import guest
 from lightcache.tools.output import (

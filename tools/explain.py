@@ -22,7 +22,7 @@ from lightcache._arguments import Keys
 from lightcache.cache import SecretSource, check_config, digest_of, secret_path
 from lightcache.errors import ConfigError, LayoutMismatch, LightcacheError, NotReady
 from lightcache.hashing import KeySpec, matchable_pages
-from lightcache.shm import list_segments
+from lightcache.shm.listing import list_segments
 from lightcache.storage import StorageSpec, open_storage
 from lightcache.storage.disk.backend import stored
 from lightcache.storage.urls import is_service

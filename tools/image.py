@@ -24,11 +24,11 @@ import numpy.typing as npt
 from lightcache import layout
 from lightcache.errors import CacheCorrupted, ConfigError, LightcacheError, NotReady
 from lightcache.page_index import MAX_PAGES, geometry
-from lightcache.shm import clients, list_segments, names, ofd, read_segment, wanted
+from lightcache.shm import clients, names, ofd, wanted
 from lightcache.shm import layout as shm_layout
 from lightcache.shm.clients import ClientInfo
 from lightcache.shm.layout import SegmentKind
-from lightcache.shm.listing import SegmentInfo
+from lightcache.shm.listing import SegmentInfo, list_segments, read_segment
 from lightcache.shm.objects import OpenObject
 from lightcache.snapshot import NAMESPACE_TABLE_BYTES
 

@@ -10,10 +10,10 @@ import click
 
 from lightcache._arguments import format_size
 from lightcache.errors import LightcacheError
-from lightcache.shm import list_segments, names, owners, wanted
+from lightcache.shm import names, owners, wanted
 from lightcache.shm.folders import path_of
 from lightcache.shm.layout import SLOTS
-from lightcache.shm.listing import SegmentInfo
+from lightcache.shm.listing import SegmentInfo, list_segments
 from lightcache.shm.objects import OpenObject
 from lightcache.tools.facts import Facts, namespaces_of
 from lightcache.tools.image import read_namespaces

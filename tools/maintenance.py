@@ -14,9 +14,9 @@ import click
 from lightcache._arguments import format_size
 from lightcache.errors import ConfigError, LightcacheError
 from lightcache.page_index import PageIndex
-from lightcache.shm import Segment, layout, list_segments, names, owners, read_segment, wanted
+from lightcache.shm import Segment, layout, names, owners, wanted
 from lightcache.shm.layout import SegmentKind
-from lightcache.shm.listing import SegmentInfo
+from lightcache.shm.listing import SegmentInfo, list_segments, read_segment
 from lightcache.shm.log_parts import free_dead_readers
 from lightcache.shm.objects import OpenObject
 from lightcache.shm.segment import free_dead_slots

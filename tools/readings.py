@@ -21,12 +21,12 @@ import numpy as np
 from lightcache import layout
 from lightcache.errors import LightcacheError
 from lightcache.layout import PageState
-from lightcache.shm import clients, names, read_segment, wanted
+from lightcache.shm import clients, names, wanted
 from lightcache.shm import layout as shm_layout
 from lightcache.shm.clients import ClientInfo
 from lightcache.shm.counters import bytes_of, rows_in
 from lightcache.shm.layout import SegmentHeader, SegmentKind
-from lightcache.shm.listing import SegmentInfo
+from lightcache.shm.listing import SegmentInfo, read_segment
 from lightcache.shm.objects import OpenObject
 from lightcache.snapshot import GroupPages, groups_of
 from lightcache.storage.service.board import LAYOUT, ServiceStats, board_name, stats_in, words_in

@@ -23,7 +23,7 @@ from lightcache.connectors.vllm.room import shortage
 from lightcache.errors import ConfigError
 from lightcache.kernels import KVGroup, PageGeometry
 from lightcache.page_index import geometry
-from lightcache.shm import list_segments
+from lightcache.shm.listing import list_segments
 from lightcache.storage.disk.backend import parse
 from lightcache.storage.urls import is_service
 from lightcache.tools.output import BROKEN, Command, emit, json_option

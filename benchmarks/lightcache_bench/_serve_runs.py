@@ -15,10 +15,8 @@ from typing import Any, Literal
 
 import lightcache
 from lightcache.errors import CacheCorrupted
-from lightcache.tools.demo.conversations import Turn
-from lightcache.tools.demo.messages import SECRET, Holding, ModelSpec, Ready, Request, WorkerConfig
-from lightcache.tools.demo.router import Member
-from lightcache.tools.demo.run import Crew
+from lightcache.tools.demo.messages import SECRET, Holding, ModelSpec, Ready, Turn, WorkerConfig
+from lightcache.tools.demo.processes import WorkerProcess, Workers
 from lightcache_bench._serve_workloads import WORKLOADS, Workload
 
 Pool = Literal["shared", "private", "none"]
@@ -106,8 +104,8 @@ class _Peer:
 class _Serving:
     """One run, while it goes on."""
 
-    def __init__(self, settings: Settings, crew: Crew, stack: contextlib.ExitStack) -> None:
-        self.settings, self.crew, self.run, self._stack = settings, crew, Run(), stack
+    def __init__(self, settings: Settings, workers: Workers, stack: contextlib.ExitStack) -> None:
+        self.settings, self.workers, self.run, self._stack = settings, workers, Run(), stack
         self.workload = settings.make_workload()
         self.caches: dict[str, lightcache.Cache] = {}
         self._peers = [_Peer() for _ in range(settings.workers)]
@@ -118,8 +116,6 @@ class _Serving:
 
     def serve(self) -> None:
         """Have every turn answered, then check the caches."""
-        for number in range(self.settings.workers):
-            self.crew.start(number)
         while any(peer.pipe is None for peer in self._peers):
             self._hear()
         began = time.monotonic()
@@ -151,30 +147,29 @@ class _Serving:
         hold = due and self._held is None
         if hold:
             self._held = turn.number
-        request = Request(turn.number, turn.prompt, turn.answer_tokens, now, hold)
+        job = Job(replace(turn, sent=now, hold=hold), self.settings.cached(turn))
         with contextlib.suppress(OSError):  # it has just died
-            peer.pipe.send(Job(request, self.settings.cached(turn)))
+            peer.pipe.send(job)
 
     def _hear(self) -> None:
-        for member, message in self.crew.messages():
+        for worker, message in self.workers.messages():
             if message is None:
-                self._on_death(member)
+                self._on_death(worker)
             elif isinstance(message, Ready):
-                self._on_ready(member)
+                self._on_ready(worker)
             elif isinstance(message, Holding):
-                member.killed_at = time.monotonic()
-                member.process.kill()
+                worker.kill()
                 self._killed = True
             else:
-                self._on_answer(self._peers[member.number], message)
+                self._on_answer(self._peers[worker.number], message)
 
-    def _name(self, member: Member) -> str:
-        own = f"-{member.name}" if self.settings.pool == "private" else ""
+    def _name(self, worker: WorkerProcess) -> str:
+        own = f"-{worker.process.pid}" if self.settings.pool == "private" else ""
         return f"{self.settings.run}{own}-kv"
 
-    def _on_ready(self, member: Member) -> None:
-        self._peers[member.number].pipe = member.pipe
-        name = self._name(member)
+    def _on_ready(self, worker: WorkerProcess) -> None:
+        self._peers[worker.number].pipe = worker.pipe
+        name = self._name(worker)
         if self.settings.pool != "none" and name not in self.caches:
             cache = lightcache.Cache.attach(name, secret=SECRET, grow=False)
             self.caches[name] = self._stack.enter_context(cache)
@@ -198,15 +193,15 @@ class _Serving:
                 timed.total_s,
             )
         )
-        self._ask(self.workload.answered(turn.number, timed.answer))
+        self._ask(self.workload.answered(turn, timed.answer))
 
-    def _on_death(self, member: Member) -> None:
+    def _on_death(self, worker: WorkerProcess) -> None:
         """Its turns wait for its successor. A private pool ends with its worker."""
-        assert member.killed_at is not None
-        peer, cache = self._peers[member.number], self.caches.get(self._name(member))
+        assert worker.killed_at is not None
+        peer, cache = self._peers[worker.number], self.caches.get(self._name(worker))
         if cache is not None:
             cache.reap()
-            self.run.recovered_s.append(time.monotonic() - member.killed_at)
+            self.run.recovered_s.append(time.monotonic() - worker.killed_at)
             if self.settings.pool == "private":
                 _check(self.caches.pop(cache.name))
                 cache.close()
@@ -220,12 +215,6 @@ def _check(cache: lightcache.Cache) -> None:
     report = cache.check()
     if not report.clean:
         raise CacheCorrupted(f"{cache.name}: {report.message}")
-
-
-def _worker(setup: Any, name: str, pipe: Connection) -> None:
-    from lightcache_bench import _serve_worker  # torch is imported in the worker's process alone
-
-    _serve_worker.run(setup, name, pipe)
 
 
 def serve(settings: Settings) -> Run:
@@ -247,8 +236,9 @@ def serve(settings: Settings) -> Run:
         settings.threads,
     )
     setup: Any = Setup(settings.run, config, settings.devices, settings.pool, settings.workers)
-    with Crew(setup, _worker) as crew, contextlib.ExitStack() as caches:
-        serving = _Serving(settings, crew, caches)
+    with contextlib.ExitStack() as stack:
+        workers = Workers(setup, settings.workers, "lightcache_bench._serve_worker:run", stack)
+        serving = _Serving(settings, workers, stack)
         serving.serve()
     return serving.run
 

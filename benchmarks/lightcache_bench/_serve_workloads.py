@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lightcache.tools.demo.conversations import Conversations, Turn
-from lightcache.tools.demo.messages import Tokens
+from lightcache.tools.demo.conversations import Conversations
+from lightcache.tools.demo.messages import Tokens, Turn
 
 _VOCABULARY = 4096  # token ids that prompts are made of
 
@@ -26,7 +26,7 @@ class Workload(Protocol):
     def begin(self) -> list[Turn]:
         """The first turns."""
 
-    def answered(self, number: int, answer: Tokens) -> list[Turn]:
+    def answered(self, turn: Turn, answer: Sequence[int]) -> list[Turn]:
         """The turns that an answer makes possible."""
 
 
@@ -67,9 +67,9 @@ class Prompts:
         """The first of each chain."""
         return [turn for chain in range(len(self._chains)) for turn in self._next(chain)]
 
-    def answered(self, number: int, answer: Tokens) -> list[Turn]:
+    def answered(self, turn: Turn, answer: Sequence[int]) -> list[Turn]:
         """The next of the same chain."""
-        return self._next(self._chain_of.pop(number))
+        return self._next(self._chain_of.pop(turn.number))
 
     def _next(self, chain: int) -> list[Turn]:
         for prompt, repeat in self._chains[chain]:

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lightcache import EngineKeys, KeySpec, hash_pages
+from lightcache import KeySpec, hash_pages
+from lightcache.engine_keys import EngineKeys
 from lightcache.page_index import geometry
 from lightcache_bench import Row, _contention, _latency, _pool, _routing, meets
 from lightcache_bench._timing import clocked_cpu, interleaved, median, spread

@@ -24,7 +24,7 @@ from lightcache.shm.sweep import sweep
 from lightcache.storage import open_storage
 from lightcache.tools.demo import check_packages
 from lightcache.tools.demo.messages import DENSE, ModelSpec
-from lightcache.tools.demo.run import run_name
+from lightcache.tools.demo.processes import run_name
 from lightcache_bench import Row, _serve_storage, meets
 from lightcache_bench._serve_runs import (
     Pool,

@@ -23,7 +23,7 @@ from lightcache.connectors.link import Link, Voice
 from lightcache.connectors.node_tally import NodeTally
 from lightcache.errors import LeaseLost, NoSpace, NotReady
 from lightcache.kernels.moves import Engine
-from lightcache.shm import read_segment
+from lightcache.shm.listing import read_segment
 from lightcache.storage.opening import open_tier
 from lightcache.storage.tier import BaseTier
 

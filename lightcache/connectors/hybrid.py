@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightcache import Cache, Lease, Namespace, hybrid
+from lightcache import Cache, Lease, hybrid
 from lightcache._arguments import Keys, Pages, count
 from lightcache.connectors._requirements import torch
 from lightcache.connectors.cache_layers import (
@@ -46,10 +46,10 @@ from lightcache.connectors.windows import WindowGroup
 from lightcache.errors import Abandoned, ConfigError, LightcacheError, TransferFailed
 from lightcache.groups import Group, GroupMatch, GroupSet, Rule
 from lightcache.hybrid import Grid
-from lightcache.hybrid.checkpoints import Path, Tier
+from lightcache.hybrid.checkpoints import CheckpointStats, Path, Tier
 from lightcache.kernels.groups import whole
 from lightcache.manager.load import wait_on
-from lightcache.namespaces import NamespaceState
+from lightcache.namespaces import Namespace, NamespaceState
 
 if TYPE_CHECKING:
     from lightcache.kernels.pinned import PinnedPages
@@ -207,7 +207,7 @@ class Checkpoints:
             unusable_tokens=max(0, kv - used),
         )
 
-    def stats(self) -> hybrid.CheckpointStats:
+    def stats(self) -> CheckpointStats:
         """Counters of this connector."""
         return self._all.stats()
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from lightcache import Cache, Lease, Load, Namespace, Offload, Reservation, ReservationShard
+from lightcache import Cache, Lease, Load, Offload, Reservation
 from lightcache._arguments import Keys
 from lightcache.connectors.hybrid import (
     Checkpoint,
@@ -49,6 +49,8 @@ from lightcache.connectors.prefix_cache import (
 )
 from lightcache.errors import Abandoned, ConfigError, Detached, NoSpace, TransferFailed
 from lightcache.hybrid.checkpoints import PATH_LIMIT
+from lightcache.namespaces import Namespace
+from lightcache.reservations import ReservationShard
 from lightcache.shm.errors import leave
 
 if TYPE_CHECKING:

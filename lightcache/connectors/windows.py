@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from lightcache import Lease, Load, Namespace, Offload
+from lightcache import Lease, Load, Offload
 from lightcache._arguments import Keys
 from lightcache.connectors.cache_layers import Pair, WindowTail
 from lightcache.connectors.model_pages import TokenPages
@@ -16,6 +16,7 @@ from lightcache.connectors.pooled import Pooled
 from lightcache.connectors.prefix_cache import Counters, empty_rows, planes_of_rows
 from lightcache.errors import Abandoned, NoSpace, TransferFailed
 from lightcache.groups import Group
+from lightcache.namespaces import Namespace
 
 
 class WindowGroup:

@@ -8,15 +8,12 @@ pass the suite in `testing`. See docs/guides/storage.md.
 
 from lightcache.storage.memory import MemoryStorage
 from lightcache.storage.protocol import Storage, StorageSpec, StorageStats
-from lightcache.storage.stacked import StackedStorage
 from lightcache.storage.tasks import StorageTask, TaskState
-from lightcache.storage.tier import BaseTier, StorageTier
-from lightcache.storage.urls import open_storage, register, schemes
+from lightcache.storage.tier import StorageTier
+from lightcache.storage.urls import open_storage, register
 
 __all__ = [
-    "BaseTier",
     "MemoryStorage",
-    "StackedStorage",
     "Storage",
     "StorageSpec",
     "StorageStats",
@@ -25,5 +22,4 @@ __all__ = [
     "TaskState",
     "open_storage",
     "register",
-    "schemes",
 ]

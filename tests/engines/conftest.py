@@ -19,7 +19,8 @@ import pytest
 from engines.sharing import NAME
 from support.servers import bound, free_port
 
-from lightcache.shm import Segment, list_segments
+from lightcache.shm import Segment
+from lightcache.shm.listing import list_segments
 
 HERE = Path(__file__).parent
 # One thread: OpenMP's threads spin, and two of them on a core make each step slow.

@@ -21,9 +21,10 @@ from gpu.place import DEADLINE
 
 from lightcache import Cache
 from lightcache.errors import WaitTimeout
-from lightcache.hybrid import Grid, HybridConfig, HybridManager, HybridMatch, open_states
+from lightcache.hybrid import Grid, HybridConfig, HybridManager, open_states
 from lightcache.hybrid import opening as opening_module
 from lightcache.hybrid.checkpoints import Checkpoints, Path, Tier
+from lightcache.hybrid.requests import HybridMatch
 from lightcache.kernels.geometry import KVGroup, PageGeometry
 from lightcache.kernels.layouts import Shard, sglang
 from lightcache.kernels.moves import Move

@@ -19,18 +19,11 @@ import torch
 from gpu.place import DEADLINE, place
 from support.keys import prompt
 
-from lightcache import (
-    Cache,
-    LayerLoads,
-    LightcacheError,
-    Load,
-    Offload,
-    OffloadQueue,
-    ReservationShard,
-)
+from lightcache import Cache, LayerLoads, LightcacheError, Load, Offload, OffloadQueue
 from lightcache.kernels.geometry import KVGroup, PageGeometry
 from lightcache.kernels.layouts import Shard, sglang
 from lightcache.kernels.moves import Move
+from lightcache.reservations import ReservationShard
 
 LAYERS, HEADS, DIM, TOKENS = 3, 4, 16, 16
 PAGES, SLOTS = 12, 256

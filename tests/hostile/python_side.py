@@ -30,8 +30,9 @@ from lightcache.group_index import GroupIndex
 from lightcache.groups import Group, GroupSet, Rule
 from lightcache.page_index import geometry
 from lightcache.runs import Run
-from lightcache.shm import Segment, read_segment
+from lightcache.shm import Segment
 from lightcache.shm.layout import CLIENTS_OFFSET, LOCK_OFFSET, ClientRecord, SegmentHeader
+from lightcache.shm.listing import read_segment
 from lightcache.tools.cli import group
 
 PAGES = 48

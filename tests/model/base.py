@@ -17,11 +17,9 @@ from model.index_model import (
 )
 from support import keys as make
 
-from lightcache import (
-    PageIndex,
-    Ticket,
-)
+from lightcache import PageIndex
 from lightcache._arguments import Generations
+from lightcache.leases import Ticket
 from lightcache.namespaces import Namespace
 
 CLIENTS = 3

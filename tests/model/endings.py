@@ -10,14 +10,8 @@ from model.base import (
     pick,
 )
 
-from lightcache import (
-    Abandoned,
-    ConfigError,
-    Lease,
-    LeaseLost,
-    Reservation,
-    ReservationShard,
-)
+from lightcache import Abandoned, ConfigError, Lease, LeaseLost, Reservation
+from lightcache.reservations import ReservationShard
 
 
 class EndingRules(MachineBase):

@@ -17,15 +17,9 @@ from model.index_model import (
     Handoff,
 )
 
-from lightcache import (
-    ClientId,
-    ConfigError,
-    Lease,
-    LeaseLost,
-    Reservation,
-    ReservationShard,
-    Ticket,
-)
+from lightcache import ClientId, ConfigError, Lease, LeaseLost, Reservation
+from lightcache.leases import Ticket
+from lightcache.reservations import ReservationShard
 
 
 class TicketRules(MachineBase):

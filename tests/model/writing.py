@@ -26,14 +26,9 @@ from model.index_model import (
 )
 from support import keys as make
 
-from lightcache import (
-    Abandoned,
-    ConfigError,
-    LeaseLost,
-    Reservation,
-    ReservationShard,
-)
+from lightcache import Abandoned, ConfigError, LeaseLost, Reservation
 from lightcache.layout import PageState
+from lightcache.reservations import ReservationShard
 from lightcache.runs import PLAIN, Run
 
 

@@ -17,8 +17,9 @@ import numpy.typing as npt
 from support.device_sides import Device
 from support.keys import prompt
 
-from lightcache import Cache, Lease, LightcacheError, Load, Offload, ReservationShard
+from lightcache import Cache, Lease, LightcacheError, Load, Offload
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane, Share
+from lightcache.reservations import ReservationShard
 
 TOKENS = 4
 PAGES = 16

@@ -20,9 +20,10 @@ from support.crew import PAGE
 from support.shard_backend import SECRET, ShardBackend
 from support.stamped import StampedDevice, stamps_of
 
-from lightcache import Cache, ReservationShard
+from lightcache import Cache
 from lightcache.manager.ranks.messages import Decisions
 from lightcache.manager.ranks.worker import RankWorker
+from lightcache.reservations import ReservationShard
 from lightcache.shm import SharedLog
 
 

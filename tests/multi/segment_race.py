@@ -22,7 +22,8 @@ from pathlib import Path
 import posix_ipc
 
 from lightcache.errors import InUse, LayoutMismatch
-from lightcache.shm import Segment, names, read_segment
+from lightcache.shm import Segment, names
+from lightcache.shm.listing import read_segment
 
 PAYLOAD = 20_000
 

@@ -26,19 +26,11 @@ import numpy as np
 import numpy.typing as npt
 
 import lightcache
-from lightcache import (
-    Abandoned,
-    Cache,
-    InUse,
-    Lease,
-    LeaseLost,
-    LockTimeout,
-    Namespace,
-    OutOfPages,
-    ReservationShard,
-)
+from lightcache import Abandoned, Cache, InUse, Lease, LeaseLost, LockTimeout, OutOfPages
 from lightcache.errors import WaitTimeout
 from lightcache.layout import KeyStatus
+from lightcache.namespaces import Namespace
+from lightcache.reservations import ReservationShard
 
 PAGE_BYTES = 512
 SLICES, WORDS = 4, 16

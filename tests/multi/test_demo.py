@@ -258,16 +258,16 @@ def test_an_interrupt_ends_and_removes_everything(
 _HALF = """
 import os, signal, sys
 from multiprocessing import reduction
-from lightcache.tools.demo import run
+from lightcache.tools.demo import processes
 
 def half(*arguments, before=reduction.sendfds):
     os.kill(os.getpid(), signal.SIGTERM)
     before(*arguments)
 
-run._IMPORTED = ()
+processes._IMPORTED = ()
 reduction.sendfds = half
-with run._terminable():
-    run.spawn(print)
+with processes.terminable():
+    processes.spawn("builtins:print")
 """
 
 
@@ -307,7 +307,7 @@ def test_the_model_and_its_wrong_answer_are_told_apart(tmp_path: Path) -> None:
     import transformers
 
     from lightcache.tools.demo import model
-    from lightcache.tools.demo.messages import ModelSpec
+    from lightcache.tools.demo.messages import Answer, ModelSpec, Turn
 
     form = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.LlamaConfig(vocab_size=4096, intermediate_size=32, **form)
@@ -315,8 +315,12 @@ def test_the_model_and_its_wrong_answer_are_told_apart(tmp_path: Path) -> None:
     built = model.build(ModelSpec(directory=str(tmp_path)))
     prompt = np.arange(20, dtype=np.int32)
     token, logprob = model.forward(built, prompt, None)
-    right = np.array([token], np.int32)
-    assert model.compare(built, prompt, right, [logprob])[0]
-    assert model.compare(built, prompt, right, [logprob])[1] < 1e-5
-    assert model.compare(built, prompt, right, [logprob - 1])[1] == pytest.approx(1, abs=1e-5)
-    assert not model.compare(built, prompt, (right + 1) % 4096, [logprob])[0]
+
+    def compared(token: int, logprob: float) -> tuple[bool, float]:
+        turn = Turn(0, 0, 0, prompt, answer_tokens=1)
+        return model.compare(built, Answer(turn, {}, [token], [logprob]))
+
+    assert compared(token, logprob)[0]
+    assert compared(token, logprob)[1] < 1e-5
+    assert compared(token, logprob - 1)[1] == pytest.approx(1, abs=1e-5)
+    assert not compared((token + 1) % 4096, logprob)[0]

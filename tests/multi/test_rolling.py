@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from multi.rolling_side import PAGE_BYTES, PAGES, pools
 
-from lightcache.shm import Segment, names, read_segment
+from lightcache.shm import Segment, names
+from lightcache.shm.listing import read_segment
 
 pytestmark = pytest.mark.slow
 

@@ -19,9 +19,9 @@ from lightcache import (
     OutOfPages,
     PageIndex,
     PermissionDenied,
-    Ticket,
     WaitTimeout,
 )
+from lightcache.leases import Ticket
 
 A, B = prompt(1, 2), prompt(2, 2)
 TWO = np.array([0, 2])

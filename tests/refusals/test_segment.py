@@ -21,8 +21,9 @@ from lightcache import (
     PageIndex,
     PermissionDenied,
 )
-from lightcache.shm import RobustLock, Segment, layout, names, read_segment
+from lightcache.shm import RobustLock, Segment, layout, names
 from lightcache.shm.layout import SegmentKind
+from lightcache.shm.listing import read_segment
 
 SHM = Path("/dev/shm")
 

@@ -20,8 +20,9 @@ from support.tiny_models import Answer
 
 from lightcache import Cache
 from lightcache.errors import OutOfPages
-from lightcache.hybrid import Checkpoints, Grid, HybridConfig, HybridManager, HybridMatch
+from lightcache.hybrid import Checkpoints, Grid, HybridConfig, HybridManager
 from lightcache.hybrid.opening import create_slots
+from lightcache.hybrid.requests import HybridMatch
 from lightcache.hybrid.saving import Saves, decode_saves
 from lightcache.kernels import StateCopier
 from lightcache.manager import EngineBackend, KVCacheManager, ManagedBlocks, Prompt, RequestOptions

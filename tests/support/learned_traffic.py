@@ -8,8 +8,9 @@ from typing import Any
 
 from support.keys import Keys, prompt
 
-from lightcache import Namespace, PageIndex
+from lightcache import PageIndex
 from lightcache.layout import WhyMissing
+from lightcache.namespaces import Namespace
 
 PAGES, PROMPT, KNOWN = 66, 10, 6
 

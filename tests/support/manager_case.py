@@ -20,9 +20,9 @@ from lightcache.manager import (
     Prompt,
 )
 from lightcache.shm.layout import SegmentHeader
-from lightcache.storage import BaseTier
 from lightcache.storage.common import Deadline
 from lightcache.storage.tasks import StorageTask, TaskProgress
+from lightcache.storage.tier import BaseTier
 
 SECRET = b"a secret of tests"
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from support.stamped import TOKEN_BYTES, StampedBackend, StampedDevice, StampedMoving, Stamps
 
-from lightcache import Cache, ReservationShard
+from lightcache import Cache
+from lightcache.reservations import ReservationShard
 
 SECRET = b"a secret of tests"
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightcache import Allocation, Cache, Lease, Reservation
+from lightcache import Cache, Lease, Reservation
 from lightcache.errors import TransferFailed, WaitTimeout
+from lightcache.leases import Allocation
 
 Stamps = npt.NDArray[np.uint64]
 TOKEN_BYTES = 8

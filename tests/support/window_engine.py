@@ -17,8 +17,8 @@ import numpy as np
 from lightcache import Cache, ClientId
 from lightcache.errors import Abandoned, OutOfPages, TransferFailed, WaitTimeout
 from lightcache.groups import Rule
-from lightcache.hybrid import HybridManager, HybridMatch
-from lightcache.hybrid.requests import PREFIX
+from lightcache.hybrid import HybridManager
+from lightcache.hybrid.requests import PREFIX, HybridMatch
 from lightcache.hybrid.window_blocks import WindowBlocks
 from lightcache.kernels import KVGroup, PageGeometry, Shard, layouts
 from lightcache.manager import (

@@ -19,7 +19,8 @@ from click.testing import CliRunner
 from support.refusals import refused
 
 from lightcache import Cache, ConfigError, LeaseLost, PermissionDenied
-from lightcache.shm import names, read_segment
+from lightcache.shm import names
+from lightcache.shm.listing import read_segment
 from lightcache.tools import cli
 
 SECRET = b"a secret of the access tests"
@@ -133,7 +134,7 @@ def test_a_readers_store_is_a_page_fault(
 AS_NOBODY = f"""
 import os, sys
 from lightcache import Cache, PermissionDenied
-from lightcache.shm import list_segments
+from lightcache.shm.listing import list_segments
 Cache.create(sys.argv[1] + "-own", pages=1, page_bytes=4096, fingerprint="f", page_tokens=1,
              secret=bytes(16)).close()  # load all that root may read
 os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from lightcache import TransferFailed
-from lightcache.shm import memory, read_segment
+from lightcache.shm import memory
+from lightcache.shm.listing import read_segment
 from lightcache_bench import _gpu_device, _gpu_many, _gpu_pinning
 from lightcache_bench._gpu_pinning import Times
 from lightcache_bench._gpu_rig import Bench, Sizes

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import click.testing
-import numpy as np
 import pytest
 from support.refusals import refused
 
 from lightcache.errors import ConfigError, StorageError
-from lightcache.shm import list_segments, read_segment
+from lightcache.shm.listing import list_segments, read_segment
 from lightcache.tools import cli, demo
-from lightcache.tools.demo.conversations import Turn
+from lightcache.tools.demo.messages import Turn
 from lightcache_bench import Row, _serve_storage, serve
 from lightcache_bench._serve_runs import Run, Served, Settings, median, percentile, steps
 from lightcache_bench._serve_workloads import WORKLOADS
@@ -58,7 +57,7 @@ def played(settings: Settings, figures: Callable[[Turn], dict[str, Any]]) -> Run
     while waiting:
         turn = waiting.pop(0)
         run.turns.append(answered(settings, turn, **figures(turn)))
-        waiting += workload.answered(turn.number, np.zeros(turn.answer_tokens, np.int32))
+        waiting += workload.answered(turn, [0] * turn.answer_tokens)
     if settings.hold_at is not None:
         run.recovered_s.append(0.0125)
     return run
@@ -387,7 +386,7 @@ def order(kind: str, **arguments: Any) -> list[tuple[int, int]]:
         turn = waiting.pop(0)
         assert len(turn.prompt) + turn.answer_tokens == workload.longest == 14
         asked.append((turn.conversation, turn.turn))
-        waiting += workload.answered(turn.number, np.zeros(2, np.int32))
+        waiting += workload.answered(turn, [0, 0])
     assert len(asked) == workload.total
     return asked
 

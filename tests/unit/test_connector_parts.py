@@ -24,8 +24,9 @@ from support.connecting import (  # noqa: E402
 from support.refusals import refused  # noqa: E402
 from support.tiny_models import answer, assert_same, kept, model, prompt  # noqa: E402
 
-from lightcache import Cache, ConfigError, LeaseLost, ReservationShard, TransferFailed  # noqa: E402
+from lightcache import Cache, ConfigError, LeaseLost, TransferFailed  # noqa: E402
 from lightcache.connectors import transformers as lct  # noqa: E402
+from lightcache.reservations import ReservationShard  # noqa: E402
 
 __all__ = ["cache", "connector", "llama"]
 

@@ -26,7 +26,8 @@ from support.tiny_models import answer, assert_same, kept, prompt  # noqa: E402
 
 from lightcache import Cache, Changes, ConfigError, Detached, InUse  # noqa: E402
 from lightcache.connectors import transformers as lct  # noqa: E402
-from lightcache.shm import Segment, read_segment  # noqa: E402
+from lightcache.shm import Segment  # noqa: E402
+from lightcache.shm.listing import read_segment  # noqa: E402
 
 __all__ = ["cache", "connector", "llama"]
 

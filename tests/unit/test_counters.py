@@ -18,6 +18,7 @@ from support.refusals import refused
 from lightcache import Cache, errors, shm
 from lightcache.manager.stats import ManagerStats, NodeCounters
 from lightcache.shm import layout, names
+from lightcache.shm.listing import list_segments, read_segment
 from lightcache.tools.cli import group
 from lightcache.tools.facts import counted
 from lightcache.tools.image import read_any
@@ -275,7 +276,7 @@ def test_a_segment_that_says_what_no_counters_have(segment_name, config, what):
         with pytest.raises(errors.CacheCorrupted, match=what) as kept:
             shm.SharedCounters.attach(segment_name)
         segment.close()
-        assert shm.read_segment(segment_name) is None, f"somebody lives in it after {kept.value}"
+        assert read_segment(segment_name) is None, f"somebody lives in it after {kept.value}"
 
 
 def test_hostile_bytes_give_errors_of_ours_alone(segment_name):
@@ -308,7 +309,7 @@ def test_hostile_bytes_give_errors_of_ours_alone(segment_name):
 
 
 def test_tools_know_the_kind(counters):
-    info = shm.read_segment(counters.segment.name)
+    info = read_segment(counters.segment.name)
     assert (info.kind, info.problem, info.clients) == ("counters", None, 1)
     shown = CliRunner().invoke(group, ["dump", counters.segment.name, "--json"])
     assert json.loads(shown.output)["segment"]["kind"] == "counters"
@@ -339,8 +340,8 @@ def test_a_nodes_figures(cache):
             theirs.add(**{field.name: 1})
         assert theirs.total().errors == theirs.total().loads == 1
         name = ours._counters.segment.name
-        assert [info.kind for info in shm.list_segments() if info.name == name]
-    assert shm.read_segment(name) is None, "they go with the last"
+        assert [info.kind for info in list_segments() if info.name == name]
+    assert read_segment(name) is None, "they go with the last"
 
 
 ENGINE = """
@@ -372,7 +373,7 @@ def test_another_cache_of_the_name_begins_at_zero(segment_name, script):
             assert not CliRunner().invoke(group, ["rm", segment_name]).exit_code
         else:
             shm.Segment.unlink(segment_name)
-        assert (shm.read_segment(left) is None) == removes
+        assert (read_segment(left) is None) == removes
         with Cache.create(segment_name, **how) as new, Watch() as watch:
             assert watch.read()[segment_name].counts is None
             with NodeCounters.open(new) as ours:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import click.testing
@@ -13,34 +12,31 @@ import pytest
 
 from lightcache.snapshot import CheckReport
 from lightcache.tools import cli
-from lightcache.tools.demo.conversations import Conversations, Turn
-from lightcache.tools.demo.messages import Answer
-from lightcache.tools.demo.report import Kill, Outcome, Served
+from lightcache.tools.demo.conversations import Conversations
+from lightcache.tools.demo.messages import Answer, Holding, Turn
+from lightcache.tools.demo.report import Outcome
 
 CLEAN = CheckReport(True, "every invariant holds", 0, 0, 1, 0, 0, 0, 0, 0, 0, True, 0)
 
 
-def served(number: int, attempts: int = 1, **reused: int) -> Served:
-    """A turn of 100 tokens."""
-    turn = Turn(number, 0, number, np.zeros(100, np.int32), 2)
+def answer(number: int, attempts: int = 1, **reused: int) -> Answer:
+    """Of a turn of 100 tokens."""
+    turn = Turn(number, 0, number, np.zeros(100, np.int32), 2, attempts=attempts)
     tiers = {tier: tokens for tier, tokens in reused.items() if tokens}
-    answer = Answer(np.zeros(2, np.int32), [0.0, 0.0], tiers, 0.1, 0.5)
-    return Served(turn, answer, "0", attempts)
+    return Answer(turn, tiers, [0, 0], [0.0, 0.0], times=[0.1, 0.2], alone_s=0.5)
 
 
 def held() -> Outcome:
     """An outcome in which all of it held."""
     return Outcome(
-        wanted_turns=2,
+        wanted=4,
         wanted_kill=True,
         wanted_restart=True,
-        turns=[served(0), served(1, attempts=2, host=64)],
-        again=[served(2, storage=80), served(3, host=32, storage=16)],
-        wanted_again=2,
-        kill=Kill("1", 1, 1, 2, 2, 0.05),
+        turns=[answer(0), answer(1, attempts=2, host=64)],
+        again=[answer(2, storage=80), answer(3, host=32, storage=16)],
+        kill=Holding("1", 1, 1, 2, 2, 0.05),
         checks=[CLEAN, CLEAN],
         compared={1: (True, 1e-5), 2: (True, 2e-5), 3: (True, 0.0)},
-        seconds=9.0,
     )
 
 
@@ -48,12 +44,12 @@ def test_an_outcome_that_held() -> None:
     outcome = held()
     assert outcome.problems() == []
     pairs = outcome.pairs()
-    assert pairs["prompt tokens"] == "200, of which 64 (32%) came from the host tier"
+    assert pairs["prompt tokens"] == "200: 64 (32%) from the host"
     assert "5.0 times as fast" in pairs["first token"]
     assert pairs["killed"].startswith(
         "worker 1, with 1 of 2 pages of turn 1 copied: 2 pages doomed"
     )
-    assert "96 came from storage and 32 from the host" in pairs["restart"]
+    assert pairs["restart"].endswith("96 (48%) from the storage, 32 (16%) from the host")
     assert pairs["check"].startswith("clean: 2 checks")
     assert pairs["equal"].startswith("3 of 3 turns")
     facts = json.loads(json.dumps(outcome.facts()))
@@ -63,13 +59,13 @@ def test_an_outcome_that_held() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"turns": [served(1, host=64)]}, "expected 2 answers, found 1"),
-        ({"turns": [served(0), served(1)]}, "no turn reused anything"),
+        ({"turns": [answer(1, host=64)]}, "expected 4 answers, found 3"),
+        ({"turns": [answer(0), answer(1)]}, "no turn reused anything"),
         ({"kill": None}, "no worker was killed"),
-        ({"kill": Kill("1", 1, 1, 2, 0, 0.05)}, "the killed worker left no doomed page"),
-        ({"again": [served(2, storage=80)]}, "expected 2 answers after the restart, found 1"),
-        ({"again": [served(2), served(3)]}, "nothing came from storage after the restart"),
-        ({"again": [served(2, host=1), served(3, storage=16)]}, "found tokens in an empty cache"),
+        ({"kill": Holding("1", 1, 1, 2, 0, 0.05)}, "the killed worker left no doomed page"),
+        ({"again": [answer(2, storage=80)]}, "expected 4 answers, found 3"),
+        ({"again": [answer(2), answer(3)]}, "nothing came from storage after the restart"),
+        ({"again": [answer(2, host=1), answer(3, storage=16)]}, "found tokens in an empty cache"),
         ({"checks": [CLEAN, replace(CLEAN, clean=False, message="page 3")]}, "check: page 3"),
         ({"compared": {1: (True, 0.0)}}, "turns [2, 3] were not computed again"),
         ({"compared": {n: (n != 2, 0.0) for n in (1, 2, 3)}}, "turn 2 is not what"),
@@ -89,31 +85,36 @@ def test_the_exit_status_says_whether_all_of_it_held(
     outcome: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
-    from lightcache.tools.demo import run
+    from lightcache.tools.demo.run import Run
 
-    plans: list[Any] = []
-    monkeypatch.setattr(run, "run", lambda plan, show: plans.append(plan) or outcome)
+    asked: list[Run] = []
+
+    def run(self: Run) -> None:
+        asked.append(replace(self))
+        self.outcome = outcome
+
+    monkeypatch.setattr(Run, "run", run)
     for arguments in ([], ["--json"]):
         result = click.testing.CliRunner().invoke(cli.group, ["demo", *arguments])
         assert result.exit_code == len(outcome.left), result.output
     assert ("All of it held" in result.output) is False
-    plan = SimpleNamespace(**vars(plans[0]))
-    assert (plan.workers, plan.kill, plan.restart) == (2, True, True)
-    assert plan.config.storage.startswith("disk:")
+    assert (asked[0].workers, asked[0].outcome.wanted_kill) == (2, True)
+    assert asked[0].outcome.wanted_restart
+    assert str(asked[0].config.storage).startswith("disk:")
 
 
 def test_conversations() -> None:
     """The next prompt goes on from the answer; after a restart, those that were asked last."""
     talk = Conversations(seed=1, users=3, turns=4, system_tokens=10, message_tokens=8)
     turns, asked = talk.begin(), []
-    answer = np.full(16, 7, np.int32)
+    tokens = np.full(16, 7, np.int32)
     while turns:
         turn = turns.pop(0)
         asked.append(turn)
-        turns += talk.answered(turn.number, answer)
+        turns += talk.answered(turn, tokens.tolist())
     assert len(asked) == talk.total == 3 * 4
     of = {(turn.conversation, turn.turn): turn.prompt for turn in asked}
-    said = np.concatenate([of[0, 1], answer])
+    said = np.concatenate([of[0, 1], tokens])
     assert (of[0, 2][: len(said)] == said).all()
     assert (of[1, 0][:10] == of[0, 0][:10]).all(), "the system prompt"
     more = talk.resume(2)

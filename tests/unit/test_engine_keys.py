@@ -15,7 +15,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightcache import Cache, EngineKeys, KeySpec
+from lightcache import Cache, KeySpec
+from lightcache.engine_keys import EngineKeys
 
 COLLISION = Path(__file__).parents[3] / "shared" / "xxh3_collision.json"
 SPEC = KeySpec(fingerprint="model/bf16/16", page_tokens=16, secret=b"a secret of tests")

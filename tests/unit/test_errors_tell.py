@@ -14,8 +14,9 @@ import pytest
 from support.keys import prompt
 from support.refusals import refused
 
-from lightcache import Abandoned, Cache, InUse, PageIndex, PermissionDenied, ReservationShard
+from lightcache import Abandoned, Cache, InUse, PageIndex, PermissionDenied
 from lightcache.errors import LightcacheError, NotInstalled
+from lightcache.reservations import ReservationShard
 from lightcache.shm import (
     RobustLock,
     Segment,

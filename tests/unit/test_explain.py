@@ -313,7 +313,7 @@ def test_a_disk(cache: Cache, ask: Ask, invoke: Callable[..., Result], tmp_path:
 
 
 def _info(name: str) -> Any:
-    from lightcache.shm import read_segment
+    from lightcache.shm.listing import read_segment
 
     found = read_segment(name)
     assert found is not None

@@ -25,8 +25,9 @@ from lightcache import (
     page_index,
 )
 from lightcache.pool import pool_name
-from lightcache.shm import layout, memory, names, ofd, read_segment, sweep
+from lightcache.shm import layout, memory, names, ofd, sweep
 from lightcache.shm.folders import FOLDER_ITEM
+from lightcache.shm.listing import read_segment
 from lightcache.shm.objects import OpenObject
 from lightcache.shm.wanted import FAMILY_ITEM
 

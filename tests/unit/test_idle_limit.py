@@ -17,7 +17,8 @@ import pytest
 from support.refusals import refused
 
 from lightcache import Cache, LayoutMismatch, NoSpace
-from lightcache.shm import Segment, layout, memory, names, read_segment, sweep
+from lightcache.shm import Segment, layout, memory, names, sweep
+from lightcache.shm.listing import read_segment
 from lightcache.shm.objects import OpenObject
 from lightcache.shm.sweep import leftovers, make_room, most_room
 

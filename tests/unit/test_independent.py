@@ -13,17 +13,10 @@ from support.index_view import IndexView
 from support.keys import keys, prompt
 from support.refusals import refused
 
-from lightcache import (
-    Cache,
-    ConfigError,
-    Detached,
-    LayoutMismatch,
-    Namespace,
-    PageIndex,
-    layout,
-)
+from lightcache import Cache, ConfigError, Detached, LayoutMismatch, PageIndex, layout
 from lightcache._arguments import Keys
 from lightcache.layout import PageState
+from lightcache.namespaces import Namespace
 from lightcache.tools import cli
 
 PAGES = 8

@@ -9,8 +9,9 @@ from support.manager_case import tokens
 from support.raising import raising
 from support.refusals import refused
 
-from lightcache import Allocation, Lease
+from lightcache import Lease
 from lightcache.errors import CacheCorrupted, InUse, LockTimeout
+from lightcache.leases import Allocation
 from lightcache.manager import Prompt
 
 PROMPT = Prompt(tokens(18))

@@ -13,8 +13,9 @@ from support.window_engine import WindowEngine
 
 from lightcache import Cache, ConfigError, PageIndex
 from lightcache.groups import Rule
-from lightcache.hybrid import Checkpoints, CheckpointStats, WindowStats
-from lightcache.hybrid.windows import GroupHits
+from lightcache.hybrid import Checkpoints
+from lightcache.hybrid.checkpoints import CheckpointStats
+from lightcache.hybrid.windows import GroupHits, WindowStats
 from lightcache.layout import Cause
 from lightcache.manager.blocks import DeviceTier
 from lightcache.manager.stats import ManagerStats, NodeCounters

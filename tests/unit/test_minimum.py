@@ -12,18 +12,12 @@ from support.index_view import IndexView
 from support.keys import Keys, array, pair, prompt
 from support.refusals import refused
 
-from lightcache import (
-    Cache,
-    ConfigError,
-    Namespace,
-    NoSpace,
-    PageIndex,
-    PermissionDenied,
-    layout,
-)
+from lightcache import Cache, ConfigError, NoSpace, PageIndex, PermissionDenied, layout
 from lightcache.layout import MAX_PAGES as MOST
+from lightcache.namespaces import Namespace
 from lightcache.runs import Run
-from lightcache.shm import Segment, list_segments, names
+from lightcache.shm import Segment, names
+from lightcache.shm.listing import list_segments
 from lightcache.shm.objects import OpenObject
 
 PAGES = 16

@@ -5,7 +5,8 @@ from __future__ import annotations
 from support.keys import prompt
 from support.refusals import refused
 
-from lightcache import Abandoned, LeaseLost, Namespace, OutOfPages, PageIndex
+from lightcache import Abandoned, LeaseLost, OutOfPages, PageIndex
+from lightcache.namespaces import Namespace
 
 PAGES = 8
 

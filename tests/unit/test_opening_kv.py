@@ -13,7 +13,8 @@ from support.refusals import refused
 from lightcache import cache_name
 from lightcache.errors import ConfigError, Detached, InUse, LayoutMismatch
 from lightcache.manager import KVCacheManager, ManagerConfig, Prompt, open_kv
-from lightcache.shm import Segment, read_segment
+from lightcache.shm import Segment
+from lightcache.shm.listing import read_segment
 
 BLOCKS, BLOCK, HEADS, DIM, LAYERS, PAGE = 12, 4, 2, 8, 3, 8
 SHAPES = {

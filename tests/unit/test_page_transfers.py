@@ -29,7 +29,6 @@ from lightcache import (
     LeaseLost,
     Load,
     Offload,
-    ReservationShard,
     TransferFailed,
     WaitTimeout,
 )
@@ -39,6 +38,7 @@ from lightcache.kernels.moves import Move
 from lightcache.kernels.pinned import HostPages
 from lightcache.kernels.planes import DevicePlanes
 from lightcache.kernels.testing import moved_rows
+from lightcache.reservations import ReservationShard
 
 TOKENS = 4
 SLOTS = 64

@@ -10,7 +10,8 @@ import pytest
 from support.refusals import refused
 
 from lightcache import Cache, ConfigError, pool
-from lightcache.shm import _native, read_segment
+from lightcache.shm import _native
+from lightcache.shm.listing import read_segment
 
 ARGUMENTS: dict[str, Any] = {
     "pages": 4,

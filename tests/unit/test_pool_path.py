@@ -25,8 +25,9 @@ from lightcache import (
     NotReady,
     PermissionDenied,
 )
-from lightcache.shm import Segment, layout, memory, names, read_segment, sweep
+from lightcache.shm import Segment, layout, memory, names, sweep
 from lightcache.shm.folders import FOLDER_ITEM, Folder, FolderKind, path_of
+from lightcache.shm.listing import read_segment
 
 SHM = Path("/dev/shm")
 ARGUMENTS: dict[str, Any] = {

@@ -7,9 +7,10 @@ import pytest
 from support.index_view import IndexView
 from support.keys import prompt
 
-from lightcache import Namespace, PageIndex, layout
+from lightcache import PageIndex, layout
 from lightcache.group_index import GroupIndex
 from lightcache.layout import EVICTIONS
+from lightcache.namespaces import Namespace
 from lightcache.runs import Run
 
 PAGES = 16

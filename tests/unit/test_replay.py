@@ -17,7 +17,7 @@ import pytest
 from click.testing import Result
 
 from lightcache import ConfigError, PageIndex, traces
-from lightcache.shm import list_segments
+from lightcache.shm.listing import list_segments
 from lightcache.simulation import (
     ORDERS,
     by_chance,

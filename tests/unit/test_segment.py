@@ -14,8 +14,9 @@ import pytest
 from support.refusals import refused
 
 from lightcache.errors import Detached, InUse, LayoutMismatch, NoSpace, NotReady, PermissionDenied
-from lightcache.shm import Lifetime, Segment, layout, list_segments, names, ofd, read_segment, sweep
+from lightcache.shm import Lifetime, Segment, layout, names, ofd, sweep
 from lightcache.shm.layout import SegmentKind
+from lightcache.shm.listing import list_segments, read_segment
 from lightcache.shm.memory import Coming
 from lightcache.shm.objects import OpenObject
 

@@ -17,7 +17,8 @@ from lightcache.errors import (
     NotReady,
     PermissionDenied,
 )
-from lightcache.shm import Segment, layout, names, read_segment
+from lightcache.shm import Segment, layout, names
+from lightcache.shm.listing import read_segment
 
 SHM = Path("/dev/shm")
 NOBODY = 65534
@@ -92,7 +93,8 @@ def test_of_another_user(segment_name: str, script: Script) -> None:
         script(
             "import os, sys\n"
             "from lightcache.errors import PermissionDenied\n"
-            "from lightcache.shm import Segment, read_segment, sweep\n"
+            "from lightcache.shm import Segment, sweep\n"
+            "from lightcache.shm.listing import read_segment\n"
             "Segment.create(sys.argv[1] + '-x', 1).close()\n"  # load all that root may read
             f"os.setgid({NOBODY}); os.setuid({NOBODY})\n"
             "for call in (Segment.attach, Segment.unlink, lambda n: Segment.open(n, 1),\n"

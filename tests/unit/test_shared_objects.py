@@ -13,6 +13,7 @@ from support.refusals import refused
 
 from lightcache import errors, shm
 from lightcache.shm import layout
+from lightcache.shm.listing import list_segments
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def test_other_kinds_are_told_apart(segment_name, kind, one):
         if other is not kind:
             refused(errors.LayoutMismatch, "", other.made.attach, one.segment.name)
     refused(errors.ConfigError, "uses its lock itself", shm.RobustLock, one.segment)
-    told = {info.name: info.kind for info in shm.list_segments()}
+    told = {info.name: info.kind for info in list_segments()}
     assert KINDS[told[segment_name]] is kind
 
 

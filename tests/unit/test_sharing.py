@@ -13,7 +13,8 @@ import pytest
 from support.refusals import refused
 
 from lightcache import Cache, ConfigError, Detached, InUse, LayoutMismatch
-from lightcache.shm import Segment, read_segment
+from lightcache.shm import Segment
+from lightcache.shm.listing import read_segment
 
 FORM: dict[str, Any] = {
     "pages": 8,

@@ -10,8 +10,9 @@ import pytest
 from support.stacks import KEYS, flaky, get, put
 
 from lightcache import StorageError
-from lightcache.storage import MemoryStorage, StackedStorage, Storage, StorageStats
+from lightcache.storage import MemoryStorage, Storage, StorageStats
 from lightcache.storage.protocol import ReadStatus, WriteStatus
+from lightcache.storage.stacked import StackedStorage
 from lightcache.storage.testing import Fault, FlakyStorage
 from lightcache.storage.testing.conformance import SPEC
 

@@ -18,10 +18,11 @@ from support.refusals import refused
 
 from lightcache import ConfigError, StorageError
 from lightcache._arguments import parse_size
-from lightcache.storage import MemoryStorage, StackedStorage, open_storage
+from lightcache.storage import MemoryStorage, open_storage
 from lightcache.storage.common import Calls, Deadline
 from lightcache.storage.executor import READ, Executor
 from lightcache.storage.protocol import WriteStatus
+from lightcache.storage.stacked import StackedStorage
 from lightcache.storage.testing.conformance import PAGE_BYTES, SPEC, make_keys, pages_of
 from lightcache.storage.urls import check_url
 

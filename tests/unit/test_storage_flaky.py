@@ -11,10 +11,11 @@ import pytest
 from support.refusals import refused
 
 from lightcache import ConfigError, Detached, StorageError
-from lightcache.storage import MemoryStorage, StorageSpec, open_storage, register, schemes, urls
+from lightcache.storage import MemoryStorage, StorageSpec, open_storage, register, urls
 from lightcache.storage.protocol import ReadStatus, WriteStatus
 from lightcache.storage.testing import Fault, FlakyStorage, Rates
 from lightcache.storage.testing.conformance import PAGE_BYTES, SPEC, make_keys, pages_of
+from lightcache.storage.urls import schemes
 
 OK, ABSENT, FAILED, CORRUPT = ReadStatus
 KEYS = make_keys(6)

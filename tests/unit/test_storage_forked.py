@@ -13,7 +13,8 @@ from support.disks import disk
 from support.stacks import KEYS, get, put
 
 from lightcache import Detached
-from lightcache.storage import MemoryStorage, StackedStorage, Storage
+from lightcache.storage import MemoryStorage, Storage
+from lightcache.storage.stacked import StackedStorage
 from lightcache.storage.testing import FlakyStorage
 from lightcache.storage.testing.conformance import SPEC
 

@@ -16,9 +16,9 @@ from support.refusals import refused
 from support.stacks import ALL, KEYS, Noting, flaky, get, has, noting, put
 
 from lightcache import ConfigError, Detached, StorageError
-from lightcache.storage import MemoryStorage, StackedStorage, StorageSpec, open_storage, stacked
+from lightcache.storage import MemoryStorage, StorageSpec, open_storage, stacked
 from lightcache.storage.protocol import ReadStatus, WriteStatus
-from lightcache.storage.stacked import Promoter, Promotion
+from lightcache.storage.stacked import Promoter, Promotion, StackedStorage
 from lightcache.storage.testing import FlakyStorage
 from lightcache.storage.testing.conformance import CHECKS, MOST_PAGES, PAGE_BYTES, SPEC
 from lightcache.storage.urls import check_url

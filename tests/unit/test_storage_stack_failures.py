@@ -14,16 +14,10 @@ from support.storing import fill, sound
 
 from lightcache import Cache, StorageError
 from lightcache.breaker import CircuitBreaker
-from lightcache.storage import (
-    MemoryStorage,
-    StackedStorage,
-    StorageSpec,
-    StorageTier,
-    TaskState,
-    stacked,
-)
+from lightcache.storage import MemoryStorage, StorageSpec, StorageTier, TaskState, stacked
 from lightcache.storage.executor import Executor
 from lightcache.storage.protocol import ReadStatus, WriteStatus
+from lightcache.storage.stacked import StackedStorage
 from lightcache.storage.testing import Fault, FlakyStorage
 from lightcache.storage.testing.conformance import SPEC
 

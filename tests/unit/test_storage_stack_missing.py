@@ -13,8 +13,8 @@ from support.refusals import refused
 from support.servers import free_port
 
 from lightcache import ConfigError, StorageError
-from lightcache.storage import StackedStorage, StorageSpec, open_storage, register, urls
-from lightcache.storage.stacked import LevelStats
+from lightcache.storage import StorageSpec, open_storage, register, urls
+from lightcache.storage.stacked import LevelStats, StackedStorage
 from lightcache.storage.testing.conformance import SPEC
 from lightcache.storage.urls import check_url
 

@@ -12,17 +12,9 @@ from support.index_view import IndexView
 from support.keys import prompt
 from support.refusals import refused
 
-from lightcache import (
-    ClientId,
-    ConfigError,
-    Lease,
-    LeaseLost,
-    NoSpace,
-    OutOfPages,
-    PageIndex,
-    ReservationShard,
-    Ticket,
-)
+from lightcache import ClientId, ConfigError, Lease, LeaseLost, NoSpace, OutOfPages, PageIndex
+from lightcache.leases import Ticket
+from lightcache.reservations import ReservationShard
 
 Script = Callable[..., Any]
 

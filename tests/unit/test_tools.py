@@ -22,8 +22,9 @@ from support.refusals import refused
 
 import lightcache_bench as frame
 from lightcache import Cache, InUse, NotReady, PageIndex, cache_name
-from lightcache.shm import Segment, list_segments, names, read_segment
+from lightcache.shm import Segment, names
 from lightcache.shm.layout import SegmentHeader, SegmentKind
+from lightcache.shm.listing import list_segments, read_segment
 from lightcache.tools import cli, create, doctor, maintenance
 
 Run = Callable[..., Result]

@@ -19,7 +19,8 @@ from click.testing import CliRunner
 from rich.console import Console
 from support.storing import make_cache
 
-from lightcache.shm import Segment, names, read_segment, sweep
+from lightcache.shm import Segment, names, sweep
+from lightcache.shm.listing import read_segment
 from lightcache.tools import cli, maintenance
 from lightcache.tools.output import counted, lines, table
 

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
-from lightcache.tools.demo.messages import Tokens
+from lightcache.tools.demo.messages import Tokens, Turn
 
 _VOCABULARY = 4096  # token ids that prompts are made of: every model has as many
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One prompt of a conversation: all turns before it with their answers, and a new message."""
-
-    number: int
-    conversation: int
-    turn: int
-    prompt: Tokens
-    answer_tokens: int
 
 
 class Conversations:
@@ -42,46 +31,42 @@ class Conversations:
             message_tokens: on average; drawn evenly from half to one and a half times that.
         """
         self._seed, self._users, self._turns = seed, users, turns
-        self._message, self._answer = message_tokens, answer_tokens
+        self._shortest, self._longest = (message_tokens + 1) // 2, message_tokens * 3 // 2
+        self._answer = answer_tokens
         self._system = self._draw(0, 0, 0, system_tokens)
-        self._asked: dict[int, Turn] = {}
         self._said: dict[int, Tokens] = {}
         """Of each conversation, the last prompt and its answer; in the order of the answers."""
-        self._numbers = 0
+        self._asked = 0
         self.total = users * turns
 
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt with its answer, of the turns after a restart as well."""
-        return len(self._system) + (self._turns + 1) * (self._message * 3 // 2 + self._answer)
+        return len(self._system) + (self._turns + 1) * (self._longest + self._answer)
 
     def begin(self) -> list[Turn]:
         """The first turn of every user."""
         return [self._ask(user, 0, self._system) for user in range(self._users)]
 
-    def answered(self, number: int, answer: Tokens) -> list[Turn]:
-        """The turn that an answer makes possible, if there is one."""
-        turn = self._asked.pop(number)
-        tokens = np.concatenate([turn.prompt, answer])
+    def answered(self, turn: Turn, answer: Sequence[int]) -> list[Turn]:
+        """The turn that an answer makes possible, if the conversation has another."""
+        tokens = np.concatenate([turn.prompt, np.array(answer, np.int32)])
         self._said.pop(turn.conversation, None)
         self._said[turn.conversation] = tokens
-        last = turn.turn + 1 == self._turns
-        return [] if last else [self._ask(turn.conversation, turn.turn + 1, tokens)]
+        following = turn.turn + 1
+        return [self._ask(turn.conversation, following, tokens)] if following < self._turns else []
 
     def resume(self, most: int) -> list[Turn]:
-        """One more turn of the conversations that were asked last."""
+        """One more turn of the conversations that were answered last."""
         last = list(self._said.items())[-most:]
         return [self._ask(conversation, self._turns, tokens) for conversation, tokens in last]
 
     def _ask(self, conversation: int, turn: int, tokens: Tokens) -> Turn:
-        most = self._message * 3 // 2
-        message = self._draw(1, conversation, turn, most)
-        length = (self._message + 1) // 2 + int(message[0]) % (most - (self._message + 1) // 2 + 1)
+        message = self._draw(1, conversation, turn, self._longest)
+        length = self._shortest + int(message[0]) % (self._longest - self._shortest + 1)
         prompt = np.concatenate([tokens, message[:length]])
-        following = Turn(self._numbers, conversation, turn, prompt, self._answer)
-        self._asked[following.number] = following
-        self._numbers += 1
-        return following
+        self._asked += 1
+        return Turn(self._asked - 1, conversation, turn, prompt, self._answer)
 
     def _draw(self, *key_and_count: int) -> Tokens:
         *key, count = key_and_count

@@ -14,19 +14,18 @@ Tokens = npt.NDArray[np.int32]
 SECRET = b"the keys of a demo are no secret"
 """Keys are made with it: pages in a storage are found again only with the same one."""
 
-_TINY = {
+DENSE = {
     "vocab_size": 4096,
     "hidden_size": 512,
+    "intermediate_size": 2048,
     "num_hidden_layers": 8,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
-DENSE = {**_TINY, "intermediate_size": 2048}
 """Llama's form with 35 million parameters; 8 KiB of KV a token in float32."""
 HYBRID = {
-    **_TINY,
-    "intermediate_size": 1536,
+    **DENSE,
     "linear_num_value_heads": 8,
     "linear_num_key_heads": 8,
     "linear_key_head_dim": 32,
@@ -60,10 +59,8 @@ class WorkerConfig:
     run: str  # the names of all segments of the run begin with it
     model: ModelSpec
     host_bytes: int  # shared memory for pages, of all workers together
-    device_tokens: int
-    """Tokens that the device has blocks for: at least those of the longest request."""
-    storage: str | None = None
-    """URL of the storage that pages are written to and read from; None: there is none."""
+    device_tokens: int  # that the device has blocks for: at least those of the longest turn
+    storage: str | None = None  # URL of the storage of pages; None: there is none
     page_tokens: int = 16  # of a host page, and of a device block
     threads: int = 1  # of torch
 
@@ -72,45 +69,56 @@ class WorkerConfig:
         """Name of the cache that all workers share."""
         return f"{self.run}-kv"
 
+    def blocks(self, worker: str) -> str:
+        """Name of the index of a worker's device blocks, which the router looks at."""
+        return f"{self.run}-{worker}-blocks"
+
 
 @dataclass(frozen=True)
 class Ready:
     """Worker to router: the model is loaded and the cache is open."""
 
-    pid: int
-    device_index: str  # name of the index of its device blocks, which routers look at
 
-
-@dataclass(frozen=True)
-class Request:
-    """Router to worker: answer a prompt."""
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """Router to worker: answer a prompt. It is one turn of a conversation: all turns before it with
+    their answers, and a new message."""
 
     number: int
+    conversation: int
+    turn: int
     prompt: Tokens
     answer_tokens: int
-    sent: float  # seconds of `time.monotonic`, one clock for all processes of a machine
+    worker: str = ""  # that it was sent to, as people call it
+    attempts: int = 0  # how often it was sent: again when its worker has died
+    sent: float = 0.0  # seconds of `time.monotonic`, one clock for all processes of a machine
     hold: bool = False  # stop in the middle of an offload and wait to be killed
 
 
-@dataclass(frozen=True)
+@dataclass
 class Answer:
-    """Worker to router: a request has finished, and its pages are published."""
+    """Worker to router: a turn has been answered, and its pages are published."""
 
-    tokens: Tokens  # of the answer
-    logprobs: list[float]  # of each token of the answer
+    turn: Turn
     reused: Mapping[str, int]
     """Tokens of the prompt that were not computed, by tier: device, host, storage."""
-    first_s: float  # from `Request.sent` to the first token
-    alone_s: float | None  # to the first token without the cache, in the same process
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # of each token
+    times: list[float] = field(default_factory=list)  # seconds from `Turn.sent` to each token
+    alone_s: float = 0.0  # to the first token without the cache, measured after the answer
 
 
 @dataclass(frozen=True)
 class Holding:
-    """Worker to router: an offload is halfway done, and the worker waits to be killed."""
+    """Worker to router: an offload is halfway done, and the worker waits to be killed. The router
+    adds what its death leaves."""
 
-    number: int
-    copied: int
+    worker: str
+    turn: int
+    copied_pages: int
     pages: int
+    doomed_pages: int = 0  # pages that it was writing, which have no key any more
+    recovered_s: float = 0.0  # from the signal until its pages could be used again
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ lies in blocks and recurrent states in slots, as in engines with paged attention
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -13,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from lightcache.errors import ConfigError
-from lightcache.tools.demo.messages import DENSE, ModelSpec, Tokens
+from lightcache.tools.demo.messages import DENSE, Answer, ModelSpec
 
 # Standard deviations of random weights, times the root of the hidden size: larger than training
 # begins with, so that attention counts and greedy answers vary. The likeliest token then leads the
@@ -44,9 +45,16 @@ def build(spec: ModelSpec) -> Any:
             f"device: expected one that torch can use, such as cpu or cuda:0, found "
             f"{spec.device!r}: {one_line(error)}"
         ) from None
-    if spec.directory is not None:
-        return _loaded(spec, spec.directory).eval().requires_grad_(False)
-    model = _allocated(spec)
+    model = _drawn(spec) if spec.directory is None else _loaded(spec, spec.directory)
+    return model.eval().requires_grad_(False)
+
+
+def _drawn(spec: ModelSpec) -> Any:
+    """A model with random weights, made on its device."""
+    kind = transformers.Qwen3_5TextConfig if spec.hybrid else transformers.LlamaConfig
+    config = kind(**spec.form, max_position_embeddings=1 << 17, tie_word_embeddings=False)
+    with torch.device(spec.device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=spec.dtype)
     generator = torch.Generator(spec.device).manual_seed(spec.seed)
     root = spec.form["hidden_size"] ** 0.5
     with torch.no_grad():
@@ -58,32 +66,13 @@ def build(spec: ModelSpec) -> Any:
             else:
                 spread = _HEAD_SPREAD if name.startswith("lm_head") else _SPREAD
                 weight.normal_(0.0, spread / root, generator=generator)
-    return model.eval().requires_grad_(False)
-
-
-def _allocated(spec: ModelSpec) -> Any:
-    """A model with arbitrary weights, made on its device in its dtype."""
-    kind = ("Qwen3_5Text", "Qwen3_5") if spec.hybrid else ("Llama", "Llama")
-    config = getattr(transformers, f"{kind[0]}Config")(
-        **spec.form, max_position_embeddings=1 << 17, tie_word_embeddings=False
-    )
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, spec.dtype))
-    try:
-        with torch.device(spec.device):
-            return getattr(transformers, f"{kind[1]}ForCausalLM")(config)
-    finally:
-        torch.set_default_dtype(before)
+    return model
 
 
 def _loaded(spec: ModelSpec, directory: str) -> Any:
+    load = transformers.AutoModelForCausalLM.from_pretrained
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=getattr(torch, spec.dtype),
-            local_files_only=True,
-            use_safetensors=True,
-        )
+        model = load(directory, dtype=spec.dtype, local_files_only=True, use_safetensors=True)
     except Exception as error:  # transformers raises any type for a damaged file
         raise ConfigError(f"{directory}: transformers cannot load it: {one_line(error)}") from None
     if (vocabulary := model.config.get_text_config().vocab_size) < DENSE["vocab_size"]:
@@ -118,33 +107,30 @@ def forward(model: Any, tokens: Iterable[int], sequence: Cache | None) -> tuple[
 
 
 @torch.inference_mode()
-def compare(
-    model: Any, prompt: Tokens, answer: Tokens, logprobs: list[float]
-) -> tuple[bool, float]:
+def compare(model: Any, answer: Answer) -> tuple[bool, float]:
     """Compute a prompt and its answer in one pass, without any cache. Returns whether each token of
     the answer is the likeliest one, and the largest difference between log-probabilities."""
-    ids = torch.from_numpy(np.concatenate([prompt, answer]).astype(np.int64)).to(model.device)
-    logits = model(ids[None, :-1], use_cache=False, logits_to_keep=len(answer)).logits[0]
+    n, tokens = len(answer.tokens), np.concatenate([answer.turn.prompt, answer.tokens])
+    ids = torch.from_numpy(tokens.astype(np.int64)).to(model.device)
+    logits = model(ids[None, :-1], use_cache=False, logits_to_keep=n).logits[0]
     chances, likeliest = logits.float().log_softmax(-1).max(-1)
-    equal = bool((likeliest == ids[-len(answer) :]).all())
-    return equal, float((chances.cpu() - torch.tensor(logprobs)).abs().max())
+    equal = bool((likeliest == ids[-n:]).all())
+    return equal, float((chances.cpu() - torch.tensor(answer.logprobs)).abs().max())
 
 
 def reference(spec: ModelSpec, pipe: Connection) -> None:
     """The whole of the reference process, which never sees a cache: compares what it is sent, until
     the pipe is closed."""
     model = build(spec)
-    while True:
-        try:
-            pipe.send(compare(model, *pipe.recv()))
-        except (EOFError, OSError):
-            return
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            pipe.send(compare(model, pipe.recv()))
 
 
 # ---- The memory of a device
 
 
-class _PagedAttention(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types for it
+class _PagedAttention(DynamicLayer):  # type: ignore[misc]  # transformers has no types for it
     """One attention layer of a sequence: reads and writes rows of the layer's blocks."""
 
     def __init__(self, rows: torch.Tensor, slots: torch.Tensor, length: int) -> None:
@@ -167,17 +153,6 @@ class _PagedAttention(CacheLayerMixin):  # type: ignore[misc]  # transformers ha
     def get_seq_length(self) -> int:
         """Tokens held."""
         return self._length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Tokens that a pass attends to, and the position of the first of them."""
-        return self._length + query_length, 0
-
-    def get_max_length(self) -> int:
-        """No limit but the block table."""
-        return -1
-
-    def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
-        """The blocks exist already."""
 
 
 class _StateSlot(LinearAttentionLayer):  # type: ignore[misc]  # transformers has no types for it
@@ -207,52 +182,55 @@ class Sequence(Cache):  # type: ignore[misc]  # transformers has no types for it
 class DeviceMemory:
     """KV blocks of all attention layers, and state slots of all linear-attention layers."""
 
-    def __init__(self, model: Any, *, blocks: int, block_tokens: int, slots: int) -> None:
+    def __init__(self, model: Any, blocks: int, block_tokens: int, slots: int) -> None:
         """Compute one token to see what each layer keeps, and allocate memory for it.
 
         Raises:
             ConfigError: a layer keeps something other than the KV of all tokens, or a state.
         """
         self._block_tokens = block_tokens
-        self.kv: dict[int, torch.Tensor] = {}
+        self.kv: list[torch.Tensor] = []
         """Of each attention layer: (2, blocks, block_tokens, heads, dim)."""
-        self.conv: dict[int, torch.Tensor] = {}
+        self.conv: list[torch.Tensor] = []
         """Of each linear-attention layer: (slots, channels, kernel)."""
-        self.recurrent: dict[int, torch.Tensor] = {}
+        self.recurrent: list[torch.Tensor] = []
         """Of each linear-attention layer: (slots, heads, key dim, value dim)."""
+        self._layers: list[tuple[torch.Tensor, ...]] = []
+        """Of each layer of the model its KV, or its two states."""
         trial = transformers.DynamicCache(config=model.config)
         forward(model, [0], trial)
         for number, layer in enumerate(trial.layers):
             if type(layer) is DynamicLayer and layer.keys.shape == layer.values.shape:
                 _, heads, _, dim = layer.keys.shape
-                self.kv[number] = layer.keys.new_zeros(2, blocks, block_tokens, heads, dim)
+                self.kv.append(layer.keys.new_zeros(2, blocks, block_tokens, heads, dim))
+                self._layers.append((self.kv[-1],))
             elif type(layer) is LinearAttentionLayer:
                 conv, recurrent = layer.conv_states[0], layer.recurrent_states[0]
-                self.conv[number] = conv.new_zeros(slots, *conv.shape[1:])
-                self.recurrent[number] = recurrent.new_zeros(slots, *recurrent.shape[1:])
+                self.conv.append(conv.new_zeros(slots, *conv.shape[1:]))
+                self.recurrent.append(recurrent.new_zeros(slots, *recurrent.shape[1:]))
+                self._layers.append((self.conv[-1], self.recurrent[-1]))
             else:
                 raise ConfigError(
                     f"model: expected layers of full or linear attention, found layer {number} "
                     f"with a {type(layer).__name__}; choose another model"
                 )
 
-    def sequence(self, table: Any, length: int, slot: int | None = None) -> Sequence:
+    def sequence(self, table: Any, length: int, slot: int = 0) -> Sequence:
         """A request's tokens.
 
         Args:
             table: the blocks of all its tokens, those to come included.
             length: tokens whose KV and state are there already.
-            slot: of its recurrent state; None: the model has no such layer.
+            slot: of its recurrent state, if the model has one.
         """
         size = self._block_tokens
         rows = table.astype(np.int64)[:, None] * size + np.arange(size)
-        slots = torch.from_numpy(rows.reshape(-1)).to(next(iter(self.kv.values())).device)
-        layers: dict[int, Any] = {
-            number: _PagedAttention(kv.flatten(1, 2), slots, length)
-            for number, kv in self.kv.items()
-        }
-        for number, conv in self.conv.items():
-            assert slot is not None
-            parts = conv[slot, None], self.recurrent[number][slot, None]
-            layers[number] = _StateSlot(*parts, has_state=length > 0)
-        return Sequence([layers[number] for number in sorted(layers)], slots, size)
+        slots = torch.from_numpy(rows.reshape(-1)).to(self.kv[0].device)
+        layers: list[Any] = []
+        for memory in self._layers:
+            if len(memory) == 1:
+                layers.append(_PagedAttention(memory[0].flatten(1, 2), slots, length))
+            else:
+                conv, recurrent = (states[slot, None] for states in memory)
+                layers.append(_StateSlot(conv, recurrent, has_state=length > 0))
+        return Sequence(layers, slots, size)

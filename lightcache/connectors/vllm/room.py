@@ -10,8 +10,8 @@ from lightcache._arguments import format_size, parse_size
 from lightcache.connectors.engine_cache import REMEDY
 from lightcache.connectors.vllm.options import Options
 from lightcache.errors import LightcacheError
-from lightcache.shm import list_segments
 from lightcache.shm.folders import Folder
+from lightcache.shm.listing import list_segments
 from lightcache.shm.names import FOLDER
 from lightcache.shm.objects import memory_of
 
