@@ -25,11 +25,12 @@ from lightcache._arguments import Keys
 from lightcache.changes import KEPT, ChangeBatch, Changes, Groups, Mask
 from lightcache.errors import ConfigError, Detached, InUse, LightcacheError, NotReady
 from lightcache.page_index import PageIndex
+from lightcache.prompt import TokenIds
 from lightcache.routed_indexes import page_tokens_of
 from lightcache.shm import read_segment
 from lightcache.shm.errors import require
 from lightcache.shm.layout import Lifetime
-from lightcache.token_records import TokenIds, TokenRecords
+from lightcache.token_records import TokenRecords
 from lightcache.tools.image import group_option_help, name_argument
 from lightcache.tools.image import require as require_segment
 from lightcache.tools.output import Command, fail
