@@ -60,6 +60,7 @@ from lightcache.pool import (
     lacking_room,
     make_object,
 )
+from lightcache.prompt import TokenIds
 from lightcache.reservations import Reservation, ReservationShard
 from lightcache.runs import NAMES_ITEM, PLAIN, Run, checked_names, names_of
 from lightcache.shm import Segment
@@ -71,7 +72,7 @@ from lightcache.shm.listing import of_family
 from lightcache.shm.memory import Coming
 from lightcache.shm.wanted import FAMILY_ITEM
 from lightcache.snapshot import CheckReport, IndexStats
-from lightcache.token_records import TOKENS_ITEM, TokenIds, TokenRecords, make_token_records
+from lightcache.token_records import TOKENS_ITEM, TokenRecords, make_token_records
 
 if TYPE_CHECKING:
     from lightcache.kernels.pinned import Driver, PinnedPages

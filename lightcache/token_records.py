@@ -29,12 +29,11 @@ from lightcache.errors import (
 )
 from lightcache.hashing import Tokens, pack_tokens
 from lightcache.notices import Notices
+from lightcache.prompt import TokenIds
 from lightcache.shm import Segment, names, owners
 from lightcache.shm.folders import Folder
 from lightcache.shm.objects import memory_of
 
-TokenIds = npt.NDArray[np.uint32]
-Positions = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 TOKENS_ITEM = "token_ids"

@@ -2,9 +2,10 @@
 
 A message has three frames: a topic, a sequence number as 8 bytes, big-endian, and in msgpack an
 array of the time, the events and a rank. An event is a map: `BlockStored`, `BlockRemoved` or
-`AllBlocksCleared` under "type", and fields by name. A request for what was missed is the number to
-begin with, at a ROUTER socket; the answer is messages, and one with the number -1 as the end. So
-vllm/distributed/kv_events.py and sglang/srt/disaggregation/kv_events.py have it.
+`AllBlocksCleared` under "type", and fields by name; or an array of the same. A request for what was
+missed is the number to begin with, at a ROUTER socket; the answer is messages, and one with the
+number -1 as the end. So vllm/distributed/kv_events.py and sglang/srt/disaggregation/kv_events.py
+have it.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from lightcache._arguments import Keys
 from lightcache.changes import KEPT, ChangeBatch, Changes, Groups, Mask
 from lightcache.errors import ConfigError, Detached, InUse, LightcacheError, NotReady
 from lightcache.page_index import PageIndex
+from lightcache.prompt import TokenIds
 from lightcache.routed_indexes import page_tokens_of
 from lightcache.shm.errors import require
 from lightcache.shm.layout import Lifetime
 from lightcache.shm.listing import read_segment
-from lightcache.token_records import TokenIds, TokenRecords
+from lightcache.token_records import TokenRecords
 from lightcache.tools.image import group_option_help, name_argument
 from lightcache.tools.image import require as require_segment
 from lightcache.tools.output import fail
@@ -78,6 +80,13 @@ TOPIC = "kv-events"
     help="A key as its first 8 bytes, a signed number; or all 16.",
 )
 @click.option(
+    "--layout",
+    type=click.Choice(["map", "array"]),
+    default="map",
+    show_default=True,
+    help="Events as maps; or as arrays of their fields, as earlier vLLM had them, and llm-d reads.",
+)
+@click.option(
     "--token-ids/--no-token-ids",
     default=True,
     help="Publish the token ids of blocks, if the cache notes them (create --token-ids): routers "
@@ -103,6 +112,7 @@ def events(
     workers: tuple[str, ...],
     medium: str,
     hashes: str,
+    layout: str,
     token_ids: bool,
     rank: int,
     block_size: int | None,
@@ -121,7 +131,7 @@ def events(
     identities = [Identity(topic.encode(), True)] if topic is not None else []
     identities += [Identity(each.encode(), False) for each in workers]
     identities = identities or [Identity(TOPIC.encode(), True)]
-    wire = Wire(medium, hashes == "int", rank, block_size)
+    wire = Wire(medium, hashes == "int", rank, block_size, arrays=layout == "array")
     with Signals() as signals, Source(name, group, keep, token_ids=token_ids) as source:
         wire.block_size_of(source.index)
         with Sockets(endpoint, replay_endpoint) as sockets:
@@ -146,14 +156,26 @@ class Identity:
 class Wire:
     """Makes messages of batches."""
 
-    def __init__(self, medium: str, as_ints: bool, rank: int, block_size: int | None) -> None:
-        """`block_size`: tokens of a page, if the index does not say."""
+    def __init__(
+        self,
+        medium: str,
+        as_ints: bool,
+        rank: int,
+        block_size: int | None,
+        *,
+        arrays: bool = False,
+    ) -> None:
+        """
+        Args:
+            block_size: tokens of a page, if the index does not say.
+            arrays: an event is an array of its fields, not a map.
+        """
         import msgspec
 
         self._raw = msgspec.Raw
         self._pack = msgspec.msgpack.Encoder().encode
         self._medium, self._as_ints, self._rank = medium, as_ints, rank
-        self._given, self._block_size = block_size, 0
+        self._given, self._block_size, self._arrays = block_size, 0, arrays
 
     def block_size_of(self, index: PageIndex) -> None:
         """Take the tokens of a page from an index.
@@ -177,7 +199,8 @@ class Wire:
             event = {"type": "BlockRemoved", "block_hashes": self._hashes(batch.removed[which])}
             events.append({**event, "medium": self._medium, **group})
         events += self._stored(batch, tokens)
-        found: bytes = self._pack([batch.time, events, self._rank])
+        said = list(map(_fields, events)) if self._arrays else events
+        found: bytes = self._pack([batch.time, said, self._rank])
         return found
 
     def _stored(self, batch: ChangeBatch, tokens: TokenRecords | None) -> Iterator[dict[str, Any]]:
@@ -209,6 +232,15 @@ class Wire:
             return halves
         data = np.ascontiguousarray(keys, "<u8").tobytes()
         return [data[start : start + 16] for start in range(0, len(data), 16)]
+
+
+def _fields(event: dict[str, Any]) -> list[Any]:
+    """An event as an array: its fields in the order of the map, with that which is left out there
+    before the group."""
+    fields = list(event.values())
+    if event["type"] == "BlockStored" and "group_idx" in event:
+        fields.insert(-1, None)  # extra_keys
+    return fields
 
 
 def _tokens(batch: ChangeBatch, records: TokenRecords | None) -> tuple[TokenIds, Mask]:

@@ -23,6 +23,7 @@ from support.keys import array, chain
 
 from lightcache import Cache, Changes, PageIndex
 from lightcache.shm import Segment
+from lightcache.shm.names import FOLDER
 
 pytestmark = pytest.mark.slow
 SIDE = Path(__file__).with_name("events_side.py")
@@ -186,6 +187,17 @@ def test_token_ids_are_right_or_none_while_writers_are_killed(node: Node, wait_u
         cache.reap()
         assert len(with_tokens) > 10
         assert cache.check().clean
+
+
+def test_a_creator_dies_after_the_object_is_made(segment_name: str) -> None:
+    process = started(TOKENS, segment_name, "create")
+    assert process.wait(60) == -signal.SIGKILL
+    assert process.stdout is not None
+    process.stdout.close()
+    objects = list(FOLDER.glob(f"*{segment_name}*"))
+    assert len(objects) == 3
+    with Cache.create(segment_name, pages=8, **FORM):
+        assert not any(path.exists() for path in objects if "~" in path.name)
 
 
 @pytest.mark.parametrize("point", ["before", "within", "after"])

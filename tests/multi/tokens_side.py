@@ -7,10 +7,11 @@ import contextlib
 import os
 import signal
 import sys
+from typing import Any
 
 import numpy as np
 
-from lightcache import Cache, LightcacheError
+from lightcache import Cache, LightcacheError, cache
 
 PAGE = 4
 SECRET = bytes(16)
@@ -22,25 +23,38 @@ def prompt(a: int, b: int, pages: int) -> Prompt:
     return [number * 100 + place for number in (a, b, *range(pages)) for place in range(PAGE)]
 
 
-def at_random(cache: Cache, seed: int) -> None:
+def at_random(opened: Cache, seed: int) -> None:
     random = np.random.default_rng(seed)
     while True:
         tokens = prompt(*(int(random.integers(6)) for _ in range(3)))
-        keys = cache.hash_pages(tokens)
+        keys = opened.hash_pages(tokens)
         with contextlib.suppress(LightcacheError):
             match int(random.integers(8)):
                 case 0:
-                    cache.index.drop(keys)
+                    opened.index.drop(keys)
                 case 1:
-                    cache.evict(int(random.integers(1, 6)))
+                    opened.evict(int(random.integers(1, 6)))
                 case given:
-                    with cache.reserve(
+                    with opened.reserve(
                         keys, timeout=5.0, tokens=tokens if given > 3 else None
                     ) as new:
                         new.publish()
 
 
-def killed(cache: Cache, point: str) -> None:
+def creator(name: str) -> None:
+    """Dies when it has made the object, and the segment is not ready."""
+    make = cache.make_token_records
+
+    def made(*arguments: Any) -> None:
+        make(*arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    cache.make_token_records = made
+    how: dict[str, Any] = {"page_bytes": 64, "page_tokens": PAGE, "fingerprint": "x"}
+    Cache.create(name, pages=8, token_ids=True, secret=SECRET, **how)
+
+
+def killed(opened: Cache, point: str) -> None:
     """Dies before the records are written, within that, or before the pages are published."""
     write = os.pwrite
 
@@ -53,16 +67,18 @@ def killed(cache: Cache, point: str) -> None:
     if point != "after":
         os.pwrite = half
     tokens = prompt(1, 2, 3)
-    cache.reserve(cache.hash_pages(tokens), tokens=tokens)
+    opened.reserve(opened.hash_pages(tokens), tokens=tokens)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(name: str, how: str) -> None:
-    with Cache.attach(name, secret=SECRET) as cache:
+    if how == "create":
+        creator(name)
+    with Cache.attach(name, secret=SECRET) as opened:
         print("begun", flush=True)
         if how.isdecimal():
-            at_random(cache, int(how))
-        killed(cache, how)
+            at_random(opened, int(how))
+        killed(opened, how)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import msgpack
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -19,7 +20,8 @@ from support.following import Follower
 from support.keys import Keys, chain, keys
 from support.refusals import refused
 
-from lightcache import Cache, ConfigError, InUse, PageIndex
+from lightcache import Cache, Changes, ConfigError, InUse, PageIndex
+from lightcache.runs import Run
 from lightcache.shm import Segment
 from lightcache.tools import cli, events
 from lightcache.tools.events import Identity, Publisher, Sockets, Source, Wire
@@ -370,6 +372,53 @@ def test_token_ids_can_be_left_out(segment_name: str, capsys: pytest.CaptureFixt
         with Source(segment_name, None, 10) as source:
             assert source.tokens is None
             assert "no token ids are published: " in capsys.readouterr().err
+
+
+def test_events_as_arrays(segment_name: str) -> None:
+    """Decoded by classes whose fields are those of vLLM before events were maps."""
+
+    class Event(msgspec.Struct, array_like=True, tag=True):
+        pass
+
+    class BlockStored(Event):
+        block_hashes: list[int]
+        parent_block_hash: int | None
+        token_ids: list[int]
+        block_size: int
+        lora_id: int | None = None
+        medium: str | None = None
+        lora_name: str | None = None
+        extra_keys: list[Any] | None = None
+        group_idx: int | None = None
+
+    class BlockRemoved(Event):
+        block_hashes: list[int]
+        medium: str | None = None
+        group_idx: int | None = None
+
+    class AllBlocksCleared(Event):
+        pass
+
+    kinds = BlockStored | BlockRemoved | AllBlocksCleared
+    decode = msgspec.msgpack.Decoder(tuple[float, list[kinds], int]).decode  # type: ignore[valid-type]
+    with Cache.create(segment_name, pages=16, **FORM) as cache:
+        feed, records = Changes(cache.index), cache.token_records
+        publish_tokens(cache, FIRST, FIRST)
+        publish(cache.index, Run(3, 2).keys(keys(9)), run=Run(3, 2))
+        feed.scan()
+        cache.clear()
+        feed.scan()
+        wire = Wire("CPU", True, 2, None, arrays=True)
+        wire.block_size_of(cache.index)
+        found = [decode(wire.payload(batch, True, records)) for batch in feed.since(0)]
+        own = list(said(cache, FIRST))
+    (cleared,), stored, removed = (events for _, events, _ in found)
+    assert cleared == AllBlocksCleared()
+    others = {None: 3, 3: 2}
+    assert {each.group_idx: len(each.block_hashes) for each in removed} == others
+    whole = [each for each in stored if each.group_idx is None]
+    assert whole == [BlockStored(own, None, FIRST, 16, medium="CPU")]
+    assert sum(len(each.block_hashes) for each in stored if each.group_idx == 3) == 2
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (1, 1), (3, 5)])

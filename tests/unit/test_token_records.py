@@ -232,6 +232,21 @@ def test_the_object_is_the_owners_alone_and_goes_with_the_cache(
     assert not path.exists()
 
 
+def test_the_object_is_in_shared_memory_wherever_the_pool_is(segment_name: str) -> None:
+    folder = names.FOLDER / f"{segment_name}-folder"
+    folder.mkdir()
+    try:
+        with Cache.create(segment_name, **FORM, token_ids=True, pool_path=folder) as cache:
+            put(cache, PROMPT, PROMPT)
+            assert told(cache) == expected(cache, PROMPT)
+            assert len(list(folder.iterdir())) == 1
+            path = path_of(cache)
+            assert path.exists()
+        assert not path.exists()
+    finally:
+        folder.rmdir()
+
+
 def test_an_object_whose_segment_is_gone_is_swept(cache: Cache, run: Any) -> None:
     orphan = path_of(cache).with_name(path_of(cache).name[:-32] + "0" * 32)
     orphan.write_bytes(b"")
