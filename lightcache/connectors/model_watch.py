@@ -89,7 +89,7 @@ class ModelWatch:
         past.check_sound()
         if module.training:
             try:
-                check_evaluated(module)
+                check_evaluated(parts_of_model(module))
             except ConfigError as error:
                 raise past.spoil(str(error)) from None
         self._check_autocast(past, ids if embeds is None else embeds)
@@ -253,15 +253,16 @@ class Weights:
         self._windows: dict[Any, list[Any]] = {}
         self._sampled: dict[Any, Any] = {}
         self._generation = 0
-        self._look()
+        self._look(parts_of_model(model))
         self._used = {version: self._generation}
         """The generation of each version."""
 
     def check(self, version: str) -> None:
         """See `ModelWatch.check_weights`."""
-        check_evaluated(self._model)
+        parts = parts_of_model(self._model)
+        check_evaluated(parts)
         with self._lock:
-            self._look()
+            self._look(parts)
             now = self._generation
             used = self._used.setdefault(version, now)
         if used != now:
@@ -272,9 +273,9 @@ class Weights:
                 "the weights with namespace=cache.namespace(weights=...)"
             )
 
-    def _look(self) -> None:
-        """Begin a new generation if anything changed."""
-        tensors = _saved(self._model)
+    def _look(self, parts: list[Any]) -> None:
+        """Begin a new generation if anything in these parts of the model changed."""
+        tensors = _saved(parts)
         places = _places(tensors)
         if moved := places != self._places:
             self._places, self._windows = places, _windows(tensors)
@@ -288,11 +289,11 @@ class Weights:
             self._generation += 1
 
 
-def _saved(model: Any) -> list[Any]:
+def _saved(parts: list[Any]) -> list[Any]:
     """Parameters, and buffers that are saved with them: the tensors of `parameters()` and
     `named_buffers()`, in a tenth of the time."""
     tensors: list[Any] = []
-    for part in parts_of_model(model):
+    for part in parts:
         tensors += part._parameters.values()
         passing = part._non_persistent_buffers_set
         for name, tensor in part._buffers.items():

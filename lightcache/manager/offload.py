@@ -279,7 +279,6 @@ class Offloader:
         state = self._state
         packed: list[bytes] = []
         offsets, begins, admissions, hints = [0], [], [], []
-        admission = admission and state.config.admission
         for request, begin, end in spans:
             packed += request.host_chain.packed(0, end)
             offsets.append(offsets[-1] + end)
