@@ -227,36 +227,34 @@ class Index:
             low, high = units or (0, _ALL)
             kept = (self.unit >= low) & (self.unit < high) & (self.page >= 0)
             self.page, self.unit, slot = self.page[kept], self.unit[kept] - low, slot[kept]
+        self.rows = len(self.page)
         self.place: tuple[Ints, ...] = (slot,)
         if block_units:
             self.place = tuple(np.divmod(slot, block_units))
 
-    def __len__(self) -> int:
-        return len(self.page)
-
     @cached_property
     def runs(self) -> Ints:
         """The start of each run of neighbours, then the number of rows."""
-        if not len(self):
+        if not self.rows:
             return np.zeros(1, np.int64)
         breaks = (np.diff(self.page) != 0) | (np.diff(self.unit) != 1)
         breaks |= np.diff(self.place[-1]) != 1
         for block in self.place[:-1]:
             breaks |= np.diff(block) != 0
-        return np.concatenate(([0], np.flatnonzero(breaks) + 1, [len(self)]))
+        return np.concatenate(([0], np.flatnonzero(breaks) + 1, [self.rows]))
 
     def pieces(self, series: RowSeries, to_host: bool) -> Iterator[tuple[int, Copy]]:
         """(bytes, call) of each piece of work of a series; they may run in any order."""
         bounds, row = self.runs, series.row_bytes
-        if len(self) * row >= (len(bounds) - 1) * _RUN_BYTES:
-            step = max(1, _PIECE_BYTES * (len(bounds) - 1) // max(1, len(self) * row))
+        if self.rows * row >= (len(bounds) - 1) * _RUN_BYTES:
+            step = max(1, _PIECE_BYTES * (len(bounds) - 1) // max(1, self.rows * row))
             for low in range(0, len(bounds) - 1, step):
                 part = bounds[low : low + step + 1]
                 yield int(part[-1] - part[0]) * row, partial(self._slices, series, part, to_host)
         else:
             step = max(_PIECE_ROWS, _PIECE_BYTES // row)
-            for low in range(0, len(self), step):
-                rows = slice(low, min(low + step, len(self)))
+            for low in range(0, self.rows, step):
+                rows = slice(low, min(low + step, self.rows))
                 yield (rows.stop - low) * row, partial(self._indexed, series, rows, to_host)
 
     def _indexed(self, series: RowSeries, rows: slice, to_host: bool) -> None:
@@ -337,15 +335,14 @@ class HostTransfer:
             befores: waited for before the first byte, with `synchronize()` or `wait()`.
         """
         self.to_host = to_host
-        self.nbytes = sum(size for window in windows for size, _ in window.pieces)
+        work = [(window, size, copy) for window in windows for size, copy in window.pieces]
+        self.nbytes = sum([size for _, size, _ in work])
         self.claimed = False
         """Whether a thread has begun with it; see `TransferQueue`."""
         self._windows = windows
         self._befores: Sequence[Any] = befores
         self._pace = pace
-        self._work: deque[tuple[Window, int, Copy]] = deque(
-            (window, size, copy) for window in windows for size, copy in window.pieces
-        )
+        self._work: deque[tuple[Window, int, Copy]] = deque(work)
         self._pieces = len(self._work)
         self._cause: BaseException | None = None
         self._finished = Event()

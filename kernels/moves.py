@@ -501,10 +501,8 @@ def token_limit(geometry: PageGeometry, planes: DevicePlanes, share: Share) -> i
     Raises:
         ConfigError: a plane of the share was not described.
     """
-    return min(
-        (planes.find(geometry, cell).slots * cell.plane.unit_tokens for cell in share.cells),
-        default=1 << 62,
-    )
+    limits = [planes.find(geometry, cell).slots * cell.plane.unit_tokens for cell in share.cells]
+    return min(limits, default=1 << 62)
 
 
 def check_sides(geometry: PageGeometry, memory: PageMemory, share: Share) -> None:

@@ -62,6 +62,9 @@ def _current() -> int:
 
 # ---- Planes of one rank.
 
+_POSITIVE = ("address", "slots", "block_units")
+"""Fields of a `DevicePlane` that cannot be 0."""
+
 
 @dataclass(frozen=True)
 class DevicePlane:
@@ -86,10 +89,10 @@ class DevicePlane:
     row_stride: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("address", 1), ("slots", 1), ("block_units", 1)):
-            whole(getattr(self, name), f"device plane: {name}", least)
-        for name in ("unit_stride", "block_stride", "head_stride", "row_stride"):
-            whole(getattr(self, name), f"device plane: {name}", 0)
+        for name, value in vars(self).items():
+            least = 1 if name in _POSITIVE else 0
+            if type(value) is not int or value < least:  # one is made for each plane of a transfer
+                whole(value, f"device plane: {name}", least)  # raises
 
     @property
     def spacing(self) -> tuple[int, int, int]:
@@ -217,7 +220,7 @@ class View:
 
     def has(self, letter: str) -> bool:
         """Whether an axis has this letter."""
-        return any(axis.letter == letter for axis in self.axes)
+        return letter in [axis.letter for axis in self.axes]
 
     def expect(self, letter: str, size: int, why: str) -> View:
         """Itself.
@@ -286,7 +289,9 @@ class View:
             ConfigError: the contents are not contiguous.
         """
         size = self.element_bytes
-        for axis in reversed([axis for axis in self.axes if axis.letter == "c"]):
+        for axis in reversed(self.axes):
+            if axis.letter != "c":
+                continue
             if axis.size > 1 and axis.stride != size:
                 _refuse(
                     self.what,
@@ -309,10 +314,11 @@ class View:
                 or blocks that neither divide a page nor are multiples of it.
         """
         self._check_rows(plane, heads)
-        block, unit = self.axis("b"), self.axis("n" if self.has("b") else "t")
+        in_blocks = self.has("b")
+        block, unit = self.axis("b"), self.axis("n" if in_blocks else "t")
         if not block.size * unit.size:
             _refuse(self.what, "at least one slot", "none")
-        if self.has("b") and page_units % unit.size and unit.size % page_units:
+        if in_blocks and page_units % unit.size and unit.size % page_units:
             _refuse(
                 self.what,
                 f"blocks that divide the {page_units} units of a page, or are divided by them",
@@ -323,23 +329,25 @@ class View:
             address=self.address,
             unit_stride=unit.stride,
             slots=block.size * unit.size,
-            block_units=unit.size if self.has("b") else 1,
+            block_units=unit.size if in_blocks else 1,
             block_stride=block.stride,
             head_stride=self.axis("h").stride,
             row_stride=self.axis("r").stride,
         )
 
     def _check_rows(self, plane: Plane, heads: int) -> None:
-        if self.row_bytes != plane.row_bytes:
+        row_bytes, sizes = self.row_bytes, {axis.letter: axis.size for axis in self.axes}
+        if row_bytes != plane.row_bytes:
             expected = f"rows of {plane.row_bytes} bytes for plane {plane.name!r}"
-            _refuse(self.what, expected, f"{self.row_bytes} bytes", "is the dtype another one?")
+            _refuse(self.what, expected, f"{row_bytes} bytes", "is the dtype another one?")
         for letter, size, why in (
             ("k", 1, f"plane {plane.name!r} is one row of each head"),
             ("l", 1, "one tensor of each layer"),
             ("h", heads, f"of {plane.heads} of the model"),
             ("r", plane.rows, f"plane {plane.name!r}"),
         ):
-            self.expect(letter, size, why)
+            if sizes.get(letter, 1) != size:
+                self.expect(letter, size, why)  # raises
 
 
 def view(tensor: Any, axes: str, what: str) -> View:
@@ -356,9 +364,10 @@ def view(tensor: Any, axes: str, what: str) -> View:
     """
     if isinstance(tensor, np.ndarray):
         return _of_array(tensor, axes, what)
-    if not all(hasattr(tensor, name) for name in _ANSWERS):
-        _refuse(what, "a torch tensor or a numpy array", type(tensor).__name__)
-    shape, device = tuple(int(size) for size in tensor.shape), str(tensor.device)
+    for name in _ANSWERS:
+        if not hasattr(tensor, name):
+            _refuse(what, "a torch tensor or a numpy array", type(tensor).__name__)
+    shape, device = tuple(map(int, tensor.shape)), str(tensor.device)
     what = f"{what}, {tensor.dtype} {shape} on {device} as {axes!r}"
     dense = str(getattr(tensor, "layout", "torch.strided")) == "torch.strided"
     if not dense or device.partition(":")[0] == "meta":
@@ -383,7 +392,7 @@ def _axes_of(
     check_axes(axes, what)
     if len(axes) != len(shape):
         _refuse(what, f"{len(axes)} axes", len(shape))
-    listed = tuple(Axis(*axis) for axis in zip(axes, shape, strides, strict=True))
+    listed = tuple(map(Axis, axes, shape, strides))
     for axis in listed:
         if axis.stride == 0 and axis.size > 1:
             _refuse(what, "elements of their own", "an expanded tensor", "pass one with storage")
@@ -394,7 +403,8 @@ def check_axes(axes: object, what: str) -> None:
     """Raises ConfigError: letters that are unknown, duplicate, or do not name slots."""
     if not isinstance(axes, str) or set(axes) - set(_LETTERS):
         _refuse(what, f"axes of the letters {''.join(_LETTERS)}", repr(axes))
-    if any(axes.count(letter) > 1 for letter in axes if letter != "c"):
+    single = axes.replace("c", "")
+    if len(set(single)) != len(single):
         _refuse(what, "each letter but c once", repr(axes))
     if ("t" in axes, "b" in axes, "n" in axes) not in ((True, False, False), (False, True, True)):
         _refuse(what, "either slots (t), or blocks (b) and their slots (n)", repr(axes))

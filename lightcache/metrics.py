@@ -23,7 +23,8 @@ from lightcache.errors import ConfigError, LightcacheError, NotInstalled
 from lightcache.evictions import BOUNDS, SIZES, Evictions
 from lightcache.groups import Rule
 from lightcache.manager.blocks import DeviceTier
-from lightcache.manager.histograms import (
+from lightcache.manager.misses import REASONS
+from lightcache.manager.stats import (
     HIT_SHARE,
     LOAD,
     OFFLOAD,
@@ -33,9 +34,8 @@ from lightcache.manager.histograms import (
     STORAGE_WRITE,
     Histogram,
     HistogramCounts,
+    ManagerStats,
 )
-from lightcache.manager.misses import REASONS
-from lightcache.manager.stats import ManagerStats
 from lightcache.page_index import PageIndex
 from lightcache.runs import names_of
 from lightcache.shm.clients import ClientInfo

@@ -858,9 +858,6 @@ class PageIndex:
 
     # ---- writing
 
-    def _kind(self, independent: bool | None) -> bool:
-        return self.independent if independent is None else bool(independent)
-
     def reserve(
         self,
         keys: Keys,
@@ -928,8 +925,9 @@ class PageIndex:
             NotReady: an operator disabled the cache.
             PermissionDenied, Detached.
         """
-        self.core.collect()
-        ref = self._ref(namespace)
+        if self.core.lenders:
+            self.core.collect()
+        ref = namespace.ref if type(namespace) is Namespace else self._ref(namespace)
         rank = None
         if team is not None or shard is not None:
             if team is None or shard is None:
@@ -940,7 +938,8 @@ class PageIndex:
             raise ConfigError(
                 "admission: not with `team` or `run`; ask `worth` once, and reserve what it says"
             )
-        kind, hint = self._kind(independent), _arguments.hint(hint)
+        kind = self.independent if independent is None else bool(independent)
+        hint = _arguments.hint(hint)
         return reservations.reserve(
             self.core, keys, start, after, shards, rank, ref, kind, run, admission, hint, timeout
         )
@@ -1026,8 +1025,10 @@ class PageIndex:
         Raises:
             As `reserve`; ConfigError also for offsets, starts or hints that do not fit the keys.
         """
-        self.core.collect()
-        ref, kind = self._ref(namespace), self._kind(independent)
+        if self.core.lenders:
+            self.core.collect()
+        ref = namespace.ref if type(namespace) is Namespace else self._ref(namespace)
+        kind = self.independent if independent is None else bool(independent)
         return reservations.reserve_batch(
             self.core, keys, offsets, starts, shards, ref, kind, admission, hints, timeout
         )
@@ -1670,9 +1671,9 @@ class PageIndex:
         if len(named.pages) != wanted:
             raise ConfigError(f"into: expected room for {wanted} pages, found {len(named)}")
         progress = named.progress
-        progress.ns = self._ref(namespace)
-        kind = INDEPENDENT if self._kind(independent) else 0
-        progress.flags = kind | (MERGE if merge else 0)
+        progress.ns = namespace.ref if type(namespace) is Namespace else self._ref(namespace)
+        kind = self.independent if independent is None else independent
+        progress.flags = (INDEPENDENT if kind else 0) | (MERGE if merge else 0)
         code = self.core.locked(
             "lci_name",
             ctypes.byref(progress),

@@ -39,7 +39,7 @@ def unknown_layers(past: Any) -> list[str]:
 def attention_layers(past: Any) -> tuple[int, ...]:
     """Numbers of the layers that keep keys and values, ascending."""
     return tuple(
-        number for number, layer in enumerate(past.layers) if isinstance(layer, DynamicLayer)
+        [number for number, layer in enumerate(past.layers) if isinstance(layer, DynamicLayer)]
     )
 
 

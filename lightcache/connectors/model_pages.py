@@ -15,7 +15,13 @@ from lightcache.cache import Cache
 from lightcache.connectors._requirements import DynamicCache, torch
 from lightcache.connectors.cache_layers import rules_of, state_layers, unknown_layers
 from lightcache.connectors.state_pages import StatePages, describe_states
-from lightcache.connectors.trial import check_evaluated, check_passes, computed, past_argument
+from lightcache.connectors.trial import (
+    check_evaluated,
+    check_passes,
+    computed,
+    parts_of_model,
+    past_argument,
+)
 from lightcache.errors import ConfigError, LayoutMismatch
 from lightcache.group_index import GroupIndex
 from lightcache.kernels.geometry import KVGroup, PageGeometry
@@ -195,7 +201,7 @@ def describe(model: Any, *, page_tokens: int = 16, name: str | None = None) -> M
     _check_kind(model)
     _check_name(name)
     device = _device_of(model)
-    check_evaluated(model)
+    check_evaluated(parts_of_model(model))
     past = computed(model, device, (0,))
     weights = (
         f"{_text_config(model).model_type}:{_digest(model)}" if name is None else _NAMED + name

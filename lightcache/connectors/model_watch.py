@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lightcache.connectors._requirements import PreTrainedModel, torch
@@ -89,7 +89,7 @@ class ModelWatch:
         past.check_sound()
         if module.training:
             try:
-                check_evaluated(module)
+                check_evaluated(parts_of_model(module))
             except ConfigError as error:
                 raise past.spoil(str(error)) from None
         self._check_autocast(past, ids if embeds is None else embeds)
@@ -253,15 +253,16 @@ class Weights:
         self._windows: dict[Any, list[Any]] = {}
         self._sampled: dict[Any, Any] = {}
         self._generation = 0
-        self._look()
+        self._look(parts_of_model(model))
         self._used = {version: self._generation}
         """The generation of each version."""
 
     def check(self, version: str) -> None:
         """See `ModelWatch.check_weights`."""
-        check_evaluated(self._model)
+        parts = parts_of_model(self._model)
+        check_evaluated(parts)
         with self._lock:
-            self._look()
+            self._look(parts)
             now = self._generation
             used = self._used.setdefault(version, now)
         if used != now:
@@ -272,10 +273,10 @@ class Weights:
                 "the weights with namespace=cache.namespace(weights=...)"
             )
 
-    def _look(self) -> None:
-        """Begin a new generation if anything changed."""
-        tensors = list(_saved(self._model))
-        places = [_place(tensor) for tensor in tensors]
+    def _look(self, parts: list[Any]) -> None:
+        """Begin a new generation if anything in these parts of the model changed."""
+        tensors = _saved(parts)
+        places = _places(tensors)
         if moved := places != self._places:
             self._places, self._windows = places, _windows(tensors)
         sampled = {
@@ -288,22 +289,28 @@ class Weights:
             self._generation += 1
 
 
-def _saved(model: Any) -> Iterator[Any]:
+def _saved(parts: list[Any]) -> list[Any]:
     """Parameters, and buffers that are saved with them: the tensors of `parameters()` and
     `named_buffers()`, in a tenth of the time."""
-    for part in parts_of_model(model):
-        yield from (tensor for tensor in part._parameters.values() if tensor is not None)
+    tensors: list[Any] = []
+    for part in parts:
+        tensors += part._parameters.values()
         passing = part._non_persistent_buffers_set
         for name, tensor in part._buffers.items():
-            if tensor is not None and name not in passing:
-                yield tensor
+            if name not in passing:
+                tensors.append(tensor)
+    return [tensor for tensor in tensors if tensor is not None]
 
 
-def _place(tensor: Any) -> tuple[int, int]:
-    try:
-        return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
-    except (RuntimeError, NotImplementedError):  # a kind without memory of its own
-        return id(tensor), 0
+def _places(tensors: list[Any]) -> list[tuple[int, int]]:
+    """The address and the version counter of each tensor."""
+    places = []
+    for tensor in tensors:
+        try:
+            places.append((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version))
+        except (RuntimeError, NotImplementedError):  # a kind without memory of its own
+            places.append((id(tensor), 0))
+    return places
 
 
 def _windows(tensors: list[Any]) -> dict[Any, list[Any]]:

@@ -11,9 +11,18 @@ from typing import Literal
 from lightcache.cache import Cache
 from lightcache.errors import LightcacheError
 from lightcache.hashing import Keys
-from lightcache.manager.histograms import HIT_SHARE, LOAD, NS, OFFLOAD, PLAN
 from lightcache.manager.misses import Absences
-from lightcache.manager.stats import STORAGE, Counters, NodeCounters, Tasks
+from lightcache.manager.stats import (
+    HIT_SHARE,
+    LOAD,
+    NS,
+    OFFLOAD,
+    PLAN,
+    STORAGE,
+    Counters,
+    NodeCounters,
+    Tasks,
+)
 from lightcache.namespaces import Namespace
 from lightcache.storage.tasks import StorageTask
 

@@ -212,7 +212,7 @@ class PrefixCache(DynamicCache):
         super().__init__(config=config)
         self._attention = attention_layers(self)
         """Layers that keep keys and values: of a hybrid model not all."""
-        self._whole = tuple(n for n in self._attention if not self.layers[n].is_sliding)
+        self._whole = tuple([n for n in self._attention if not self.layers[n].is_sliding])
         """Those that keep all of them."""
         self._windows: dict[int, WindowTail] = {}
         self._counted = 0
@@ -555,14 +555,14 @@ def empty_rows(pages: TokenPages, tokens: int) -> dict[int, Pair]:
         for number in group.layers:
             # Heads of a token are contiguous, as in a page: whole pages are copied instead of rows.
             # The first `update` joins them with new tokens into tensors of the usual order anyway.
-            keys, values = (
+            keys, values = [
                 torch.empty(
                     (1, tokens, plane.heads, plane.row_bytes // pages.dtype.itemsize),
                     dtype=pages.dtype,
                     device=pages.device,
                 ).transpose(1, 2)
                 for plane in group.planes
-            )
+            ]
             rows[number] = keys, values
     return rows
 
@@ -595,7 +595,7 @@ def planes_of(pages: TokenPages, past: Any) -> DevicePlanes:
         raise ConfigError(f"past: expected a DynamicCache, found {type(past).__name__}")
     layers = pages.geometry.layers
     numbers = attention_layers(past)
-    whole = tuple(number for number in numbers if not past.layers[number].is_sliding)
+    whole = tuple([number for number in numbers if not past.layers[number].is_sliding])
     if whole != layers:
         kinds = sorted({type(layer).__name__ for layer in past.layers})
         raise ConfigError(
@@ -604,7 +604,8 @@ def planes_of(pages: TokenPages, past: Any) -> DevicePlanes:
         )
     if isinstance(past, PrefixCache):
         past.settle()
-    for number, layer in ((at, past.layers[at]) for at in layers):
+    for number in layers:
+        layer = past.layers[number]
         if type(layer) not in KEEP_EVERY_TOKEN:
             raise ConfigError(
                 f"past: expected layers that keep every token as it is, found layer {number} of "

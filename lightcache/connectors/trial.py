@@ -4,7 +4,7 @@ configuration."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lightcache.connectors._requirements import DynamicCache, torch
@@ -87,13 +87,13 @@ def parts_of_model(model: Any) -> list[Any]:
     return list(parts.values())
 
 
-def check_evaluated(model: Any) -> None:
-    """Check that the model computes without randomness.
+def check_evaluated(parts: Iterable[Any]) -> None:
+    """Check that these parts of a model compute without randomness.
 
     Raises:
         ConfigError: a part is in training mode and drops values or adds noise.
     """
-    for part in parts_of_model(model):
+    for part in parts:
         if part.training and (chance := _chance(part)):
             raise ConfigError(
                 f"model: {type(part).__name__} is in training mode with {chance}, expected "

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from lightcache.errors import ConfigError, TransferFailed
-from lightcache.manager.histograms import LOAD
 from lightcache.manager.limits import seconds_of
 from lightcache.manager.request import Request, slots_of
 from lightcache.manager.state import ManagerState
+from lightcache.manager.stats import LOAD
 from lightcache.manager.transfers import BlockTransfer, State
 
 
@@ -189,8 +189,8 @@ def begin_load(state: ManagerState, request: Request, without: int) -> LoadHandl
     def on_result(ok: bool, nbytes: int | None) -> None:
         if ok:
             moved = state.moved_bytes(match.usable - first, nbytes)
-            counts.add(loads=1, loaded_pages=pages, loaded_bytes=moved)
-            counts.observe(LOAD, time.perf_counter_ns() - begun)
+            took = LOAD.of(time.perf_counter_ns() - begun)
+            counts.add(loads=1, loaded_pages=pages, loaded_bytes=moved, **took)
         else:
             counts.add(failed_loads=1)
 

@@ -20,7 +20,6 @@ from lightcache._arguments import Keys, Offsets
 from lightcache.errors import ConfigError, LeaseLost, LightcacheError, WaitTimeout
 from lightcache.leases import Lease
 from lightcache.manager.blocks import NO_KEYS
-from lightcache.manager.histograms import STORAGE_WAIT
 from lightcache.manager.limits import FailOpen, nothing
 from lightcache.manager.request import (
     ANY,
@@ -35,6 +34,7 @@ from lightcache.manager.request import (
     check_ids,
 )
 from lightcache.manager.state import ManagerState
+from lightcache.manager.stats import STORAGE_WAIT
 from lightcache.plans import TIMEOUT
 
 if TYPE_CHECKING:
@@ -888,7 +888,7 @@ class PrefixLookup:
         del self._plans[request]
         if plan.read_until is not None:
             waited = int((time.monotonic() - plan.asked_at) * 1e9)
-            state.counts.observe(STORAGE_WAIT, waited)
+            state.counts.add(**STORAGE_WAIT.of(waited))
         device = len(hit) * state.device.block_tokens if hit is not None else plan.device
         match = self._match(plan, device, len(host) if host is not None else 0)
         return plan, match, hit, host

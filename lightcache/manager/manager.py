@@ -39,7 +39,6 @@ from lightcache.manager.blocks import (
     numbers_of,
 )
 from lightcache.manager.frees import PendingFrees
-from lightcache.manager.histograms import HIT_SHARE, NS, PLAN
 from lightcache.manager.limits import nothing, seconds_of
 from lightcache.manager.load import LoadHandle, begin_load, no_load
 from lightcache.manager.lookup import PendingRequest, PrefixLookup, begin_when_read
@@ -68,7 +67,7 @@ from lightcache.manager.request import (
     check_table,
 )
 from lightcache.manager.state import ManagerState, check_blocks, check_parts, storage_of
-from lightcache.manager.stats import Counters, ManagerStats, TierGauges
+from lightcache.manager.stats import HIT_SHARE, NS, PLAN, Counters, ManagerStats, TierGauges
 from lightcache.manager.weights import WeightsState, open_keys
 from lightcache.manager.write_back import KVWriteBack, when_there_is_room
 from lightcache.shm.errors import leave
@@ -210,7 +209,7 @@ class KVCacheManager:
             batch = self.lookup.batch_of_one(request, prompt, options, limit, device_tokens)
             begun = time.perf_counter_ns()
             (match,) = self.lookup.plan(batch)
-            self.state.counts.observe(PLAN, time.perf_counter_ns() - begun)
+            self.state.counts.add(**PLAN.of(time.perf_counter_ns() - begun))
             return match
 
     def plan_many(
@@ -232,7 +231,7 @@ class KVCacheManager:
             batch = self.lookup.batch(requests, prompts, options, limits, device_tokens)
             begun = time.perf_counter_ns()
             matches = self.lookup.plan(batch)
-            self.state.counts.observe(PLAN, time.perf_counter_ns() - begun)
+            self.state.counts.add(**PLAN.of(time.perf_counter_ns() - begun))
             return matches
 
     def peek_many(
@@ -387,8 +386,8 @@ class KVCacheManager:
             storage_tokens=max(0, match.usable - match.device - from_host),
             below_break_even=match.host if match.why is MissReason.BREAK_EVEN else 0,
             cut_items=int(match.why is MissReason.ITEM),
+            **HIT_SHARE.of(match.usable * NS // max(1, match.tokens)),
         )
-        counted.observe(HIT_SHARE, match.usable * NS // max(1, match.tokens))
         if not match.usable:
             counted.add(**{f"missed_{self._missed(running)}": 1})
         return counted

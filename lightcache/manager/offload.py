@@ -18,10 +18,10 @@ from lightcache.errors import Abandoned, LeaseLost, LightcacheError, LockTimeout
 from lightcache.kernels.moves import slots_of_blocks
 from lightcache.layout import WhyMissing
 from lightcache.manager.backend import RanksLost, TransferBackend
-from lightcache.manager.histograms import OFFLOAD
 from lightcache.manager.limits import nothing
 from lightcache.manager.request import CacheScope, Request, RequestOptions, WritePolicy, keys_of
 from lightcache.manager.state import ManagerState
+from lightcache.manager.stats import OFFLOAD
 from lightcache.manager.transfers import BlockTransfer, OnEnd, OnResult, State
 from lightcache.notices import Notices
 from lightcache.reservations import Reservation
@@ -146,10 +146,8 @@ class Offloader:
                 used.setdefault(request.space, []).extend(packed)
         self._write_spans(due)
         for space, parts in used.items():
-            if self._state.weights.is_valid(
-                space
-            ):  # reserves nothing, so the order of the keys does not matter
-                keys = keys_of(parts)
+            if self._state.weights.is_valid(space):
+                keys = keys_of(parts)  # reserves nothing, so their order does not matter
                 self._state.host.reserve(keys, len(keys), namespace=space.host).release()
 
     def write(self, request: Request, begin: int, end: int) -> None:
@@ -252,9 +250,10 @@ class Offloader:
                 continue  # the host accepts nothing of it
             for request, _, end in spans:
                 request.unwritten = max(request.unwritten, end)
-            spans = self._without_disabled(spans)
-            if not spans:
-                continue
+            if self.breaker.opened is not None:
+                spans = self._without_disabled(spans)
+                if not spans:
+                    continue
             slots = self._slots(spans)
             try:
                 parts = self._reserve(space, spans, admission)
@@ -269,10 +268,8 @@ class Offloader:
                 self._begin_span(span, part, part_slots)
 
     def _without_disabled(self, spans: list[Span]) -> list[Span]:
-        """The spans that may be copied now: all of them, the first one to see whether copies
-        succeed again, or none."""
-        if not self.breaker.shut:
-            return spans
+        """The spans that may be copied while the breaker is open: the first one to see whether
+        copies succeed again, or none."""
         allowed = 1 if self.may_copy() else 0
         self.count_unwritten("disabled", sum(end - begin for _, begin, end in spans[allowed:]))
         return spans[:allowed]
@@ -281,39 +278,44 @@ class Offloader:
         """Reserve pages for all spans. Keys start at the root: all of them count as used."""
         state = self._state
         packed: list[bytes] = []
-        offsets, begins = [0], []
+        offsets, begins, admissions, hints = [0], [], [], []
         for request, begin, end in spans:
-            begins.append(begin)
             packed += request.host_chain.packed(0, end)
             offsets.append(offsets[-1] + end)
+            begins.append(begin)
+            admissions.append(admission and self.admits(request.options))
+            hints.append(request.options.hint)
         batch = state.host.index.reserve_batch(
             keys_of(packed),
             np.array(offsets),
             np.array(begins),
             shards=state.backend.shards,
-            admission=[admission and self.admits(request.options) for request, _, _ in spans],
-            hints=[request.options.hint for request, _, _ in spans],
+            admission=admissions,
+            hints=hints,
             namespace=space.host,
             timeout=state.config.time_limit,
         )
         parts = batch.split()
-        for (request, begin, end), part in zip(spans, parts, strict=True):
-            rows = request.token_rows(begin, end)
-            if rows is not None:
-                state.host.note_tokens(part, request.host_chain.keys[begin:end], rows, begin)
+        if state.host.token_records is not None:
+            for (request, begin, end), part in zip(spans, parts, strict=True):
+                rows = request.token_rows(begin, end)
+                if rows is not None:
+                    state.host.note_tokens(part, request.host_chain.keys[begin:end], rows, begin)
         return parts
 
     def _begin_span(self, span: Span, new: Reservation, slots: npt.NDArray[np.int64]) -> None:
         request, begin, end = span
         assert request.space is not None
         tokens, block = self._state.page_tokens, self._state.device.block_tokens
-        lacking = 0 if new.all_new else self.count_missing(new)
-        whole = new.all_new or not (len(new.busy) or lacking)
-        if not new.all_new and not len(new.new):
-            new.release()
-            if whole:
-                request.unwritten = 0
-            return
+        whole = new.all_new
+        if not whole:
+            lacking = self.count_missing(new)
+            whole = not (len(new.busy) or lacking)
+            if not len(new.new):
+                new.release()
+                if whole:
+                    request.unwritten = 0
+                return
 
         def on_end(ok: bool) -> None:
             if not ok:
@@ -321,9 +323,10 @@ class Offloader:
 
         touched = request.table[begin * tokens // block : -(-end * tokens // block)]
         copy = self.begin_kv(new, slots, touched, request.transfers, request.space, on_end)
-        if copy.finished:
+        finished = copy.finished
+        if finished:
             request.transfers.pop()  # a finished copy delays nothing
-        if whole and (copy.state is State.DONE or not copy.finished):
+        if whole and (not finished or copy.state is State.DONE):
             request.unwritten = 0
 
     def count_missing(self, new: Reservation) -> int:
@@ -390,8 +393,8 @@ class Offloader:
         def on_result(ok: bool, nbytes: int | None) -> None:
             if ok:
                 moved = pages * state.page_bytes if nbytes is None else nbytes
-                state.counts.add(offloads=1, offloaded_pages=pages, offloaded_bytes=moved)
-                state.counts.observe(OFFLOAD, time.perf_counter_ns() - begun)
+                took = OFFLOAD.of(time.perf_counter_ns() - begun)
+                state.counts.add(offloads=1, offloaded_pages=pages, offloaded_bytes=moved, **took)
             else:
                 state.counts.add(failed_offloads=1)
 
@@ -437,7 +440,7 @@ class Offloader:
                 breaker.failure(why)
 
         into = None
-        if breaker.shut:
+        if breaker.opened is not None:
             breaker.probe()  # its failure opens the breaker for as long again
             into = self, "_probe"
         return self._state.transfers.begin(

@@ -1,20 +1,14 @@
-"""A manager's counters, gauges, and the counters of a node."""
+"""A manager's counters, histograms and gauges, and the counters of a node."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
 from lightcache.cache import Cache
-from lightcache.manager.histograms import (
-    HISTOGRAMS,
-    STORAGE_READ,
-    STORAGE_WRITE,
-    Histogram,
-    HistogramCounts,
-)
 from lightcache.shm import SharedCounters
 from lightcache.shm.names import counters_name
 
@@ -254,6 +248,83 @@ class TierGauges:
     failed, and none is made; half-open: one is tried, or may be."""
 
 
+# ---- Histograms: one counter for each bucket, beside the counter of the sum. So they are kept as
+# all counters of the node are: see docs/design/metrics.md.
+
+NS = 1_000_000_000
+"""Sums are of whole billionths: of a second, or of a share."""
+_DECADES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+SECONDS = tuple(float(f"{step * decade:.6g}") for decade in _DECADES for step in (1, 2.5, 5))
+"""Ends of the buckets of times: 10 us to 50 s."""
+SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+"""Ends of the buckets of shares; the last bucket ends with 1."""
+
+
+class Histogram:
+    """What is observed, in buckets. A value is in the first bucket whose end it does not exceed."""
+
+    def __init__(self, name: str, total: str, bounds: tuple[float, ...]) -> None:
+        """Counts nothing: it only says where to count.
+
+        Args:
+            name: of the buckets' counters, NAME_le_0 and so on.
+            total: name of the counter of the sum.
+            bounds: ends of the buckets, rising; one more has no end.
+        """
+        self.name, self.total, self.bounds = name, total, bounds
+        self._ends = [round(bound * NS) for bound in bounds]
+        self.buckets = tuple(f"{name}_le_{i}" for i in range(len(bounds) + 1))
+
+    @property
+    def counters(self) -> str:
+        """The buckets' counters, as `SharedCounters` takes their names."""
+        return f"{self.name}_le[{len(self.buckets)}]"
+
+    def of(self, value: int) -> dict[str, int]:
+        """What one observation adds to the counters.
+
+        Args:
+            value: in billionths; less than 0 counts as 0.
+        """
+        return {self.buckets[bisect_left(self._ends, value)]: 1, self.total: max(0, value)}
+
+    def read(self, totals: Mapping[str, int]) -> HistogramCounts:
+        """What the counters say; one that is not there is 0."""
+        counts = tuple(totals.get(name, 0) for name in self.buckets)
+        return HistogramCounts(self.bounds, counts, totals.get(self.total, 0) / NS)
+
+
+@dataclass(frozen=True)
+class HistogramCounts:
+    """What a histogram has counted. The sum may have an observation that no bucket has yet, or lack
+    one, of a process that is counting it, or was killed then."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    """Within each of `bounds`, and above the last."""
+    total: float
+    """Sum of all values: seconds, or shares."""
+
+
+PLAN = Histogram("plan", "plan_ns", SECONDS)
+"""Times of calls that look prompts up."""
+LOAD = Histogram("load", "load_ns", SECONDS)
+"""Times of transfers to the device, that succeeded."""
+OFFLOAD = Histogram("offload", "offload_ns", SECONDS)
+"""The same of transfers to the host."""
+STORAGE_READ = Histogram("storage_read", "storage_read_ns", SECONDS)
+"""Times of reads from storage."""
+STORAGE_WRITE = Histogram("storage_write", "storage_write_ns", SECONDS)
+"""Times of writes to storage."""
+STORAGE_WAIT = Histogram("storage_wait", "storage_wait_ns", SECONDS)
+"""Times that requests waited for a read from storage."""
+HIT_SHARE = Histogram("hit_share", "hit_share_e9", SHARES)
+"""Of each request, the share of its prompt that need not be computed."""
+HISTOGRAMS = (PLAN, LOAD, OFFLOAD, STORAGE_READ, STORAGE_WRITE, STORAGE_WAIT, HIT_SHARE)
+
+
+# ---- Counters of a manager
+
 _STATS = tuple(each.name for each in fields(ManagerStats))
 STORAGE = {
     "read_bytes": "storage_read_bytes",
@@ -275,11 +346,6 @@ class Counters(Counter[str]):
         for name, count in counts.items():
             assert name in NAMES, name
             self[name] += count
-
-    def observe(self, histogram: Histogram, value: int) -> None:
-        """Count a value, in billionths."""
-        self[histogram.bucket(value)] += 1
-        self[histogram.total] += max(0, value)
 
     def snapshot(self) -> ManagerStats:
         """The present counts, without histograms."""
@@ -373,7 +439,7 @@ class NodeCounters:
         return stats_of(self._counters.total())
 
     def histograms(self) -> dict[str, HistogramCounts]:
-        """Those of all processes, by the names in `lightcache.manager.histograms`. As `total`."""
+        """Those of all processes, by the names in `HISTOGRAMS`. As `total`."""
         return histograms_of(self._counters.total())
 
     def close(self) -> None:
@@ -426,12 +492,12 @@ class Tasks:
             if not task.ended:
                 self._going.append(task)
             elif task.kind == "read":
-                self._counts.observe(STORAGE_READ, int(task.seconds * 1e9))
+                self._counts.add(**STORAGE_READ.of(int(task.seconds * 1e9)))
             else:
                 self._written(task)
 
     def _written(self, task: StorageTask) -> None:
-        self._counts.observe(STORAGE_WRITE, int(task.seconds * 1e9))
+        self._counts.add(**STORAGE_WRITE.of(int(task.seconds * 1e9)))
         result = task.result
         lost = {"refused": result.refused, "failed": result.failed, "skipped": result.skipped}
         if task.state.name == "FAILED":  # the remaining pages of a broken-off write
@@ -446,6 +512,7 @@ class Tasks:
 __all__ = [
     "STORAGE",
     "Counters",
+    "HistogramCounts",
     "ManagerStats",
     "NodeCounters",
     "Recent",

@@ -180,7 +180,7 @@ class BlockTransfer:
             self._finish(_DONE if self._result[0] else _FAILED)
 
     def _start(self) -> None:
-        arguments = [(each,) for each in self._arguments]
+        arguments = zip(self._arguments)
         self._asked = iter((self._held,))
         self.state = _BEGINNING
         try:
@@ -421,7 +421,7 @@ class TransferTracker:
                 known.append(partial(setattr, *instead_of, None))
             together(*known)
         transfer.advance(paused=self.paused)
-        if transfer.finished:
+        if transfer.state not in _UNFINISHED:
             self._all.remove(transfer)
         return transfer
 

@@ -20,8 +20,7 @@ from support.keys import keys
 from support.refusals import refused
 
 from lightcache import Cache, ConfigError, PageIndex
-from lightcache.manager.histograms import HISTOGRAMS, LOAD, NS
-from lightcache.manager.stats import NodeCounters
+from lightcache.manager.stats import HISTOGRAMS, LOAD, NS, NodeCounters
 from lightcache.metrics import CacheMetrics
 from lightcache.shm import Segment
 from lightcache.tools.cli import group
@@ -176,9 +175,9 @@ def test_each_value_is_in_one_bucket(histogram):
     ends = [round(bound * NS) for bound in histogram.bounds]
     assert ends == sorted(set(ends))
     for i, end in enumerate(ends):
-        assert histogram.bucket(end) == histogram.buckets[i]
-        assert histogram.bucket(end + 1) == histogram.buckets[i + 1]
-    assert histogram.of(-5) == {histogram.bucket(0): 1, histogram.total: 0}
+        assert histogram.of(end) == {histogram.buckets[i]: 1, histogram.total: end}
+        assert histogram.of(end + 1) == {histogram.buckets[i + 1]: 1, histogram.total: end + 1}
+    assert histogram.of(-5) == {histogram.buckets[0]: 1, histogram.total: 0}
 
 
 # ---- the command
@@ -296,7 +295,7 @@ def test_counters_never_fall_though_workers_are_killed(segment_name, exporter, s
                     f"""
 import os, random, signal
 from lightcache import Cache
-from lightcache.manager.histograms import LOAD
+from lightcache.manager.stats import LOAD
 from lightcache.manager.stats import NodeCounters
 from lightcache.metrics import CacheMetrics
 counted = NodeCounters.open(Cache.attach({segment_name!r}, readonly=True))

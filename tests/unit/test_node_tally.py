@@ -15,8 +15,7 @@ from lightcache import Cache
 from lightcache.connectors.node_tally import NodeTally
 from lightcache.connectors.vllm.scheduler import open_cache
 from lightcache.errors import LightcacheError
-from lightcache.manager.histograms import HISTOGRAMS
-from lightcache.manager.stats import NodeCounters
+from lightcache.manager.stats import HISTOGRAMS, NodeCounters
 from lightcache.shm import Segment
 from lightcache.shm.names import counters_name
 
