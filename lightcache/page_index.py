@@ -958,7 +958,9 @@ class PageIndex:
         reserve the keys that it says. Each is compared with a page of its own that could go for
         it, as far as that can be told without the lock. With the order "lru": all.
 
-        Takes no lock; about 0.1 us a key. What is not worth writing is remembered, and is worth
+        Where these keys cross the namespace's quota, it may be more than `reserve` makes.
+
+        Takes no lock; about 0.05 us a key. What is not worth writing is remembered, and is worth
         more when it is asked for again, so ask once for each key.
 
         Args:

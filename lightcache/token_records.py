@@ -1,4 +1,4 @@
-"""Token ids of pages, for routers that find blocks by their tokens: an object beside the index.
+"""Token ids of pages, for routers that find blocks by their tokens: an object of its own.
 
 It exists if the cache's creator asked for it, has a record for each page, and is the owner's alone
 (mode 0600): token ids are what was said, which keys do not reveal. A record has the key that it is

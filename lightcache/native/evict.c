@@ -8,9 +8,9 @@ static void count_gone(lci_handle *h, lc_txn *t, lci_eviction *e) {
     e->gone = 0;
 }
 
-/* A page on its way out: off the queue, off its parent and the counts of its namespace and group (`count_gone`), EVICTING.
- * Its word has no other writer (publishing touches WRITING pages only), so a plain store will do.
- * Returns its parent. */
+/* A page on its way out: off the queue, off its parent and the counts of its namespace and group
+ * (`count_gone`), EVICTING. Its word has no other writer (publishing touches WRITING pages only), so a plain
+ * store will do. Returns its parent. */
 static uint32_t mark(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page) {
     lci_page *p = &h->pages[page];
     uint32_t parent = lci_parent(h, p);
@@ -86,8 +86,9 @@ static void finish(lci_handle *h, lc_txn *t, const lci_eviction *e, const uint32
     lci_give_free(h, t, pages, n);
 }
 
-/* The parent of a page just marked, if it goes next anyway (`lci_follows`), nothing else hangs on it. Saves a whole prompt's way through the queue. Else it is queued. An
- * independent one is there already, and waits for its own turn.
+/* The parent of a page just marked, if it goes next anyway (`lci_follows`) and nothing else hangs on it: that
+ * saves a whole prompt's way through the queue. Else it is queued. An independent one is there already, and
+ * waits for its own turn.
  *
  * A parent was used when what hangs on it was, though a lookup of the rest of a prompt did not name it.
  * No lookup has to go up the prefix for that: while a page has children it is in no queue, so its tick
