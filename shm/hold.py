@@ -155,8 +155,8 @@ class Hold:
             )
 
     def close(self, *, force: bool = False) -> None:
-        """Leave the segment; the last client of one of lifetime "attached" unlinks it. After an
-        interrupt another call does the rest.
+        """Leave the segment; the last process of one of lifetime "attached" unlinks it, but no
+        reader where clients were killed. After an interrupt another call does the rest.
 
         Blocks while another process holds the life byte, at most a few seconds.
 
@@ -275,10 +275,18 @@ class Hold:
                 if life.header().lifetime != Lifetime.ATTACHED:
                     if client:
                         _say_that_it_stays(life)
-                elif life.may_unlink():
+                elif not (self.readonly and self._clients_died()) and life.may_unlink():
                     life.remove_locked()
         except LockTimeout:
             self._give_up_bytes()
+
+    def _clients_died(self) -> bool:
+        """There are slots that no client has given back. With none attached, theirs were killed:
+        the content is warm, and no matter of a reader."""
+        size = ctypes.sizeof(layout.ClientRecord)
+        table = ctypes.string_at(self.base + layout.CLIENTS_OFFSET, layout.SLOTS * size)
+        records = (layout.ClientRecord * layout.SLOTS).from_buffer_copy(table)
+        return any(record.state != layout.ClientState.FREE for record in records[1:])
 
 
 def _say_that_it_stays(opened: OpenObject) -> None:

@@ -477,7 +477,8 @@ class Segment:
 
     def close(self) -> None:
         """Detach and give back the slot. If the lifetime is "attached" and no other client is left,
-        unlink the segment and its dependents. A second call does nothing.
+        unlink the segment and its dependents; not as a reader whose clients were killed. A second
+        call does nothing.
 
         A structure first takes back what its client holds, then calls `free_slot_on_close`.
 

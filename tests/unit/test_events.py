@@ -276,7 +276,8 @@ def test_it_holds_no_cache_without_a_client(node: Any, wait_until: Wait, script:
 def test_it_removes_no_warm_cache(
     node: Any, wait_until: Wait, script: Any, looks: list[bool]
 ) -> None:
-    """The last process to leave an attached one removes it: not this one, while it is warm."""
+    """The last process to leave an attached one removes it: not this one, whose clients were
+    killed."""
     killed(node, script, "attached")
     running = node.publishing()
     with node.following(running) as follower:
@@ -286,6 +287,8 @@ def test_it_removes_no_warm_cache(
         with PageIndex.open(node.name, pages=16, config=TOKENS) as index:
             assert index.peek(keys(1, 2)) == 2
             assert not any(looks)
+    running.stop()
+    assert PageIndex.unlink(node.name)
 
 
 def test_hashes_as_bytes_and_groups(index: PageIndex) -> None:

@@ -19,6 +19,7 @@ from lightcache.errors import ConfigError, Detached, InUse
 from lightcache.shm import Segment, _native, layout
 from lightcache.shm.codes import Code
 from lightcache.shm.layout import ClientState, SegmentKind
+from lightcache.shm.listing import read_segment
 from lightcache.shm.objects import OpenObject
 
 Script = Callable[..., Any]
@@ -77,6 +78,28 @@ def test_whether_a_client_lives(segment_name: str, script: Script) -> None:
         for slot in (0, 64):
             refused(ConfigError, "slot", segment.lives, slot, 1)
     refused(Detached, "", segment.lives, 1, 1)
+
+
+def test_a_reader_that_leaves_last_removes_nothing_warm(segment_name: str, script: Script) -> None:
+    first = Segment.create(segment_name, 1)
+    reader = Segment.attach(segment_name, readonly=True)
+    script(JOIN_AND_DIE, segment_name, 1, status=-signal.SIGKILL)
+    first.close()
+    reader.close()
+    assert read_segment(segment_name) is not None
+    with Segment.attach(segment_name) as client:
+        client.join()  # the next client reaps the dead one, and leaves as the last process
+    assert read_segment(segment_name) is None
+
+
+def test_a_reader_that_leaves_last_removes_what_all_have_left(segment_name: str) -> None:
+    client = Segment.create(segment_name, 1)
+    client.join()
+    reader = Segment.attach(segment_name, readonly=True)
+    client.close()
+    assert read_segment(segment_name) is not None
+    reader.close()
+    assert read_segment(segment_name) is None
 
 
 def test_join_twice(segment_name: str) -> None:
