@@ -288,7 +288,7 @@ def test_it_removes_no_warm_cache(
             assert index.peek(keys(1, 2)) == 2
             assert not any(looks)
     running.stop()
-    assert PageIndex.unlink(node.name)
+    assert Segment.unlink(node.name)
 
 
 def test_hashes_as_bytes_and_groups(index: PageIndex) -> None:
