@@ -301,6 +301,8 @@ class Source:
         return PageIndex.attach(self._name, readonly=True, group=self._group, timeout=0)
 
     def _open_tokens(self) -> None:
+        """Those of the index, in place of those of the one before."""
+        self._close_tokens()
         if not self._token_ids:
             return
         try:
@@ -365,8 +367,14 @@ class Source:
         self._open_tokens()
         return self.changes.follow(index)
 
+    def _close_tokens(self) -> None:
+        if self.tokens is not None:
+            self.tokens.close()
+            self.tokens = None
+
     def _lost(self) -> tuple[ChangeBatch, ...]:
         self._uuid = ""
+        self._close_tokens()
         return self.changes.lose()
 
     def _say(self, problem: str) -> None:
@@ -376,12 +384,10 @@ class Source:
         self._problem = problem
 
     def _let_go(self) -> None:
+        """Of the index; what was told is kept, and its token ids, which need no client."""
         self._attached = False
         with contextlib.suppress(LightcacheError):
             self.index.close()
-        if self.tokens is not None:
-            self.tokens.close()
-            self.tokens = None
 
     def __enter__(self) -> Source:
         return self
@@ -389,6 +395,7 @@ class Source:
     def __exit__(self, *exception: object) -> None:
         if self._attached:
             self._let_go()
+        self._close_tokens()
 
 
 # ---- where it goes

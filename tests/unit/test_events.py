@@ -359,6 +359,42 @@ def test_token_ids_are_told_where_they_are_noted(
         assert late.tokens == said(cache, FIRST)  # of a cache made anew
 
 
+def test_token_ids_stay_while_no_client_lives(
+    segment_name: str, node: Any, wait_until: Wait, script: Any, looks: list[bool]
+) -> None:
+    script(
+        f"""
+import os, signal
+from lightcache import Cache
+cache = Cache.create({segment_name!r}, pages=16, lifetime="persistent", **{FORM})
+tokens = {FIRST}
+cache.reserve(cache.hash_pages(tokens), tokens=tokens).publish()
+os.kill(os.getpid(), signal.SIGKILL)
+""",
+        status=-9,
+    )
+    running = node.publishing(keep=2)
+    whole = {tuple(FIRST[start : start + 16]) for start in (0, 16, 32)}
+    wait_until(lambda: any(looks), "the publisher to let go")
+    with node.following(running) as late:
+        late.ask()
+        assert set(late.tokens.values()) == whole
+    with Cache.attach(segment_name, secret=FORM["secret"]) as cache:
+        publish_tokens(cache, SECOND, SECOND)  # the client that comes back
+        with node.following(running) as other:
+            until(other, set(said(cache, FIRST, SECOND)), wait_until)
+            assert other.tokens == said(cache, FIRST, SECOND)
+        Segment.unlink(segment_name, force=True)
+    wait_until(lambda: not open_tokens(segment_name), "the publisher to close those of a lost one")
+
+
+def open_tokens(name: str) -> list[str]:
+    """Open descriptors of this process, of token ids of the cache."""
+    links = [os.path.join("/proc/self/fd", number) for number in os.listdir("/proc/self/fd")]
+    found = [os.readlink(link) for link in links if os.path.lexists(link)]
+    return [path for path in found if name in path and "~tokens" in path]
+
+
 def publish_tokens(cache: Cache, prompt: list[int], tokens: list[int] | None) -> None:
     with cache.reserve(cache.hash_pages(prompt), tokens=tokens) as new:
         new.publish()
