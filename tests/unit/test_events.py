@@ -4,6 +4,7 @@ support/following.py, which has no code of ours."""
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -470,6 +471,37 @@ def fails(*arguments: object) -> str:
     return done.output
 
 
+def test_what_was_said_does_not_leave_the_machine_unasked() -> None:
+    (endpoint,) = (option for option in events.events.params if option.name == "endpoint")
+    assert endpoint.default == "tcp://127.0.0.1:5557"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "*", "[::1]", "[::]"])
+def test_it_listens_at_an_address_of_this_machine(host: str) -> None:
+    if ":" in host and not os.path.exists("/proc/net/if_inet6"):
+        pytest.skip("a machine without IPv6")
+    with Sockets(f"tcp://{host}:*", f"tcp://{host}:*") as sockets:
+        for endpoint in sockets.bound:
+            port = endpoint.rpartition(":")[2]
+            near = {"*": "127.0.0.1", "[::]": "[::1]"}.get(host, host).strip("[]")
+            socket.create_connection((near, int(port)), 60).close()
+
+
+def test_it_connects_to_a_router_that_listens(wait_until: Wait) -> None:
+    with zmq.Context() as context, context.socket(zmq.SUB) as router:
+        router.subscribe(b"")
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        with Sockets(f"tcp://127.0.0.1:{port}", None, connect=True) as sockets:
+            assert sockets.bound == [f"tcp://127.0.0.1:{port}"]
+            wait_until(lambda: sent(sockets) and bool(router.poll(10)), "a message")
+            assert router.recv_multipart()[::2] == [b"topic", b"payload"]
+
+
+def sent(sockets: Sockets) -> bool:
+    sockets.publish(b"topic", 1, b"payload")
+    return True
+
+
 def test_wrong_input(segment_name: str, index: PageIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     with zmq.Context() as context, context.socket(zmq.PUB) as other:
         port = other.bind_to_random_port("tcp://127.0.0.1")
@@ -478,10 +510,15 @@ def test_wrong_input(segment_name: str, index: PageIndex, monkeypatch: pytest.Mo
         told = fails(segment_name, "--endpoint", free, "--replay-endpoint", taken)
         assert "--replay-endpoint" in told
         assert "is taken" in told
-        refused(InUse, "--endpoint: .* is taken", Sockets, f"tcp://*:{port}", None)
+        for endpoint in (taken, f"tcp://*:{port}"):
+            refused(InUse, "--endpoint: .* is taken", Sockets, endpoint, None)
     refused(ConfigError, "65535", Sockets, "tcp://*:99999", None)
-    for wrong in ("nonsense", "tcp://*:http"):
-        assert "expected an endpoint" in fails(segment_name, "--endpoint", wrong)
+    for wrong in ("nonsense", "tcp://*:http", "tcp://192.0.2.1:5557"):  # not of this machine
+        told = fails(segment_name, "--endpoint", wrong)
+        assert "expected an endpoint, one of this machine" in told
+        assert "--connect" in told
+    told = fails(segment_name, "--connect", "--endpoint", "tcp://*:5557")
+    assert "expected an endpoint, a router's" in told
     assert "no cache" in fails(segment_name + "-other")
     monkeypatch.setitem(sys.modules, "zmq", None)
     assert "pip install 'lightcache[events]'" in fails(segment_name)
