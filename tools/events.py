@@ -126,8 +126,9 @@ def events(
     """Publish which pages of the cache NAME become ready and which go, for routers.
 
     Messages are those of vLLM and SGLang (ZeroMQ, msgpack). It reads the cache ten times a second
-    at most, with 2 % of a core at most, and takes no lock and no slot. It waits for a cache that is
-    removed to be made anew, and runs until Ctrl-C or SIGTERM.
+    at most, with 2 % of a core at most, and takes no lock and no slot. Answers to those that missed
+    some come on top. It waits for a cache that is removed to be made anew, and runs until Ctrl-C or
+    SIGTERM.
     """
     for package in ("zmq", "msgspec"):
         require(package, "events", "lightcache events")
