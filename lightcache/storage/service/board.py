@@ -70,7 +70,7 @@ class ServiceStats:
     age_s: float
     """Seconds since it began, by the wall clock."""
     clients: int
-    """Living processes that have sent it a message."""
+    """Living clients that have sent it a message."""
     taken: int
     """Messages taken out of the ring."""
     malformed: int
