@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -352,8 +352,7 @@ class Changes:
 
     def _append(self, batches: list[ChangeBatch]) -> tuple[ChangeBatch, ...]:
         numbered = tuple(
-            ChangeBatch(**{**vars(batch), "sequence": self._next + number})
-            for number, batch in enumerate(batches)
+            replace(batch, sequence=self._next + number) for number, batch in enumerate(batches)
         )
         self._next += len(numbered)
         self._batches.extend(numbered)

@@ -53,9 +53,12 @@ TOPIC = "kv-events"
 @name_argument()
 @click.option(
     "--endpoint",
-    default="tcp://*:5557",
+    default="tcp://127.0.0.1:5557",
     show_default=True,
-    help="Where to publish. With * for the host, or ipc:, others connect to it; else it connects.",
+    help="Where to publish, an address of this machine; tcp://*:5557 for routers of other nodes.",
+)
+@click.option(
+    "--connect", is_flag=True, help="Connect to --endpoint, a router's, instead of listening there."
 )
 @click.option("--replay-endpoint", help="Where to answer requests for what was missed.")
 @click.option("--topic", help=f"Publish as the cache itself, under this topic.  [{TOPIC}]")
@@ -107,6 +110,7 @@ TOPIC = "kv-events"
 def events(
     name: str,
     endpoint: str,
+    connect: bool,
     replay_endpoint: str | None,
     topic: str | None,
     workers: tuple[str, ...],
@@ -122,8 +126,9 @@ def events(
     """Publish which pages of the cache NAME become ready and which go, for routers.
 
     Messages are those of vLLM and SGLang (ZeroMQ, msgpack). It reads the cache ten times a second
-    at most, with 2 % of a core at most, and takes no lock and no slot. It waits for a cache that is
-    removed to be made anew, and runs until Ctrl-C or SIGTERM.
+    at most, with 2 % of a core at most, and takes no lock and no slot. Answers to those that missed
+    some come on top. It waits for a cache that is removed to be made anew, and runs until Ctrl-C or
+    SIGTERM.
     """
     for package in ("zmq", "msgspec"):
         require(package, "events", "lightcache events")
@@ -134,7 +139,7 @@ def events(
     wire = Wire(medium, hashes == "int", rank, block_size, arrays=layout == "array")
     with Signals() as signals, Source(name, group, keep, token_ids=token_ids) as source:
         wire.block_size_of(source.index)
-        with Sockets(endpoint, replay_endpoint) as sockets:
+        with Sockets(endpoint, replay_endpoint, connect=connect) as sockets:
             what = "publishing" if source.tokens is None else "publishing with token ids"
             click.echo(f"{name}: {what} at {', '.join(sockets.bound)}")
             Publisher(source, sockets, wire, identities).run(signals)
@@ -301,6 +306,8 @@ class Source:
         return PageIndex.attach(self._name, readonly=True, group=self._group, timeout=0)
 
     def _open_tokens(self) -> None:
+        """Those of the index, in place of those of the one before."""
+        self._close_tokens()
         if not self._token_ids:
             return
         try:
@@ -365,8 +372,14 @@ class Source:
         self._open_tokens()
         return self.changes.follow(index)
 
+    def _close_tokens(self) -> None:
+        if self.tokens is not None:
+            self.tokens.close()
+            self.tokens = None
+
     def _lost(self) -> tuple[ChangeBatch, ...]:
         self._uuid = ""
+        self._close_tokens()
         return self.changes.lose()
 
     def _say(self, problem: str) -> None:
@@ -376,12 +389,10 @@ class Source:
         self._problem = problem
 
     def _let_go(self) -> None:
+        """Of the index; what was told is kept, and its token ids, which need no client."""
         self._attached = False
         with contextlib.suppress(LightcacheError):
             self.index.close()
-        if self.tokens is not None:
-            self.tokens.close()
-            self.tokens = None
 
     def __enter__(self) -> Source:
         return self
@@ -389,6 +400,7 @@ class Source:
     def __exit__(self, *exception: object) -> None:
         if self._attached:
             self._let_go()
+        self._close_tokens()
 
 
 # ---- where it goes
@@ -397,11 +409,11 @@ class Source:
 class Sockets:
     """The two sockets. Use it in a with statement, from one thread."""
 
-    def __init__(self, endpoint: str, replay: str | None) -> None:
-        """Bind or connect them.
+    def __init__(self, endpoint: str, replay: str | None, *, connect: bool = False) -> None:
+        """Bind them. `connect`: connect the first to a router's instead.
 
         Raises:
-            ConfigError: no endpoint, or none of this machine's.
+            ConfigError: no endpoint, or, to bind to, none of this machine's.
             InUse: another socket is bound to it.
         """
         import zmq
@@ -414,36 +426,39 @@ class Sockets:
         self._replay: Any = None
         with contextlib.ExitStack() as failing:
             failing.callback(self._stack.close)
-            self._publish = self._socket(zmq.PUB, "--endpoint", endpoint)
+            self._publish = self._socket(zmq.PUB, "--endpoint", endpoint, connect)
             if replay is not None:
                 self._replay = self._socket(zmq.ROUTER, "--replay-endpoint", replay)
             failing.pop_all()
 
-    def _socket(self, kind: int, option: str, endpoint: str) -> Any:
+    def _socket(self, kind: int, option: str, endpoint: str, connect: bool = False) -> Any:
         zmq = self._zmq
         socket = self._context.socket(kind)
         self._stack.callback(socket.close, linger=0)
         socket.set_hwm(100_000)
+        socket.ipv6 = "[" in endpoint
         port = re.fullmatch(r"tcp://.*:(\d+)", endpoint)
         if port and int(port[1]) > 65535:  # which would become another one
             raise ConfigError(f"{option}: expected a port up to 65535, found {port[1]}")
-        comes = "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
         try:
-            if comes or kind == zmq.ROUTER:
-                socket.bind(endpoint)
-                self.bound.append(socket.getsockopt_string(zmq.LAST_ENDPOINT))
-            else:
+            if connect:
                 socket.connect(endpoint)
-                self.bound.append(endpoint)
+            else:
+                socket.bind(endpoint)
+            self.bound.append(socket.getsockopt_string(zmq.LAST_ENDPOINT))
         except zmq.ZMQError as error:
             if error.errno == zmq.EADDRINUSE:
                 raise InUse(
                     f"{option}: {endpoint} is taken by another socket, perhaps an engine's or "
                     "another `lightcache events`; give another port"
                 ) from error
+            expected = (
+                "a router's, such as tcp://router:5557"
+                if connect
+                else "one of this machine, such as tcp://*:5557, or --connect"
+            )
             raise ConfigError(
-                f"{option}: expected an endpoint of this machine, such as tcp://*:5557, found "
-                f"{endpoint!r}: {error}"
+                f"{option}: expected an endpoint, {expected}; found {endpoint!r}: {error}"
             ) from error
         return socket
 

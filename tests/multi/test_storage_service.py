@@ -219,8 +219,10 @@ def test_tasks_end_when_the_service_is_killed(sides: Any, cache: Cache, where: P
         tasks = [client.prefetch(keys, timeout=600.0) for _ in range(5)]
         service.kill()
         for task in tasks:
-            (reason,) = task.wait(LIMIT).reasons
+            found = task.wait(LIMIT)
+            (reason,) = found.reasons
             assert f"is gone (pid {service.process.pid})" in reason
+            assert found.failed == found.pages == PROMPT
             assert task.state is TaskState.FAILED
         again = serve(sides, cache, where)
         cache.evict(cache.pages)

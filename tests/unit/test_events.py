@@ -4,6 +4,7 @@ support/following.py, which has no code of ours."""
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -362,6 +363,42 @@ def test_token_ids_are_told_where_they_are_noted(
         assert late.tokens == said(cache, FIRST)  # of a cache made anew
 
 
+def test_token_ids_stay_while_no_client_lives(
+    segment_name: str, node: Any, wait_until: Wait, script: Any, looks: list[bool]
+) -> None:
+    script(
+        f"""
+import os, signal
+from lightcache import Cache
+cache = Cache.create({segment_name!r}, pages=16, lifetime="persistent", **{FORM})
+tokens = {FIRST}
+cache.reserve(cache.hash_pages(tokens), tokens=tokens).publish()
+os.kill(os.getpid(), signal.SIGKILL)
+""",
+        status=-9,
+    )
+    running = node.publishing(keep=2)
+    whole = {tuple(FIRST[start : start + 16]) for start in (0, 16, 32)}
+    wait_until(lambda: any(looks), "the publisher to let go")
+    with node.following(running) as late:
+        late.ask()
+        assert set(late.tokens.values()) == whole
+    with Cache.attach(segment_name, secret=FORM["secret"]) as cache:
+        publish_tokens(cache, SECOND, SECOND)  # the client that comes back
+        with node.following(running) as other:
+            until(other, set(said(cache, FIRST, SECOND)), wait_until)
+            assert other.tokens == said(cache, FIRST, SECOND)
+        Segment.unlink(segment_name, force=True)
+    wait_until(lambda: not open_tokens(segment_name), "the publisher to close those of a lost one")
+
+
+def open_tokens(name: str) -> list[str]:
+    """Open descriptors of this process, of token ids of the cache."""
+    links = [os.path.join("/proc/self/fd", number) for number in os.listdir("/proc/self/fd")]
+    found = [os.readlink(link) for link in links if os.path.lexists(link)]
+    return [path for path in found if name in path and "~tokens" in path]
+
+
 def publish_tokens(cache: Cache, prompt: list[int], tokens: list[int] | None) -> None:
     with cache.reserve(cache.hash_pages(prompt), tokens=tokens) as new:
         new.publish()
@@ -437,6 +474,37 @@ def fails(*arguments: object) -> str:
     return done.output
 
 
+def test_what_was_said_does_not_leave_the_machine_unasked() -> None:
+    (endpoint,) = (option for option in events.events.params if option.name == "endpoint")
+    assert endpoint.default == "tcp://127.0.0.1:5557"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "*", "[::1]", "[::]"])
+def test_it_listens_at_an_address_of_this_machine(host: str) -> None:
+    if ":" in host and not os.path.exists("/proc/net/if_inet6"):
+        pytest.skip("a machine without IPv6")
+    with Sockets(f"tcp://{host}:*", f"tcp://{host}:*") as sockets:
+        for endpoint in sockets.bound:
+            port = endpoint.rpartition(":")[2]
+            near = {"*": "127.0.0.1", "[::]": "[::1]"}.get(host, host).strip("[]")
+            socket.create_connection((near, int(port)), 60).close()
+
+
+def test_it_connects_to_a_router_that_listens(wait_until: Wait) -> None:
+    with zmq.Context() as context, context.socket(zmq.SUB) as router:
+        router.subscribe(b"")
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        with Sockets(f"tcp://127.0.0.1:{port}", None, connect=True) as sockets:
+            assert sockets.bound == [f"tcp://127.0.0.1:{port}"]
+            wait_until(lambda: sent(sockets) and bool(router.poll(10)), "a message")
+            assert router.recv_multipart()[::2] == [b"topic", b"payload"]
+
+
+def sent(sockets: Sockets) -> bool:
+    sockets.publish(b"topic", 1, b"payload")
+    return True
+
+
 def test_wrong_input(segment_name: str, index: PageIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     with zmq.Context() as context, context.socket(zmq.PUB) as other:
         port = other.bind_to_random_port("tcp://127.0.0.1")
@@ -445,10 +513,15 @@ def test_wrong_input(segment_name: str, index: PageIndex, monkeypatch: pytest.Mo
         told = fails(segment_name, "--endpoint", free, "--replay-endpoint", taken)
         assert "--replay-endpoint" in told
         assert "is taken" in told
-        refused(InUse, "--endpoint: .* is taken", Sockets, f"tcp://*:{port}", None)
+        for endpoint in (taken, f"tcp://*:{port}"):
+            refused(InUse, "--endpoint: .* is taken", Sockets, endpoint, None)
     refused(ConfigError, "65535", Sockets, "tcp://*:99999", None)
-    for wrong in ("nonsense", "tcp://*:http"):
-        assert "expected an endpoint" in fails(segment_name, "--endpoint", wrong)
+    for wrong in ("nonsense", "tcp://*:http", "tcp://192.0.2.1:5557"):  # not of this machine
+        told = fails(segment_name, "--endpoint", wrong)
+        assert "expected an endpoint, one of this machine" in told
+        assert "--connect" in told
+    told = fails(segment_name, "--connect", "--endpoint", "tcp://*:5557")
+    assert "expected an endpoint, a router's" in told
     assert "no cache" in fails(segment_name + "-other")
     monkeypatch.setitem(sys.modules, "zmq", None)
     assert "pip install 'lightcache[events]'" in fails(segment_name)

@@ -110,6 +110,8 @@ def test_what_the_queue_had_goes_to_the_next_service(cache: Cache, wait_until: W
         wait_until(lambda: task.ended, "the end of its service")
         assert task.state is FAILED
         assert f"is gone (pid {os.getpid()})" in task.result.reasons[0]
+        assert task.result.failed == 20
+        assert (client.stats().tasks_failed, client.stats().failed) == (1, 20)
         with StorageService(cache, storage):
             wait_until(lambda: client.stats().stored == 20, "what was left in the ring")
     assert holds(storage, KEYS) == 20

@@ -207,6 +207,21 @@ def test_progress_that_found_no_room_is_told_later() -> None:
     assert not counted["lost"]
 
 
+def test_a_task_that_is_given_up_halfway_counts_every_page_once(cache: Cache) -> None:
+    with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
+        gate = silent(service)
+        task = client.prefetch(KEYS)
+        task.progress.replace(TaskState.RUNNING, 5, {"loaded": 5, "failed": 2}, ["broken"])
+        (asked,) = client._asked.values()
+        client.give_up(asked, "enough")
+        found = task.result
+        assert (task.state, found.loaded, found.failed, found.pages) == (FAILED, 5, 15, 20)
+        assert (client.stats().tasks_failed, client.stats().failed) == (1, 15)
+        client.give_up(asked, "again")
+        assert client.stats().failed == 15
+        gate.set()
+
+
 def test_answers_that_nobody_reads_are_lost(cache: Cache, wait_until: Wait) -> None:
     late = [0.0]
 

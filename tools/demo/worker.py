@@ -256,10 +256,9 @@ def run(config: WorkerConfig, name: str, pipe: Connection) -> None:
         pipe.send(Ready())
         while True:
             turn = pipe.recv()
-            if turn.hold:
-                stop_in_offload(worker.kv.backend, turn, pipe)
-            answer = worker.serve(turn)
-            worker.settle()
+            with stop_in_offload(worker.kv.backend, turn, pipe):
+                answer = worker.serve(turn)
+                worker.settle()
             began = time.monotonic()
             forward(worker.model, turn.prompt, None)  # to compare with
             answer.alone_s = time.monotonic() - began
@@ -279,9 +278,11 @@ def reporting(pipe: Connection) -> Iterator[None]:
             pipe.send(Failed(kind_of + one_line(error)))
 
 
-def stop_in_offload(backend: EngineBackend, turn: Turn, pipe: Connection) -> None:
-    """From here on an offload of several pages copies half of them, tells the router, and waits to
-    be killed. An engine has no use for this: the demo kills a worker in a copy every time."""
+@contextlib.contextmanager
+def stop_in_offload(backend: EngineBackend, turn: Turn, pipe: Connection) -> Iterator[None]:
+    """Within it, if the turn has `hold`, an offload of several pages copies half of them, tells the
+    router, and waits to be killed. A turn without such an offload is served as any other. An engine
+    has no use for this: the demo kills a worker in a copy every time."""
 
     def offload(new: Any, slots: Any) -> Any:
         half, tokens = len(new.pages) // 2, backend.engine.geometry.page_tokens
@@ -293,4 +294,9 @@ def stop_in_offload(backend: EngineBackend, turn: Turn, pipe: Connection) -> Non
         pipe.poll(None)
         raise EOFError  # the router has closed the pipe instead
 
-    vars(backend)["offload"] = offload
+    if turn.hold:
+        vars(backend)["offload"] = offload
+    try:
+        yield
+    finally:
+        vars(backend).pop("offload", None)

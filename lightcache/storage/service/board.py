@@ -1,10 +1,11 @@
 """The shared memory of a storage service and its clients: the board, with the service's state and
 statistics, and the rings of their messages.
 
-The board is a segment of 64-bit words, each stored atomically. `service` is written only under the
-segment's lock. It is the slot and epoch of the segment's client that serves, so it is valid only
-while that process lives. The service writes all other words except `given_...`, which count the
-statistics handed out; any client changes these by compare-exchange.
+The board is a segment of 64-bit words, each stored atomically. `service` is the slot and epoch of
+the segment's client that serves, so it is valid only while that process lives. It is set under the
+segment's lock. The service clears it without: it lives until then, so no other process sets it. The
+service writes all other words except `given_...`, which count the statistics handed out; any client
+changes these by compare-exchange.
 
 All of it is removed with the last attached process. Waits for a ring's lock are short, as a process
 may be stopped while it holds one.
@@ -69,7 +70,7 @@ class ServiceStats:
     age_s: float
     """Seconds since it began, by the wall clock."""
     clients: int
-    """Living processes that have sent it a message."""
+    """Living clients that have sent it a message."""
     taken: int
     """Messages taken out of the ring."""
     malformed: int

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -181,7 +182,6 @@ class StorageClient(BaseTier):
             if isinstance(error, LockTimeout):  # of a stopped process: spare later calls the wait
                 self._held_until = time.monotonic() + HELD
             progress.owner = None
-            progress.count(failed=ask.pages)
             before = (
                 "" if isinstance(error, StorageError) else "the storage service cannot be asked: "
             )
@@ -334,9 +334,14 @@ class StorageClient(BaseTier):
             return known
 
     def _end(self, progress: TaskProgress, reason: str) -> None:
-        with self._changed:
-            self._local.update(tasks_failed=1, failed=progress.result.failed)
-        progress.end(reason, failed=True)
+        """End a task as FAILED. Its pages that no answer has counted have failed."""
+
+        def count(pages: Mapping[str, int]) -> None:
+            progress.count(failed=progress.pages - sum(pages.values()))
+            with self._changed:
+                self._local.update(tasks_failed=1, failed=pages["failed"])
+
+        progress.end(reason, failed=True, count=count)
 
     # ---- inspection, closing
 
