@@ -73,9 +73,8 @@ class Service(Command):
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> click.Context:
-        """Read the settings file, and parse."""
+        """Parse, and choose where two options exclude each other."""
         try:
-            extra.setdefault("default_map", section_of(self, settings_file()))
             ctx = super().make_context(info_name, args, parent, **extra)
         except ConfigError as error:
             fail(str(error))
@@ -85,6 +84,13 @@ class Service(Command):
         for pair in self.either:
             self._choose(ctx, *pair)
         return ctx
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the settings file, unless help is asked for: it is needed most where that is wrong.
+        Then parse."""
+        if ctx.default_map is None and not set(args) & set(self.get_help_option_names(ctx)):
+            ctx.default_map = section_of(self, settings_file())
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run it, with the log that was asked for."""

@@ -80,13 +80,13 @@ def test_values_of_every_kind(file: Path, monkeypatch: pytest.MonkeyPatch) -> No
     )
     made = used("create")
     assert (made["size"], made["huge_pages"], made["eviction"]) == ("1073741824", True, "lru")
-    stored = used("storage", "llama")
+    stored = used("storage", "x")
     assert stored["urls"] == ("memory:", "disk:/x?capacity=1GiB")
     assert (stored["grace"], stored["min_tokens"]) == (2.0, 64)
-    assert used("events", "llama")["workers"] == ("kv@10.0.0.1@llama",)
+    assert used("events", "x")["workers"] == ("kv@10.0.0.1@llama",)
     monkeypatch.setenv("LIGHTCACHE_STORAGE_URL", "memory: disk:/y")
     monkeypatch.setenv("LIGHTCACHE_CREATE_HUGE_PAGES", "false")
-    assert used("storage", "llama")["urls"] == ("memory:", "disk:/y")
+    assert used("storage", "x")["urls"] == ("memory:", "disk:/y")
     assert used("create")["huge_pages"] is False
 
 
@@ -162,6 +162,13 @@ def test_a_service_reads_its_own_section_alone(file: Path) -> None:
     assert "[storage]: expected one of" in typed("config", status=2)
     with pytest.raises(ConfigError):
         section_of(service("storage"), file)
+
+
+@pytest.mark.parametrize("text", ["not TOML", "[metrics]\nprot = 1\n"])
+def test_help_is_there_where_the_file_is_wrong(file: Path, text: str) -> None:
+    file.write_text(text)
+    typed("metrics", status=2)
+    assert "--textfile" in typed("metrics", "--help")
 
 
 def test_other_commands_read_no_settings(file: Path) -> None:
