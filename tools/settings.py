@@ -20,7 +20,16 @@ from click.core import ParameterSource
 
 from lightcache.cache import DEFAULT_SECRET, SECRET_VARIABLE
 from lightcache.errors import ConfigError
-from lightcache.tools.output import FAILED, Command, console, emit, fail, json_option, table
+from lightcache.tools.output import (
+    FAILED,
+    Command,
+    console,
+    emit,
+    fail,
+    json_option,
+    printable,
+    table,
+)
 
 FILE_VARIABLE = "LIGHTCACHE_CONFIG"
 SYSTEM_FILE = Path("/etc/lightcache.toml")
@@ -89,7 +98,11 @@ class Service(Command):
         """Read the settings file, unless help is asked for: it is needed most where that is wrong.
         Then parse."""
         if ctx.default_map is None and not set(args) & set(self.get_help_option_names(ctx)):
-            ctx.default_map = section_of(self, settings_file())
+            path = settings_file()
+            document = read_file(path)
+            for problem in unknown_sections(path, document):
+                click.echo(f"warning: {printable(problem)}", err=True)
+            ctx.default_map = section_of(self, path, document)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -155,12 +168,14 @@ def settings_file() -> Path | None:
     return next((path for path in (user, SYSTEM_FILE) if os.path.lexists(path)), None)
 
 
-def read_file(path: Path) -> dict[str, dict[str, Any]]:
-    """The sections of a settings file, by the commands they are for.
+def read_file(path: Path | None) -> dict[str, Any]:
+    """What a settings file says, unchecked; of None, nothing.
 
     Raises:
-        ConfigError: it cannot be read, is not TOML, or has a section of no service.
+        ConfigError: it cannot be read, or is not TOML.
     """
+    if path is None:
+        return {}
     try:
         document: dict[str, Any] = _toml().loads(path.read_bytes().decode())
     except OSError as error:
@@ -172,26 +187,34 @@ def read_file(path: Path) -> dict[str, dict[str, Any]]:
         raise ConfigError(
             f"{path}: expected TOML in UTF-8, found: {error}; correct the file"
         ) from error
-    for name, section in document.items():
-        if name not in SERVICES or not isinstance(section, dict):
-            raise ConfigError(
-                f"{path}: expected the sections {', '.join(f'[{each}]' for each in SERVICES)}, "
-                f"found {name!r}; correct its name, or move it into the section of its command"
-            )
     return document
 
 
-def section_of(command: Service, path: Path | None) -> dict[str, Any]:
+def unknown_sections(path: Path | None, document: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a file outside the services' sections: names that are no service's."""
+    return [
+        f"{path}: expected the sections {', '.join(f'[{each}]' for each in SERVICES)}, "
+        f"found {name!r}; correct its name, or move it into the section of its command"
+        for name in document
+        if name not in SERVICES
+    ]
+
+
+def section_of(command: Service, path: Path | None, document: Mapping[str, Any]) -> dict[str, Any]:
     """Values that a file sets for a command, checked, by parameter.
 
     Raises:
-        ConfigError: see `read_file`; a key that is no option, or a value that it does not take.
+        ConfigError: it is no section; a key that is no option, or a value that it does not take.
     """
-    if path is None:
-        return {}
     options, name = command.settings(), str(command.name)
+    section = document.get(name, {})
+    if not isinstance(section, dict):
+        raise ConfigError(
+            f"{path}: expected a section [{name}], found a value; put "
+            f"[{name}] in front of its settings"
+        )
     values = {}
-    for key, value in read_file(path).get(name, {}).items():
+    for key, value in section.items():
         if key not in options:
             raise ConfigError(
                 f"{path}: [{name}]: expected one of {', '.join(options)}, found {key!r}; "
@@ -250,15 +273,16 @@ def config(ctx: click.Context, as_json: bool) -> None:
     before both. Passwords in URLs are not shown.
     """
     path = settings_file()
-    if path is not None:
-        read_file(path)
+    document = read_file(path)
+    for problem in unknown_sections(path, document):
+        raise ConfigError(problem)
     group = ctx.parent.command if ctx.parent else None
     assert isinstance(group, click.Group)
     rows = []
     for name in SERVICES:
         command = group.get_command(ctx, name)
         assert isinstance(command, Service)
-        rows += _settings(command, section_of(command, path))
+        rows += _settings(command, section_of(command, path, document))
     rows += [_process(name) for name in PROCESS]
     known = {row["variable"] for row in rows}
     unknown = sorted(

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from lightcache import ConfigError
 from lightcache.tools import cli
-from lightcache.tools.settings import SERVICES, Service, read_file, section_of
+from lightcache.tools.settings import SERVICES, Service, read_file
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guides" / "settings.md"
@@ -132,7 +132,8 @@ def test_both_in_one_file_are_a_mistake(file: Path) -> None:
         ("[storage]\nurl = [1]\n", "expected a text, or a list of texts, found"),
         ("[metric]\nport = 1\n", r"expected the sections \[create\], .*, found 'metric'"),
         ("port = 1\n", "found 'port'"),
-        ("metrics = 1\n", "found 'metrics'"),
+        ("metrics = 1\n", r"expected a section \[metrics\], found a value"),
+        ("storage = 1\n", r"expected a section \[storage\], found a value"),
         ("[metrics\n", "expected TOML in UTF-8, found: .*line 1"),
     ],
 )
@@ -160,8 +161,33 @@ def test_a_service_reads_its_own_section_alone(file: Path) -> None:
     file.write_text("[storage]\nbacth = 2\n[metrics]\nport = 1\n")
     assert used("metrics")["port"] == 1
     assert "[storage]: expected one of" in typed("config", status=2)
-    with pytest.raises(ConfigError):
-        section_of(service("storage"), file)
+    assert "[storage]: expected one of" in typed("storage", "x", status=2)
+
+
+@pytest.mark.parametrize("text", ["[metrcs]\nport = 1\n", "port = 1\n"])
+def test_an_unknown_section_keeps_no_service_from_starting(
+    file: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(f"{text}[storage]\nseen = 2\n")
+    for name, arguments in (("storage", ["x"]), ("metrics", []), ("create", ["x"])):
+        used(name, *arguments)
+        said = capsys.readouterr().err
+        assert said.startswith(f"warning: {file}: expected the sections [create], [storage], ")
+        assert len(said.splitlines()) == 1
+    assert "error: " in typed("config", status=2)
+
+
+def test_config_reads_the_file_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    whole = Path.read_bytes
+
+    def count(path: Path) -> bytes:
+        read.append(path)
+        return whole(path)
+
+    monkeypatch.setattr(Path, "read_bytes", count)
+    typed("config")
+    assert read == [file]
 
 
 @pytest.mark.parametrize("text", ["not TOML", "[metrics]\nprot = 1\n"])
