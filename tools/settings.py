@@ -45,6 +45,8 @@ _MODES = ("as_json", "status", "once")
 """Parameters that ask for another output, once: no settings."""
 _ORDER = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT, ParameterSource.DEFAULT_MAP)
 """Where values come from, the strongest first."""
+_EXCLUDED = "lightcache.excluded"
+"""In a context's `meta`: parameters that a stronger one excludes, their values, and its name."""
 _NAMES: dict[ParameterSource | None, str] = {
     ParameterSource.ENVIRONMENT: "environment",
     ParameterSource.DEFAULT_MAP: "file",
@@ -125,7 +127,9 @@ class Service(Command):
         if len(set(given.values())) == 1:
             both = " or ".join(_shown(self, name) for name in pair)
             raise click.UsageError(f"give {both}, not both", ctx)
-        weaker = max(given, key=given.__getitem__)
+        stronger, weaker = sorted(given, key=given.__getitem__)
+        excluded = ctx.meta.setdefault(_EXCLUDED, {})
+        excluded[weaker] = ctx.params[weaker], _shown(self, stronger)
         (option,) = (each for each in self.params if each.name == weaker)
         ctx.params[weaker] = () if option.multiple else None
 
@@ -302,16 +306,22 @@ def _settings(command: Service, section: Mapping[str, Any]) -> list[dict[str, An
         ctx = command.make_context(name, needed, default_map=dict(section))
     except click.UsageError as error:
         raise ConfigError(f"{name}: {error.format_message()}") from error
-    return [
-        {
-            "setting": f"[{name}] {key}",
-            "value": _public(ctx.params[str(option.name)]),
-            "from": _NAMES.get(ctx.get_parameter_source(str(option.name)), "default"),
-            "variable": option.envvar,
-            "read_by": f"lightcache {name}",
-        }
-        for key, option in command.settings().items()
-    ]
+    excluded = ctx.meta.get(_EXCLUDED, {})
+    rows = []
+    for key, option in command.settings().items():
+        param = str(option.name)
+        value, by = excluded.get(param, (ctx.params[param], None))
+        rows.append(
+            {
+                "setting": f"[{name}] {key}",
+                "value": _public(value),
+                "from": _NAMES.get(ctx.get_parameter_source(param), "default"),
+                "excluded_by": by,
+                "variable": option.envvar,
+                "read_by": f"lightcache {name}",
+            }
+        )
+    return rows
 
 
 def _process(variable: str) -> dict[str, Any]:
@@ -321,6 +331,7 @@ def _process(variable: str) -> dict[str, Any]:
         "setting": None,
         "value": _public(value or default),
         "from": "environment" if value else "default",
+        "excluded_by": None,
         "variable": variable,
         "read_by": who,
     }
@@ -343,6 +354,10 @@ def _show(path: Path | None, rows: list[dict[str, Any]], unknown: list[str]) -> 
             if (row["setting"] is not None) == settings
         ]
 
+    rows = [
+        row | {"from": f"{row['from']}, excluded by {by}"} if (by := row["excluded_by"]) else row
+        for row in rows
+    ]
     out = console()
     of_files = cells("setting", "value", "from", "variable", settings=True)
     columns = ("setting", "value", "from", "environment variable")

@@ -110,6 +110,17 @@ def test_of_two_that_exclude_each_other_the_stronger_place_decides(
     assert not params[given_up]
 
 
+def test_what_is_excluded_is_shown_with_its_value(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_text("[metrics]\nport = 1234\n")
+    monkeypatch.setenv("LIGHTCACHE_METRICS_TEXTFILE", "/srv/x.prom")
+    row = shown()["[metrics] port"]
+    assert (row["value"], row["from"], row["excluded_by"]) == (1234, "file", "--textfile")
+    assert shown()["[metrics] textfile"]["excluded_by"] is None
+    assert re.search(r"port\W+1234\W+file, excluded by --textfile", typed("config"))
+
+
 def test_both_in_one_file_are_a_mistake(file: Path) -> None:
     file.write_text('[metrics]\nport = 1\ntextfile = "/srv/x.prom"\n')
     assert "give --port or --textfile, not both" in typed("metrics", status=2)
