@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +28,7 @@ from lightcache.tools.output import (
     json_option,
     printable,
     table,
+    without_passwords,
 )
 
 FILE_VARIABLE = "LIGHTCACHE_CONFIG"
@@ -342,7 +342,7 @@ def _public(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_public(each) for each in value]
     if isinstance(value, (str, os.PathLike)):
-        return re.sub(r"//[^/@\s]*@", "//...@", os.fspath(value))
+        return without_passwords(os.fspath(value))
     return value
 
 

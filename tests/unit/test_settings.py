@@ -238,11 +238,15 @@ def test_the_first_file_there_is_holds(
     assert used("metrics")["port"] == 1
 
 
-def test_passwords_are_not_shown(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file.write_text('[storage]\nurl = "redis://me:secret@host/0"\n')
-    monkeypatch.setenv("LIGHTCACHE_LIGHTLLM", '{"storage": "redis://me:secret@host/0"}')
+@pytest.mark.parametrize("password", ["QQ", "QQ/QQ", "QQ@QQ", "/QQ@/QQ@", "QQ QQ"])
+def test_passwords_are_not_shown(
+    file: Path, monkeypatch: pytest.MonkeyPatch, password: str
+) -> None:
+    url = f"redis://me:{password}@host/0"
+    file.write_text(f'[storage]\nurl = "{url}"\n')
+    monkeypatch.setenv("LIGHTCACHE_LIGHTLLM", json.dumps({"storage": url}))
     for out in (typed("config"), typed("config", "--json")):
-        assert "secret@" not in out
+        assert "QQ" not in out
         assert out.count("redis://...@host/0") == 2
 
 

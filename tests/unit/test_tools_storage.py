@@ -206,13 +206,6 @@ def test_a_cache_that_is_removed(served: Any, segment_name: str) -> None:
         assert errors.splitlines()[-1].startswith(f"error: {segment_name}: ")
 
 
-def test_a_password_is_not_shown(served: Any, cache: Cache) -> None:
-    from lightcache.tools.storage_service import shown_url
-
-    assert shown_url("redis://user:secret@host:1/0") == "redis://...@host:1/0"
-    assert shown_url("disk:/mnt/x?capacity=1TiB") == "disk:/mnt/x?capacity=1TiB"
-
-
 @pytest.mark.parametrize(
     ("arguments", "status", "what"),
     [
