@@ -263,7 +263,7 @@ def _show_lines(stats: ServiceStats, name: str) -> None:
         for field, value in tier.items()
         if field != "state"
     ]
-    console().print(lines("tier, in pages", rows))
+    console().print(lines("tier", rows))
 
 
 def _used(stats: ServiceStats) -> str:

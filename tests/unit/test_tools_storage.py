@@ -72,6 +72,7 @@ def test_start_use_end(served: Any, cache: Cache, where: Path, number: signal.Si
         text = run(cache.name, "--status")
         assert text.exit_code == 0
         assert f"pid {service.process.pid}" in text.output
+        assert "tier" in text.output.splitlines()  # of pages, bytes, seconds, tasks and calls
         status, out, errors = service.end(number)
         assert (status, errors) == (0, "")
         assert out == (
