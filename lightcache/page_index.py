@@ -181,9 +181,9 @@ class ColdLease(Lease):
         return dataclasses.replace(super().hold(), hits=words[start : start + len(self)].copy())
 
 
-class LRUPages:
-    """The pages that eviction takes next, pinned. First to be evicted first, children before
-    parents.
+class OldestPages:
+    """The pages that eviction takes next, pinned: with "hz" those of the lowest rank, with "lru"
+    those least recently used. First to be evicted first, children before parents.
 
     Copy them elsewhere, then call `PageIndex.discard` with this object. `release` keeps them
     cached.
@@ -218,7 +218,7 @@ class LRUPages:
         """Unpin the pages; they stay in the cache. See `Lease.release`."""
         self.lease.release()
 
-    def __enter__(self) -> LRUPages:
+    def __enter__(self) -> OldestPages:
         return self
 
     def __exit__(
@@ -230,7 +230,7 @@ class LRUPages:
         self.lease.__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
-        return f"<LRUPages {len(self)} pages>"
+        return f"<OldestPages {len(self)} pages>"
 
 
 def _positions(pages: Pages, parents: Pages) -> Pages:
@@ -400,9 +400,9 @@ class PageIndex:
                 Describe the medium, the page size and the model.
             grown: number of pages that have memory already; None: all. `grow` adds more.
             independent: what `reserve` and `name_pages` make of new pages unless they are told.
-                True: a page may be evicted while it has children, least recently used first; the
-                children then have no parent. For pages that are useful without their prefix, such
-                as checkpoints of recurrent state. False: a page is evicted after its children.
+                True: a page may be evicted while it has children; the children then have no parent.
+                For pages that are useful without their prefix, such as checkpoints of recurrent
+                state. False: a page is evicted after its children.
             eviction: "hz": the page that is least likely to be used again soon goes first, which
                 the index learns from how pages are used. That takes 128 bytes a page and up to
                 0.7 MiB more, at least 1.2 MB. "lru": the least recently used page goes first.
@@ -877,7 +877,7 @@ class PageIndex:
     ) -> Reservation:
         """Get pages to write for `keys[start:]`. Ready pages are pinned, pages that another client
         is writing are reported as busy, and each other key gets a new page. New pages come from
-        evicting the least recently used unpinned pages: ends of prefixes and independent pages,
+        evicting unpinned pages in the order of `oldest`: ends of prefixes and independent pages,
         never pages of this chain. Fewer pages than asked for is not an error: see
         `Reservation.missing`. Before the call returns fewer, it takes back the pages of dead
         clients, at most 4,096 that were being written: the next call continues.
@@ -1085,7 +1085,7 @@ class PageIndex:
         return self.peek_many(keys, offsets, namespace=namespace)
 
     def evict(self, n: int, *, group: int | None = None) -> int:
-        """Free up to n pages, least recently used first. Never frees pinned or protected pages, or
+        """Free up to n pages in the order of `oldest`. Never frees pinned or protected pages, or
         the minimum of a namespace or group. Returns the number of pages freed.
 
         Args:
@@ -2087,13 +2087,14 @@ class PageIndex:
         check(code, "drop")
         return int(progress.pages)
 
-    def oldest(self, n: int, *, keep_order: bool = True) -> LRUPages:
+    def oldest(self, n: int, *, keep_order: bool = True) -> OldestPages:
         """Pin up to n pages that eviction would take next, for a caller that writes them back to
-        another tier. Ends of prefixes come first, least recently used first; a parent follows its
-        last child if both were last used together. A parent that was used later is listed once its
-        children are gone: call again after `discard`. Pages that are pinned, protected or within a
-        namespace's `minimum` are left out and count as just used, as when eviction meets them.
-        Independent pages are listed by their last use alone.
+        another tier. They come in the order of eviction: with "hz" by rank, with "lru" least
+        recently used first; ends of prefixes before what they continue. A parent that was used
+        later than its last child, or ranks above it, is listed once its children are gone: call
+        again after `discard`. Pages that are pinned, protected or within a namespace's `minimum`
+        are left out and count as just used, as when eviction meets them. Independent pages may
+        have children.
 
         Takes the lock, for 256 pages of work at a time; 100 to 250 ns a page.
 
@@ -2124,12 +2125,12 @@ class PageIndex:
                 what="list the oldest",
             )
             check(code, "oldest")
-            return LRUPages(lease, keys, parents)
+            return OldestPages(lease, keys, parents)
         except BaseException:
             lease.__exit__(None, None, None)
             raise
 
-    def discard(self, pages: LRUPages | Lease | Pages) -> int:
+    def discard(self, pages: OldestPages | Lease | Pages) -> int:
         """Release this client's pins of these pages and evict exactly these, from the ends of
         prefixes upward. A page stays if another client pins it, if it was matched since `oldest`
         listed it, if it is protected, or if it has other children (unless it is independent).
@@ -2148,7 +2149,7 @@ class PageIndex:
             LockTimeout: the pins are released; some pages may be evicted.
             PermissionDenied, Detached.
         """
-        chosen = pages.lease if isinstance(pages, LRUPages) else pages
+        chosen = pages.lease if isinstance(pages, OldestPages) else pages
         lease = chosen if isinstance(chosen, Lease) else None
         hold = None if lease is None else lease.hold()
         if hold is not None and hold.core is not self.core:
@@ -2338,7 +2339,7 @@ __all__ = [
     "MAX_OLDEST",
     "MAX_PAGES",
     "ColdLease",
-    "LRUPages",
+    "OldestPages",
     "PageIndex",
     "geometry",
 ]

@@ -361,7 +361,7 @@ MEMORY_PROBES: tuple[Probe, ...] = (
 
 _NEEDED = ("numpy", "xxhash", "posix_ipc", "click", "rich")
 # package: (extra, use)
-_WELCOME = {
+_OPTIONAL = {
     "torch": ("kernels", "tensors and device transfers"),
     "triton": ("kernels", "device kernels"),
     "transformers": ("transformers", "models of Hugging Face transformers"),
@@ -384,7 +384,7 @@ def versions() -> list[Finding]:
             results.append(error(package, "not installed", f"pip install {package}"))
         else:
             results.append(ok(package, version))
-    for package, (extra, use) in _WELCOME.items():
+    for package, (extra, use) in _OPTIONAL.items():
         known = filter(None, map(_version, _PACKAGES.get(package, (package,))))
         absent = f"not installed (only for {use}); pip install 'lightcache[{extra}]'"
         results.append(ok(package, next(known, absent)))

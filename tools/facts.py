@@ -20,7 +20,7 @@ import numpy.typing as npt
 from lightcache import evictions as index_evictions
 from lightcache import layout, snapshot, token_records
 from lightcache import pool as pool_file
-from lightcache.evictions import BOUNDS, SIZES, Sample
+from lightcache.evictions import BOUNDS, SIZES, TICK_MAX, TICK_NS, Sample
 from lightcache.layout import PageState
 from lightcache.pool import PoolObject
 from lightcache.shm import layout as shm_layout
@@ -47,6 +47,24 @@ def pages(image: Image, limit: int) -> Facts:
 def hits_of(image: Image, used: int) -> int:
     """How often a page was hit, as its word says: 127 at most with "hz", which keeps more there."""
     return (used & 0xFFFF) >> (9 if image.root.eviction else 0)
+
+
+def now_of(image: Image) -> int:
+    """When it was copied, in the index's ticks: with "hz" a time, otherwise a count of calls."""
+    clock = int(image.root.clock)
+    return max(clock, image.taken_ns // TICK_NS) & TICK_MAX if image.root.eviction else clock
+
+
+def unused_of(image: Image, used: int) -> Facts:
+    """How long a page was not used, as its word says: seconds with "hz", otherwise calls. Neither
+    is known with "hz" of a page that was told to go first."""
+    tick, ranked = used >> 16, bool(image.root.eviction)
+    age = (now_of(image) - tick) & TICK_MAX
+    age = age if age <= TICK_MAX // 2 else 0  # of a call after the copy began
+    return {
+        "unused_s": age * TICK_NS / 1e9 if ranked and tick else None,
+        "unused_calls": None if ranked else age,
+    }
 
 
 def _page(image: Image, found: npt.NDArray[Any], pins: npt.NDArray[np.uint16], page: int) -> Facts:

@@ -133,6 +133,12 @@ def printable(text: object) -> str:
     )
 
 
+def without_passwords(text: str) -> str:
+    """A URL, or a text with URLs in it, without the names and passwords that it may have. As a
+    password may have any character, all goes up to the last "@", which may be one of a path."""
+    return re.sub(r"//.*@", "//...@", text, flags=re.DOTALL)
+
+
 def cell(value: object, style: str = "") -> Text:
     """A value in a table. Never markup: square brackets are printed as they are."""
     if value is None:

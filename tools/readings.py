@@ -526,7 +526,7 @@ def next_evicted(image: Image, most: int) -> Iterator[facts.Facts]:
             "weights": space.get("weights", ""),
             "tenant": space.get("tenant", ""),
             "group": groups.get(group, str(group)),
-            "unused_calls": max(0, image.root.clock - (int(used[page]) >> 16)),
+            **facts.unused_of(image, int(used[page])),
             "hits": facts.hits_of(image, int(used[page])),
         }
 

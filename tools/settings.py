@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +19,17 @@ from click.core import ParameterSource
 
 from lightcache.cache import DEFAULT_SECRET, SECRET_VARIABLE
 from lightcache.errors import ConfigError
-from lightcache.tools.output import FAILED, Command, console, emit, fail, json_option, table
+from lightcache.tools.output import (
+    FAILED,
+    Command,
+    console,
+    emit,
+    fail,
+    json_option,
+    printable,
+    table,
+    without_passwords,
+)
 
 FILE_VARIABLE = "LIGHTCACHE_CONFIG"
 SYSTEM_FILE = Path("/etc/lightcache.toml")
@@ -36,6 +45,8 @@ _MODES = ("as_json", "status", "once")
 """Parameters that ask for another output, once: no settings."""
 _ORDER = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT, ParameterSource.DEFAULT_MAP)
 """Where values come from, the strongest first."""
+_EXCLUDED = "lightcache.excluded"
+"""In a context's `meta`: parameters that a stronger one excludes, their values, and its name."""
 _NAMES: dict[ParameterSource | None, str] = {
     ParameterSource.ENVIRONMENT: "environment",
     ParameterSource.DEFAULT_MAP: "file",
@@ -73,9 +84,8 @@ class Service(Command):
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> click.Context:
-        """Read the settings file, and parse."""
+        """Parse, and choose where two options exclude each other."""
         try:
-            extra.setdefault("default_map", section_of(self, settings_file()))
             ctx = super().make_context(info_name, args, parent, **extra)
         except ConfigError as error:
             fail(str(error))
@@ -85,6 +95,17 @@ class Service(Command):
         for pair in self.either:
             self._choose(ctx, *pair)
         return ctx
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the settings file, unless help is asked for: it is needed most where that is wrong.
+        Then parse."""
+        if ctx.default_map is None and not set(args) & set(self.get_help_option_names(ctx)):
+            path = settings_file()
+            document = read_file(path)
+            for problem in unknown_sections(path, document):
+                click.echo(f"warning: {printable(problem)}", err=True)
+            ctx.default_map = section_of(self, path, document)
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run it, with the log that was asked for."""
@@ -106,7 +127,9 @@ class Service(Command):
         if len(set(given.values())) == 1:
             both = " or ".join(_shown(self, name) for name in pair)
             raise click.UsageError(f"give {both}, not both", ctx)
-        weaker = max(given, key=given.__getitem__)
+        stronger, weaker = sorted(given, key=given.__getitem__)
+        excluded = ctx.meta.setdefault(_EXCLUDED, {})
+        excluded[weaker] = ctx.params[weaker], _shown(self, stronger)
         (option,) = (each for each in self.params if each.name == weaker)
         ctx.params[weaker] = () if option.multiple else None
 
@@ -149,12 +172,14 @@ def settings_file() -> Path | None:
     return next((path for path in (user, SYSTEM_FILE) if os.path.lexists(path)), None)
 
 
-def read_file(path: Path) -> dict[str, dict[str, Any]]:
-    """The sections of a settings file, by the commands they are for.
+def read_file(path: Path | None) -> dict[str, Any]:
+    """What a settings file says, unchecked; of None, nothing.
 
     Raises:
-        ConfigError: it cannot be read, is not TOML, or has a section of no service.
+        ConfigError: it cannot be read, or is not TOML.
     """
+    if path is None:
+        return {}
     try:
         document: dict[str, Any] = _toml().loads(path.read_bytes().decode())
     except OSError as error:
@@ -166,26 +191,34 @@ def read_file(path: Path) -> dict[str, dict[str, Any]]:
         raise ConfigError(
             f"{path}: expected TOML in UTF-8, found: {error}; correct the file"
         ) from error
-    for name, section in document.items():
-        if name not in SERVICES or not isinstance(section, dict):
-            raise ConfigError(
-                f"{path}: expected the sections {', '.join(f'[{each}]' for each in SERVICES)}, "
-                f"found {name!r}; correct its name, or move it into the section of its command"
-            )
     return document
 
 
-def section_of(command: Service, path: Path | None) -> dict[str, Any]:
+def unknown_sections(path: Path | None, document: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a file outside the services' sections: names that are no service's."""
+    return [
+        f"{path}: expected the sections {', '.join(f'[{each}]' for each in SERVICES)}, "
+        f"found {name!r}; correct its name, or move it into the section of its command"
+        for name in document
+        if name not in SERVICES
+    ]
+
+
+def section_of(command: Service, path: Path | None, document: Mapping[str, Any]) -> dict[str, Any]:
     """Values that a file sets for a command, checked, by parameter.
 
     Raises:
-        ConfigError: see `read_file`; a key that is no option, or a value that it does not take.
+        ConfigError: it is no section; a key that is no option, or a value that it does not take.
     """
-    if path is None:
-        return {}
     options, name = command.settings(), str(command.name)
+    section = document.get(name, {})
+    if not isinstance(section, dict):
+        raise ConfigError(
+            f"{path}: expected a section [{name}], found a value; put "
+            f"[{name}] in front of its settings"
+        )
     values = {}
-    for key, value in read_file(path).get(name, {}).items():
+    for key, value in section.items():
         if key not in options:
             raise ConfigError(
                 f"{path}: [{name}]: expected one of {', '.join(options)}, found {key!r}; "
@@ -244,15 +277,16 @@ def config(ctx: click.Context, as_json: bool) -> None:
     before both. Passwords in URLs are not shown.
     """
     path = settings_file()
-    if path is not None:
-        read_file(path)
+    document = read_file(path)
+    for problem in unknown_sections(path, document):
+        raise ConfigError(problem)
     group = ctx.parent.command if ctx.parent else None
     assert isinstance(group, click.Group)
     rows = []
     for name in SERVICES:
         command = group.get_command(ctx, name)
         assert isinstance(command, Service)
-        rows += _settings(command, section_of(command, path))
+        rows += _settings(command, section_of(command, path, document))
     rows += [_process(name) for name in PROCESS]
     known = {row["variable"] for row in rows}
     unknown = sorted(
@@ -272,16 +306,22 @@ def _settings(command: Service, section: Mapping[str, Any]) -> list[dict[str, An
         ctx = command.make_context(name, needed, default_map=dict(section))
     except click.UsageError as error:
         raise ConfigError(f"{name}: {error.format_message()}") from error
-    return [
-        {
-            "setting": f"[{name}] {key}",
-            "value": _public(ctx.params[str(option.name)]),
-            "from": _NAMES.get(ctx.get_parameter_source(str(option.name)), "default"),
-            "variable": option.envvar,
-            "read_by": f"lightcache {name}",
-        }
-        for key, option in command.settings().items()
-    ]
+    excluded = ctx.meta.get(_EXCLUDED, {})
+    rows = []
+    for key, option in command.settings().items():
+        param = str(option.name)
+        value, by = excluded.get(param, (ctx.params[param], None))
+        rows.append(
+            {
+                "setting": f"[{name}] {key}",
+                "value": _public(value),
+                "from": _NAMES.get(ctx.get_parameter_source(param), "default"),
+                "excluded_by": by,
+                "variable": option.envvar,
+                "read_by": f"lightcache {name}",
+            }
+        )
+    return rows
 
 
 def _process(variable: str) -> dict[str, Any]:
@@ -291,6 +331,7 @@ def _process(variable: str) -> dict[str, Any]:
         "setting": None,
         "value": _public(value or default),
         "from": "environment" if value else "default",
+        "excluded_by": None,
         "variable": variable,
         "read_by": who,
     }
@@ -301,7 +342,7 @@ def _public(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_public(each) for each in value]
     if isinstance(value, (str, os.PathLike)):
-        return re.sub(r"//[^/@\s]*@", "//...@", os.fspath(value))
+        return without_passwords(os.fspath(value))
     return value
 
 
@@ -313,6 +354,10 @@ def _show(path: Path | None, rows: list[dict[str, Any]], unknown: list[str]) -> 
             if (row["setting"] is not None) == settings
         ]
 
+    rows = [
+        row | {"from": f"{row['from']}, excluded by {by}"} if (by := row["excluded_by"]) else row
+        for row in rows
+    ]
     out = console()
     of_files = cells("setting", "value", "from", "variable", settings=True)
     columns = ("setting", "value", "from", "environment variable")

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import signal
 import threading
 from types import FrameType
@@ -25,7 +24,16 @@ from lightcache.storage.service.board import ServiceStats, service_stats
 from lightcache.storage.tasks import TierStats
 from lightcache.storage.urls import check_url
 from lightcache.tools.image import group_option_help, guest, name_argument, require
-from lightcache.tools.output import BROKEN, age, console, emit, fail, json_option, lines
+from lightcache.tools.output import (
+    BROKEN,
+    age,
+    console,
+    emit,
+    fail,
+    json_option,
+    lines,
+    without_passwords,
+)
 from lightcache.tools.settings import Service
 
 _PAUSE = 0.5  # seconds between two looks at whether the service has ended by itself
@@ -194,13 +202,8 @@ def _leave(cache: Cache) -> None:
         cache.close()
 
 
-def shown_url(url: str) -> str:
-    """A URL for people, without the name and password that it may have."""
-    return re.sub(r"//[^/@]*@", "//...@", url)
-
-
 def _say_start(name: str, urls: tuple[str, ...], as_json: bool) -> None:
-    shown = ", then ".join(map(shown_url, urls))
+    shown = ", then ".join(map(without_passwords, urls))
     if as_json:
         click.echo(json.dumps({"name": name, "url": shown, "pid": os.getpid()}))
     else:
@@ -260,7 +263,7 @@ def _show_lines(stats: ServiceStats, name: str) -> None:
         for field, value in tier.items()
         if field != "state"
     ]
-    console().print(lines("tier, in pages", rows))
+    console().print(lines("tier", rows))
 
 
 def _used(stats: ServiceStats) -> str:

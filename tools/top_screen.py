@@ -100,7 +100,7 @@ class History:
         return client_change(before, reading, client, seconds)
 
     def unused(self, name: str, calls: int) -> str:
-        """How long ago a page was used last, of which so many calls have passed since."""
+        """How long ago a page was used last, if so many calls have passed since."""
         tick, taken = self.now[name].clock - calls, self._readings[-1][0]
         for then, readings in reversed(self._readings):
             reading = readings.get(name)
@@ -688,12 +688,19 @@ def _eviction(history: History, reading: Reading, most: int) -> list[Text]:
         where = [f"{what} {page[what]}" for what in ("weights", "tenant") if page[what]]
         where += [] if page["group"] == "0" else [f"group {page['group']}"]  # "0": it has no name
         text = (
-            f"page {page['page']:,}{', '.join(['', *where])}: unused for "
-            f"{history.unused(reading.name, page['unused_calls'])}, hits: {page['hits']}"
+            f"page {page['page']:,}{', '.join(['', *where])}: "
+            f"{_unused(history, reading.name, page)}, hits: {page['hits']}"
         )
         name = "goes next" if number == 0 else ""
         lines.append(Text.assemble((f"{name:9} ", "dim"), printable(text)))
     return lines
+
+
+def _unused(history: History, name: str, page: Facts) -> str:
+    seconds, calls = page["unused_s"], page["unused_calls"]
+    if seconds is None and calls is None:
+        return "told to go first"
+    return f"unused for {history.unused(name, calls) if seconds is None else age(seconds)}"
 
 
 def _client(history: History, reading: Reading, row: ClientRow, width: int) -> list[Text]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from lightcache import layout
 from lightcache._arguments import Keys
-from lightcache.evictions import TICK_MAX, TICK_NS, ghosts_of
+from lightcache.evictions import ghosts_of
 from lightcache.layout import PageState
 from lightcache.runs import Run, names_of
 from lightcache.tools import facts
@@ -21,7 +21,6 @@ from lightcache.tools.image import Image, undo
 
 Ints = npt.NDArray[np.int64]
 _NAMED = (PageState.WRITING, PageState.READY, PageState.EVICTING)
-_TICK_SHIFT = 16  # of a page's `used`
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,7 @@ class PageTable:
         self._reservations = {each["reservation"]: each for each in facts.reservations(image)}
         self._clients = {each.slot: each for each in image.clients}
         self.ranked = bool(image.root.eviction)
-        self._now = image.root.clock
-        if self.ranked:
-            self._now = max(self._now, image.taken_ns // TICK_NS) & TICK_MAX
+        self._now = facts.now_of(image)
 
     def _sorted(self, chosen: npt.NDArray[np.bool_]) -> _Sorted:
         pages = np.flatnonzero(chosen)
@@ -119,14 +116,11 @@ class PageTable:
         word, used = int(record["word"]), int(record["used"])
         state = facts.name_of(PageState, word & layout.STATE_MASK)
         number = word >> layout.NAMESPACE_SHIFT & 0xFF
-        age = (self._now - (used >> _TICK_SHIFT)) & TICK_MAX
-        age = age if age <= TICK_MAX // 2 else 0
         return {
             "state": state if namespace == number else "other namespace",
             "namespace": number,
-            "unused_s": age * TICK_NS / 1e9 if self.ranked else None,
-            "unused_calls": None if self.ranked else age,
-            "hits": (used & 0xFFFF) >> (9 if self.ranked else 0),
+            **facts.unused_of(self.image, used),
+            "hits": facts.hits_of(self.image, used),
             "kept": bool(word & layout.KEPT),
             "pinned_by": self._pinned(page),
             "writer": self._writer(word),

@@ -468,7 +468,7 @@ class KVCacheManager:
         """Managed blocks: whether so many blocks are available now. Advisory unless `evict`.
 
         Args:
-            evict: free them now, least recently used first; their KV is dropped. With
+            evict: free them now, in the order of eviction; their KV is dropped. With
                 `WritePolicy.BACK` it is written to the host first: returns False meanwhile.
 
         Raises:
@@ -1010,7 +1010,7 @@ class KVCacheManager:
         return space
 
     def demote(self, blocks: int) -> int:
-        """Managed blocks: begin to write back so many blocks, least recently used first, and free
+        """Managed blocks: begin to write back so many blocks, in the order of eviction, and free
         them. Returns how many are being written.
 
         Raises:

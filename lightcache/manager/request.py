@@ -101,7 +101,7 @@ class RequestOptions:
     written to the host as it fills, under SELECTIVE at first sight too; under BACK as with 0. -1:
     what the request computed is not written to the host.
 
-    Eviction is least recently used on the device and on the host, whatever the priority.
+    Pages are evicted in the order of their index, "hz" or "lru", whatever the priority.
     `KVCacheManager.protect` keeps a prompt, `drop` evicts one at once, and a tenant's quota and
     minimum say how many pages it may have at most and keeps at least."""
     ttl: float | None = None

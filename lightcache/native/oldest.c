@@ -127,7 +127,7 @@ static bool over(const oldest *o) {
 }
 
 /* Pin the up to `op->want` pages that would be evicted next by a call for no namespace, each before
- * its parent (independent ones in the order of their last use): into a lease with room for them,
+ * its parent (independent ones in the order of eviction alone): into a lease with room for them,
  * with their keys and parents (LC_NIL: none). Returns how many. They stay in the queue: where they
  * were (`op->keep_order`), or as if they had been used now. LC_E_BUSY, LC_E_INTR: call again, it
  * continues. What the lease holds is the caller's to release, after an error as well. */

@@ -13,7 +13,7 @@ from support.keys import keys, prompt
 from support.refusals import refused
 
 from lightcache import ConfigError, LeaseLost, LockTimeout, PageIndex, PermissionDenied
-from lightcache.page_index import LRUPages
+from lightcache.page_index import OldestPages
 
 PAGES = 24
 
@@ -37,7 +37,7 @@ def put(index: PageIndex, name: int, pages: int) -> None:
         assert new.publish()
 
 
-def names(found: LRUPages, *paths: tuple[int, ...]) -> list[tuple[int, ...]]:
+def names(found: OldestPages, *paths: tuple[int, ...]) -> list[tuple[int, ...]]:
     """The listed keys as the paths that lead to them."""
     known = {keys(*steps)[-1].tobytes(): steps for steps in paths}
     return [known[key.tobytes()] for key in found.keys]

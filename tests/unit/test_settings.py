@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from lightcache import ConfigError
 from lightcache.tools import cli
-from lightcache.tools.settings import SERVICES, Service, read_file, section_of
+from lightcache.tools.settings import SERVICES, Service, read_file
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guides" / "settings.md"
@@ -80,13 +80,13 @@ def test_values_of_every_kind(file: Path, monkeypatch: pytest.MonkeyPatch) -> No
     )
     made = used("create")
     assert (made["size"], made["huge_pages"], made["eviction"]) == ("1073741824", True, "lru")
-    stored = used("storage", "llama")
+    stored = used("storage", "x")
     assert stored["urls"] == ("memory:", "disk:/x?capacity=1GiB")
     assert (stored["grace"], stored["min_tokens"]) == (2.0, 64)
-    assert used("events", "llama")["workers"] == ("kv@10.0.0.1@llama",)
+    assert used("events", "x")["workers"] == ("kv@10.0.0.1@llama",)
     monkeypatch.setenv("LIGHTCACHE_STORAGE_URL", "memory: disk:/y")
     monkeypatch.setenv("LIGHTCACHE_CREATE_HUGE_PAGES", "false")
-    assert used("storage", "llama")["urls"] == ("memory:", "disk:/y")
+    assert used("storage", "x")["urls"] == ("memory:", "disk:/y")
     assert used("create")["huge_pages"] is False
 
 
@@ -108,6 +108,17 @@ def test_of_two_that_exclude_each_other_the_stronger_place_decides(
     params = used(name, *arguments)
     assert params[taken] is not None
     assert not params[given_up]
+
+
+def test_what_is_excluded_is_shown_with_its_value(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_text("[metrics]\nport = 1234\n")
+    monkeypatch.setenv("LIGHTCACHE_METRICS_TEXTFILE", "/srv/x.prom")
+    row = shown()["[metrics] port"]
+    assert (row["value"], row["from"], row["excluded_by"]) == (1234, "file", "--textfile")
+    assert shown()["[metrics] textfile"]["excluded_by"] is None
+    assert re.search(r"port\W+1234\W+file, excluded by --textfile", typed("config"))
 
 
 def test_both_in_one_file_are_a_mistake(file: Path) -> None:
@@ -132,7 +143,8 @@ def test_both_in_one_file_are_a_mistake(file: Path) -> None:
         ("[storage]\nurl = [1]\n", "expected a text, or a list of texts, found"),
         ("[metric]\nport = 1\n", r"expected the sections \[create\], .*, found 'metric'"),
         ("port = 1\n", "found 'port'"),
-        ("metrics = 1\n", "found 'metrics'"),
+        ("metrics = 1\n", r"expected a section \[metrics\], found a value"),
+        ("storage = 1\n", r"expected a section \[storage\], found a value"),
         ("[metrics\n", "expected TOML in UTF-8, found: .*line 1"),
     ],
 )
@@ -160,8 +172,40 @@ def test_a_service_reads_its_own_section_alone(file: Path) -> None:
     file.write_text("[storage]\nbacth = 2\n[metrics]\nport = 1\n")
     assert used("metrics")["port"] == 1
     assert "[storage]: expected one of" in typed("config", status=2)
-    with pytest.raises(ConfigError):
-        section_of(service("storage"), file)
+    assert "[storage]: expected one of" in typed("storage", "x", status=2)
+
+
+@pytest.mark.parametrize("text", ["[metrcs]\nport = 1\n", "port = 1\n"])
+def test_an_unknown_section_keeps_no_service_from_starting(
+    file: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(f"{text}[storage]\nseen = 2\n")
+    for name, arguments in (("storage", ["x"]), ("metrics", []), ("create", ["x"])):
+        used(name, *arguments)
+        said = capsys.readouterr().err
+        assert said.startswith(f"warning: {file}: expected the sections [create], [storage], ")
+        assert len(said.splitlines()) == 1
+    assert "error: " in typed("config", status=2)
+
+
+def test_config_reads_the_file_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    whole = Path.read_bytes
+
+    def count(path: Path) -> bytes:
+        read.append(path)
+        return whole(path)
+
+    monkeypatch.setattr(Path, "read_bytes", count)
+    typed("config")
+    assert read == [file]
+
+
+@pytest.mark.parametrize("text", ["not TOML", "[metrics]\nprot = 1\n"])
+def test_help_is_there_where_the_file_is_wrong(file: Path, text: str) -> None:
+    file.write_text(text)
+    typed("metrics", status=2)
+    assert "--textfile" in typed("metrics", "--help")
 
 
 def test_other_commands_read_no_settings(file: Path) -> None:
@@ -194,11 +238,15 @@ def test_the_first_file_there_is_holds(
     assert used("metrics")["port"] == 1
 
 
-def test_passwords_are_not_shown(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file.write_text('[storage]\nurl = "redis://me:secret@host/0"\n')
-    monkeypatch.setenv("LIGHTCACHE_LIGHTLLM", '{"storage": "redis://me:secret@host/0"}')
+@pytest.mark.parametrize("password", ["QQ", "QQ/QQ", "QQ@QQ", "/QQ@/QQ@", "QQ QQ"])
+def test_passwords_are_not_shown(
+    file: Path, monkeypatch: pytest.MonkeyPatch, password: str
+) -> None:
+    url = f"redis://me:{password}@host/0"
+    file.write_text(f'[storage]\nurl = "{url}"\n')
+    monkeypatch.setenv("LIGHTCACHE_LIGHTLLM", json.dumps({"storage": url}))
     for out in (typed("config"), typed("config", "--json")):
-        assert "secret@" not in out
+        assert "QQ" not in out
         assert out.count("redis://...@host/0") == 2
 
 

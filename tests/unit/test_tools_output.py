@@ -22,7 +22,7 @@ from support.storing import make_cache
 from lightcache.shm import Segment, names, sweep
 from lightcache.shm.listing import read_segment
 from lightcache.tools import cli, maintenance
-from lightcache.tools.output import counted, lines, table
+from lightcache.tools.output import counted, lines, table, without_passwords
 
 LIGHTCACHE = Path(sys.executable).with_name("lightcache")
 NAMES = ["llama-3-8b.storage-e2093b81d9ee4067-tasks", "disk-fe00-216928"]
@@ -266,3 +266,18 @@ def test_the_reader_has_gone(cache_name: str, command: str) -> None:
     os.close(write)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (141, "")  # neither broken (1) nor impossible (2)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://user:secret@host:1/0", "redis://...@host:1/0"),
+        ("redis://:se/cr@et@host:1/0?ttl=1", "redis://...@host:1/0?ttl=1"),
+        ("s3://bucket/a@b/c", "s3://...@b/c"),  # too much is better than too little
+        ('["redis://u:p@one", "redis://u:p@two"]', '["redis://...@two"]'),
+        ("disk:/mnt/x@y?capacity=1TiB", "disk:/mnt/x@y?capacity=1TiB"),
+        ("tcp://*:5557", "tcp://*:5557"),
+    ],
+)
+def test_without_passwords(url: str, shown: str) -> None:
+    assert without_passwords(url) == shown

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import select
 import signal
 import struct
@@ -60,7 +61,7 @@ CLIENT = {
     *COUNTED,
     *RATES,
 }
-EVICTED = {"page", "key", "weights", "tenant", "group", "unused_calls", "hits"}
+EVICTED = {"page", "key", "weights", "tenant", "group", "unused_s", "unused_calls", "hits"}
 
 
 def make(name: str, **how: Any) -> Cache:
@@ -204,6 +205,28 @@ def test_next_evicted_of_ranked_lists(segment_name: str) -> None:
         cache.evict(1)
         word = facts.records(read(cache.name))["word"][first]
         assert word & layout.STATE_MASK == PageState.FREE
+
+
+def test_with_hz_the_time_without_use_is_known(segment_name: str) -> None:
+    """Also of what was used before `top` started: it is in the page's word."""
+    with make(segment_name, eviction="hz") as cache:
+        fill(cache, 1)
+        fill(cache, 2)
+        cache.index.evict_first(cache.hash_pages(prompt(2)))
+        image = read(cache.name)
+        image.taken_ns += 7200 * 10**9
+        first, other = next_evicted(image, 2)
+        assert (first["unused_s"], first["unused_calls"]) == (None, None)
+        assert 7200 <= other["unused_s"] < 10_000
+        assert other["unused_calls"] is None
+        history = History()
+        with Watch() as watch:
+            watched(watch, history, 1.0, cache.name)
+        found = replace(details(cache.name), next_evicted=(first, other))
+        history.details[cache.name] = found
+        screen = shown(history, Look(cache=cache.name))
+        assert re.search(r"goes next +page \d+: told to go first, hits: ", screen)
+        assert re.search(r"page \d+: unused for 2 h, hits: ", screen)
 
 
 def test_details_say_what_a_client_holds_and_who_writes(cache: Cache) -> None:
