@@ -48,19 +48,24 @@ def name_argument(required: bool = True) -> Callable[[F], F]:
 
 
 def _named(given: str) -> str:
+    found = caches_of(given)
+    if len(found) > 1:
+        raise click.UsageError(
+            f"the model {given!r} has several caches: {', '.join(found)}; give one of the names"
+        )
+    return found[0] if found else given
+
+
+def caches_of(given: str) -> list[str]:
+    """The segment of this name; else all default caches of this model, which may be none."""
     with contextlib.suppress(ConfigError):  # a model may have a slash
         if os.path.lexists(names.FOLDER / names.object_name(given).removeprefix("/")):
-            return given
-    of_model = [
+            return [given]
+    return [
         info.name
         for info in list_segments()
         if info.family is not None and given in (info.family, info.name[:-_DIGEST])
     ]
-    if len(of_model) > 1:
-        raise click.UsageError(
-            f"the model {given!r} has several caches: {', '.join(of_model)}; give one of the names"
-        )
-    return of_model[0] if of_model else given
 
 
 _DIGEST = len("-12345678")

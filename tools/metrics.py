@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lightcache.cache import family_name
 from lightcache.errors import ConfigError
-from lightcache.shm import names
 from lightcache.tools.output import fail
 from lightcache.tools.settings import Service
 from lightcache.tools.storage_service import Signals
@@ -55,14 +55,15 @@ def metrics(
     every: float,
     once: bool,
 ) -> None:
-    """Serve the metrics of all caches, or of the caches NAME, until Ctrl-C or SIGTERM.
+    """Serve the metrics of all caches, or of those with a NAME or of a model, until Ctrl-C or
+    SIGTERM.
 
     One process of a machine does it: all figures are of the machine, read from shared memory, and
     include those of processes that have ended or were killed. It takes no lock and no slot; caches
     may come and go.
     """
     for name in caches:
-        names.object_name(name)
+        family_name(name)  # the model of a NAME, which may be one
     registry = _registry(caches)
     if textfile is not None:
         _check_file(textfile)
