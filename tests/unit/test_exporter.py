@@ -246,6 +246,14 @@ def test_a_port_that_is_taken():
     assert "another may run already" in result.output
 
 
+@pytest.mark.parametrize("address", ["192.0.2.1", "no host.invalid"])
+def test_an_address_of_another_machine(address):
+    result = run("--port", "0", "--address", address)
+    assert result.exit_code == 2
+    assert f"--address: expected one of this machine, found {address!r}: " in result.output
+    assert "--port" not in result.output
+
+
 def test_without_prometheus_client(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
