@@ -188,16 +188,20 @@ def _check_given(name: str | None, model: str | None, configuration: dict[str, A
 @contextlib.contextmanager
 def _secret(option: Path | None) -> Iterator[bytes]:
     """The secret of a file, while a cache is created. If that fails, a file that was created for it
-    is removed, unless another cache uses it."""
+    is removed with its new folders, unless another cache uses it."""
     path = secret_path(option)
     exists = os.path.lexists(path)
-    secret = load_or_create_secret(path)
+    new_folders = [folder for folder in path.parents if not os.path.lexists(folder)]
+    secret = None
     try:
+        secret = load_or_create_secret(path)
         yield secret
     except BaseException:
-        if not exists and not _is_used(secret):
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # a folder with something of others stays
+            if not exists and secret is not None and not _is_used(secret):
                 path.unlink()
+            for folder in new_folders:
+                folder.rmdir()
         raise
 
 

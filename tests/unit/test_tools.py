@@ -235,17 +235,19 @@ def test_a_model_names_its_cache(run: Run, segment_name: str, tmp_path: Path) ->
         ((), "missing: --size (or --pages)"),
         (("--pages", 4, "--algorithm", "md5"), "md5"),
         (("--pages", 4, "--group", "no such group"), "no such group"),
+        (("--pages", 4, "--numa", "moon"), "moon"),
     ],
 )
 def test_create_refuses(
     run: Run, segment_name: str, tmp_path: Path, options: tuple[object, ...], message: str
 ) -> None:
-    common = ("--page-bytes", 4096, "--fingerprint", "f", "--secret-file", tmp_path / "s")
+    secret = tmp_path / "new" / "newer" / "s"
+    common = ("--page-bytes", 4096, "--fingerprint", "f", "--secret-file", secret)
     result = run("create", segment_name, *common, *options, status=2)
     assert message in result.stderr
     assert read_segment(segment_name) is None
     assert not names.dependents(segment_name)
-    assert not (tmp_path / "s").exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_create_names_all_that_is_missing(
