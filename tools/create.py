@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,7 +114,7 @@ def create(
     if not name and model:
         model = _from_model(model, configuration)
     _check_given(name, model, configuration)
-    with _secret(secret_file) as secret:
+    with _undone_by_sigterm(), _secret(secret_file) as secret:
         cache = Cache.create(
             name,
             model=model,
@@ -183,6 +184,16 @@ def _check_given(name: str | None, model: str | None, configuration: dict[str, A
             f"{name or '--model llama-3-8b'} "
             "--size 64GiB --page-bytes 8MiB --page-tokens 64 --fingerprint llama-3-8b/bf16/64`"
         )
+
+
+@contextlib.contextmanager
+def _undone_by_sigterm() -> Iterator[None]:
+    """SIGTERM unwinds as Ctrl-C does, so what was begun is removed."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -339,6 +339,31 @@ def test_create_attached_stays(segment_name: str, tmp_path: Path) -> None:
     assert read_segment(segment_name) is None
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_undoes_what_was_begun(
+    run: Run,
+    segment_name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    status: int,
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        assert read_segment(segment_name) is not None
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(create, "_prefault", interrupted)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # or we go, if it is not handled
+    try:
+        run(*_create(segment_name, tmp_path)[1:], status=status)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert read_segment(segment_name) is None
+    assert not names.dependents(segment_name)
+    assert not list(tmp_path.iterdir())
+
+
 def test_create_shows_progress_on_a_terminal(run: Run, segment_name: str, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
