@@ -113,7 +113,7 @@ def create(
     """
     if not name and model:
         model = _from_model(model, configuration)
-    _check_given(name, model, configuration)
+    _check_given(name or model, configuration)
     with _undone_by_sigterm(), _secret(secret_file) as secret:
         cache = Cache.create(
             name,
@@ -144,13 +144,17 @@ def _from_model(model: str, configuration: dict[str, Any]) -> str:
     model's name.
 
     Raises:
-        ConfigError: it is a path that is absent, or its pages cannot be known from it.
+        ConfigError: it is a path that is absent, or not on this machine, or its pages cannot be
+            known from it.
     """
     if configuration["page_bytes"] and configuration["fingerprint"]:
         return model
     model, config = find_model(model)
     if config is None:
-        return model
+        raise ConfigError(
+            f"--model: {model} is not on this machine, so no config.json says what a page is; give "
+            "--page-bytes and --fingerprint"
+        )
     name, tokens = name_of(model), configuration["page_tokens"]
     try:
         shape, element = shape_of(config), element_bytes(config, "auto")
@@ -169,20 +173,21 @@ def _from_model(model: str, configuration: dict[str, Any]) -> str:
     return name
 
 
-def _check_given(name: str | None, model: str | None, configuration: dict[str, Any]) -> None:
+def _check_given(name: str | None, configuration: dict[str, Any]) -> None:
     """Raises click.UsageError: names all missing options."""
     options = {
-        "NAME (or --model)": name or model,
-        "--size (or --pages)": configuration["size"] or configuration["pages"] is not None,
-        "--page-bytes": configuration["page_bytes"],
-        "--fingerprint": configuration["fingerprint"],
+        "NAME (or --model)": (name, "--model llama-3-8b"),
+        "--size (or --pages)": (
+            configuration["size"] or configuration["pages"] is not None,
+            "--size 64GiB",
+        ),
+        "--page-bytes": (configuration["page_bytes"], "--page-bytes 8MiB --page-tokens 64"),
+        "--fingerprint": (configuration["fingerprint"], "--fingerprint llama-3-8b/bf16/64"),
     }
-    missing = [option for option, value in options.items() if not value]
+    missing = {option: example for option, (given, example) in options.items() if not given}
     if missing:
         raise click.UsageError(
-            f"missing: {', '.join(missing)}; for example `lightcache create "
-            f"{name or '--model llama-3-8b'} "
-            "--size 64GiB --page-bytes 8MiB --page-tokens 64 --fingerprint llama-3-8b/bf16/64`"
+            f"missing: {', '.join(missing)}; for example `{' '.join(missing.values())}`"
         )
 
 

@@ -173,6 +173,9 @@ def test_a_model_on_this_machine_says_what_a_page_is(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     folder = tmp_path / segment_name
     folder.mkdir()
+    said = run("create", "--model", "no/such", "--size", "1MiB", status=2).stderr
+    assert "no/such is not on this machine" in said
+    assert "give --page-bytes and --fingerprint" in said
     config = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
     options = ("--size", "1MiB", "--secret-file", tmp_path / "secret", "--json", "--model")
     made = []
@@ -188,6 +191,8 @@ def test_a_model_on_this_machine_says_what_a_page_is(
         assert each["name"] == cache_name(segment_name, each["fingerprint"])
         assert "prefix/" in each["fingerprint"]
         run("rm", each["name"])
+    said = run("create", "--model", folder, status=2).stderr
+    assert "missing: --size (or --pages); for example `--size 64GiB`\n" in said
     (folder / "config.json").write_text("{}")
     said = run("create", *options, folder, status=2).stderr
     assert "no page is computed" in said
@@ -257,7 +262,7 @@ def test_create_names_all_that_is_missing(
     monkeypatch.setenv("HOME", str(tmp_path))
     said = run("create", status=2).stderr
     assert "missing: NAME (or --model), --size (or --pages), --page-bytes, --fingerprint;" in said
-    assert "for example `lightcache create --model llama-3-8b --size 64GiB" in said
+    assert "for example `--model llama-3-8b --size 64GiB --page-bytes 8MiB" in said
     said = run("create", segment_name, "--pages", 4, status=2).stderr
     assert "missing: --page-bytes, --fingerprint;" in said
     assert not list(tmp_path.iterdir())
