@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,8 +113,8 @@ def create(
     """
     if not name and model:
         model = _from_model(model, configuration)
-    _check_given(name, model, configuration)
-    with _secret(secret_file) as secret:
+    _check_given(name or model, configuration)
+    with _undone_by_sigterm(), _secret(secret_file) as secret:
         cache = Cache.create(
             name,
             model=model,
@@ -143,13 +144,17 @@ def _from_model(model: str, configuration: dict[str, Any]) -> str:
     model's name.
 
     Raises:
-        ConfigError: it is a path that is absent, or its pages cannot be known from it.
+        ConfigError: it is a path that is absent, or not on this machine, or its pages cannot be
+            known from it.
     """
     if configuration["page_bytes"] and configuration["fingerprint"]:
         return model
     model, config = find_model(model)
     if config is None:
-        return model
+        raise ConfigError(
+            f"--model: {model} is not on this machine, so no config.json says what a page is; give "
+            "--page-bytes and --fingerprint"
+        )
     name, tokens = name_of(model), configuration["page_tokens"]
     try:
         shape, element = shape_of(config), element_bytes(config, "auto")
@@ -168,36 +173,51 @@ def _from_model(model: str, configuration: dict[str, Any]) -> str:
     return name
 
 
-def _check_given(name: str | None, model: str | None, configuration: dict[str, Any]) -> None:
+def _check_given(name: str | None, configuration: dict[str, Any]) -> None:
     """Raises click.UsageError: names all missing options."""
     options = {
-        "NAME (or --model)": name or model,
-        "--size (or --pages)": configuration["size"] or configuration["pages"] is not None,
-        "--page-bytes": configuration["page_bytes"],
-        "--fingerprint": configuration["fingerprint"],
+        "NAME (or --model)": (name, "--model llama-3-8b"),
+        "--size (or --pages)": (
+            configuration["size"] or configuration["pages"] is not None,
+            "--size 64GiB",
+        ),
+        "--page-bytes": (configuration["page_bytes"], "--page-bytes 8MiB --page-tokens 64"),
+        "--fingerprint": (configuration["fingerprint"], "--fingerprint llama-3-8b/bf16/64"),
     }
-    missing = [option for option, value in options.items() if not value]
+    missing = {option: example for option, (given, example) in options.items() if not given}
     if missing:
         raise click.UsageError(
-            f"missing: {', '.join(missing)}; for example `lightcache create "
-            f"{name or '--model llama-3-8b'} "
-            "--size 64GiB --page-bytes 8MiB --page-tokens 64 --fingerprint llama-3-8b/bf16/64`"
+            f"missing: {', '.join(missing)}; for example `{' '.join(missing.values())}`"
         )
+
+
+@contextlib.contextmanager
+def _undone_by_sigterm() -> Iterator[None]:
+    """SIGTERM unwinds as Ctrl-C does, so what was begun is removed."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
 def _secret(option: Path | None) -> Iterator[bytes]:
     """The secret of a file, while a cache is created. If that fails, a file that was created for it
-    is removed, unless another cache uses it."""
+    is removed with its new folders, unless another cache uses it."""
     path = secret_path(option)
     exists = os.path.lexists(path)
-    secret = load_or_create_secret(path)
+    new_folders = [folder for folder in path.parents if not os.path.lexists(folder)]
+    secret = None
     try:
+        secret = load_or_create_secret(path)
         yield secret
     except BaseException:
-        if not exists and not _is_used(secret):
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # a folder with something of others stays
+            if not exists and secret is not None and not _is_used(secret):
                 path.unlink()
+            for folder in new_folders:
+                folder.rmdir()
         raise
 
 

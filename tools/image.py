@@ -48,19 +48,24 @@ def name_argument(required: bool = True) -> Callable[[F], F]:
 
 
 def _named(given: str) -> str:
+    found = caches_of(given)
+    if len(found) > 1:
+        raise click.UsageError(
+            f"the model {given!r} has several caches: {', '.join(found)}; give one of the names"
+        )
+    return found[0] if found else given
+
+
+def caches_of(given: str) -> list[str]:
+    """The segment of this name; else all default caches of this model, which may be none."""
     with contextlib.suppress(ConfigError):  # a model may have a slash
         if os.path.lexists(names.FOLDER / names.object_name(given).removeprefix("/")):
-            return given
-    of_model = [
+            return [given]
+    return [
         info.name
         for info in list_segments()
         if info.family is not None and given in (info.family, info.name[:-_DIGEST])
     ]
-    if len(of_model) > 1:
-        raise click.UsageError(
-            f"the model {given!r} has several caches: {', '.join(of_model)}; give one of the names"
-        )
-    return of_model[0] if of_model else given
 
 
 _DIGEST = len("-12345678")
@@ -130,8 +135,16 @@ class Image(Copy):
 
 
 def unknown(name: str) -> NotReady:
-    """The error for a name without a segment."""
+    """The error for a name without a segment, or whose segment is not ready yet or any more."""
+    info = read_segment(name)
+    if info is not None and info.kind and not info.ready:
+        return _unready(name, info)
     return NotReady(f"there is no cache {name!r}; `lightcache ls` lists all")
+
+
+def _unready(name: str, info: SegmentInfo) -> NotReady:
+    problem = info.problem or "not ready"
+    return NotReady(f"{name!r}: {problem}; `lightcache sweep` removes what the dead left")
 
 
 def require(name: str) -> SegmentInfo:
@@ -166,8 +179,7 @@ def opened(name: str, layout_facts: str | None = None) -> Iterator[tuple[OpenObj
             raise CacheCorrupted(f"{name!r} is no shared memory object but something else")
         header = segment.header()
         if not header.ready and not header.is_foreign:
-            problem = info.problem or "not ready"
-            raise NotReady(f"{name!r}: {problem}; `lightcache sweep` removes what the dead left")
+            raise _unready(name, info)
         expected = wanted.want(
             name,
             kind=None,

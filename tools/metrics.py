@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lightcache.cache import family_name
 from lightcache.errors import ConfigError
-from lightcache.shm import names
 from lightcache.tools.output import fail
 from lightcache.tools.settings import Service
 from lightcache.tools.storage_service import Signals
@@ -55,14 +56,15 @@ def metrics(
     every: float,
     once: bool,
 ) -> None:
-    """Serve the metrics of all caches, or of the caches NAME, until Ctrl-C or SIGTERM.
+    """Serve the metrics of all caches, or of those with a NAME or of a model, until Ctrl-C or
+    SIGTERM.
 
     One process of a machine does it: all figures are of the machine, read from shared memory, and
     include those of processes that have ended or were killed. It takes no lock and no slot; caches
     may come and go.
     """
     for name in caches:
-        names.object_name(name)
+        family_name(name)  # the model of a NAME, which may be one
     registry = _registry(caches)
     if textfile is not None:
         _check_file(textfile)
@@ -97,11 +99,7 @@ def _serve(registry: CollectorRegistry, address: str, port: int) -> None:
         try:
             server, thread = start(port, addr=address, registry=registry)
         except OSError as error:
-            raise ConfigError(
-                f"--port: expected an address that is free, found {address}:{port}: "
-                f"{error.strerror or error}; one exporter serves all caches of a machine, and "
-                "another may run already: ask it, or give another port"
-            ) from error
+            raise _not_served(error, address, port) from error
         try:
             where = server.server_address
             click.echo(f"serving http://{where[0]}:{where[1]}/metrics; Ctrl-C ends it")
@@ -110,6 +108,22 @@ def _serve(registry: CollectorRegistry, address: str, port: int) -> None:
             server.shutdown()
             server.server_close()
             thread.join()
+
+
+def _not_served(error: OSError, address: str, port: int) -> ConfigError:
+    why = error.strerror or error
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(
+            f"--port: expected one that is free, found {address}:{port}: {why}; one exporter "
+            "serves all caches of a machine, and another may run already: ask it, or give another "
+            "port"
+        )
+    if error.errno == errno.EACCES:
+        return ConfigError(f"--port: expected one that this user may use, found {port}: {why}")
+    return ConfigError(
+        f"--address: expected one of this machine, found {address!r}: {why}; 127.0.0.1: for "
+        "this machine alone, 0.0.0.0: for all"
+    )
 
 
 # ---- a file

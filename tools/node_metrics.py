@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -26,7 +26,7 @@ from lightcache.shm.layout import LockRecord
 from lightcache.shm.objects import OpenObject
 from lightcache.snapshot import NAMESPACE_TABLE_BYTES, IndexStats, groups_of, namespaces_of
 from lightcache.tools.facts import counted
-from lightcache.tools.image import read_any, verify_index
+from lightcache.tools.image import caches_of, read_any, verify_index
 
 _HEAD_BYTES = shm_layout.LOCK_OFFSET + ctypes.sizeof(LockRecord)
 
@@ -42,25 +42,32 @@ class NodeMetrics(Collector):
         """Reads nothing yet.
 
         Args:
-            caches: their names, there or not; None: all that there are.
+            caches: their names, or models, whose default caches are meant, each there or not; None:
+                all that there are.
             labels: see `CacheMetrics`.
 
         Raises:
             ConfigError: a label that the metrics define themselves.
         """
         CachePage("", {}, labels)  # checks them
-        self._wanted = None if caches is None else tuple(dict.fromkeys(caches))
+        self._wanted = None if caches is None else tuple(caches)
         self._labels = labels
 
     def collect(self) -> Iterator[Metric]:
         """All metrics at this moment. A cache that is absent or cannot be read has `up` alone."""
         families: dict[str, Metric] = {}
-        for name in names.segment_names() if self._wanted is None else self._wanted:
+        for name in self._names():
             for metric in self._of(name):
                 known = families.setdefault(metric.name, metric)
                 if known is not metric:
                     known.samples += metric.samples
         return iter(families.values())
+
+    def _names(self) -> Iterable[str]:
+        """Looked up at each scrape: an upgrade gives a model another cache."""
+        if self._wanted is None:
+            return names.segment_names()
+        return dict.fromkeys(name for one in self._wanted for name in caches_of(one) or [one])
 
     def _of(self, name: str) -> Iterator[Metric]:
         read: _Read | None = None

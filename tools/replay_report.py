@@ -66,9 +66,13 @@ def _advice(rows: Sequence[Case]) -> str:
     last = rows[-1]
     if len(rows) > 1 and last.host_tokens:
         enough = next(each for each in rows if each.host_tokens >= 0.95 * last.host_tokens)
-        parts.append(
-            f"{format_size(enough.size)} a node has 95 % of the hits of {format_size(last.size)}"
-        )
+        if enough is not last:
+            parts.append(
+                f"{format_size(enough.size)} a node has at least 95 % of the hits of "
+                f"{format_size(last.size)}"
+            )
+        elif last.storage_tokens + last.every_tokens:
+            parts.append("no tried size is enough: try larger")
     return f"{describe(row)}: {'; '.join(parts)}."
 
 

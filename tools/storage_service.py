@@ -135,10 +135,10 @@ def storage(
             finally:
                 if not ended:  # closing it may wait for hanging calls: the process's exit ends them
                     closing.pop_all()
-        problem = service.why or ("" if ended else "calls of the storage hang; see its log")
         _say_end(name, None if service.why else service.stats(), begun, as_json)
-    if problem:
-        fail(f"{name}: {problem}")
+    if not ended:
+        fail(f"{name}: calls of the storage hang; see its log")
+    if service.why or not ended:  # the service has said why
         ctx.exit(BROKEN)
 
 

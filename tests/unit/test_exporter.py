@@ -194,6 +194,24 @@ def test_once(segment_name):
         assert value(scraped(result.output), "up", segment_name, part="host") == 1
 
 
+def test_a_model_is_all_its_caches(segment_name):
+    """Also those of an upgrade, which come while it is served."""
+    model = f"org/{segment_name}"
+    node, short = Node(model), Node(f"org-{segment_name}")
+    assert value(node.scrape(), "up", model, part="host") == 0
+    with contextlib.ExitStack() as stack:
+        made = []
+        for fingerprint in "fg":
+            how = {**HOW, "fingerprint": fingerprint, "lifetime": "attached"}
+            made.append(stack.enter_context(Cache.create(model=model, **how)).name)
+            for found in (node.scrape(), short.scrape()):
+                up = {labels for name, labels in found if name == "lightcache_up"}
+                assert {dict(labels)["cache"] for labels in up} == set(made)
+                assert all(value(found, "up", each, model, part="host") for each in made)
+        result = run(model, made[0], "--once")
+        assert value(scraped(result.output), "up", made[1], model, part="host") == 1
+
+
 def test_a_file(segment_name, tmp_path):
     path = tmp_path / "lightcache.prom"
     with made(segment_name):
@@ -211,7 +229,7 @@ def test_a_file(segment_name, tmp_path):
         (("--textfile", "/proc/x.prom"), "a file that can be written"),
         (("--textfile", "{}/x.prom", "--port", "0"), "not both"),
         (("--once", "--port", "0"), "give --once or --port, not both"),
-        (("a/b",), "not allowed"),
+        (("",), "expected a name"),
     ],
 )
 def test_bad_input(tmp_path, arguments, said):
@@ -226,6 +244,14 @@ def test_a_port_that_is_taken():
         result = run("--port", str(taken.getsockname()[1]))
     assert result.exit_code == 2
     assert "another may run already" in result.output
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "no host.invalid"])
+def test_an_address_of_another_machine(address):
+    result = run("--port", "0", "--address", address)
+    assert result.exit_code == 2
+    assert f"--address: expected one of this machine, found {address!r}: " in result.output
+    assert "--port" not in result.output
 
 
 def test_without_prometheus_client(monkeypatch):

@@ -287,6 +287,20 @@ def test_only_a_curve_that_rises_is_steepest_somewhere(
     assert "of the tokens hit; the next GiB" in said
 
 
+@pytest.mark.parametrize(
+    ("sizes", "enough"),
+    [
+        ("2MiB,6MiB,1GiB", "6.0 MiB a node has at least 95 % of the hits of 1.0 GiB."),
+        ("2MiB,4MiB", "no tried size is enough: try larger."),
+        ("2MiB,6MiB", "; a storage that keeps all adds 42.7 %."),  # it has all there are
+    ],
+)
+def test_the_size_that_is_enough(sizes: str, enough: str, run: Run, tmp_path: Path) -> None:
+    trace = write(tmp_path / "t", [("abcdef", 1)] * 3)
+    said = run("replay", trace, "--size", sizes, "--token-bytes", "256KiB").stdout
+    assert enough in said
+
+
 def test_json_has_every_figure(run: Run, tmp_path: Path) -> None:
     trace = write(tmp_path / "t", [("abc", 1)] * 2)
     (row,) = json.loads(run("replay", trace, "--size", "1GiB", "--json").stdout)

@@ -173,6 +173,9 @@ def test_a_model_on_this_machine_says_what_a_page_is(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     folder = tmp_path / segment_name
     folder.mkdir()
+    said = run("create", "--model", "no/such", "--size", "1MiB", status=2).stderr
+    assert "no/such is not on this machine" in said
+    assert "give --page-bytes and --fingerprint" in said
     config = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
     options = ("--size", "1MiB", "--secret-file", tmp_path / "secret", "--json", "--model")
     made = []
@@ -188,6 +191,8 @@ def test_a_model_on_this_machine_says_what_a_page_is(
         assert each["name"] == cache_name(segment_name, each["fingerprint"])
         assert "prefix/" in each["fingerprint"]
         run("rm", each["name"])
+    said = run("create", "--model", folder, status=2).stderr
+    assert "missing: --size (or --pages); for example `--size 64GiB`\n" in said
     (folder / "config.json").write_text("{}")
     said = run("create", *options, folder, status=2).stderr
     assert "no page is computed" in said
@@ -235,17 +240,19 @@ def test_a_model_names_its_cache(run: Run, segment_name: str, tmp_path: Path) ->
         ((), "missing: --size (or --pages)"),
         (("--pages", 4, "--algorithm", "md5"), "md5"),
         (("--pages", 4, "--group", "no such group"), "no such group"),
+        (("--pages", 4, "--numa", "moon"), "moon"),
     ],
 )
 def test_create_refuses(
     run: Run, segment_name: str, tmp_path: Path, options: tuple[object, ...], message: str
 ) -> None:
-    common = ("--page-bytes", 4096, "--fingerprint", "f", "--secret-file", tmp_path / "s")
+    secret = tmp_path / "new" / "newer" / "s"
+    common = ("--page-bytes", 4096, "--fingerprint", "f", "--secret-file", secret)
     result = run("create", segment_name, *common, *options, status=2)
     assert message in result.stderr
     assert read_segment(segment_name) is None
     assert not names.dependents(segment_name)
-    assert not (tmp_path / "s").exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_create_names_all_that_is_missing(
@@ -255,7 +262,7 @@ def test_create_names_all_that_is_missing(
     monkeypatch.setenv("HOME", str(tmp_path))
     said = run("create", status=2).stderr
     assert "missing: NAME (or --model), --size (or --pages), --page-bytes, --fingerprint;" in said
-    assert "for example `lightcache create --model llama-3-8b --size 64GiB" in said
+    assert "for example `--model llama-3-8b --size 64GiB --page-bytes 8MiB" in said
     said = run("create", segment_name, "--pages", 4, status=2).stderr
     assert "missing: --page-bytes, --fingerprint;" in said
     assert not list(tmp_path.iterdir())
@@ -335,6 +342,31 @@ def test_create_attached_stays(segment_name: str, tmp_path: Path) -> None:
         child.send_signal(signal.SIGTERM)
         assert child.wait() == 0
     assert read_segment(segment_name) is None
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_undoes_what_was_begun(
+    run: Run,
+    segment_name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    status: int,
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        assert read_segment(segment_name) is not None
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(create, "_prefault", interrupted)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # or we go, if it is not handled
+    try:
+        run(*_create(segment_name, tmp_path)[1:], status=status)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert read_segment(segment_name) is None
+    assert not names.dependents(segment_name)
+    assert not list(tmp_path.iterdir())
 
 
 def test_create_shows_progress_on_a_terminal(run: Run, segment_name: str, tmp_path: Path) -> None:

@@ -172,7 +172,9 @@ class StorageService:
         except Exception as error:
             ours = not isinstance(error, LightcacheError)  # then it is our own bug
             self.why = repr(error) if ours else str(error)
-            log.warning(
+            if not ours and self.cache.index.segment.retired:
+                self.why = "the cache was removed; start it again when there is one of this name"
+            log.error(
                 "the storage service of %r ends: %s", self.cache.name, self.why, exc_info=ours
             )
             with contextlib.suppress(LightcacheError):  # clients must stop asking
