@@ -28,10 +28,9 @@ from lightcache.page_index import PageIndex
 from lightcache.prompt import TokenIds
 from lightcache.routed_indexes import page_tokens_of
 from lightcache.shm.errors import require
-from lightcache.shm.layout import Lifetime
 from lightcache.shm.listing import read_segment
 from lightcache.token_records import TokenRecords
-from lightcache.tools.image import group_option_help, name_argument
+from lightcache.tools.image import cache_in_use, group_option_help
 from lightcache.tools.image import require as require_segment
 from lightcache.tools.output import fail
 from lightcache.tools.settings import Service
@@ -50,7 +49,7 @@ TOPIC = "kv-events"
 
 
 @click.command(cls=Service)
-@name_argument()
+@click.argument("name")
 @click.option(
     "--endpoint",
     default="tcp://127.0.0.1:5557",
@@ -132,7 +131,7 @@ def events(
     """
     for package in ("zmq", "msgspec"):
         require(package, "events", "lightcache events")
-    require_segment(name)
+    require_segment(cache_in_use(name))
     identities = [Identity(topic.encode(), True)] if topic is not None else []
     identities += [Identity(each.encode(), False) for each in workers]
     identities = identities or [Identity(TOPIC.encode(), True)]
@@ -141,7 +140,7 @@ def events(
         wire.block_size_of(source.index)
         with Sockets(endpoint, replay_endpoint, connect=connect) as sockets:
             what = "publishing" if source.tokens is None else "publishing with token ids"
-            click.echo(f"{name}: {what} at {', '.join(sockets.bound)}")
+            click.echo(f"{source.index.name}: {what} at {', '.join(sockets.bound)}")
             Publisher(source, sockets, wire, identities).run(signals)
 
 
@@ -277,10 +276,11 @@ def _by_group(groups: Groups) -> Iterator[tuple[Any, dict[str, int]]]:
 
 
 class Source:
-    """The changes of a cache, by name: of one after another, if it is made anew.
+    """The changes of a cache, by name: of one after another, if it is made anew, or if a model has
+    another one that clients use.
 
     A reader keeps a segment from being replaced. So this one lets go of a cache in which no
-    client lives, where nothing can change, and takes it up again when one comes.
+    client lives, where nothing can change, and takes it up again when one comes, or has come.
     """
 
     def __init__(self, name: str, group: str | None, keep: int, *, token_ids: bool = True) -> None:
@@ -289,7 +289,7 @@ class Source:
         Raises:
             As `PageIndex.attach`.
         """
-        self._name, self._group, self._token_ids = name, group, token_ids
+        self._given, self._group, self._token_ids = name, group, token_ids
         self.index = self._attach()
         self.tokens: TokenRecords | None = None
         """The token ids of its pages; None: it has none, or we may not read them."""
@@ -298,12 +298,13 @@ class Source:
         self.changes = Changes(self.index, kept=keep, first=time.time_ns() // 1_000_000)
         self._uuid = self.index.segment.uuid
         self._attached = True
-        self._looked = time.monotonic()
+        self._looked = self._left = time.monotonic()
         self._whole = -WHOLE
         self._problem = ""
 
     def _attach(self) -> PageIndex:
-        return PageIndex.attach(self._name, readonly=True, group=self._group, timeout=0)
+        name = cache_in_use(self._given)
+        return PageIndex.attach(name, readonly=True, group=self._group, timeout=0)
 
     def _open_tokens(self) -> None:
         """Those of the index, in place of those of the one before."""
@@ -340,19 +341,16 @@ class Source:
         return batches
 
     def _idle(self) -> bool:
-        """No client lives in it. One whose clients were killed, and which ends with its last
-        process, is warm as long as we stay."""
-        clients = self.index.clients()
-        if any(client.alive for client in clients):
-            return False
-        return not clients or self.index.segment.lifetime is Lifetime.PERSISTENT
+        """No client lives in it."""
+        return not any(client.alive for client in self.index.clients())
 
     def _again(self, wire: Wire) -> tuple[ChangeBatch, ...]:
         """Take it up again, if there is something to be seen."""
-        info = read_segment(self._name)
+        info = read_segment(cache_in_use(self._given))
         if info is None or info.retired:
             return self._lost()
-        if not info.ready or (info.uuid == self._uuid and not info.clients):
+        used = info.clients or info.unused_s < time.monotonic() - self._left  # and has gone again
+        if not info.ready or (info.uuid == self._uuid and not used):
             return ()
         try:
             index = self._attach()
@@ -390,7 +388,7 @@ class Source:
 
     def _let_go(self) -> None:
         """Of the index; what was told is kept, and its token ids, which need no client."""
-        self._attached = False
+        self._attached, self._left = False, time.monotonic()
         with contextlib.suppress(LightcacheError):
             self.index.close()
 

@@ -38,11 +38,13 @@ from lightcache.snapshot import NAMESPACE_TABLE_BYTES
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def name_argument(required: bool = True) -> Callable[[F], F]:
-    """NAME: of a segment, or the model whose only default cache it is."""
+def name_argument(
+    required: bool = True, choose: Callable[[str], str] | None = None
+) -> Callable[[F], F]:
+    """NAME: of a segment, or the model whose only default cache it is. `choose`: of several."""
 
     def found(ctx: object, param: object, given: str | None) -> str | None:
-        return None if given is None else _named(given)
+        return None if given is None else (choose or _named)(given)
 
     return click.argument("name", required=required, callback=found)
 
@@ -54,6 +56,14 @@ def _named(given: str) -> str:
             f"the model {given!r} has several caches: {', '.join(found)}; give one of the names"
         )
     return found[0] if found else given
+
+
+def cache_in_use(given: str) -> str:
+    """The segment of this name; else of this model's default caches the one that clients use, and
+    of several the newest. Without any: `given`."""
+    infos = [info for info in map(read_segment, caches_of(given)) if info is not None]
+    best = max(infos, key=lambda info: (info.clients > 0, -info.age_s), default=None)
+    return given if best is None else best.name
 
 
 def caches_of(given: str) -> list[str]:

@@ -23,7 +23,13 @@ from lightcache.storage.service import StorageService
 from lightcache.storage.service.board import ServiceStats, service_stats
 from lightcache.storage.tasks import TierStats
 from lightcache.storage.urls import check_url
-from lightcache.tools.image import group_option_help, guest, name_argument, require
+from lightcache.tools.image import (
+    cache_in_use,
+    group_option_help,
+    guest,
+    name_argument,
+    require,
+)
 from lightcache.tools.output import (
     BROKEN,
     age,
@@ -40,7 +46,7 @@ _PAUSE = 0.5  # seconds between two looks at whether the service has ended by it
 
 
 @click.command(cls=Service, either=(("status", "urls"),))
-@name_argument()
+@name_argument(choose=cache_in_use)
 @click.option(
     "--url",
     "urls",
