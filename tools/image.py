@@ -135,8 +135,16 @@ class Image(Copy):
 
 
 def unknown(name: str) -> NotReady:
-    """The error for a name without a segment."""
+    """The error for a name without a segment, or whose segment is not ready yet or any more."""
+    info = read_segment(name)
+    if info is not None and info.kind and not info.ready:
+        return _unready(name, info)
     return NotReady(f"there is no cache {name!r}; `lightcache ls` lists all")
+
+
+def _unready(name: str, info: SegmentInfo) -> NotReady:
+    problem = info.problem or "not ready"
+    return NotReady(f"{name!r}: {problem}; `lightcache sweep` removes what the dead left")
 
 
 def require(name: str) -> SegmentInfo:
@@ -171,8 +179,7 @@ def opened(name: str, layout_facts: str | None = None) -> Iterator[tuple[OpenObj
             raise CacheCorrupted(f"{name!r} is no shared memory object but something else")
         header = segment.header()
         if not header.ready and not header.is_foreign:
-            problem = info.problem or "not ready"
-            raise NotReady(f"{name!r}: {problem}; `lightcache sweep` removes what the dead left")
+            raise _unready(name, info)
         expected = wanted.want(
             name,
             kind=None,

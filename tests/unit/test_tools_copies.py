@@ -477,6 +477,16 @@ def test_truncated_to_nothing(run: Run, made: str) -> None:
         assert "lightcache sweep" in run(command, made, status=2).stderr
 
 
+def test_a_creator_that_died_early(run: Run, segment_name: str) -> None:
+    """Before it wrote the header."""
+    path(segment_name).write_bytes(bytes(1 << 16))
+    path(segment_name).chmod(0o600)
+    for command in ("dump", "check", "top"):
+        said = run(command, segment_name, status=2).stderr
+        assert "its creator died before finishing; `lightcache sweep`" in said
+    run("rm", segment_name)
+
+
 def test_another_release(run: Run, made: str) -> None:
     poke(made, shm_layout.SegmentHeader.abi.offset, u32(99))
     for command in ("dump", "check"):
