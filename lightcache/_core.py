@@ -92,7 +92,7 @@ class CoreCalls(LockedCalls):
         if not self.handle:
             raise CacheCorrupted(
                 f"the segment {segment.name!r} says it holds an index of {pages} pages, but its "
-                "own figures differ; remove it with `lightcache rm`"
+                f"own figures differ; remove it with `lightcache rm {segment.name}`"
             )
 
     def free(self) -> None:

@@ -349,7 +349,7 @@ def check_config(name: str, config: Mapping[str, Any]) -> None:
     if FOLDER_ITEM in config and path_in(dict(config)) is None:
         raise CacheCorrupted(
             f"the cache {name!r} has the pool's folder {config[FOLDER_ITEM]!r} in its header; "
-            "remove it with `lightcache rm`"
+            f"remove it with `lightcache rm {name}`"
         )
     texts = [config.get(item) for item in ("fingerprint", "algorithm", "secret")]
     if (
@@ -361,7 +361,7 @@ def check_config(name: str, config: Mapping[str, Any]) -> None:
         raise CacheCorrupted(
             f"the cache {name!r} has page_bytes {page_bytes!r}, page_tokens {tokens!r} and "
             f"(fingerprint, algorithm, secret) {texts!r} in its header; remove it with "
-            "`lightcache rm`"
+            f"`lightcache rm {name}`"
         )
 
 

@@ -342,12 +342,12 @@ class PageIndex:
         if not 1 <= pages <= MAX_PAGES:
             raise CacheCorrupted(
                 f"{segment.name!r}: its configuration says {pages} pages, expected 1 to "
-                f"{MAX_PAGES}; remove it with `lightcache rm`"
+                f"{MAX_PAGES}; remove it with `lightcache rm {segment.name}`"
             )
         if (eviction := segment.config.get("eviction", "lru")) not in layout.EVICTIONS:
             raise CacheCorrupted(
                 f"{segment.name!r}: its configuration says eviction {eviction!r}, expected "
-                '"lru" or "hz"; remove it with `lightcache rm`'
+                f'"lru" or "hz"; remove it with `lightcache rm {segment.name}`'
             )
         self.pages = pages
         """Number of pages of the medium."""

@@ -383,7 +383,7 @@ def _check(fd: int, segment: Segment, path: str, length: int) -> None:
     problem = _strange(status, owner, path)
     if problem:
         raise PermissionDenied(problem)
-    problem = _too_short(status, length, path)
+    problem = _too_short(status, length, path, segment.name)
     if problem:
         raise CacheCorrupted(problem)
 
@@ -407,12 +407,12 @@ def _strange(status: os.stat_result, owner: int, path: str) -> str | None:
     )
 
 
-def _too_short(status: os.stat_result, length: int, path: str) -> str | None:
+def _too_short(status: os.stat_result, length: int, path: str, cache: str) -> str | None:
     if status.st_size == length:
         return None
     return (
         f"the pool {path}: expected {length} bytes, found {status.st_size}; it was truncated or "
-        "extended: remove the cache with `lightcache rm` and create it anew"
+        f"extended: remove the cache with `lightcache rm {cache}` and create it anew"
     )
 
 
@@ -454,12 +454,12 @@ def look(
     except (LightcacheError, OSError) as error:
         return PoolObject(path, 0, 0, f"the pool {path}: {error}", seen=False)
     allocated = status.st_blocks * 512
-    problem = _strange(status, owner, path) or _too_short(status, length, path)
+    problem = _strange(status, owner, path) or _too_short(status, length, path, cache)
     if problem is None and allocated < grown * page_bytes:
         problem = (
             f"the pool {path}: {format_size(grown * page_bytes)} were given memory, found "
             f"{format_size(allocated)}; something has taken it away, and ready pages read as "
-            "zeros: remove the cache with `lightcache rm` and create it anew"
+            f"zeros: remove the cache with `lightcache rm {cache}` and create it anew"
         )
     return PoolObject(path, status.st_size, allocated, problem)
 

@@ -124,7 +124,7 @@ class TokenRecords:
         if type(tokens) is not int or not 1 <= tokens <= 1 << 20:
             raise CacheCorrupted(
                 f"{segment.name!r} has token records for pages of {tokens!r} tokens in its header; "
-                "remove it with `lightcache rm`"
+                f"remove it with `lightcache rm {segment.name}`"
             )
         return cls(segment, pages, tokens, readonly=readonly)
 

@@ -304,7 +304,7 @@ def _names_in(segment: Segment) -> tuple[str, ...]:
 
 def _damaged(name: str, what: str) -> CacheCorrupted:
     return CacheCorrupted(
-        f"the counters {name!r}: {what}; remove them with `lightcache rm` and make them anew"
+        f"the counters {name!r}: {what}; remove them with `lightcache rm {name}` and make them anew"
     )
 
 

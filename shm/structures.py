@@ -98,7 +98,7 @@ def item_of(segment: Segment, item: str) -> int:
     if type(value) is not int or value < 1:
         raise CacheCorrupted(
             f"the {segment.kind.name.lower()} {segment.name!r} has {item} {value!r} in its header; "
-            "remove it with `lightcache rm` and make it anew"
+            f"remove it with `lightcache rm {segment.name}` and make it anew"
         )
     return value
 

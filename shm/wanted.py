@@ -244,8 +244,8 @@ def verify_header(header: SegmentHeader, size: int, wanted: SegmentSpec) -> None
         CacheCorrupted: the object was truncated or its configuration is not readable.
     """
     remedy = (
-        "use what it was created with or another name, or start over: `lightcache rm`, or open "
-        "with replace=True"
+        "use what it was created with or another name, or start over: `lightcache rm "
+        f"{wanted.name}`, or open with replace=True"
     )
     if header.is_foreign:
         raise LayoutMismatch(

@@ -386,7 +386,7 @@ def versions() -> list[Finding]:
             results.append(ok(package, version))
     for package, (extra, use) in _OPTIONAL.items():
         known = filter(None, map(_version, _PACKAGES.get(package, (package,))))
-        absent = f"not installed (only for {use}); pip install 'lightcache[{extra}]'"
+        absent = f"not installed (only for {use}); in a clone: pip install '.[{extra}]'"
         results.append(ok(package, next(known, absent)))
     return results
 

@@ -150,7 +150,8 @@ def disable(name: str, group: str | None) -> None:
     Engines treat the error as a miss. Held pages stay held; they can be published and released.
     """
     changed = _switch(name, group, 1)
-    click.echo(f"{name}: disabled{'' if changed else ' already'}; `lightcache enable` undoes it")
+    already = "" if changed else " already"
+    click.echo(f"{name}: disabled{already}; `lightcache enable {name}` undoes it")
 
 
 @click.command(cls=Command)

@@ -36,7 +36,7 @@ def document(name: str) -> Facts:
     except ValueError:  # of numpy and ctypes, for data that is too short
         raise CacheCorrupted(
             f"{name!r}: {len(copy.data)} bytes are too few for the {kind.name.lower()} that its "
-            f"header describes: {dict(copy.config)}; remove it with `lightcache rm`"
+            f"header describes: {dict(copy.config)}; remove it with `lightcache rm {name}`"
         ) from None
     notes = hints.of_structure(copy, lock, content)
     return {

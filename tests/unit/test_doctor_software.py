@@ -26,6 +26,6 @@ def test_clients_of_storages(name: str, there: bool, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(metadata, "version", version)
     (found,) = [each for each in versions() if each.name == name]
     extra = {"obstore": "s3"}.get(name, name)
-    install = f"pip install 'lightcache[{extra}]'"
+    install = f"in a clone: pip install '.[{extra}]'"
     missing = f"not installed (only for storages {CLIENTS[name]}); {install}"
     assert (found.level, found.found) == (Level.OK, "7.8.9" if there else missing)

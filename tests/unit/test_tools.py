@@ -497,7 +497,8 @@ def test_disable_and_enable(run: Run, made: str) -> None:
     with Cache.attach(made, secret=SECRET) as cache:
         keys = cache.hash_pages(np.arange(100))
         held = cache.match(keys)
-        assert "disabled;" in run("disable", made).stdout
+        said = run("disable", made).stdout
+        assert f"disabled; `lightcache enable {made}` undoes it" in said
         for call in (cache.peek, cache.match, cache.reserve):
             refused(NotReady, "enable", call, keys)
         held.release()

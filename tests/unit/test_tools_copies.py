@@ -405,6 +405,7 @@ def test_check_looks_at_the_pool(
         assert found in result.stdout
         assert "every invariant holds" not in result.stdout
         assert "create" in result.stdout
+        assert "`lightcache rm`" not in result.stdout, "of which cache?"
         checked = json.loads(run("check", made, *options, "--json", status=1).stdout)
         assert (checked["status"], checked["clean"]) == ("broken", True)
         assert found in checked["pool"]["problem"]
@@ -480,6 +481,7 @@ def test_truncated_to_nothing(run: Run, made: str) -> None:
 def test_a_creator_that_died_early(run: Run, segment_name: str) -> None:
     """Before it wrote the header."""
     Path(path(segment_name)).write_bytes(bytes(1 << 16))
+    Path(path(segment_name)).chmod(0o600)
     for command in ("dump", "check", "top"):
         said = run(command, segment_name, status=2).stderr
         assert "its creator died before finishing; `lightcache sweep`" in said
@@ -489,7 +491,9 @@ def test_a_creator_that_died_early(run: Run, segment_name: str) -> None:
 def test_another_release(run: Run, made: str) -> None:
     poke(made, shm_layout.SegmentHeader.abi.offset, u32(99))
     for command in ("dump", "check"):
-        assert "another release" in run(command, made, status=2).stderr
+        said = run(command, made, status=2).stderr
+        assert "another release" in said
+        assert f"`lightcache rm {made}`" in said
 
 
 def test_a_link_in_its_place(run: Run, segment_name: str, tmp_path: Path) -> None:
