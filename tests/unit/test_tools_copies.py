@@ -480,8 +480,8 @@ def test_truncated_to_nothing(run: Run, made: str) -> None:
 
 def test_a_creator_that_died_early(run: Run, segment_name: str) -> None:
     """Before it wrote the header."""
-    Path(path(segment_name)).write_bytes(bytes(1 << 16))
-    Path(path(segment_name)).chmod(0o600)
+    path(segment_name).write_bytes(bytes(1 << 16))
+    path(segment_name).chmod(0o600)
     for command in ("dump", "check", "top"):
         said = run(command, segment_name, status=2).stderr
         assert "its creator died before finishing; `lightcache sweep`" in said
