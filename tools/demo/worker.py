@@ -249,8 +249,7 @@ class HybridWorker(Worker):
 
 def run(config: WorkerConfig, name: str, pipe: Connection) -> None:
     """The whole of it: serves turns until the router closes the pipe."""
-    # Not more than OMP_NUM_THREADS, which torch knows.
-    torch.set_num_threads(min(config.threads, torch.get_num_threads()))
+    torch.set_num_threads(min(config.threads, torch.get_num_threads()))  # or OMP_NUM_THREADS
     with reporting(pipe), ExitStack() as stack:
         worker = (HybridWorker if config.model.hybrid else Worker)(config, name, stack)
         pipe.send(Ready())
@@ -281,8 +280,7 @@ def reporting(pipe: Connection) -> Iterator[None]:
 @contextlib.contextmanager
 def stop_in_offload(backend: EngineBackend, turn: Turn, pipe: Connection) -> Iterator[None]:
     """Within it, if the turn has `hold`, an offload of several pages copies half of them, tells the
-    router, and waits to be killed. A turn without such an offload is served as any other. An engine
-    has no use for this: the demo kills a worker in a copy every time."""
+    router, and waits to be killed. An engine has no use for this."""
 
     def offload(new: Any, slots: Any) -> Any:
         half, tokens = len(new.pages) // 2, backend.engine.geometry.page_tokens
@@ -296,7 +294,5 @@ def stop_in_offload(backend: EngineBackend, turn: Turn, pipe: Connection) -> Ite
 
     if turn.hold:
         vars(backend)["offload"] = offload
-    try:
-        yield
-    finally:
-        vars(backend).pop("offload", None)
+    yield
+    vars(backend).pop("offload", None)
