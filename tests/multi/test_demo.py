@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -11,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -301,32 +299,6 @@ def test_what_a_worker_refuses_ends_the_demo(tmp_path: Path) -> None:
     out = ran("--device", "hamster", folder=tmp_path, status=2)
     assert re.search(r"^error: worker \d: device: expected one that torch can use", out, re.M)
     assert "Traceback" not in out
-
-
-def test_only_the_turn_that_is_to_be_killed_stops(segment_name: str, tiny: str) -> None:
-    """One that has too few pages to stop in is answered, and so is the next."""
-    import numpy as np
-    import torch
-
-    from lightcache.tools.demo.messages import Answer, Holding, Ready, Turn, WorkerConfig
-    from lightcache.tools.demo.worker import run
-
-    model = ModelSpec(directory=tiny)
-    threads = torch.get_num_threads()
-    config = WorkerConfig(segment_name, model, 32 << 20, device_tokens=256, threads=threads)
-    ours, theirs = multiprocessing.Pipe()
-    worker = threading.Thread(target=run, args=(config, "worker", theirs), daemon=True)
-    worker.start()
-    kinds = []
-    with ours:
-        for number, (tokens, hold) in enumerate([(20, True), (100, False), (120, True)]):
-            kinds.append(type(ours.recv()))
-            prompt = np.arange(tokens, dtype=np.int32) + 200 * number
-            ours.send(Turn(number, 0, 0, prompt, answer_tokens=2, hold=hold))
-        kinds.append(type(ours.recv()))
-    worker.join(60)
-    assert not worker.is_alive()
-    assert kinds == [Ready, Answer, Answer, Holding]
 
 
 def test_the_model_and_its_wrong_answer_are_told_apart(tmp_path: Path) -> None:

@@ -249,15 +249,17 @@ class HybridWorker(Worker):
 
 def run(config: WorkerConfig, name: str, pipe: Connection) -> None:
     """The whole of it: serves turns until the router closes the pipe."""
-    torch.set_num_threads(min(config.threads, torch.get_num_threads()))  # or OMP_NUM_THREADS
+    # Not more than OMP_NUM_THREADS, which torch knows.
+    torch.set_num_threads(min(config.threads, torch.get_num_threads()))
     with reporting(pipe), ExitStack() as stack:
         worker = (HybridWorker if config.model.hybrid else Worker)(config, name, stack)
         pipe.send(Ready())
         while True:
             turn = pipe.recv()
-            with stop_in_offload(worker.kv.backend, turn, pipe):
-                answer = worker.serve(turn)
-                worker.settle()
+            if turn.hold:
+                stop_in_offload(worker.kv.backend, turn, pipe)
+            answer = worker.serve(turn)
+            worker.settle()
             began = time.monotonic()
             forward(worker.model, turn.prompt, None)  # to compare with
             answer.alone_s = time.monotonic() - began
@@ -277,10 +279,9 @@ def reporting(pipe: Connection) -> Iterator[None]:
             pipe.send(Failed(kind_of + one_line(error)))
 
 
-@contextlib.contextmanager
-def stop_in_offload(backend: EngineBackend, turn: Turn, pipe: Connection) -> Iterator[None]:
-    """Within it, if the turn has `hold`, an offload of several pages copies half of them, tells the
-    router, and waits to be killed. An engine has no use for this."""
+def stop_in_offload(backend: EngineBackend, turn: Turn, pipe: Connection) -> None:
+    """From here on an offload of several pages copies half of them, tells the router, and waits to
+    be killed. An engine has no use for this: the demo kills a worker in a copy every time."""
 
     def offload(new: Any, slots: Any) -> Any:
         half, tokens = len(new.pages) // 2, backend.engine.geometry.page_tokens
@@ -292,7 +293,4 @@ def stop_in_offload(backend: EngineBackend, turn: Turn, pipe: Connection) -> Ite
         pipe.poll(None)
         raise EOFError  # the router has closed the pipe instead
 
-    if turn.hold:
-        vars(backend)["offload"] = offload
-    yield
-    vars(backend).pop("offload", None)
+    vars(backend)["offload"] = offload
